@@ -1,0 +1,37 @@
+# From a fresh clone: `make demo`, `make test`. From elsewhere: `make -C path/to/lmpo demo`. Paths here are relative,
+# so that the folder may have spaces in its name.
+
+PYTHON = python3
+SEED = 0
+VENV_PYTHON = .venv/bin/python
+
+help:
+	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
+	@echo "make test            ruff and all tests"
+	@echo "make lint            ruff alone"
+	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"
+
+demo: .venv/installed
+	$(VENV_PYTHON) core/grpo.py --config configs/demo.py --seed $(SEED)
+
+test: lint
+	$(VENV_PYTHON) -m pytest -n 2
+
+lint: .venv/installed-test
+	$(VENV_PYTHON) -m ruff check .
+
+# The stamps are renewed when the requirements change, and only after pip has succeeded.
+.venv/installed: requirements.txt | $(VENV_PYTHON)
+	$(VENV_PYTHON) -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/installed-test: requirements-test.txt requirements.txt | $(VENV_PYTHON)
+	$(VENV_PYTHON) -m pip install --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+$(VENV_PYTHON):
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+		echo "lmpo needs Python 3.11 or newer, and '$(PYTHON)' is not: try make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.PHONY: help demo test lint

@@ -1,0 +1,36 @@
+"""models/tiny learns Countdown on two CPU cores in a few minutes.
+
+Dr. GRPO (arXiv 2503.20783) on 16 prompts x 16 rollouts, one update each. The base model can compute but gives up too
+early; what RL finds is longer search.
+"""
+
+
+def get_config():
+    return {
+        "model_dir": "models/tiny",
+        "env_name": "countdown",
+        "env_options": "numbers=3,min_number=1,max_number=15,max_target=30,max_value=30,prompt=bare",
+        "test_env_name": "countdown-test",
+        "num_generation_tokens": 192,
+        "force_answer_at": 0,
+        "advantage": "group_mean",
+        "loss_normalization": "constant",
+        "entropy_coef": 0.0,
+        "groups_per_batch": 16,
+        "group_size": 16,
+        "max_resampling": 1.0,
+        "ppo_minibatch": 0,
+        "inference_batch_per_device": 256,
+        "tokens_per_microbatch": 4096,
+        "use_remat": False,
+        "unroll_layers": True,
+        "lr": 6e-4,
+        "weight_decay": 0.0,
+        "max_steps": 50,
+        "test_interval": 10,
+        "num_eval_tasks": 512,
+        "num_eval_samples": 2,
+        "test_greedy": True,
+        "save_interval": 25,
+        "sample_interval": 10,
+    }

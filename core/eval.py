@@ -1,0 +1,184 @@
+"""Plays an environment and scores what was played.
+
+    python core/eval.py --env_name countdown --model_dir ~/checkpoints/countdown/step60
+
+Letters: N tasks, G samples of each, B = N G rows, T row length.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import json
+import time
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
+from envs import make_env, parse_options, test_name
+from envs.base import Env
+from models.checkpoint import load_model
+from models.qwen3 import Qwen
+from models.tokenizer import Tokenizer
+from utils.batching import concatenate
+from utils.config import option, parse, user_errors
+from utils.scoring import Scorer
+from utils.sharding import Layout, LayoutConfig, make_layout
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Environment and evaluation."""
+
+    env_name: str = option("poem", "environment; eval.py plays its test split")
+    env_options: str = option("", "its options, for example numbers=3,max_number=15")
+    num_eval_tasks: int = option(512, "problems of the fixed evaluation set: the first ones of the test split")
+    num_eval_samples: int = option(1, "completions of each, for pass@k and best-of-n up to this number")
+    score_timeout: float = option(10.0, "for the scoring of one completion, seconds")
+    num_score_workers: int = option(0, "processes that score; 0: one for each core, 16 at most")
+
+    def __post_init__(self):
+        if min(self.num_eval_tasks, self.num_eval_samples) < 1 or self.num_score_workers < 0 or self.score_timeout <= 0:
+            raise ValueError("--num_eval_tasks, --num_eval_samples and --score_timeout must be positive")
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What was played: rows of one task stand side by side."""
+
+    rollouts: Rollouts
+    ids: Int[np.ndarray, "B"]  # task of each row
+    texts: list[str]  # as scored: the prompt's assistant prefix and the completion
+    scores: dict[str, Float[np.ndarray, "B"]]
+    failures: dict[str, int]  # rewards that timed out or raised, in this process's share
+    times: dict[str, float]  # seconds
+
+
+@dataclass(frozen=True)
+class Player:
+    """A model's way through an environment: prompts, samples, scores."""
+
+    env: Env
+    tokenizer: Tokenizer
+    sampler: Sampler
+    scorer: Scorer
+    layout: Layout
+    rows_per_call: int
+
+    def play(self, params: Any, ids: Int[np.ndarray, "N"], num_samples: int, key) -> Episodes:
+        """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`."""
+        clock, parts, per_call = time.perf_counter(), [], max(1, self.rows_per_call // num_samples)
+        problems = [self.env.problem(int(i)) for i in ids]
+        for start in range(0, len(ids), per_call):
+            some = problems[start : start + per_call]
+            prompts = [self.tokenizer.chat(p.messages, thinking=p.thinking, prefix=p.prefix) for p in some]
+            parts.append(self.sampler(params, prompts, ids[start : start + per_call], num_samples, key))
+        rollouts = concatenate(parts)
+        sampled = time.perf_counter()
+        rows = zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.lengths, strict=True)
+        texts = [
+            problems[i // num_samples].prefix + self.tokenizer.decode(tokens[start:end])
+            for i, (tokens, start, end) in enumerate(rows)
+        ]
+        ids = np.repeat(ids, num_samples)
+        failures = {}
+
+        def score(share: range) -> list[dict[str, float]]:
+            rewards, counts = self.scorer.score(ids[share.start : share.stop], texts[share.start : share.stop])
+            failures.update(counts)
+            return rewards
+
+        rewards = self.layout.share(score, len(texts))
+        names = sorted(set().union(*rewards))
+        scores = {name: np.array([reward.get(name, 0.0) for reward in rewards], np.float32) for name in names}
+        times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
+        return Episodes(rollouts, ids, texts, scores, failures, times)
+
+
+def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
+    """A player of environment `name`, with the environment's limits where the settings leave them open.
+
+    `config` holds EvalConfig and SamplingConfig; replies whose scoring failed are kept in its `save_dir`, if any.
+    """
+    limit = env.tokens_per_action if config.num_generation_tokens < 0 else config.num_generation_tokens
+    force = config.force_answer_at
+    if force < 0:  # the environment's, which a short limit leaves no room for
+        force = env.force_answer_at if 0 < env.force_answer_at < limit else 0
+    sampler = make_sampler(config, model, tokenizer, layout, limit, force)
+    scorer = Scorer(
+        name, parse_options(config.env_options), num_workers=config.num_score_workers, timeout=config.score_timeout,
+        failures_dir=getattr(config, "save_dir", None),
+    )  # fmt: skip
+    return Player(env, tokenizer, sampler, scorer, layout, config.inference_batch_per_device * layout.row_shards)
+
+
+def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed: int = 0) -> tuple[dict, Episodes]:
+    """Scores on the first `num_tasks` problems: means over tasks, and half-widths of their 95% intervals (`_ci`)."""
+    ids = np.arange(min(num_tasks, player.env.num_tasks))
+    episodes = player.play(params, ids, num_samples, jax.random.key(seed))
+    by_task = {name: x.reshape(len(ids), num_samples) for name, x in episodes.scores.items()}
+    metrics = {"num_tasks": len(ids), "num_samples": num_samples}
+    for name, x in by_task.items():
+        metrics |= mean_and_ci(name, x.mean(axis=1))
+    for k in [2**i for i in range(1, num_samples.bit_length()) if 2**i <= num_samples]:
+        metrics |= mean_and_ci(f"pass@{k}", pass_at_k(by_task["correct_answer"] > 0, k))
+    if num_samples > 1:
+        metrics |= mean_and_ci(f"best_of_{num_samples}", by_task["return"].max(axis=1))
+    rollouts = episodes.rollouts
+    metrics["length"] = float((rollouts.lengths - rollouts.prompt_lengths).mean())
+    metrics["finished"] = float(rollouts.finished.mean())
+    return metrics, episodes
+
+
+def mean_and_ci(name: str, x: Float[np.ndarray, "N"]) -> dict[str, float]:
+    """Mean over tasks and half the width of its 95% interval (normal approximation over tasks)."""
+    return {name: float(x.mean()), f"{name}_ci": float(1.96 * x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else 0.0}
+
+
+def pass_at_k(correct: Bool[np.ndarray, "N G"], k: int) -> Float[np.ndarray, "N"]:
+    """Unbiased chance that one of k samples is right, from G >= k samples. Source: arXiv 2107.03374, eq. 1."""
+    total = correct.shape[1]
+    return np.array([1 - comb(total - c, k) / comb(total, k) for c in correct.sum(axis=1).tolist()])
+
+
+@dataclass(frozen=True)
+class Command(EvalConfig, SamplingConfig, LayoutConfig):
+    """Model and output."""
+
+    model_dir: str = option("models/tiny", "Hugging Face folder or hub id")
+    json: str = option("", "file to write the scores to, as one JSON object")
+    seed: int = option(0, "of the draws")
+    dtype: str = option("", "of the matmuls; empty: bfloat16 on accelerators, float32 on CPU")
+
+    def __post_init__(self):
+        EvalConfig.__post_init__(self)
+        SamplingConfig.__post_init__(self)
+
+
+def main(config: Command):
+    with user_errors():
+        layout, name = make_layout(config), test_name(config.env_name)
+        env = make_env(name, **parse_options(config.env_options))
+        model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, param_dtype=config.dtype)
+        player = make_player(config, name, env, model, tokenizer, layout)
+    with player.scorer:
+        metrics, _ = evaluate(player, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
+    if layout.is_main:
+        how = f"temperature {config.temperature:g}" if config.temperature else "greedy"
+        print(f"{config.model_dir} on {name}: {metrics['num_tasks']} tasks x {metrics['num_samples']}, {how}")
+        for name in (name for name in metrics if not name.endswith("_ci") and not name.startswith("num_")):
+            interval = f" ± {metrics[name + '_ci']:.4f}" if name + "_ci" in metrics else ""
+            print(f"{name:>20} {metrics[name]:.4f}{interval}")
+    if layout.is_main and config.json:
+        Path(config.json).expanduser().write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(parse(Command, sys.argv[1:], __doc__, aliases={"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"})[0])

@@ -1,0 +1,283 @@
+"""Trains a language model by reinforcement learning: the whole loop of GRPO.
+
+    python core/grpo.py                                              # the demo: models/tiny learns Countdown on a CPU
+    python core/grpo.py --env_name countdown --model_dir ~/checkpoints/Qwen3-1.7B/
+
+Letters: N prompts, G rollouts of a prompt (a group), B = N G rows, T row length.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from core.eval import Episodes, EvalConfig, Player, evaluate, make_player
+from core.objectives import Batch, ObjectiveConfig, advantages, describe, normalize, policy_loss
+from core.sampling import SamplingConfig
+from envs import make_env, parse_options
+from models.checkpoint import load_model, save_model
+from models.distribution import Distribution
+from models.qwen3 import Qwen, token_logprobs
+from utils.batching import bucket_below, concatenate, fit, pieces, round_up, take
+from utils.config import option, parse, user_errors
+from utils.lmpo import LmpoConfig, resolve
+from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
+from utils.sharding import Layout, LayoutConfig, make_layout
+from utils.train_state import OptimizerConfig, TrainState, init_state, make_optimizer
+
+
+@dataclass(frozen=True)
+class Config(ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, RunConfig, LayoutConfig, LmpoConfig):
+    """The loop."""
+
+    model_dir: str = option("models/tiny", "Hugging Face folder or hub id of the model to train")
+    seed: int = option(0, "of the tasks' order and of the draws")
+    max_steps: int = option(10000, "steps: each collects a batch and learns from it")
+    groups_per_batch: int = option(256, "groups to learn from in a step")
+    group_size: int = option(8, "rollouts of one prompt")
+    max_resampling: float = option(4.0, "groups played in a step at most, as a multiple of --groups_per_batch")
+    ppo_minibatch: int = option(64, "rollouts per optimiser step; 0: the whole batch")
+    ppo_epochs: int = option(1, "times that each rollout is learnt from")
+    do_inference_logprobs: bool = option(False, "take the sampler's log-probabilities for the old ones")
+    recompute_logprobs: bool = option(False, "recompute old log-probabilities even where one update makes them equal")
+    tokens_per_microbatch: int = option(16384, "tokens, with padding, per device in one forward and backward pass")
+    use_remat: bool = option(True, "recompute activations in the backward pass: less memory, a third more work")
+    unroll_layers: bool = option(False, "straight code for the layers of the update: for small models")
+    dtype: str = option("", "of the matmuls; empty: bfloat16 on accelerators, float32 on CPU")
+    test_env_name: str = option("", "environment of the held-out evaluation, before, during and after; empty: none")
+    test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
+    test_greedy: bool = option(False, "evaluate greedily too, before and after")
+    profile: bool = option(False, "write a jax.profiler trace of the third step to <save_dir>/profile")
+
+    def __post_init__(self):
+        for room in Config.__bases__:
+            getattr(room, "__post_init__", lambda self: None)(self)
+        counts = "groups_per_batch group_size max_resampling ppo_epochs tokens_per_microbatch max_steps".split()
+        if low := [name for name in counts if getattr(self, name) < 1]:
+            raise ValueError(f"--{low[0]} must be at least 1")
+        if self.is_group_relative and self.group_size < 2:
+            raise ValueError(f"--advantage {self.advantage} compares rollouts of a group: raise --group_size above 1")
+        if self.ppo_minibatch < 0 or self.ppo_minibatch and self.batch_size % self.ppo_minibatch:
+            raise ValueError(
+                f"--ppo_minibatch {self.ppo_minibatch} does not divide --groups_per_batch x --group_size = "
+                f"{self.batch_size} rollouts"
+            )
+        if not self.distribution.is_whole:
+            raise ValueError("every token needs a chance in training: --temperature above 0, no top_k, top_p or min_p")
+
+    @property
+    def batch_size(self) -> int:
+        """Rollouts to learn from in a step."""
+        return self.groups_per_batch * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.ppo_epochs * (self.batch_size // self.ppo_minibatch if self.ppo_minibatch else 1)
+
+
+def task_numbers(seed: int, num_tasks: int, start: int, count: int) -> Int[np.ndarray, "N"]:
+    """Tasks number start, start + 1, ... of the run; every pass over the environment has a new order."""
+    numbers = np.arange(start, start + count)
+    orders = {int(e): np.random.default_rng((seed, e)).permutation(num_tasks) for e in np.unique(numbers // num_tasks)}
+    return np.array([orders[n // num_tasks][n % num_tasks] for n in numbers.tolist()])
+
+
+def collect(player: Player, params, config: Config, step: int, cursor: int) -> tuple[Batch | None, list[Episodes], int]:
+    """Plays groups until the batch is full of groups with signal, or --max_resampling is reached.
+
+    Returns the batch (None when nothing has signal), all that was played, and the number of the next task.
+    """
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    per_draw = max(1, min(config.groups_per_batch, player.rows_per_call // config.group_size))
+    cap = round_up(int(config.groups_per_batch * config.max_resampling), per_draw) // per_draw
+    played, kept, missing = [], [], config.batch_size
+    for draw in range(cap):
+        ids = task_numbers(config.seed, player.env.num_tasks, cursor, per_draw)
+        episodes = player.play(params, ids, config.group_size, jax.random.fold_in(key, draw))
+        batch = make_batch(episodes, config.group_size)
+        rows = np.flatnonzero(advantages(batch, config)[1])[:missing]
+        played.append(episodes)
+        kept.append(take(batch, rows))
+        missing, cursor = missing - len(rows), cursor + per_draw
+        if not missing:
+            break
+    if missing == config.batch_size:
+        return None, played, cursor
+    batch = concatenate(kept)
+    return batch.replace(advantages=np.asarray(advantages(batch, config)[0])), played, cursor
+
+
+def make_batch(episodes: Episodes, group_size: int) -> Batch:
+    """What learning needs of what was played."""
+    r, rewards = episodes.rollouts, episodes.scores["return"]
+    return Batch(r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, group_size=group_size)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What turns a batch into a better state."""
+
+    model: Qwen
+    optimizer: optax.GradientTransformation
+    layout: Layout
+    config: Config
+
+    def learn(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
+        """All updates of a step; metrics are means over them."""
+        clock = time.perf_counter()
+        if self.config.do_inference_logprobs:
+            batch = batch.replace(old_logprobs=batch.sample_logprobs)
+        elif self.config.recompute_logprobs or self.config.updates_per_step > 1:
+            batch = batch.replace(old_logprobs=self.logprobs(state.params, batch))
+        scored, parts = time.perf_counter(), []
+        for minibatch in self.minibatches(batch, step):
+            state, metrics = self.update(state, minibatch)
+            parts.append(metrics)
+        parts = self.layout.fetch(parts)
+        metrics = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+        times = {"times/logprobs": scored - clock, "times/update": time.perf_counter() - scored}
+        return state, metrics | times | {"num_updates": len(parts)}
+
+    def logprobs(self, params, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Log-probabilities before the first update, from the graph that the updates differentiate."""
+        out = np.zeros(batch.tokens.shape, np.float32)
+        for rows, piece, first in self.microbatches(batch):
+            logprobs = score(self.model, params, piece.tokens, self.config.temperature, first)
+            out[rows] = fit(self.layout.fetch(logprobs)[: len(rows)], out.shape[1])
+        return out
+
+    def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
+        """The batch in random order and --ppo_minibatch rollouts at a time, --ppo_epochs times."""
+        num_rows = len(batch.rewards)
+        count = -(-num_rows // self.config.ppo_minibatch) if self.config.ppo_minibatch else 1
+        for epoch in range(self.config.ppo_epochs):
+            order = np.random.default_rng((self.config.seed, step, epoch)).permutation(num_rows)
+            for rows in np.array_split(order, count):
+                yield take(batch, rows)
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        """One optimiser step on a minibatch: the gradients of its micro-batches, added up."""
+        batch = jax.tree.map(np.asarray, normalize(batch, self.config.num_generation_tokens, self.config))
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), state.params)
+        parts = []
+        for _, piece, first in self.microbatches(batch):
+            grads, metrics = accumulate(self.model, self.config, state.params, grads, piece, first)
+            parts.append(metrics)
+        state, grad_norm = apply_gradients(self.optimizer, state, grads)
+        return state, jax.tree.map(lambda *x: sum(x), *parts) | {"grad_norm": grad_norm}
+
+    def microbatches(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch, int]]:
+        """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score)."""
+        cut = list(pieces(batch.lengths, self.config.tokens_per_microbatch, self.layout.row_shards))
+        for rows, num_rows, width in tqdm(cut, "learning", delay=2, leave=False, disable=None):
+            piece = take(batch, np.resize(rows, num_rows), width)
+            piece.mask[len(rows) :] = False  # rows that only fill the shape up
+            yield rows, self.layout.put(piece), bucket_below(int(piece.prompt_lengths.min()))
+
+
+@partial(jax.jit, static_argnames=("model", "temperature", "first"))
+def score(model: Qwen, params, tokens: Int[Array, "B T"], temperature: float, first: int) -> Float[Array, "B T"]:
+    return token_logprobs(model, params, tokens, temperature, first)[0]
+
+
+@partial(jax.jit, static_argnames=("model", "config", "first"), donate_argnames="grads")
+def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: int):
+    """Adds a micro-batch's part of the gradient; its metrics are parts of sums too."""
+
+    def loss(params):
+        logprobs, entropy = token_logprobs(model, params, batch.tokens, config.temperature, first)
+        return policy_loss(logprobs, entropy, batch, config)
+
+    (_, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
+    return jax.tree.map(jnp.add, grads, new), metrics
+
+
+@partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
+def apply_gradients(optimizer, state: TrainState, grads) -> tuple[TrainState, Float[Array, ""]]:
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+    return state, optax.global_norm(grads)
+
+
+def held_out(tester: Player, params, config: Config, with_greedy: bool) -> dict[str, float]:
+    """Scores on the held-out problems, under the metric names of the log."""
+    metrics, _ = evaluate(tester, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
+    metrics = {f"test_env/{name}": value for name, value in metrics.items()}
+    if with_greedy:
+        tester = replace(tester, sampler=replace(tester.sampler, distribution=Distribution(temperature=0.0)))
+        greedy, _ = evaluate(tester, params, config.num_eval_tasks, 1, config.seed)
+        metrics |= {f"test_env_greedy/{name}": value for name, value in greedy.items()}
+    return metrics
+
+
+def main(config: Config):
+    with user_errors():
+        layout = make_layout(config)
+        names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
+        envs = [make_env(name, **parse_options(config.env_options)) for name in names]
+        remat, unroll = "full" if config.use_remat else "none", config.unroll_layers
+        model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, remat=remat, unroll=unroll)
+        run = Run(config, layout)
+        config = replace(config, save_dir=str(run.directory))
+        players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
+        player, tester = players[0], players[1] if config.test_env_name else None
+        config = replace(config, num_generation_tokens=player.sampler.max_new_tokens)
+    optimizer = make_optimizer(config, config.max_steps * config.updates_per_step)
+    state, progress = run.restore(init_state(params, optimizer))
+    del params  # the state holds them, and each update replaces them
+    done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
+    learner = Learner(model, optimizer, layout, config)
+    with contextlib.ExitStack() as stack:
+        logger = stack.enter_context(run.start_logger(done if progress else None))
+        stack.callback(run.close)
+        for each in players:
+            stack.enter_context(each.scorer)
+        logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}", describe(config))
+        logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
+        if tester and not done:
+            metrics = held_out(tester, state.params, config, config.test_greedy)
+            logger.log(0, metrics)
+            logger.line(0, metrics)
+        for step in range(done + 1, config.max_steps + 1):
+            clock, last = time.perf_counter(), step == config.max_steps
+            with run.profiled(step == done + 3):
+                batch, played, cursor = collect(player, state.params, config, step, cursor)
+                metrics = describe_play(played, config.group_size)
+                if batch is not None:
+                    state, learnt = learner.learn(state, batch, step)
+                    metrics |= learnt | {"num_rows": len(batch.rewards)}
+            metrics["times/step"] = time.perf_counter() - clock
+            if tester and (last or is_due(step, config.test_interval)):
+                metrics |= held_out(tester, state.params, config, config.test_greedy and last)
+            logger.log(step, metrics)
+            logger.line(step, metrics)
+            run.write_rollouts(step, rollout_rows(played, config.group_size))
+            if last or step == done + 1 or is_due(step, config.sample_interval):
+                logger.sample(step, *example(played[0], tokenizer))
+            improved = config.save_best and metrics.get("test_env/return", -np.inf) > (best or -np.inf)
+            saved = [f"step{step}"] * (last or is_due(step, config.save_interval)) + ["best"] * improved
+            for name in saved:
+                save_model(run.directory / name, model, state.params, tokenizer, "", layout.fetch, layout.is_main)
+            best = metrics["test_env/return"] if improved else best
+            if f"step{step}" in saved:
+                run.save(step, state, {"step": step, "cursor": cursor, "best": best})
+                run.draw()
+        logger.say(run.before_and_after(), f"model: {run.directory / f'step{config.max_steps}'}")
+
+
+if __name__ == "__main__":
+    main(resolve(*parse(Config, sys.argv[1:], __doc__, default_preset="configs/demo.py")))

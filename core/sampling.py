@@ -1,0 +1,332 @@
+"""Samples completions with a KV cache: compiled segments, early exit, compaction, one prefill per group.
+
+    python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/
+
+Letters: N prompts, G completions of each, B = N G rows, P prompt columns, T row length, V vocabulary, S sampler slots
+(rows that the device works on; rows leave as they finish).
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
+
+from models import qwen3
+from models.checkpoint import load_model
+from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at
+from models.qwen3 import Qwen
+from models.tokenizer import Tokenizer
+from utils.batching import bucket, round_up
+from utils.config import option, parse, user_errors
+from utils.logger import printable
+from utils.sharding import Layout, LayoutConfig, make_layout
+
+SEGMENT = 64  # decode steps between two looks of the host at what has finished
+FORCED_ANSWER = ("</think>\n", "<answer>")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Sampling."""
+
+    num_generation_tokens: int = option(-1, "completion limit, tokens; -1: the environment's")
+    force_answer_at: int = option(-1, "tokens before the limit where <answer> is forced; 0: never, -1: environment's")
+    prompt_length: int = option(256, "longest prompt accepted, tokens")
+    temperature: float = option(1.0, "of sampling and of the policy that is trained; 0: greedy")
+    top_k: int = option(0, f"sample from the k likeliest tokens only, up to {MAX_SUPPORT}; 0: all")
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
+    min_p: float = option(0.0, "sample from tokens with at least this fraction of the likeliest one's probability")
+    stop_strings: str = option("", "comma-separated texts that end a completion")
+    inference_batch_per_device: int = option(64, "rows sampled at a time, per device")
+
+    def __post_init__(self):
+        if min(self.prompt_length, self.inference_batch_per_device, abs(self.num_generation_tokens)) < 1:
+            raise ValueError("--prompt_length, --inference_batch_per_device and --num_generation_tokens start at 1")
+        assert self.distribution  # which checks its own settings
+
+    @property
+    def distribution(self) -> Distribution:
+        return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@struct.dataclass
+class Rollouts:
+    """Prompts with their completions, right-padded; every [B, T] array speaks of the token in its own column."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]  # tokens that the policy chose: completion with its stop token, without forced tokens
+    logprobs: Float[Array, "B T"]  # of each completion token under the distribution it was drawn from, nats
+    lengths: Int[Array, "B"]  # prompt + completion
+    prompt_lengths: Int[Array, "B"]
+    finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
+    support: Int[Array, "B T S"] | None = None
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How to sample: hashable, so itself the static argument of jit.
+
+    The key of a draw is made from (key, task id, number of the sample, token), so that what is drawn depends neither on
+    the batch it stands in, nor on its place there, nor on compaction or the number of devices.
+    """
+
+    model: Qwen
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    distribution: Distribution = Distribution()
+    stop_strings: tuple[str, ...] = ()
+    force_answer_at: int = 0
+    max_prompt_tokens: int = 1 << 30
+    compact: bool = True
+    tokenizer: Tokenizer | None = field(default=None, compare=False)  # for stop strings and forced answers
+    layout: Layout | None = field(default=None, compare=False)
+
+    def __call__(self, params, prompts: list[list[int]], ids: Int[Array, "N"], num_samples: int, key) -> Rollouts:
+        """Draws `num_samples` completions of each prompt; rows of a prompt stand side by side.
+
+        Raises: ValueError for an empty prompt or one longer than `max_prompt_tokens`.
+        """
+        for i, prompt in zip(ids, prompts, strict=True):
+            if not 0 < len(prompt) <= self.max_prompt_tokens:
+                raise ValueError(
+                    f"prompt of task {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
+                    "raise --prompt_length or shorten it"
+                )
+        shards, put, fetch = (
+            (self.layout.row_shards, self.layout.put, self.layout.fetch)
+            if self.layout
+            else (1, partial(jax.tree.map, jnp.asarray), partial(jax.tree.map, np.asarray))
+        )
+        N, G, B = len(prompts), num_samples, len(prompts) * num_samples
+        P = bucket(max(map(len, prompts)))
+        owner = np.repeat(np.arange(N), G)  # prompt of each row
+        padded, starts = np.zeros((round_up(N, shards), P), np.int32), np.zeros(round_up(N, shards), np.int32)
+        for i, prompt in enumerate(prompts):
+            starts[i] = P - len(prompt)
+            padded[i, starts[i] :] = prompt
+        keys = row_keys(key, np.repeat(np.asarray(ids), G), np.tile(np.arange(G), N))
+        last = padded[owner, -1]
+        tokens = np.zeros((B, self.max_new_tokens), np.int32)
+        logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
+        lengths, done = np.full(B, self.max_new_tokens), np.zeros(B, bool)
+
+        weights = rollout_weights(self.model, params, self.layout)
+        caches = prefill(self.model, weights, *put((padded, starts)))
+        slots = np.resize(np.arange(B), round_up(B, shards))  # row that each slot works on; surplus slots repeat one
+        source, width, t = owner[slots], 0, 0  # cache row that each slot continues, cache columns, tokens drawn
+        bar = tqdm(total=B, desc="sampling", unit="row", delay=2, leave=False, disable=None)
+        for steps in self.segments():
+            live = np.flatnonzero(~done)
+            if not live.size:
+                break
+            num_slots = round_up(max(8, 1 << (live.size - 1).bit_length()), shards)
+            if self.compact and num_slots < len(slots):
+                place = np.zeros(B, int)
+                place[slots] = np.arange(len(slots))
+                slots = np.resize(live, num_slots)
+                source = place[slots]
+            if source is not None or P + t + steps > width:
+                width = bucket(P + t + steps)
+                source = np.arange(len(slots)) if source is None else source
+                caches, source = regroup(caches, put(source.astype(np.int32)), width), None
+            forced = self.forced_tokens(slots, tokens, t, steps)
+            state = put((last[slots], starts[owner[slots]], keys[slots], forced))
+            caches, *drawn = decode_segment(self, weights, caches, np.int32(P - 1 + t), np.int32(t), *state)
+
+            drawn, scores = fetch(drawn)
+            rows, at = np.unique(slots, return_index=True)
+            rows, at = rows[~done[rows]], at[~done[rows]]
+            tokens[rows, t : t + steps], logprobs[rows, t : t + steps] = drawn[at], scores[at]
+            mask[rows, t : t + steps] = forced[at] < 0
+            last[rows] = drawn[at, -1]
+            for row in rows:
+                if end := self.end_of(tokens[row], t, t + steps):
+                    lengths[row], done[row] = end, True
+            t += steps
+            bar.set_postfix_str(f"{t}/{self.max_new_tokens} tokens", refresh=False)
+            bar.update(int(done.sum()) - bar.n)
+        bar.close()
+
+        prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
+        columns = np.arange((prompt_lengths + lengths).max()) - prompt_lengths[:, None]  # 0: first of completion
+        within, at = (columns >= 0) & (columns < lengths[:, None]), np.clip(columns, 0, self.max_new_tokens - 1)
+
+        def place(x):
+            return np.where(within, np.take_along_axis(x, at, axis=1), np.zeros((), x.dtype))
+
+        rows = place(tokens)
+        for row, prompt in zip(rows, (prompts[i] for i in owner), strict=True):
+            row[: len(prompt)] = prompt
+        return Rollouts(rows, place(mask), place(logprobs), prompt_lengths + lengths, prompt_lengths, done)
+
+    def segments(self) -> list[int]:
+        """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
+        lengths = []
+        for part in filter(None, (self.max_new_tokens - self.force_answer_at, self.force_answer_at)):
+            steps = -(-part // -(-part // SEGMENT))
+            lengths += [min(steps, part - start) for start in range(0, part, steps)]
+        return lengths
+
+    def forced_tokens(self, slots, tokens, t: int, steps: int) -> Int[Array, "S steps"]:
+        """Tokens to write in place of drawn ones, -1 elsewhere: the way to an answer, for rows without one."""
+        forced = np.full((len(slots), steps), -1, np.int32)
+        if self.force_answer_at and t == self.max_new_tokens - self.force_answer_at:
+            for i, row in enumerate(slots):
+                text = self.tokenizer.decode(tokens[row, :t])
+                if FORCED_ANSWER[1] not in text:
+                    thinking = "" if FORCED_ANSWER[0].strip() in text else FORCED_ANSWER[0]
+                    ids = self.tokenizer.encode(thinking + FORCED_ANSWER[1])[:steps]
+                    forced[i, : len(ids)] = ids
+        return forced
+
+    def end_of(self, tokens: Int[Array, "A"], start: int, stop: int) -> int | None:
+        """Completion length where these columns bring a stop token or complete a stop string."""
+        ends = np.flatnonzero(np.isin(tokens[start:stop], self.stop_ids))[:1] + start + 1
+        last = int(ends[0]) if ends.size else stop
+        if self.stop_strings and self.holds_stop_string(tokens[:last]):
+            return next(n for n in range(start + 1, last + 1) if self.holds_stop_string(tokens[:n]))
+        return last if ends.size else None
+
+    def holds_stop_string(self, tokens) -> bool:
+        text = self.tokenizer.decode(tokens)
+        return any(stop in text for stop in self.stop_strings)
+
+
+@jax.jit
+def fold_in_rows(key, ids: Int[Array, "B"], samples: Int[Array, "B"]):
+    return jax.random.key_data(jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(ids, samples))
+
+
+def row_keys(key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> Int[Array, "B 2"]:
+    """The key of each row, as plain numbers on the host."""
+    return np.asarray(fold_in_rows(key, ids, samples))
+
+
+def rollout_weights(model: Qwen, params, layout: Layout | None):
+    """The weights as sampling reads them, cast and laid out once a call: left to the loop it would be every token."""
+    shardings = layout and jax.tree.map(
+        lambda spec: layout.sharding(*spec, rollout=True), model.unstacked_table(), is_leaf=qwen3.is_spec
+    )
+    return jax.jit(qwen3.unstack, static_argnums=0, out_shardings=shardings)(model, params)
+
+
+def make_sampler(config: SamplingConfig, model, tokenizer, layout, max_new_tokens: int, force_at: int) -> Sampler:
+    """The sampler that these settings ask for."""
+    if not 0 <= force_at < max_new_tokens:
+        raise ValueError(f"--force_answer_at {force_at} must be below the {max_new_tokens} tokens of a completion")
+    return Sampler(
+        model, max_new_tokens, tokenizer.stop_ids, config.distribution,
+        tuple(filter(None, config.stop_strings.split(","))), force_at, config.prompt_length,
+        tokenizer=tokenizer, layout=layout,
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=0)
+def prefill(model: Qwen, weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]):
+    """The cache of the prompts but for their last token, which the first decode step reads."""
+    return qwen3.prefill(model, weights, tokens, starts)
+
+
+@partial(jax.jit, static_argnums=2)
+def regroup(caches, source: Int[Array, "S"], width: int):
+    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide."""
+
+    def move(x):
+        return jnp.pad(x[source, :, :width], ((0, 0), (0, 0), (0, max(0, width - x.shape[2])), (0, 0)))
+
+    return jax.tree.map(move, caches)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def decode_segment(sampler: Sampler, weights, caches, column, t, last, starts, keys, forced: Int[Array, "S steps"]):
+    """Draws tokens number t, t + 1, ... for each slot, `last` standing at `column`; returns cache, tokens, logprobs."""
+    keys = jax.random.wrap_key_data(keys)
+
+    def step(i, state):
+        caches, last, tokens, logprobs = state
+        logits, caches = qwen3.decode(sampler.model, weights, caches, last, column + i, starts)
+        drawn, scores = sampler.distribution.draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, t + i))
+        if sampler.force_answer_at:
+            force = forced[:, i]
+            truth = log_softmax_at(logits / (sampler.distribution.temperature or 1.0), jnp.maximum(force, 0))
+            drawn, scores = jnp.where(force < 0, drawn, force), jnp.where(force < 0, scores, truth)
+        drawn = drawn.astype(jnp.int32)
+        return caches, drawn, tokens.at[:, i].set(drawn), logprobs.at[:, i].set(scores)
+
+    outputs = jnp.zeros(forced.shape, jnp.int32), jnp.zeros(forced.shape, jnp.float32)
+    # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
+    caches, _, tokens, logprobs = jax.lax.fori_loop(0, forced.shape[1], step, (caches, last, *outputs))
+    return caches, tokens, logprobs
+
+
+@dataclass(frozen=True)
+class Command(SamplingConfig, LayoutConfig):
+    """Prompts and output."""
+
+    ckpt_dir: str = option("models/tiny", "Hugging Face folder or hub id")
+    prompts: str = option("", 'JSONL file of {"prompt": text} or {"messages": [...]}; empty: a few built-in prompts')
+    json: str = option("", "JSONL file to write: the same rows with the completions")
+    raw: bool = option(False, "continue plain prompts as they are, without chat template")
+    thinking: bool = option(False, "let Qwen3 think first")
+    num_samples: int = option(1, "completions of each prompt")
+    seed: int = option(0, "of the draws")
+    dtype: str = option("", "of the matmuls; empty: bfloat16 on accelerators, float32 on CPU")
+
+
+PROMPTS = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
+
+
+def read_prompts(path: str) -> list[dict]:
+    """The rows of a JSONL file, each with "prompt" or "messages"."""
+    lines = Path(path).expanduser().read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.strip()]
+    for i, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}:
+            raise ValueError(f'{path}: row {i} has neither "prompt" nor "messages"')
+    return rows
+
+
+def main(config: Command):
+    with user_errors():
+        layout = make_layout(config)
+        rows = read_prompts(config.prompts) if config.prompts else [{"prompt": prompt} for prompt in PROMPTS]
+        model, params, tokenizer = load_model(config.ckpt_dir, layout, config.dtype, param_dtype=config.dtype)
+        limit = 256 if config.num_generation_tokens < 0 else config.num_generation_tokens
+        sampler = make_sampler(config, model, tokenizer, layout, limit, max(0, config.force_answer_at))
+        prompts = [
+            tokenizer.encode(row["prompt"]) if config.raw and "prompt" in row
+            else tokenizer.chat(row.get("messages") or [{"role": "user", "content": row["prompt"]}], config.thinking)
+            for row in rows
+        ]  # fmt: skip
+    out, G = [], config.num_samples
+    per_call = max(1, config.inference_batch_per_device * layout.row_shards // G)
+    for start in range(0, len(rows), per_call):
+        ids = np.arange(start, min(start + per_call, len(rows)))
+        with user_errors():
+            r = sampler(params, [prompts[i] for i in ids], ids, G, jax.random.key(config.seed))
+        for b, i in enumerate(np.repeat(ids, G)):
+            completion = slice(int(r.prompt_lengths[b]), int(r.lengths[b]))
+            drawn, logprobs = r.tokens[b, completion].tolist(), r.logprobs[b, completion].tolist()
+            drawn = {"tokens": drawn, "logprobs": logprobs, "text": tokenizer.decode(drawn)}
+            out.append(rows[i] | {"prompt_tokens": prompts[i]} | drawn | {"finished": bool(r.finished[b])})
+    if layout.is_main and config.json:
+        Path(config.json).expanduser().write_text("".join(json.dumps(row) + "\n" for row in out))
+    elif layout.is_main:
+        for row in out:
+            print(f"{'#' * 25} {printable(tokenizer.decode(row['prompt_tokens']))}\n{printable(row['text'])}")
+
+
+if __name__ == "__main__":
+    main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"})[0])

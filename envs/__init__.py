@@ -1,0 +1,66 @@
+"""The table of environments. To add one: write envs/yours.py with a subclass of Env, and a line below."""
+
+import importlib
+import inspect
+
+from envs.base import Env
+
+# name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
+# that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems.
+ENVS = {
+    "countdown": ("envs.countdown", "Countdown", {}),
+    "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
+    "countdown6": ("envs.countdown", "Countdown", {"numbers": 6}),
+    "poem": ("envs.poem", "Poem", {}),
+}
+
+
+def make_env(name: str, **options) -> Env:
+    """The environment of this name (in any case; "X-test" for the test split of X) with options of its constructor.
+
+    Raises ValueError for a name that is not in the table, and for an option that the environment does not take.
+    """
+    base_name = name.lower().removesuffix("-test")
+    if base_name not in ENVS:
+        raise ValueError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
+    module, class_name, preset = ENVS[base_name]
+    env_class = getattr(importlib.import_module(module), class_name)
+    check_options(base_name, env_class, options)
+    return env_class(split="test" if name.lower() == test_name(name) else "train", **{**preset, **options})
+
+
+def test_name(name: str) -> str:
+    """The name under which the held-out problems of this environment go."""
+    return name.lower().removesuffix("-test") + "-test"
+
+
+def parse_options(text: str) -> dict[str, int | float | bool | str]:
+    """Options as typed on a command line: "numbers=3,prompt=bare" gives {"numbers": 3, "prompt": "bare"}."""
+    options = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not key or not equals or key in options:
+            raise ValueError(f"--env_options {text!r}: {item!r} is not a new key=value")
+        options[key] = parse_value(value)
+    return options
+
+
+def parse_value(text: str) -> int | float | bool | str:
+    """An int, else a float, else a bool (true, false), else the text as it is."""
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def check_options(name: str, env_class: type[Env], options: dict) -> None:
+    """Raises ValueError for an option that the constructor does not have, or a value not of its default's type."""
+    defaults = {key: p.default for key, p in inspect.signature(env_class).parameters.items() if key != "split"}
+    for key, value in options.items():
+        if key not in defaults:
+            raise ValueError(f"environment {name} has no option {key!r}; its options are {', '.join(defaults)}")
+        expected = type(defaults[key])
+        if type(value) is not expected and not (expected is float and type(value) is int):
+            raise ValueError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")

@@ -1,0 +1,42 @@
+"""What an environment is: a numbered set of problems, and a score for the text that answers one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task: chat messages for the model, and what `score` needs to grade the reply.
+
+    `thinking` and `prefix` say how the reply begins: Qwen3's thinking switch, and text put into the assistant's mouth
+    (for example "<think>"). The prefix is part of the text that is scored.
+    """
+
+    messages: list[dict[str, str]]
+    answer: Any = None
+    thinking: bool = False
+    prefix: str = ""
+
+
+class Env:
+    """Text in, rewards out. Subclass it, and add one line to the table in envs/__init__.py.
+
+    The constructor takes `split` ("train" or "test": two disjoint sets of problems) and its options, each with a
+    default. Each process that scores makes its own environment from the same name and options: keep that quick.
+    """
+
+    num_tasks: int  # problems 0 .. num_tasks - 1
+    tokens_per_action: int = 512  # default completion limit, tokens
+    force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
+
+    def problem(self, index: int) -> Problem:
+        """The problem with this number: a pure function of the index, the same in every process."""
+        raise NotImplementedError
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        """Rewards of a completion, always under the same keys; never raises, whatever the text.
+
+        "return" is what training maximises, "correct_answer" is 1.0 or 0.0; both are there in every environment.
+        All other keys are logged as they are.
+        """
+        raise NotImplementedError

@@ -1,0 +1,150 @@
+"""Countdown: combine the given numbers with + - * / so that they make the target.
+
+Source: github.com/Jiayi-Pan/TinyZero; the full prompt is that of github.com/kvfrans/lmpo.
+"""
+
+import random
+import re
+import zlib
+
+from envs.answers import extract_answer, parse_arithmetic
+from envs.base import Env, Problem
+
+PROMPTS = {
+    "full": (
+        "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+        "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. Think for only "
+        "ten sentences, then return the final answer in <answer> </answer> tags, for example "
+        "<answer> (1 + 2) / 3 </answer>."
+    ),
+    "bare": "Use {bare_numbers} to make {target}.",
+}
+OP = "[-+*/×÷−]"
+STEP = re.compile(  # "a op b = c", neither the end of a longer sum (1+2+3=6) nor the start of a chain (2*3=6+1)
+    rf"(?<![-+*/×÷−\d.)])(?<![\d)]{OP} )(?<![\d)] {OP} )"
+    rf"(\d{{1,9}}) ?({OP}) ?(\d{{1,9}}) ?= ?(-?\d{{1,9}})(?!\d|\.\d|,\d\d\d(?!\d)| ?{OP} ?[\d(])"
+)
+MAX_STEPS_TEXT = 200_000  # characters that are searched for steps; more than any completion has
+
+
+class Countdown(Env):
+    """Reward 1.0 for an expression that uses each number once and makes the target, 0.1 for one that misses it.
+
+    A fifth of all sets of numbers is kept for the test split, so that no training problem, whatever its order or
+    target, shares its numbers with a test problem. Test problems are all distinct.
+    """
+
+    tokens_per_action = 1024
+    force_answer_at = 50
+
+    def __init__(
+        self,
+        split: str = "train",
+        numbers: int = 4,
+        min_number: int = 0,
+        max_number: int = 99,
+        max_target: int = 100,
+        max_value: int = 1000,  # of the intermediate results of the expression that the problem is made from
+        prompt: str = "full",
+        num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on (fewer where fewer exist)
+    ):
+        if split not in ("train", "test"):
+            raise ValueError(f"Countdown has no split {split!r}: choose train or test")
+        if prompt not in PROMPTS:
+            raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
+        if numbers < 1 or not 0 <= min_number <= max_number or max_target < 1:
+            raise ValueError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
+        self.split, self.numbers, self.range, self.prompt = split, numbers, (min_number, max_number), prompt
+        self.max_target, self.max_value = max_target, max_value
+        self.num_tasks = num_tasks if num_tasks > 0 else 100_000 if split == "train" else 1024
+        self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
+        if split == "test":
+            self.instances = self.distinct_instances(self.num_tasks)
+            self.num_tasks = len(self.instances)
+
+    def instance(self, index: int) -> tuple[tuple[int, ...], int]:
+        """The numbers and the target drawn under this index: numbers of this split, and a target they can make."""
+        rng = random.Random(f"countdown {self.split} {index}")  # seeded by the text's digest: the same in every process
+        for _ in range(100_000):
+            numbers = tuple(rng.randint(*self.range) for _ in range(self.numbers))
+            if is_test_set(numbers) != (self.split == "test"):
+                continue
+            target = self.combine(list(numbers), rng)
+            if target is not None and target <= self.max_target:
+                return numbers, target
+        raise ValueError("Countdown found no solvable problem: widen the range of numbers or raise max_target")
+
+    def combine(self, values: list[int], rng: random.Random) -> int | None:
+        """The result of a random expression over all values; None when a step leaves the positive integers."""
+        while len(values) > 1:
+            a, b = (values.pop(rng.randrange(len(values))) for _ in range(2))
+            op = rng.choice("+-*/")
+            if op == "/" and (b == 0 or a % b):
+                return None
+            values.append(a + b if op == "+" else a - b if op == "-" else a * b if op == "*" else a // b)
+            if not 0 < values[-1] <= self.max_value:
+                return None
+        return values[0]
+
+    def distinct_instances(self, num_instances: int) -> list[tuple[tuple[int, ...], int]]:
+        """The first instances that differ in more than the order of their numbers; fewer when the draws run dry."""
+        found = {}
+        for numbers, target in map(self.instance, range(10 * num_instances)):
+            found.setdefault((tuple(sorted(numbers)), target), (numbers, target))
+            if len(found) == num_instances:
+                break
+        return list(found.values())
+
+    def problem(self, index: int) -> Problem:
+        numbers, target = self.instances[index] if self.split == "test" else self.instance(index)
+        text = PROMPTS[self.prompt].format(
+            numbers=list(numbers), bare_numbers=" ".join(map(str, numbers)), target=target
+        )
+        prefix = "<think>" if self.prompt == "full" else ""
+        return Problem([{"role": "user", "content": text}], (numbers, target), thinking=True, prefix=prefix)
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        """The rewards, and three facts about the reply.
+
+        "valid": the answer parses and uses the numbers. "steps": how many steps "a op b = c" are written down.
+        "arithmetic": the share of these that are right, 0.0 where there are none (a guess shows no arithmetic).
+        """
+        numbers, target = problem.answer
+        answer = extract_answer(text) or ""
+        left, _, right = answer.partition("=")
+        value, used = parse_arithmetic(left if right.strip() == str(target) else answer)
+        valid = value is not None and sorted(used) == sorted(numbers)
+        correct = valid and value == target
+        right_steps, steps = share_right_arithmetic(text)
+        return {
+            "return": 1.0 if correct else 0.1 * valid,
+            "correct_answer": float(correct),
+            "valid": float(valid),
+            "arithmetic": right_steps / max(steps, 1),
+            "steps": float(steps),
+        }
+
+
+def is_test_set(numbers: tuple[int, ...]) -> bool:
+    """Whether this set of numbers, in any order, belongs to the test split."""
+    return zlib.crc32(repr(sorted(numbers)).encode()) % 5 == 0
+
+
+def share_right_arithmetic(text: str) -> tuple[int, int]:
+    """(right, written): how many steps "a op b = c" over integers a text writes down, and how many of them are right.
+
+    Tells an honest search from guesses under fake arithmetic. To pool texts, add up both counts.
+    """
+    steps = [step.groups() for step in STEP.finditer(text[:MAX_STEPS_TEXT])]
+    return sum(_is_right(int(a), op, int(b), int(c)) for a, op, b, c in steps), len(steps)
+
+
+def _is_right(a: int, op: str, b: int, c: int) -> bool:
+    match op:
+        case "+":
+            return a + b == c
+        case "-" | "−":
+            return a - b == c
+        case "*" | "×":
+            return a * b == c
+    return b != 0 and a == b * c

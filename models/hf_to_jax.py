@@ -1,0 +1,39 @@
+"""Checks a Hugging Face model folder and copies it to where the training commands look for it.
+
+    python models/hf_to_jax.py --hf_dir ~/checkpoints/hf/Qwen3-1.7B/ --ckpt_dir ~/checkpoints/Qwen3-1.7B/
+
+Nothing is converted: our checkpoints are Hugging Face folders, and every command takes --hf_dir's folder as it is. This
+one loads each tensor, checked against config.json, and writes the same format with the dtype it had.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import jax
+from absl import app, flags
+
+from models.checkpoint import load_model, save_model
+
+
+def main(_):
+    ckpt_dir = FLAGS.ckpt_dir or FLAGS.model_dir
+    if not ckpt_dir:
+        sys.exit("error: --ckpt_dir is missing: the folder to write")
+    jax.config.update("jax_platforms", "cpu")  # the largest models fit the host's memory, not one accelerator's
+    try:
+        model, params, tokenizer = load_model(FLAGS.hf_dir, param_dtype="")
+        save_model(ckpt_dir, model, params, tokenizer)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"{FLAGS.hf_dir}: {model.num_parameters:,} parameters, complete; written to {ckpt_dir}")
+
+
+if __name__ == "__main__":
+    FLAGS = flags.FLAGS
+    flags.DEFINE_string("hf_dir", None, "Hugging Face folder to read", required=True)
+    flags.DEFINE_string("ckpt_dir", "", "folder to write")
+    flags.DEFINE_string("model_dir", "", "other spelling of --ckpt_dir")
+    app.run(main)

@@ -1,0 +1,243 @@
+"""Qwen3 and Qwen2/2.5 (dense) as functions over a pytree of arrays.
+
+Parameters keep their Hugging Face names and [out, in] layout; the arrays of a layer are stacked over the layers under
+"model.layers". Tied models have no "lm_head.weight": one parameter, one tensor.
+
+Letters: B rows, T tokens of a row, S cache columns, V vocabulary, L layers, H query heads, K key heads, C channels of
+a head, D width.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from models.attention import Cache, attend, attend_cache, causal_mask
+from models.distribution import entropy, log_softmax_at
+
+Params = dict  # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
+LAYERS, EMBED, NORM, HEAD = "model.layers", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Spec(NamedTuple):
+    """A parameter's shape and, per dimension, the logical axis that utils/sharding.py maps to the mesh."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def is_spec(x) -> bool:
+    return isinstance(x, Spec)
+
+
+@dataclass(frozen=True)
+class Qwen:
+    """The numbers of a config.json that make the architecture; hashable, so itself the static argument of jit."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 32768  # of no effect here; saved for those who load the model elsewhere
+    tie_word_embeddings: bool = True
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = True  # Qwen3
+    dtype: str = "float32"  # of the matmuls; parameters stay as they were loaded
+    remat: str = "full"  # none | dots | full: what the backward pass of a layer recomputes
+    unroll: bool = False  # layers of the training pass as straight code: faster for small models, slow to compile
+
+    def table(self) -> dict:
+        """Every parameter: its Hugging Face name, its shape and its logical axes."""
+        D, F, C = self.hidden_size, self.intermediate_size, self.head_dim
+        q, kv = self.num_attention_heads * C, self.num_key_value_heads * C
+        layer = {
+            "input_layernorm.weight": Spec((D,), (None,)),
+            "self_attn.q_proj.weight": Spec((q, D), ("heads", "embed")),
+            "self_attn.k_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
+            "self_attn.v_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
+            "self_attn.o_proj.weight": Spec((D, q), ("embed", "heads")),
+            "post_attention_layernorm.weight": Spec((D,), (None,)),
+            "mlp.gate_proj.weight": Spec((F, D), ("mlp", "embed")),
+            "mlp.up_proj.weight": Spec((F, D), ("mlp", "embed")),
+            "mlp.down_proj.weight": Spec((D, F), ("embed", "mlp")),
+        }
+        if self.qkv_bias:
+            for name, width in (("q", q), ("k", kv), ("v", kv)):
+                layer[f"self_attn.{name}_proj.bias"] = Spec((width,), ("heads" if name == "q" else "kv_heads",))
+        if self.qk_norm:
+            for name in ("q", "k"):
+                layer[f"self_attn.{name}_norm.weight"] = Spec((C,), (None,))
+        stacked = {n: Spec((self.num_hidden_layers, *s.shape), ("layers", *s.axes)) for n, s in layer.items()}
+        top = {EMBED: Spec((self.vocab_size, D), ("vocab", "embed")), LAYERS: stacked, NORM: Spec((D,), (None,))}
+        return top if self.tie_word_embeddings else top | {HEAD: Spec((self.vocab_size, D), ("vocab", "embed"))}
+
+    def unstacked_table(self) -> dict:
+        """The table of what `unstack` makes: layers as a list."""
+        table = self.table()
+        layer = {name: Spec(spec.shape[1:], spec.axes[1:]) for name, spec in table[LAYERS].items()}
+        return table | {LAYERS: [layer] * self.num_hidden_layers}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all, the tied embedding counted once."""
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(self, jax.random.key(0)))))
+
+
+def init_params(model: Qwen, key) -> Params:
+    """Random float32 parameters as Hugging Face initialises them: normal(0, 0.02), norms 1, biases 0."""
+    specs, tree = jax.tree.flatten_with_path(model.table(), is_leaf=is_spec)
+
+    def init(i, path, spec):
+        name = path[-1].key
+        if "norm" in name or name.endswith("bias"):
+            return jnp.full(spec.shape, float("norm" in name), jnp.float32)
+        return 0.02 * jax.random.normal(jax.random.fold_in(key, i), spec.shape, jnp.float32)
+
+    return jax.tree.unflatten(tree, [init(i, path, spec) for i, (path, spec) in enumerate(specs)])
+
+
+def rms_norm(x: Float[Array, "... D"], gain: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return gain.astype(x.dtype) * x32.astype(x.dtype)
+
+
+def rope(x: Float[Array, "B T H C"], positions: Int[Array, "*B T"], theta: float) -> Float[Array, "B T H C"]:
+    """Rotary embedding, halves rotated against each other as in Hugging Face's models. Source: arXiv 2104.09864."""
+    C = x.shape[-1]
+    angles = positions[..., None, None] * theta ** (-jnp.arange(0, C, 2) / C)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def linear(w: dict, name: str, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+    y = x @ w[f"{name}.weight"].astype(x.dtype).T
+    return y + w[f"{name}.bias"].astype(x.dtype) if f"{name}.bias" in w else y
+
+
+def block(model: Qwen, w: dict, x: Float[Array, "B T D"], positions: Int[Array, "*B T"], attention):
+    """One decoder layer; `attention(q, k, v)` sees rotated heads and returns its output and the new cache."""
+    h = rms_norm(x, w["input_layernorm.weight"], model.rms_norm_eps)
+    q, k, v = (linear(w, f"self_attn.{n}_proj", h).reshape(*h.shape[:2], -1, model.head_dim) for n in "qkv")
+    if model.qk_norm:
+        q = rms_norm(q, w["self_attn.q_norm.weight"], model.rms_norm_eps)
+        k = rms_norm(k, w["self_attn.k_norm.weight"], model.rms_norm_eps)
+    out, cache = attention(rope(q, positions, model.rope_theta), rope(k, positions, model.rope_theta), v)
+    x = x + linear(w, "self_attn.o_proj", out)
+    h = rms_norm(x, w["post_attention_layernorm.weight"], model.rms_norm_eps)
+    gate, up = linear(w, "mlp.gate_proj", h), linear(w, "mlp.up_proj", h)
+    return x + linear(w, "mlp.down_proj", jax.nn.silu(gate) * up), cache
+
+
+def embed(model: Qwen, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return params[EMBED][tokens].astype(model.dtype)
+
+
+def head(model: Qwen, params: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Float32 logits of final hidden states; the weight is cast here, so that its gradient sums in float32."""
+    x = rms_norm(x, params[NORM], model.rms_norm_eps)
+    weight = params[EMBED if model.tie_word_embeddings else HEAD].astype(model.dtype)
+    return jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+
+
+REMAT = {
+    "none": lambda f: f,
+    "dots": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
+
+
+def forward(model: Qwen, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Hidden states before the final norm of right-padded rows: plain causal attention, positions from 0."""
+    mask, positions = causal_mask(tokens.shape[1]), jnp.arange(tokens.shape[1])
+
+    def layer(x, w):
+        return block(model, w, x, positions, lambda q, k, v: attend(q, k, v, mask))[0], None
+
+    x = embed(model, params, tokens)
+    return jax.lax.scan(REMAT[model.remat](layer), x, params[LAYERS], unroll=model.unroll or 1)[0]
+
+
+def logits(model: Qwen, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Float32 next-token logits of right-padded rows, for tests and small models: [B, T, V] in memory."""
+    return head(model, params, forward(model, params, tokens))
+
+
+def unstack(model: Qwen, params: Params) -> Params:
+    """The weights that sampling reads: cast once, layers as a list, since slicing a stack in the loop would copy."""
+    params = jax.tree.map(lambda x: x.astype(model.dtype), params)
+    layers = [jax.tree.map(lambda x, i=i: x[i], params[LAYERS]) for i in range(model.num_hidden_layers)]
+    return params | {LAYERS: layers}
+
+
+def prefill(
+    model: Qwen, weights: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"]
+) -> list[Cache]:
+    """The cache of left-padded rows whose first token stands in column `starts`; positions count from there."""
+    columns = jnp.arange(tokens.shape[1])
+    mask: Bool[Array, "B T T"] = causal_mask(tokens.shape[1]) & (columns >= starts[:, None])[:, None]
+    positions = jnp.maximum(columns - starts[:, None], 0)
+    x, caches = embed(model, weights, tokens), []
+    for w in weights[LAYERS]:
+        x, cache = block(model, w, x, positions, lambda q, k, v: attend(q, k, v, mask))
+        caches.append(cache)
+    return caches
+
+
+def decode(
+    model: Qwen,
+    weights: Params,
+    caches: list[Cache],
+    tokens: Int[Array, "B"],
+    column: Int[Array, ""],
+    starts: Int[Array, "B"],
+) -> tuple[Float[Array, "B V"], list[Cache]]:
+    """Logits after one more token per row, which is written at `column` of the cache."""
+    x, new = embed(model, weights, tokens[:, None]), []
+    positions = (column - starts)[:, None]
+    for w, old in zip(weights[LAYERS], caches, strict=True):
+        x, cache = block(model, w, x, positions, lambda q, k, v, old=old: attend_cache(q, k, v, old, column, starts))
+        new.append(cache)
+    return head(model, weights, x[:, 0]), new
+
+
+LOGIT_ELEMENTS = 1 << 27  # of the head at a time (0.5 GB in float32): [B, T, V] never exists
+
+
+def token_logprobs(
+    model: Qwen, params: Params, tokens: Int[Array, "B T"], temperature: float = 1.0, first: int = 1
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability of each token given those left of it, and the entropy (nats) of the distribution it came from.
+
+    The one place where next-token logits are shifted: column t of the results speaks of tokens[:, t]. Columns left of
+    `first` are not computed and 0 (prompt tokens need no logits).
+    """
+    B, T = tokens.shape
+    hidden, targets = forward(model, params, tokens)[:, first - 1 : -1], tokens[:, first:]
+    width = max(1, min(T - first, LOGIT_ELEMENTS // (B * model.vocab_size)))
+    num_chunks = -(-(T - first) // width)
+
+    def chunked(x):
+        x = jnp.pad(x, [(0, 0), (0, num_chunks * width - (T - first))] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(B, num_chunks, width, *x.shape[2:]).swapaxes(0, 1)
+
+    def score(chunk):
+        hidden, targets = chunk
+        scaled = head(model, params, hidden) / temperature
+        return log_softmax_at(scaled, targets), entropy(scaled)
+
+    chunks = (chunked(hidden), chunked(targets))
+    if num_chunks == 1:
+        results = jax.tree.map(lambda x: x[None], score(jax.tree.map(lambda x: x[0], chunks)))
+    else:
+        results = jax.lax.map(jax.checkpoint(score), chunks)
+    joined = [x.swapaxes(0, 1).reshape(B, -1)[:, : T - first] for x in results]
+    return tuple(jnp.pad(x, ((0, 0), (first, 0))) for x in joined)

@@ -1,0 +1,132 @@
+"""The import law of the house, and what importing a file must not do."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("core", "envs", "models", "utils", "configs", "bench")
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+# What a file may import of the project: the longest name on the left that begins its own decides.
+LAW = {
+    "core": (),
+    "core.grpo": ("core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),
+    "core.eval": ("core.sampling", "envs", "models", "utils"),
+    "core.sampling": ("models", "utils"),
+    "core.objectives": ("utils.config",),
+    "models": ("models", "utils"),
+    "models.make_tiny": ("envs", "models", "utils"),
+    "utils": ("utils",),
+    "utils.scoring": ("envs",),  # its workers hold an environment, which imports nothing of the project
+    "envs": ("envs",),
+    "configs": ("configs",),
+    "bench": ("bench", "core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),
+}
+# And of everything else, where that is limited too. envs: the standard library, numpy, and what loads and grades data.
+OTHERS = {
+    "core.objectives": {"dataclasses", "collections", "functools", "typing", "jax", "flax", "jaxtyping", "numpy"},
+    "envs": {
+        *sys.stdlib_module_names,
+        *("numpy", "datasets", "pandas", "pyarrow", "huggingface_hub"),
+        *("math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym"),
+    },
+}
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in it; `from core import eval` is core.eval."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; packages here have plain names"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else node.module for name in names}
+    return found
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints, in the repository, with arguments that are no flags of ours."""
+    command = [sys.executable, "-B", "-c", code, "--no_such_flag=1", "no-such-file"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_import_law(name):
+    rule = max((prefix for prefix in LAW if within(name, prefix)), key=len)
+    imported = imports(FILES[name])
+    own = {module for module in imported if module.split(".")[0] in PACKAGES}
+    forbidden = {module for module in own if not any(within(module, allowed) for allowed in LAW[rule])}
+    assert not forbidden, f"{name} may import of this project only {LAW[rule]}"
+    for prefix, allowed in OTHERS.items():
+        if within(name, prefix):
+            foreign = {module.split(".")[0] for module in imported - own}
+            assert foreign <= allowed, f"{prefix} may not import {foreign - allowed}"
+
+
+def test_no_package_takes_the_name_of_a_standard_module():
+    assert not {part for name in FILES for part in name.split(".")} & sys.stdlib_module_names
+    assert not (ROOT / "__init__.py").exists(), "the root is no package"
+
+
+def test_envs_import_no_jax_and_no_environment_before_it_is_made():
+    modules = [name for name in FILES if within(name, "envs")]
+    code = (
+        "import sys, importlib, envs\n"
+        "assert not {'envs.countdown', 'envs.poem'} & set(sys.modules), 'the table imports lazily'\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "assert not {'jax', 'flax', 'transformers', 'core', 'models', 'utils'} & set(sys.modules)\n"
+    )
+    run(code)
+
+
+IMPORT_ALL = """
+import importlib.util, json, sys
+from pathlib import Path
+
+opened, faults = [], {}
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+root = str(Path.cwd())
+for name, path in json.loads(FILES):
+    opened.clear()
+    try:
+        if path.split("/")[0] in ("core", "envs", "models", "utils"):
+            importlib.import_module(name)
+        else:
+            spec = importlib.util.spec_from_file_location(name, path)
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except BaseException as error:
+        faults[name] = f"{type(error).__name__}: {error}"
+        continue
+    files = [f for f in opened if f.startswith(root) and "/.venv/" not in f and not f.endswith((".py", ".pyc"))]
+    if files:
+        faults[name] = f"opens {files}"
+    if "absl.flags" in sys.modules and sys.modules["absl.flags"].FLAGS.is_parsed():
+        faults[name] = "parses flags"
+    if "jax._src.xla_bridge" in sys.modules and sys.modules["jax._src.xla_bridge"]._backends:
+        faults[name] = "initialises a JAX backend"
+        break
+print(json.dumps(faults))
+"""
+
+
+def test_importing_a_file_does_nothing():
+    files = [(name, path.relative_to(ROOT).as_posix()) for name, path in FILES.items()]
+    output = run(IMPORT_ALL.replace("FILES", repr(json.dumps(files))))
+    assert json.loads(output.splitlines()[-1]) == {}

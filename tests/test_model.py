@@ -1,0 +1,318 @@
+"""The model, its checkpoints and its tokenizer against transformers; reference outputs come from make_fixtures.py."""
+
+import json
+import shutil
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import checkpoint, qwen3
+from models.checkpoint import load_model, save_model
+from models.tokenizer import Tokenizer, load_tokenizer
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
+DATA = Path(__file__).parents[2] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the Qwen3 tokenizer (12 MB) is not part of the repository")
+
+logits = jax.jit(qwen3.logits, static_argnums=0)
+prefill = jax.jit(qwen3.prefill, static_argnums=0)
+decode = jax.jit(qwen3.decode, static_argnums=0)
+load = cache(load_model)
+
+
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(FIXTURES / name / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
+    weights, P = qwen3.unstack(model, params), prompts.shape[1]
+    caches = prefill(model, weights, prompts, starts)
+    caches = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, num_tokens), (0, 0))), caches)
+    last, tokens, rows = prompts[:, -1], [], []
+    for i in range(num_tokens):  # the first step writes the last prompt token again, at its own column
+        row, caches = decode(model, weights, caches, last, P - 1 + i, starts)
+        last = choose(i, row)
+        tokens.append(last)
+        rows.append(row)
+    return np.stack(tokens, axis=1), np.stack(rows, axis=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_transformers(name):
+    model, params, _ = load(FIXTURES / name)
+    reference = expected(name)
+    np.testing.assert_allclose(logits(model, params, reference["tokens"]), reference["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
+def test_no_token_sees_what_stands_right_of_it(name):
+    model, params, _ = load(FIXTURES / name)
+    tokens = jnp.arange(10)[None]  # each once, so that row i of the embedding is the input at position i
+    direction = jax.random.normal(jax.random.key(0), (model.hidden_size,))
+
+    @jax.jit
+    def gradients(t):
+        def output(embedding):
+            return qwen3.forward(model, params | {qwen3.EMBED: embedding}, tokens)[0, t] @ direction
+
+        return jax.grad(output)(params[qwen3.EMBED])[:10]
+
+    for t in range(10):
+        moved = np.abs(gradients(t)).max(axis=1) > 0
+        assert moved.tolist() == [i <= t for i in range(10)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_decoding_gives_the_tokens_of_transformers(name):
+    model, params, _ = load(FIXTURES / name)
+    reference = expected(name)
+    completions = reference["completions"]
+    tokens, _ = cached_logits(
+        model, params, reference["prompts"], reference["starts"], lambda i, row: row.argmax(-1), completions.shape[1]
+    )
+    np.testing.assert_array_equal(tokens, completions)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_with_a_cache_equals_the_forward_pass(name):
+    model, params, _ = load(FIXTURES / name)
+    reference = expected(name)
+    prompts, starts, P = reference["prompts"], reference["starts"], reference["prompts"].shape[1]
+    drawn = np.random.default_rng(0).integers(0, model.vocab_size, reference["completions"].shape).astype(np.int32)
+    _, cached = cached_logits(model, params, prompts, starts, lambda i, row: drawn[:, i], drawn.shape[1])
+    whole = [np.roll([*prompt, *row], -start) for prompt, start, row in zip(prompts, starts, drawn, strict=True)]
+    uncached = logits(model, params, np.stack(whole))  # right-padded, as in training
+    for start, found, row in zip(starts, cached, uncached, strict=True):
+        np.testing.assert_allclose(found, row[P - start - 1 :][: len(found)], atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16
+def test_token_logprobs_are_those_of_the_full_softmax(columns, monkeypatch):
+    model, params, _ = load(FIXTURES / "qwen3-tied")
+    tokens, scaled = expected("qwen3-tied")["tokens"], expected("qwen3-tied")["logits"][:, :-1] / 0.7
+    scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
+    reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
+    monkeypatch.setattr(qwen3, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
+    found, entropy = jax.jit(partial(qwen3.token_logprobs, model, temperature=0.7, first=5))(params, tokens)
+    np.testing.assert_allclose(found[:, 5:], reference[:, 4:], atol=1e-4)
+    np.testing.assert_allclose(entropy[:, 5:], -(np.exp(scaled) * scaled).sum(-1)[:, 4:], atol=1e-4)
+    assert not found[:, :5].any() and not entropy[:, :5].any()
+
+
+# Checkpoints
+
+
+def assert_equal(params, others):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), params, others)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_bytes", [5 * 10**9, 20_000])
+def test_a_saved_model_is_loaded_unchanged(name, max_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", max_bytes)
+    model, params, tokenizer = load_model(FIXTURES / name, param_dtype="")
+    save_model(tmp_path / "new", model, params, tokenizer)
+    other, others, other_tokenizer = load_model(f"{tmp_path}/new/", param_dtype="")
+    assert (other, other_tokenizer.stop_ids) == (model, tokenizer.stop_ids)
+    assert_equal(params, others)
+    assert (tmp_path / "new" / "model.safetensors").exists() == (max_bytes > 20_000)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["new"]
+
+
+def test_parameters_are_cut_as_the_layout_says(tmp_path):
+    class Halves:
+        def sharding(self, shape, axes):
+            mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+            asked.append((shape, axes))
+            return jax.NamedSharding(mesh, jax.P("x"))
+
+    asked = []
+    model, params, _ = load_model(FIXTURES / "qwen3-tied", layout=Halves())
+    assert set(asked) == set(jax.tree.leaves(model.table(), is_leaf=qwen3.is_spec))
+    assert_equal(params, load(FIXTURES / "qwen3-tied")[1])
+
+
+def test_dtypes_are_as_asked(tmp_path):
+    model, params, tokenizer = load(FIXTURES / "qwen3-bfloat16")
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+    save_model(tmp_path / "bfloat16", model, params, tokenizer, dtype="bfloat16")
+    again = load_model(tmp_path / "bfloat16", param_dtype="", remat="none")
+    assert {x.dtype.name for x in jax.tree.leaves(again[1])} == {"bfloat16"}
+    assert again[0].remat == "none"
+    assert_equal(params, jax.tree.map(lambda x: x.astype("float32"), again[1]))
+
+
+def test_saving_replaces_a_model_and_nothing_else(tmp_path):
+    model, params, tokenizer = load(FIXTURES / "qwen3-sharded")
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "qwen3-sharded", folder)
+    save_model(folder, model, jax.tree.map(jnp.zeros_like, params), tokenizer)
+    assert (folder / "expected.npz").exists() and not (folder / "model.safetensors.index.json").exists()
+    assert_equal(load_model(folder)[1], jax.tree.map(jnp.zeros_like, params))
+    (folder / "step20").mkdir()
+    with pytest.raises(ValueError, match="step20"):
+        save_model(folder, model, params, tokenizer)
+    with pytest.raises(RuntimeError):  # a save that fails half-way leaves the folder as it was
+        (folder / "step20").rmdir()
+        save_model(folder, model, params, tokenizer, fetch=fail)
+    assert_equal(load_model(folder)[1], jax.tree.map(jnp.zeros_like, params))
+
+
+def fail(x):
+    raise RuntimeError
+
+
+def test_only_the_writing_process_writes(tmp_path):
+    model, params, tokenizer = load(FIXTURES / "qwen3-tied")
+    fetched = []
+    save_model(tmp_path / "model", model, params, tokenizer, fetch=fetched.append, write=False)
+    assert not list(tmp_path.iterdir()) and len(fetched) == len(checkpoint.tensor_shapes(model))
+
+
+def test_a_second_copy_of_a_tied_weight_is_ignored(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(FIXTURES / "qwen3-tied", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {qwen3.HEAD: tensors[qwen3.EMBED]}, tmp_path / "model.safetensors")
+    assert_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3-tied")[1])
+
+
+def edit_config(**fields):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return edit
+
+
+def edit_tensors(edit):
+    def edit_file(folder):
+        from safetensors.numpy import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit_file
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGES = {
+    "folder": ("qwen3-tied", shutil.rmtree, "there is no folder .*model"),
+    "config": ("qwen3-tied", remove("config.json"), "config.json"),
+    "config that is not JSON": ("qwen3-tied", lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "config without a field": ("qwen3-tied", edit_config(hidden_size=None), "hidden_size"),
+    "tokenizer": ("qwen3-tied", remove("tokenizer.json"), "tokenizer.json"),
+    "weights": ("qwen3-tied", remove("model.safetensors"), "model.safetensors"),
+    "shard": ("qwen3-sharded", remove("model-00003-of-00005.safetensors"), "model-00003-of-00005.safetensors"),
+    "end of a file": ("qwen3-tied", truncate, "model.safetensors is not a whole"),
+    "tensor": ("qwen3-tied", edit_tensors(lambda t: t.pop(NORM)), f"lacks tensor {NORM}"),
+    "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lacks tensor lm_head.weight"),
+    "unknown tensor": ("qwen3-tied", edit_tensors(lambda t: t.update(extra=t[NORM])), "unknown tensor extra"),
+    "too few layers": ("qwen3-tied", edit_config(num_hidden_layers=1), "unknown tensor model.layers.1."),
+    "shape": ("qwen3-tied", edit_tensors(lambda t: t.update({NORM: t[NORM][:7]})), rf"{NORM} has shape \(7,\)"),
+    "architecture": ("qwen3-tied", edit_config(architectures=["Qwen3MoeForCausalLM"]), "architectures is 'Qwen3Moe"),
+    "activation": ("qwen3-tied", edit_config(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "rope 4": ("qwen2-tied", edit_config(rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type is 'yarn'"),
+    "rope 5": ("qwen3-tied", edit_config(rope_parameters={"rope_type": "linear"}), "rope_type is 'linear'"),
+    "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
+    "layer types": ("qwen3-tied", edit_config(layer_types=["chunked_attention"] * 2), "chunked_attention"),
+    "bias": ("qwen3-tied", edit_config(attention_bias=True), "attention_bias is True"),
+    "quantized": ("qwen3-tied", edit_config(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_named(name, damage, message, tmp_path):
+    shutil.copytree(FIXTURES / name, tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "model")
+
+
+def test_a_download_without_network_says_so(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="downloading .* failed"):
+        load_model("nobody/no-such-model")
+
+
+def test_transformers_loads_what_we_save(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is needed by this test alone")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name in NAMES:
+        model, params, tokenizer = load(FIXTURES / name)
+        save_model(tmp_path / name, model, params, tokenizer)
+        theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(report.values()) and theirs.dtype == torch.float32
+        assert theirs.generation_config.eos_token_id in (list(tokenizer.stop_ids), *tokenizer.stop_ids)
+        assert AutoTokenizer.from_pretrained(tmp_path / name).encode("a=1") == tokenizer.encode("a=1")
+        with torch.no_grad():
+            found = theirs(torch.tensor(expected(name)["tokens"])).logits
+        np.testing.assert_allclose(found, expected(name)["logits"], atol=1e-4)
+
+
+# Tokenizer
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / name).read_text().splitlines()]
+
+
+@needs_data
+def test_encoding_equals_other_peoples_qwen_tokenizer():
+    tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
+    for row in rows("llama_cpp_qwen2.jsonl"):
+        assert tokenizer.encode(row["text"]) == row["ids"]
+        assert tokenizer.decode(np.array(row["ids"])) == row["text"]
+
+
+@needs_data
+@pytest.mark.parametrize("thinking", [False, True])
+def test_conversations_are_rendered_as_by_transformers(thinking):
+    tokenizer, tested = load_tokenizer(DATA / "qwen3-tokenizer"), 0
+    for row in rows("chat_template.jsonl"):
+        # Not given (null) is to the template as if thinking were allowed.
+        if row["add_generation_prompt"] and not row["tools"] and (row["enable_thinking"] is not False) == thinking:
+            tested += 1
+            assert tokenizer.chat(row["messages"], thinking) == row["ids"]
+            assert tokenizer.chat(row["messages"], thinking, "<think>\n") == row["ids"] + [151667, 198]
+    assert tested
+
+
+@needs_data
+def test_the_ids_of_qwen3(tmp_path):
+    tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
+    assert tokenizer.stop_ids == (151645, 151643) and tokenizer.pad_id == 151643
+    assert tokenizer.decode(tokenizer.encode("<think>a</think>b<|im_end|>")) == "<think>a</think>b"
+    for saved in (tokenizer, Tokenizer(tokenizer.hf)):  # as loaded, and as transformers writes it
+        saved.save(tmp_path)
+        again = load_tokenizer(tmp_path)
+        assert again.stop_ids[0] == 151645 and again.pad_id == 151643
+        messages = [{"role": "user", "content": "Hello, y'all! 你好"}]
+        assert again.chat(messages, True, "<think>") == tokenizer.chat(messages, True, "<think>")
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+
+
+def test_a_base_model_without_template_continues_plain_text():
+    tokenizer = load_tokenizer(FIXTURES / "qwen3-tied")
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
+    assert tokenizer.decode(tokenizer.chat(messages, prefix="=")) == "add\n1+1="

@@ -1,0 +1,128 @@
+"""Replies that hang, crash or make the reward raise cost one score, not the run; nothing outlives the run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from utils.scoring import Scorer
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTILE = "tests.hostile:make"
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(HOSTILE, num_workers=2, timeout=0.5) as scorer:
+        yield scorer
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int, seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_alive(pid)]}"
+        time.sleep(0.05)
+
+
+def test_scores_come_in_order_from_processes_without_jax(scorer):
+    import jax  # noqa: F401 (so that this process has what the workers must not have)
+
+    scores, counts = scorer.score(range(100), ["ok"] * 100)
+    assert [score["index"] for score in scores] == list(range(100))
+    assert {score["jax"] for score in scores} == {0.0}
+    assert os.getpid() not in {score["pid"] for score in scores}
+    assert counts == {"reward_timeouts": 0, "reward_errors": 0}
+
+
+def test_no_replies_no_scores(scorer):
+    assert scorer.score([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
+
+
+@pytest.mark.parametrize("text", ["sleep", "regex"])
+def test_a_reward_that_does_not_return_is_killed(scorer, text):
+    start = time.monotonic()
+    scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+    assert scores[20] == {"return": 0.0}
+    assert all(score["return"] == 1.0 for i, score in enumerate(scores) if i != 20), "its neighbours keep their scores"
+    assert counts == {"reward_timeouts": 1, "reward_errors": 0}
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("text", ["raise", "exit", "kill", "nan"])
+def test_a_reward_that_fails_costs_one_score(scorer, text):
+    scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+    assert [i for i, score in enumerate(scores) if score == {"return": 0.0}] == [20]
+    assert counts == {"reward_timeouts": 0, "reward_errors": 1}
+
+
+def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
+    scores, counts = scorer.score(range(16), ["slow"] * 2 + ["ok"] * 14)  # chunks of two: 2 x 0.3 s, limit 0.5 s
+    assert all(score["return"] == 1.0 for score in scores) and sum(counts.values()) == 0
+
+
+def test_failures_are_told_once_and_written_down(tmp_path, capsys):
+    with Scorer(HOSTILE, num_workers=1, failures_dir=tmp_path) as scorer:
+        scorer.score([7], ["raise"])
+        scorer.score([8], ["nan"])
+    written = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
+    assert [(line["problem"], line["text"]) for line in written] == [(7, "raise"), (8, "nan")]
+    assert "ZeroDivisionError: of the reward" in written[0]["reason"]
+    assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):
+    with pytest.raises(RuntimeError, match="failed for 11 of 20 replies: 'ZeroDivisionError"):
+        scorer.score(range(20), ["raise"] * 11 + ["ok"] * 9)
+    scorer.score(range(20), ["raise"] * 10 + ["ok"] * 10)
+
+
+def test_an_environment_that_cannot_be_made_is_the_users_mistake():
+    with pytest.raises(ValueError, match="no such data set"):
+        Scorer("tests.hostile:make_missing", num_workers=1)
+
+
+def test_a_lost_helper_is_replaced(scorer):
+    (score,), _ = scorer.score([0], ["ok"])
+    os.kill(scorer.process.pid, signal.SIGKILL)
+    assert scorer.score([3], ["ok"])[0][0]["index"] == 3
+    wait_until_gone(int(score["pid"]))
+
+
+def test_closing_leaves_no_process_behind():
+    with Scorer(HOSTILE, num_workers=1) as scorer:
+        (score,), _ = scorer.score([0], ["ok"])
+        assert is_alive(int(score["pid"]))
+    wait_until_gone(int(score["pid"]), scorer.process.pid)
+
+
+@pytest.mark.parametrize("text", ["ok", "sleep", "regex"])
+def test_workers_die_with_a_run_that_is_killed(text):
+    """Killed between two calls, or while a reward hangs with its interpreter locked."""
+    program = (
+        "from utils.scoring import Scorer\n"
+        f"scorer = Scorer({HOSTILE!r}, num_workers=1, timeout=60)\n"
+        "print(int(scorer.score([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
+        f"scorer.score([0], [{text!r}])\n"
+        "input()\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in run.stdout.readline().split()]
+    time.sleep(0.3)  # now it hangs
+    run.kill()
+    run.communicate()
+    wait_until_gone(*pids)

@@ -1,0 +1,54 @@
+"""Shapes: few of them, so that little is compiled, and rows of similar length together, so that little is padding."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int, Shaped
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def bucket(n: int) -> int:
+    """The next of 32, 48, 64, 96, 128, 192, ...: at most a third of it is padding."""
+    power = max(32, 1 << (n - 1).bit_length())
+    return power * 3 // 4 if 32 < power and n <= power * 3 // 4 else power
+
+
+def bucket_below(n: int) -> int:
+    """The last of 1, 2, 3, 4, 6, 8, 12, 16, ... up to n."""
+    power = 1 << (n.bit_length() - 1)
+    return power * 3 // 2 if power * 3 // 2 <= n else power
+
+
+def fit(x: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
+    """Cuts or pads the columns of a [B, T] array; others stay."""
+    return np.pad(x[:, :width], ((0, 0), (0, max(0, width - x.shape[1])))) if x.ndim == 2 else x
+
+
+def take(tree: Any, rows: Int[np.ndarray, "B"], width: int | None = None) -> Any:
+    """These rows of every array of a pytree, and so many of their columns."""
+    return jax.tree.map(lambda x: x[rows] if width is None else fit(x[rows], width), tree)
+
+
+def concatenate(trees: list[Any]) -> Any:
+    """Pytrees of [B, ...] arrays one below the other, columns padded to the widest."""
+    width = max(x.shape[1] for tree in trees for x in jax.tree.leaves(tree) if x.ndim == 2)
+    return jax.tree.map(lambda *parts: np.concatenate([fit(x, width) for x in parts]), *trees)
+
+
+def pieces(lengths: Int[np.ndarray, "B"], tokens_per_shard: int, shards: int) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Cuts rows into pieces of similar length and about `tokens_per_shard` tokens for each shard, longest first.
+
+    Yields row numbers, and the rows and columns to pad them to. The number of rows, a power of two for each shard,
+    follows from the columns: one compiled shape per bucket of lengths.
+    """
+    order = np.argsort(lengths, kind="stable")
+    while order.size:
+        width = bucket(int(lengths[order[-1]]))
+        num_rows = shards * (1 << max(1, tokens_per_shard // width).bit_length() - 1)
+        yield order[-num_rows:], num_rows, width
+        order = order[:-num_rows]

@@ -1,0 +1,207 @@
+"""What a run says: metrics.jsonl always, one line a step and sample completions on the terminal, wandb when asked.
+
+Only the main process speaks. The file belongs to the run, so a full disk stops it; wandb is a guest, and never may.
+"""
+
+import json
+import math
+import netrc
+import os
+import re
+import secrets
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self, TextIO
+from urllib.parse import urlparse
+
+from tqdm import tqdm
+
+SUMMARY = (  # (metric, its name in the line of a step, its format)
+    ("env/return", "return", "{:.3f}"),
+    ("env/correct_answer", "correct", "{:.1%}"),
+    ("env/length", "length", "{:.0f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("approx_kl", "kl", "{:.2g}"),
+    ("grad_norm", "grad", "{:.2g}"),
+    ("rollout/tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("times/rollout", "rollout", "{:.1f}s"),
+    ("times/score", "score", "{:.1f}s"),
+    ("times/logprobs", "logprobs", "{:.1f}s"),
+    ("times/update", "update", "{:.1f}s"),
+    ("test_env/return", "test return", "{:.3f}"),
+    ("test_env/correct_answer", "test correct", "{:.1%}"),
+)
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; the rest of others stays as harmless text
+
+
+class Logger:
+    """Records the metrics of a run in `directory`.
+
+    `resume_step` is the step that a resumed run continues from: later lines of metrics.jsonl are dropped, since those
+    steps will be run again. With `enabled` false (every process but the main one) all methods do nothing.
+    wandb is on when it has a name or a project, or a key is in the environment; `wandb_mode` is "", "online",
+    "offline" or "disabled".
+
+    Raises: OSError when metrics.jsonl cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        config: Mapping[str, Any],
+        *,
+        enabled: bool = True,
+        resume_step: int | None = None,
+        wandb_project: str = "",
+        wandb_name: str = "",
+        wandb_group: str = "",
+        wandb_mode: str = "",
+    ):
+        self.enabled, self.file, self.wandb = enabled, None, None
+        if not enabled:
+            return
+        self.path = Path(directory) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        truncate(self.path, resume_step)
+        self.file = self.path.open("a")
+        wanted = wandb_project or wandb_name or os.environ.get("WANDB_API_KEY") or wandb_mode in ("online", "offline")
+        if wanted and wandb_mode != "disabled":
+            names = {"project": wandb_project or "lmpo", "name": wandb_name or None, "group": wandb_group or None}
+            self.wandb = self.guarded(self.start_wandb, dict(config), wandb_mode, names)
+
+    def start_wandb(self, config: dict[str, Any], mode: str, names: dict[str, str | None]) -> Any:
+        """Start the run at wandb, or continue it after a restart; without a login it is recorded offline."""
+        import wandb
+
+        mode = mode or os.environ.get("WANDB_MODE", "online")
+        if mode == "online" and not has_wandb_login(wandb):
+            print("wandb: no login found (`wandb login`), so this run is recorded offline.")
+            mode = "offline"
+        id_file = self.path.parent / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
+        settings = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60)
+        place = {"dir": str(self.path.parent), "id": id_file.read_text(), "resume": "allow"}
+        return wandb.init(config=config, mode=mode, settings=settings, **place, **names)
+
+    def guarded(self, call: Callable, *args: Any, **options: Any) -> Any:
+        """The result of a call to wandb; whatever that raises is told once, and wandb dropped."""
+        try:
+            return call(*args, **options)
+        except Exception as error:  # noqa: BLE001 (what it may raise is not written anywhere)
+            self.wandb = None
+            print(f"warning: wandb is switched off for this run ({type(error).__name__}: {error}).", file=sys.stderr)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
+        if not self.enabled:
+            return
+        record = {"global_step": int(step)} | {name: plain(value) for name, value in metrics.items()}
+        try:
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise OSError(f"Cannot write {self.path} ({error.strerror}).") from error
+        if self.wandb is not None:
+            self.guarded(self.wandb.log, record, step=int(step))
+
+    def say(self, *lines: str) -> None:
+        """Print plain lines."""
+        if self.enabled:
+            print(*lines, sep="\n", flush=True)
+
+    def line(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print the metrics of a step that tell most, in one line."""
+        if self.enabled:
+            parts = [f"{label} {form.format(float(metrics[key]))}" for key, label, form in SUMMARY if key in metrics]
+            print(f"step {step:<5d} " + "  ".join(parts), flush=True)
+
+    def phase(self, name: str, total: int | None = None) -> tqdm:
+        """Progress of a part of a step, gone when done: `with logger.phase("rollout", 256) as bar: bar.update(n)`."""
+        quiet = None if self.enabled else True  # None is tqdm's word for: quiet where stderr is not a terminal
+        return tqdm(total=total, desc=f"{name:>8}", leave=False, disable=quiet, dynamic_ncols=True)
+
+    def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
+        """Print an example: the prompt, the completion, and what it earned."""
+        if self.enabled:
+            print(
+                paint(f"--- step {step}: prompt", "2"), printable(prompt), paint("--- completion", "2"),
+                printable(completion), paint(f"--- reward {float(reward):g}", "32" if reward > 0 else "31"),
+                sep="\n", flush=True,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Finish the file and the run at wandb; a slow network delays this by a minute at most."""
+        if self.file:
+            self.file.close()
+        if self.wandb is not None:
+            self.guarded(self.wandb.finish)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def truncate(path: Path, last_step: int | None) -> None:
+    """Drop lines of steps after `last_step` (None: of none), and the half line that a killed run may have left."""
+    if not path.exists():
+        return
+    text = path.read_text()
+    kept = []
+    for line in text.splitlines():
+        try:
+            step = json.loads(line)["global_step"]
+            if last_step is None or step <= last_step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+    if "".join(kept) != text:
+        draft = path.with_name(path.name + ".new")
+        draft.write_text("".join(kept))
+        os.replace(draft, path)  # at every moment there is a whole file
+
+
+def plain(value: Any) -> Any:
+    """The same value in types that JSON knows; JSON has no NaN and no infinity."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str, max_chars: int = 1600) -> str:
+    """Text of a model, made harmless for a terminal: no escape sequences, control or direction characters, no flood."""
+    text = ESCAPE_SEQUENCE.sub("", text)
+    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
+    if len(text) > max_chars:
+        text = f"{text[: max_chars // 2]}\n[... {len(text) - max_chars} characters ...]\n{text[-max_chars // 2 :]}"
+    return writable(text, sys.stdout)
+
+
+def writable(text: str, stream: TextIO) -> str:
+    """Text with a "?" for each character that the stream's encoding lacks, where print would raise."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def paint(text: str, colour: str) -> str:
+    """Text in an ANSI colour, where that will be seen as one."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def has_wandb_login(wandb: ModuleType) -> bool:
+    """Whether wandb can log in without asking: it asks on any terminal, and a run must not wait for an answer."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    hosts = (urlparse(wandb.setup().settings.base_url).netloc, "api.wandb.ai")
+    try:
+        logins = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(logins.authenticators(host) for host in hosts)

@@ -1,0 +1,155 @@
+"""The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
+
+    config.json  metrics.jsonl  plot.png  rollouts/step_N.jsonl  state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
+"""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from utils.config import option, to_dict
+from utils.logger import Logger
+from utils.report import before_and_after, plot
+from utils.sharding import Layout
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Run folder and logging."""
+
+    save_dir: str = option("", "run folder; a run found there is resumed; empty: runs/<environment>-<time>")
+    save_interval: int = option(20, "steps between saved models and states; 0: only at the end")
+    save_best: bool = option(False, "keep the model with the best held-out score in best/")
+    keep: int = option(2, "training states kept")
+    save_rollouts: str = option("sample", "rollouts written per step", ["all", "sample", "none"])
+    sample_interval: int = option(10, "steps between example completions on the terminal; 0: none")
+    wandb_project: str = option("", "wandb is on when this, a name or a key is given")
+    wandb_name: str = option("", "name of the run at wandb")
+    wandb_group: str = option("", "group of the run at wandb")
+    wandb_mode: str = option("", "empty: online with a login, else offline", ["", "online", "offline", "disabled"])
+
+    def __post_init__(self):
+        if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
+            raise ValueError("--save_interval and --sample_interval must not be negative, --keep at least 1")
+
+
+class Run:
+    """A run folder; all processes call every method, the main one writes.
+
+    Raises: OSError when the folder cannot be made or written.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout):
+        default = f"runs/{config.env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.directory = Path(config.save_dir or layout.broadcast(default)).expanduser().absolute()
+        self.config, self.layout = config, layout
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if layout.is_main:
+            (self.directory / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True)
+        self.states = ocp.CheckpointManager(self.directory / "state", options=options)
+
+    def restore(self, state: Any) -> tuple[Any, dict]:
+        """The newest saved training state, laid out as `state`, and the progress saved with it; ({} for a new run)."""
+        step = self.states.latest_step()
+        if step is None:
+            return state, {}
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
+        restored = self.states.restore(step, args=args)
+        return restored.state, restored.progress
+
+    def save(self, step: int, state: Any, progress: dict) -> None:
+        """Writes the training state in the background; a half-written one is never found by `restore`."""
+        if self.states.latest_step() != step:
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
+            self.states.save(step, args=args)
+
+    def write_rollouts(self, step: int, rows: list[dict]) -> None:
+        """Writes one JSON object per rollout: all of them, or those of the first two groups."""
+        if not self.layout.is_main or self.config.save_rollouts == "none":
+            return
+        if self.config.save_rollouts == "sample":
+            rows = [row for row in rows if row["group"] < 2]
+        path = self.directory / "rollouts" / f"step_{step}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row, default=plain) + "\n" for row in rows))
+
+    def start_logger(self, resume_step: int | None) -> Logger:
+        """The logger of this run, which drops what was logged after `resume_step`."""
+        names = ("wandb_project", "wandb_name", "wandb_group", "wandb_mode")
+        wandb = {name: getattr(self.config, name) for name in names}
+        config, enabled = to_dict(self.config), self.layout.is_main
+        return Logger(self.directory, config, enabled=enabled, resume_step=resume_step, **wandb)
+
+    def draw(self) -> None:
+        """Draws plot.png anew."""
+        if self.layout.is_main:
+            plot(self.directory / "metrics.jsonl", self.directory / "plot.png")
+
+    def before_and_after(self) -> str:
+        """The first and the last held-out scores, as a table."""
+        return before_and_after(self.directory / "metrics.jsonl") if self.layout.is_main else ""
+
+    def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
+        """Traces what happens inside, when --profile asks for it and the step is past compilation."""
+        tracing = self.config.profile and wanted
+        return jax.profiler.trace(str(self.directory / "profile")) if tracing else contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Waits for what is still being written."""
+        self.states.wait_until_finished()
+        self.states.close()
+
+
+def plain(value: Any) -> Any:
+    """NumPy values as JSON knows them."""
+    return np.asarray(value).tolist()
+
+
+def describe_play(played: list, group_size: int) -> dict[str, float]:
+    """Means over everything that was played in a step, whether it is learnt from or not."""
+    names = played[0].scores
+    metrics = {f"env/{name}": float(np.concatenate([e.scores[name] for e in played]).mean()) for name in names}
+    lengths = np.concatenate([e.rollouts.lengths - e.rollouts.prompt_lengths for e in played])
+    groups = np.concatenate([e.scores["return"] for e in played]).reshape(-1, group_size)
+    for name in played[0].failures:
+        metrics[f"env/{name}"] = sum(e.failures[name] for e in played)
+    times = {f"times/{name}": sum(e.times[name] for e in played) for name in played[0].times}
+    return metrics | times | {
+        "env/length": float(lengths.mean()),
+        "env/finished": float(np.concatenate([e.rollouts.finished for e in played]).mean()),
+        "env/groups_without_signal": float((np.ptp(groups, axis=1) <= 1e-6).mean()),
+        "rollout/num_rollouts": len(lengths),
+        "rollout/tokens_per_second": float(lengths.sum() / times["times/rollout"]),
+    }  # fmt: skip
+
+
+def rollout_rows(played: list, group_size: int) -> list[dict]:
+    """What rollouts/step_N.jsonl holds of each rollout."""
+    rows = []
+    for e in played:
+        r = e.rollouts
+        for i, text in enumerate(e.texts):
+            scores = {name: x[i] for name, x in e.scores.items()}
+            completion = {"length": r.lengths[i] - r.prompt_lengths[i], "finished": r.finished[i]}
+            rows.append({"group": len(rows) // group_size, "task": e.ids[i], "text": text} | scores | completion)
+    return rows
+
+
+def example(episodes, tokenizer) -> tuple[str, str, float]:
+    """Prompt, completion and return of the first rollout."""
+    r = episodes.rollouts
+    return tokenizer.decode(r.tokens[0, : r.prompt_lengths[0]]), episodes.texts[0], episodes.scores["return"][0]
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps (0: never) happens now."""
+    return interval > 0 and step % interval == 0

@@ -1,0 +1,264 @@
+"""Scores replies in worker processes, where a reward may hang, crash or raise without harming the run.
+
+    with Scorer("countdown", timeout=10) as scorer:
+        rewards, counts = scorer.score([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
+
+The workers belong to one helper process that this file starts as a program of its own, since a process that runs JAX
+must not fork, and since multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB
+each, and 3.2 s until two of them are ready, against 18 MB and 0.5 s here. The helper never imports jax, so its workers
+can fork from a small clean server. Its pipe is the lifeline: when the run ends, however it ends, the pipe closes, and
+the helper stops its workers and itself.
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from envs import make_env
+from envs.base import Env
+
+ROOT = Path(__file__).resolve().parent.parent
+HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.scoring import serve; serve(int(sys.argv[2]))"
+MAX_CHUNK = 32  # replies that share one message to a worker, and, when one of them hangs, one second chance
+MAX_WRITTEN = 100  # failures that are kept to be looked at
+STALL = 120  # seconds without any result, beyond the time limit, after which the pool itself must be broken
+
+Job = tuple[int, str]  # number of the problem, reply
+Options = tuple[tuple[str, Any], ...]  # of the environment; hashable, unlike a dict
+
+
+class Failure(NamedTuple):
+    """Why a reply has no score."""
+
+    kind: str  # "reward_timeouts" or "reward_errors"
+    reason: str  # may quote the reply: print its repr, lest it speaks to the terminal
+
+
+Outcome = dict[str, float] | Failure
+
+
+class Scorer:
+    """Scores replies to the problems of one environment; use it as a context manager, from one thread at a time.
+
+    `env_name` is a name that `make_env` knows, or "module:function" of something else that makes an Env.
+    `num_workers` 0 is one for each core, at most 16. `timeout` is the limit for one reply, in seconds.
+    `failures_dir` receives reward_failures.jsonl: the first replies that could not be scored, and why.
+
+    Raises: ValueError when the environment cannot be made.
+    """
+
+    def __init__(
+        self,
+        env_name: str,
+        env_options: Mapping[str, Any] | None = None,
+        *,
+        num_workers: int = 0,
+        timeout: float = 10.0,
+        failures_dir: str | Path | None = None,
+        max_error_share: float = 0.5,
+    ):
+        num_workers = num_workers or min(os.cpu_count() or 1, 16)
+        self.settings = (env_name, tuple((env_options or {}).items()), num_workers, timeout)
+        self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
+        self.max_error_share, self.num_failures = max_error_share, 0
+        self.start()
+
+    def score(self, indices: Sequence[int], texts: Sequence[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
+        """The rewards of each reply, and how many had none: "reward_timeouts" and "reward_errors".
+
+        A reply that overran its time, killed its worker or made the reward raise gets {"return": 0.0} and nothing else.
+
+        Raises: RuntimeError when more than `max_error_share` of the replies (and more than 8) made the reward fail:
+        then the reward is wrong, not the replies.
+        """
+        jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
+        outcomes = self.ask(jobs)
+        failures = [(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, Failure)]
+        counts = {kind: sum(f.kind == kind for _, f in failures) for kind in ("reward_timeouts", "reward_errors")}
+        self.report(failures)
+        if counts["reward_errors"] > max(self.max_error_share * len(jobs), 8):
+            reason = next(failure.reason for _, failure in failures if failure.kind == "reward_errors")
+            raise RuntimeError(f"The reward failed for {counts['reward_errors']} of {len(jobs)} replies: {reason!r}")
+        return [{"return": 0.0} if isinstance(o, Failure) else o for o in outcomes], counts
+
+    def report(self, failures: Sequence[tuple[Job, Failure]]) -> None:
+        """Warn about the first failure of the run, and keep the first ones in a file."""
+        if failures and not self.num_failures:
+            where = f"; see {self.failures_file}" if self.failures_file else ""
+            print(f"warning: a reply got no score: {failures[0][1].reason!r}{where}.", file=sys.stderr)
+        keep = failures[: max(0, MAX_WRITTEN - self.num_failures)]
+        self.num_failures += len(failures)
+        if keep and self.failures_file:
+            self.failures_file.parent.mkdir(parents=True, exist_ok=True)
+            with self.failures_file.open("a") as file:
+                for (index, text), failure in keep:
+                    record = {"env": self.settings[0], "problem": index, "reason": failure.reason, "text": text}
+                    file.write(json.dumps(record) + "\n")
+
+    def ask(self, jobs: list[Job]) -> list[Outcome]:
+        """Have the helper score these; a helper that is lost or broken is replaced once."""
+        for _ in range(2):
+            reply = "the helper process was lost; is there enough memory?"
+            with contextlib.suppress(EOFError, OSError):
+                self.connection.send(jobs)
+                reply = self.connection.recv()
+            if isinstance(reply, list):
+                return reply
+            self.kill()
+            self.start()
+        raise RuntimeError(f"Scoring failed twice in a row: {reply}")
+
+    def start(self) -> None:
+        """Start the helper and wait until its workers have made the environment."""
+        self.connection, theirs = Pipe()
+        command = [sys.executable, "-c", HELPER, str(ROOT), str(theirs.fileno())]
+        # Its own session: Ctrl-C is for the run, which then closes the pipe; and `kill` reaches all that it started.
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        try:
+            self.connection.send(self.settings)
+            self.connection.send([])
+            reply = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.kill()
+            raise RuntimeError("The helper process for scoring did not start; it says above why.") from error
+        if isinstance(reply, str):
+            self.close()
+            raise ValueError(f"{self.settings[0]}: {reply}")
+
+    def close(self) -> None:
+        """Stop the workers; takes a second at most, and cannot hang."""
+        self.connection.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the helper and everything it started, at once."""
+        self.connection.close()
+        if self.process.returncode is None:  # else the number may be another's by now
+            # SIGTERM ends them all but multiprocessing's resource tracker, which then frees the pool's semaphores.
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def serve(fd: int) -> None:
+    """Life of the helper: make the pool, answer requests until the other end of the pipe is gone, take all along."""
+    connection = Connection(fd)
+    name, options, num_workers, timeout = connection.recv()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["utils.scoring"])
+    pool = ProcessPool(num_workers, initializer=start_worker, initargs=(name, options), context=context)
+    score = functools.partial(score_chunk, name, options)
+    try:
+        while True:
+            jobs = connection.recv()
+            size = min(math.ceil(len(jobs) / (4 * num_workers)), MAX_CHUNK)  # 4: the last worker is not waited for long
+            try:
+                reply = score_all(pool, score, jobs, size, timeout, connection)
+            except Exception as error:  # noqa: BLE001 (a broken pool, or whatever making the environment raises)
+                reply = f"{type(error).__name__}: {error}"
+            connection.send(reply)
+    except (EOFError, OSError):
+        pass  # the run has ended
+    finally:
+        pool.stop()
+        pool.join()
+        os.killpg(0, signal.SIGTERM)  # what rewards may have started
+
+
+def score_all(
+    pool: ProcessPool, score: Callable, jobs: list[Job], size: int, timeout: float, connection: Connection
+) -> list[Outcome]:
+    """Score jobs in chunks of `size`, lost chunks again one by one; no jobs only make sure of the environment."""
+    chunks = [jobs[i : i + size] for i in range(0, len(jobs), size or 1)] or [[]]
+    futures = [pool.schedule(score, args=[chunk], timeout=timeout if chunk else None) for chunk in chunks]
+    wait_for(futures, connection, STALL + timeout if jobs else math.inf)
+    outcomes = []
+    for chunk, future in zip(chunks, futures, strict=True):
+        try:
+            outcomes += future.result()
+        except TimeoutError:
+            failure = Failure("reward_timeouts", f"it took longer than {timeout:g} seconds")
+            outcomes += [failure if size == 1 else None] * len(chunk)
+        except ProcessExpired as error:
+            failure = Failure("reward_errors", f"it ended its process with exit code {error.exitcode}")
+            outcomes += [failure if size == 1 else None] * len(chunk)
+    again = [i for i, outcome in enumerate(outcomes) if outcome is None]
+    if again:
+        singly = score_all(pool, score, [jobs[i] for i in again], 1, timeout, connection)
+        for i, outcome in zip(again, singly, strict=True):
+            outcomes[i] = outcome
+    return outcomes
+
+
+def wait_for(futures: Sequence[Future], connection: Connection, patience: float) -> None:
+    """Wait until all are done. Raises EOFError when the run has ended, BrokenProcessPool after no result for long."""
+    pending, last_result = set(futures), time.monotonic()
+    while pending:
+        num_pending = len(pending)
+        pending = wait(pending, timeout=0.5).not_done
+        if connection.poll():  # nothing is sent meanwhile: this is the end of the pipe
+            raise EOFError
+        if len(pending) < num_pending:
+            last_result = time.monotonic()
+        elif time.monotonic() - last_result > patience:
+            raise BrokenProcessPool(f"no reply was scored within {patience:.0f} seconds")
+
+
+def start_worker(name: str, options: Options) -> None:
+    """Begin of a worker: make the environment before any clock runs."""
+    # pebble's handler runs when Python next gets its turn, which a regular expression or a large power may never give.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(Exception):  # raised again where it can be reported, by the first chunk
+        environment(name, options)
+
+
+def score_chunk(name: str, options: Options, jobs: list[Job]) -> list[Outcome]:
+    """In a worker: score some replies; a reward that raises fails that reply only."""
+    env, outcomes = environment(name, options), []
+    problem = functools.cache(env.problem)  # the replies of a group share theirs
+    for index, text in jobs:
+        try:
+            scores = {key: float(value) for key, value in env.score(problem(index), text).items()}
+            if not math.isfinite(scores["return"]):
+                raise ValueError(f"the return is {scores['return']}")
+            outcomes.append(scores)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (rewards are other people's code)
+            outcomes.append(Failure("reward_errors", f"{type(error).__name__}: {error}"[:500]))
+    return outcomes
+
+
+@functools.cache
+def environment(name: str, options: Options) -> Env:
+    """The environment of this process."""
+    if ":" not in name:
+        return make_env(name, **dict(options))
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)(**dict(options))

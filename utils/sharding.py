@@ -1,0 +1,156 @@
+"""Where arrays live: the mesh, and the only code that knows of processes and devices.
+
+Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of the batch), `tp` cuts heads and MLPs.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from utils.config import option
+
+MESH_AXES = ("data", "fsdp", "tp")
+ROWS = ("data", "fsdp")
+SHARDINGS = {  # devices on each axis, -1: all that are left
+    "dp": {"data": -1}, "fsdp": {"fsdp": -1}, "tp": {"tp": -1}, "fsdp_tp": {"fsdp": -1, "tp": 2}
+}  # fmt: skip
+LOGICAL_TO_MESH = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None}
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """Devices and processes."""
+
+    sharding: str = option("fsdp", "how parameters are cut; dp: copies", list(SHARDINGS))
+    mesh: str = option("", "devices per axis, for example fsdp=4,tp=2; empty: chosen by --sharding")
+    device_type: str = option("", "cpu, gpu or tpu; empty: the best one there is")
+    coordinator_address: str = option("", "host:port of process 0; empty: one process, or what the cluster says")
+    num_processes: int = option(-1, "processes in all; -1: what the cluster says")
+    process_id: int = option(-1, "number of this process; -1: what the cluster says")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and how arrays are put on it and brought back. All processes call every method with equal arguments."""
+
+    mesh: Mesh
+
+    def describe(self) -> str:
+        """Devices and mesh in words."""
+        devices = self.mesh.devices.flat
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1)
+        return f"{devices[0].device_kind} x {len(devices)}" + f" ({axes})" * bool(axes)
+
+    @property
+    def row_shards(self) -> int:
+        """Pieces into which the rows of a batch are cut; batches are a multiple of it."""
+        return int(np.prod([self.mesh.shape[axis] for axis in ROWS]))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes files."""
+        return jax.process_index() == 0
+
+    def sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...], rollout: bool = False) -> NamedSharding:
+        """The sharding of a parameter with these logical axes; a dimension that does not divide is not cut.
+
+        For `rollout` weights fsdp is left out: cut weights would be gathered again for every token.
+        """
+        names = [LOGICAL_TO_MESH[axis] if axis else None for axis in axes]
+        names = [None if rollout and name == "fsdp" else name for name in names]
+        spec = [n if n and size % self.mesh.shape[n] == 0 else None for n, size in zip(names, shape, strict=True)]
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    @property
+    def rows(self) -> NamedSharding:
+        """The sharding of arrays whose first dimension is rows of a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(ROWS))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def put(self, tree: Any) -> Any:
+        """Host arrays, equal on all processes, to device arrays cut by rows (scalars are replicated)."""
+
+        def put(x):
+            x = np.asarray(x)
+            sharding = self.rows if x.ndim else self.replicated
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(put, tree)
+
+    def fetch(self, tree: Any) -> Any:
+        """Device arrays to full host arrays on every process."""
+
+        def fetch(x):
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                x = copy_to_all(x, self.replicated).addressable_data(0)
+            return np.asarray(x)
+
+        return jax.tree.map(fetch, tree)
+
+    def share(self, work: Callable[[range], list], num_items: int) -> list:
+        """Each process does its share of `num_items` with `work(range) -> list` (JSON values); all get all results."""
+        count, me = jax.process_count(), jax.process_index()
+        if count == 1:
+            return work(range(num_items))
+        edges = [num_items * i // count for i in range(count + 1)]
+        mine = json.dumps(work(range(edges[me], edges[me + 1]))).encode()
+        sizes = multihost_utils.process_allgather(np.int64(len(mine)))
+        padded = np.frombuffer(mine.ljust(int(sizes.max()), b" "), np.uint8)
+        return [item for part in multihost_utils.process_allgather(padded) for item in json.loads(part.tobytes())]
+
+    def broadcast(self, value: str) -> str:
+        """Process 0's text, on every process."""
+        if jax.process_count() == 1:
+            return value
+        padded = np.frombuffer(value.encode().ljust(4096), np.uint8)
+        return multihost_utils.broadcast_one_to_all(padded).tobytes().decode().rstrip()
+
+
+@partial(jax.jit, static_argnums=1)
+def copy_to_all(x: jax.Array, replicated: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, replicated)
+
+
+def make_layout(config: LayoutConfig) -> Layout:
+    """Joins the cluster when one is named, and lays all devices out as a mesh.
+
+    Raises: ValueError when the mesh does not fit the devices.
+    """
+    if config.device_type:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.device_type, config.device_type))
+    if config.coordinator_address or config.num_processes > 1:
+        numbers = {"num_processes": config.num_processes, "process_id": config.process_id}
+        given = {name: number for name, number in numbers.items() if number >= 0}
+        jax.distributed.initialize(config.coordinator_address or None, **given)
+    num_devices = jax.device_count()
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    try:
+        given = {axis: int(size) for axis, _, size in (part.partition("=") for part in config.mesh.split(",") if part)}
+    except ValueError:
+        raise ValueError(f"--mesh {config.mesh!r} is not like fsdp=4,tp=2") from None
+    if unknown := set(given) - set(MESH_AXES):
+        raise ValueError(f"--mesh has no axis {', '.join(unknown)}: its axes are {', '.join(MESH_AXES)}")
+    if not given:
+        given = SHARDINGS[config.sharding]
+    free = [axis for axis, size in given.items() if size == -1]
+    fixed = int(np.prod([size for size in given.values() if size != -1]))
+    sizes |= given | {axis: num_devices // fixed for axis in free[:1]}
+    if fixed < 1 or len(free) > 1 or int(np.prod(list(sizes.values()))) != num_devices:
+        raise ValueError(f"--mesh {config.mesh or config.sharding} makes {sizes}, but there are {num_devices} devices")
+    mesh = jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Layout(mesh)
+
+
+def single_device() -> Layout:
+    """Everything on the first device."""
+    return Layout(Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
