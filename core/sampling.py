@@ -31,7 +31,7 @@ from models.tokenizer import Tokenizer
 from utils.batching import bucket, round_up
 from utils.config import option, parse, user_errors
 from utils.logger import printable
-from utils.sharding import Layout, LayoutConfig, make_layout
+from utils.sharding import Layout, LayoutConfig, make_layout, single_device
 
 SEGMENT = 64  # decode steps between two looks of the host at what has finished
 FORCED_ANSWER = ("</think>\n", "<answer>")
@@ -104,15 +104,12 @@ class Sampler:
                     f"prompt of task {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
-        shards, put, fetch = (
-            (self.layout.row_shards, self.layout.put, self.layout.fetch)
-            if self.layout
-            else (1, partial(jax.tree.map, jnp.asarray), partial(jax.tree.map, np.asarray))
-        )
+        layout = self.layout or single_device()
         N, G, B = len(prompts), num_samples, len(prompts) * num_samples
         P = bucket(max(map(len, prompts)))
         owner = np.repeat(np.arange(N), G)  # prompt of each row
-        padded, starts = np.zeros((round_up(N, shards), P), np.int32), np.zeros(round_up(N, shards), np.int32)
+        padded = np.zeros((round_up(N, layout.row_shards), P), np.int32)
+        starts = np.zeros(len(padded), np.int32)
         for i, prompt in enumerate(prompts):
             starts[i] = P - len(prompt)
             padded[i, starts[i] :] = prompt
@@ -122,16 +119,16 @@ class Sampler:
         logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         lengths, done = np.full(B, self.max_new_tokens), np.zeros(B, bool)
 
-        weights = rollout_weights(self.model, params, self.layout)
-        caches = prefill(self.model, weights, *put((padded, starts)))
-        slots = np.resize(np.arange(B), round_up(B, shards))  # row that each slot works on; surplus slots repeat one
+        weights = rollout_weights(self.model, params, layout)
+        caches = prefill(self.model, weights, *layout.put((padded, starts)))
+        slots = np.resize(np.arange(B), round_up(B, layout.row_shards))  # row of each slot, some twice
         source, width, t = owner[slots], 0, 0  # cache row that each slot continues, cache columns, tokens drawn
         bar = tqdm(total=B, desc="sampling", unit="row", delay=2, leave=False, disable=None)
         for steps in self.segments():
             live = np.flatnonzero(~done)
             if not live.size:
                 break
-            num_slots = round_up(max(8, 1 << (live.size - 1).bit_length()), shards)
+            num_slots = round_up(max(8, 1 << (live.size - 1).bit_length()), layout.row_shards)
             if self.compact and num_slots < len(slots):
                 place = np.zeros(B, int)
                 place[slots] = np.arange(len(slots))
@@ -140,12 +137,12 @@ class Sampler:
             if source is not None or P + t + steps > width:
                 width = bucket(P + t + steps)
                 source = np.arange(len(slots)) if source is None else source
-                caches, source = regroup(caches, put(source.astype(np.int32)), width), None
+                caches, source = regroup(caches, layout.put(source.astype(np.int32)), width), None
             forced = self.forced_tokens(slots, tokens, t, steps)
-            state = put((last[slots], starts[owner[slots]], keys[slots], forced))
+            state = layout.put((last[slots], starts[owner[slots]], keys[slots], forced))
             caches, *drawn = decode_segment(self, weights, caches, np.int32(P - 1 + t), np.int32(t), *state)
 
-            drawn, scores = fetch(drawn)
+            drawn, scores = layout.fetch(drawn)
             rows, at = np.unique(slots, return_index=True)
             rows, at = rows[~done[rows]], at[~done[rows]]
             tokens[rows, t : t + steps], logprobs[rows, t : t + steps] = drawn[at], scores[at]
@@ -159,17 +156,7 @@ class Sampler:
             bar.update(int(done.sum()) - bar.n)
         bar.close()
 
-        prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
-        columns = np.arange((prompt_lengths + lengths).max()) - prompt_lengths[:, None]  # 0: first of completion
-        within, at = (columns >= 0) & (columns < lengths[:, None]), np.clip(columns, 0, self.max_new_tokens - 1)
-
-        def place(x):
-            return np.where(within, np.take_along_axis(x, at, axis=1), np.zeros((), x.dtype))
-
-        rows = place(tokens)
-        for row, prompt in zip(rows, (prompts[i] for i in owner), strict=True):
-            row[: len(prompt)] = prompt
-        return Rollouts(rows, place(mask), place(logprobs), prompt_lengths + lengths, prompt_lengths, done)
+        return assemble(prompts, owner, tokens, mask, logprobs, lengths, done)
 
     def segments(self) -> list[int]:
         """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
@@ -204,6 +191,21 @@ class Sampler:
         return any(stop in text for stop in self.stop_strings)
 
 
+def assemble(prompts, owner, tokens, mask, logprobs, lengths, finished) -> Rollouts:
+    """Puts each row's completion, the arrays [B, A], behind its prompt."""
+    prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
+    columns = np.arange((prompt_lengths + lengths).max()) - prompt_lengths[:, None]  # 0: the completion's first
+    is_completion, source = (columns >= 0) & (columns < lengths[:, None]), np.clip(columns, 0, tokens.shape[1] - 1)
+
+    def place(x):
+        return np.where(is_completion, np.take_along_axis(x, source, axis=1), np.zeros((), x.dtype))
+
+    rows = place(tokens)
+    for row, prompt in zip(rows, (prompts[i] for i in owner), strict=True):
+        row[: len(prompt)] = prompt
+    return Rollouts(rows, place(mask), place(logprobs), prompt_lengths + lengths, prompt_lengths, finished)
+
+
 @jax.jit
 def fold_in_rows(key, ids: Int[Array, "B"], samples: Int[Array, "B"]):
     return jax.random.key_data(jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(ids, samples))
@@ -214,11 +216,10 @@ def row_keys(key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> Int[Array, 
     return np.asarray(fold_in_rows(key, ids, samples))
 
 
-def rollout_weights(model: Qwen, params, layout: Layout | None):
+def rollout_weights(model: Qwen, params, layout: Layout):
     """The weights as sampling reads them, cast and laid out once a call: left to the loop it would be every token."""
-    shardings = layout and jax.tree.map(
-        lambda spec: layout.sharding(*spec, rollout=True), model.unstacked_table(), is_leaf=qwen3.is_spec
-    )
+    table = model.unstacked_table()
+    shardings = jax.tree.map(lambda spec: layout.sharding(*spec, rollout=True), table, is_leaf=qwen3.is_spec)
     return jax.jit(qwen3.unstack, static_argnums=0, out_shardings=shardings)(model, params)
 
 
