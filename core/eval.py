@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any
 
@@ -23,18 +23,20 @@ from jaxtyping import Bool, Float, Int
 
 from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
 from envs import make_env, parse_options, test_name
-from envs.base import Env
+from envs.base import Env, Problem
 from models.checkpoint import load_model
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
 from utils.config import option, parse, user_errors
+from utils.rewards import RewardConfig
 from utils.scoring import Scorer
 from utils.sharding import Layout, LayoutConfig, make_layout
+from utils.show import show, tasks_that_fit
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(RewardConfig):
     """Environment and evaluation."""
 
     env_name: str = option("poem", "environment; eval.py plays its test split")
@@ -45,6 +47,7 @@ class EvalConfig:
     num_score_workers: int = option(0, "processes that score; 0: one for each core, 16 at most")
 
     def __post_init__(self):
+        RewardConfig.__post_init__(self)
         if min(self.num_eval_tasks, self.num_eval_samples) < 1 or self.num_score_workers < 0 or self.score_timeout <= 0:
             raise ValueError("--num_eval_tasks, --num_eval_samples and --score_timeout must be positive")
 
@@ -71,15 +74,31 @@ class Player:
     scorer: Scorer
     layout: Layout
     rows_per_call: int
+    tasks: Int[np.ndarray, "N"] | None = None  # those whose prompts are short enough; None: all
 
-    def play(self, params: Any, ids: Int[np.ndarray, "N"], num_samples: int, key) -> Episodes:
-        """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`."""
+    @property
+    def num_tasks(self) -> int:
+        return self.env.num_tasks if self.tasks is None else len(self.tasks)
+
+    def encode(self, problem: Problem) -> list[int]:
+        """The prompt of a problem, token ids."""
+        return self.tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
+
+    def play(
+        self, params: Any, ids: Int[np.ndarray, "N"], num_samples: int, key, places: Int[np.ndarray, "N"] | None = None
+    ) -> Episodes:
+        """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`.
+
+        The draws of a task are those of its number under `key`, or of its place in the run where `places` are given.
+        """
         clock, parts, per_call = time.perf_counter(), [], max(1, self.rows_per_call // num_samples)
+        places = ids if places is None else places
+        ids = ids if self.tasks is None else self.tasks[ids]
         problems = [self.env.problem(int(i)) for i in ids]
         for start in range(0, len(ids), per_call):
             some = problems[start : start + per_call]
-            prompts = [self.tokenizer.chat(p.messages, thinking=p.thinking, prefix=p.prefix) for p in some]
-            parts.append(self.sampler(params, prompts, ids[start : start + per_call], num_samples, key))
+            prompts = [self.encode(problem) for problem in some]
+            parts.append(self.sampler(params, prompts, places[start : start + per_call], num_samples, key))
         rollouts = concatenate(parts)
         sampled = time.perf_counter()
         rows = zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.lengths, strict=True)
@@ -96,32 +115,53 @@ class Player:
             return rewards
 
         rewards = self.layout.share(score, len(texts))
-        names = sorted(set().union(*rewards))
+        names = sorted({"return", "correct_answer"}.union(*rewards))  # a reply without score may lack them
         scores = {name: np.array([reward.get(name, 0.0) for reward in rewards], np.float32) for name in names}
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
         return Episodes(rollouts, ids, texts, scores, failures, times)
 
 
-def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
+def make_player(config, name: str, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
     """A player of environment `name`, with the environment's limits where the settings leave them open.
 
     `config` holds EvalConfig and SamplingConfig; replies whose scoring failed are kept in its `save_dir`, if any.
+
+    Problems whose prompts are longer than --prompt_length are left out, and counted.
+
+    Raises: ValueError for an unknown environment or option, or when no prompt is short enough.
     """
+    options = env_options(config, name)
+    env = make_env(name, **options)
     limit = env.tokens_per_action if config.num_generation_tokens < 0 else config.num_generation_tokens
     force = config.force_answer_at
     if force < 0:  # the environment's, which a short limit leaves no room for
         force = env.force_answer_at if 0 < env.force_answer_at < limit else 0
     sampler = make_sampler(config, model, tokenizer, layout, limit, force)
     scorer = Scorer(
-        name, parse_options(config.env_options), num_workers=config.num_score_workers, timeout=config.score_timeout,
+        name, options, num_workers=config.num_score_workers, timeout=config.score_timeout,
         failures_dir=getattr(config, "save_dir", None),
     )  # fmt: skip
-    return Player(env, tokenizer, sampler, scorer, layout, config.inference_batch_per_device * layout.row_shards)
+    player = Player(env, tokenizer, sampler, scorer, layout, config.inference_batch_per_device * layout.row_shards)
+    if env.num_tasks >= 100_000:  # made up as they are needed, all by one pattern
+        return player
+    tasks = tasks_that_fit(env, player.encode, config.prompt_length)
+    if not tasks.size:
+        raise ValueError(f"all prompts of {name} have more than {config.prompt_length} tokens: raise --prompt_length")
+    if tasks.size < env.num_tasks and layout.is_main:
+        print(f"{name}: {env.num_tasks - tasks.size} prompts of more than {config.prompt_length} tokens are left out")
+    return replace(player, tasks=tasks)
+
+
+def env_options(config: EvalConfig, name: str) -> dict:
+    """The options of an environment; a test environment of another kind than --env_name shares --data_dir alone."""
+    if test_name(name) == test_name(config.env_name):
+        return parse_options(config.env_options) | config.env_flags
+    return {"data_dir": config.data_dir} if config.data_dir else {}
 
 
 def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed: int = 0) -> tuple[dict, Episodes]:
     """Scores on the first `num_tasks` problems: means over tasks, and half-widths of their 95% intervals (`_ci`)."""
-    ids = np.arange(min(num_tasks, player.env.num_tasks))
+    ids = np.arange(min(num_tasks, player.num_tasks))
     episodes = player.play(params, ids, num_samples, jax.random.key(seed))
     by_task = {name: x.reshape(len(ids), num_samples) for name, x in episodes.scores.items()}
     metrics = {"num_tasks": len(ids), "num_samples": num_samples}
@@ -154,8 +194,9 @@ class Command(EvalConfig, SamplingConfig, LayoutConfig):
 
     model_dir: str = option("models/tiny", "Hugging Face folder or hub id")
     json: str = option("", "file to write the scores to, as one JSON object")
+    show: int = option(0, "print so many problems with what example replies score, and evaluate nothing")
     seed: int = option(0, "of the draws")
-    dtype: str = option("", "of the matmuls; empty: bfloat16 on accelerators, float32 on CPU")
+    dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
 
     def __post_init__(self):
         EvalConfig.__post_init__(self)
@@ -165,9 +206,12 @@ class Command(EvalConfig, SamplingConfig, LayoutConfig):
 def main(config: Command):
     with user_errors():
         layout, name = make_layout(config), test_name(config.env_name)
-        env = make_env(name, **parse_options(config.env_options))
+        make_env(name, **env_options(config, name))  # a mistake there shows before the model is loaded
         model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, param_dtype=config.dtype)
-        player = make_player(config, name, env, model, tokenizer, layout)
+        player = make_player(config, name, model, tokenizer, layout)
+    if config.show:
+        player.scorer.close()
+        return print(show(player.env, player.encode, tokenizer.hf.decode, config.show))
     with player.scorer:
         metrics, _ = evaluate(player, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
     if layout.is_main:

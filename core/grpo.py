@@ -22,26 +22,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 from tqdm import tqdm
 
-from core.eval import Episodes, EvalConfig, Player, evaluate, make_player
+from core.eval import Episodes, EvalConfig, Player, env_options, evaluate, make_player
 from core.objectives import Batch, ObjectiveConfig, advantages, describe, normalize, policy_loss
 from core.sampling import SamplingConfig
-from envs import make_env, parse_options
+from envs import make_env
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
 from models.qwen3 import Qwen, token_logprobs
-from utils.batching import bucket_below, concatenate, fit, pieces, round_up, take
+from utils.batching import Array, bucket_below, concatenate, fit, pieces, take
 from utils.config import option, parse, user_errors
-from utils.lmpo import LmpoConfig, resolve
+from utils.lmpo import LmpoConfig
+from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
 from utils.sharding import Layout, LayoutConfig, make_layout
 from utils.train_state import OptimizerConfig, TrainState, init_state, make_optimizer
 
 
 @dataclass(frozen=True)
-class Config(ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, RunConfig, LayoutConfig, LmpoConfig):
+class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, RunConfig, LayoutConfig):
     """The loop."""
 
     model_dir: str = option("models/tiny", "Hugging Face folder or hub id of the model to train")
@@ -57,7 +58,7 @@ class Config(ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, RunCo
     tokens_per_microbatch: int = option(16384, "tokens, with padding, per device in one forward and backward pass")
     use_remat: bool = option(True, "recompute activations in the backward pass: less memory, a third more work")
     unroll_layers: bool = option(False, "straight code for the layers of the update: for small models")
-    dtype: str = option("", "of the matmuls; empty: bfloat16 on accelerators, float32 on CPU")
+    dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
     test_env_name: str = option("", "environment of the held-out evaluation, before, during and after; empty: none")
     test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
     test_greedy: bool = option(False, "evaluate greedily too, before and after")
@@ -89,11 +90,11 @@ class Config(ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, RunCo
         return self.ppo_epochs * (self.batch_size // self.ppo_minibatch if self.ppo_minibatch else 1)
 
 
-def task_numbers(seed: int, num_tasks: int, start: int, count: int) -> Int[np.ndarray, "N"]:
-    """Tasks number start, start + 1, ... of the run; every pass over the environment has a new order."""
-    numbers = np.arange(start, start + count)
-    orders = {int(e): np.random.default_rng((seed, e)).permutation(num_tasks) for e in np.unique(numbers // num_tasks)}
-    return np.array([orders[n // num_tasks][n % num_tasks] for n in numbers.tolist()])
+def task_numbers(seed: int, num_tasks: int, places: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+    """The tasks at these places of the run; every pass over the environment has a new order."""
+    epochs, offsets = np.divmod(places, num_tasks)
+    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(num_tasks) for epoch in set(epochs.tolist())}
+    return np.array([orders[epoch][offset] for epoch, offset in zip(epochs.tolist(), offsets, strict=True)])
 
 
 def collect(player: Player, params, config: Config, step: int, cursor: int) -> tuple[Batch | None, list[Episodes], int]:
@@ -103,28 +104,31 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
     """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     per_draw = max(1, min(config.groups_per_batch, player.rows_per_call // config.group_size))
-    cap = round_up(int(config.groups_per_batch * config.max_resampling), per_draw) // per_draw
     played, kept, missing = [], [], config.batch_size
-    for draw in range(cap):
-        ids = task_numbers(config.seed, player.env.num_tasks, cursor, per_draw)
-        episodes = player.play(params, ids, config.group_size, jax.random.fold_in(key, draw))
-        batch = make_batch(episodes, config.group_size)
+    budget = int(config.groups_per_batch * config.max_resampling)  # groups
+    while missing and budget:
+        places = cursor + np.arange(min(per_draw, budget))
+        ids = task_numbers(config.seed, player.num_tasks, places)
+        # Keys go by the place in the run: where a new epoch begins, a task may come twice in a step.
+        episodes = player.play(params, ids, config.group_size, key, places)
+        batch = make_batch(episodes, config)
         rows = np.flatnonzero(advantages(batch, config)[1])[:missing]
         played.append(episodes)
         kept.append(take(batch, rows))
-        missing, cursor = missing - len(rows), cursor + per_draw
-        if not missing:
-            break
+        missing, budget = missing - len(rows), budget - len(ids)
+        # Tasks behind the last one that is needed come again: a step's batch does not depend on `rows_per_call`.
+        cursor += len(ids) if missing else rows[-1].item() // config.group_size + 1
     if missing == config.batch_size:
         return None, played, cursor
     batch = concatenate(kept)
     return batch.replace(advantages=np.asarray(advantages(batch, config)[0])), played, cursor
 
 
-def make_batch(episodes: Episodes, group_size: int) -> Batch:
-    """What learning needs of what was played."""
-    r, rewards = episodes.rollouts, episodes.scores["return"]
-    return Batch(r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, group_size=group_size)
+def make_batch(episodes: Episodes, config: Config) -> Batch:
+    """What learning needs of what was played; --length_reward is added to the return here, where lengths are known."""
+    r, limit = episodes.rollouts, config.num_generation_tokens
+    rewards = add_length_reward(episodes.scores, r.lengths - r.prompt_lengths, limit, config)["return"]
+    return Batch(r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, group_size=config.group_size)
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: 
 def apply_gradients(optimizer, state: TrainState, grads) -> tuple[TrainState, Float[Array, ""]]:
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-    return state, optax.global_norm(grads)
+    return state, optax.tree.norm(grads)
 
 
 def held_out(tester: Player, params, config: Config, with_greedy: bool) -> dict[str, float]:
@@ -228,12 +232,13 @@ def main(config: Config):
     with user_errors():
         layout = make_layout(config)
         names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
-        envs = [make_env(name, **parse_options(config.env_options)) for name in names]
+        for name in names:
+            make_env(name, **env_options(config, name))  # a mistake there shows before the model is loaded
         remat, unroll = "full" if config.use_remat else "none", config.unroll_layers
         model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, remat=remat, unroll=unroll)
         run = Run(config, layout)
         config = replace(config, save_dir=str(run.directory))
-        players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
+        players = [make_player(config, name, model, tokenizer, layout) for name in names]
         player, tester = players[0], players[1] if config.test_env_name else None
         config = replace(config, num_generation_tokens=player.sampler.max_new_tokens)
     optimizer = make_optimizer(config, config.max_steps * config.updates_per_step)
@@ -242,11 +247,13 @@ def main(config: Config):
     done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
     learner = Learner(model, optimizer, layout, config)
     with contextlib.ExitStack() as stack:
-        logger = stack.enter_context(run.start_logger(done if progress else None))
+        logger = stack.enter_context(run.start_logger(done if progress else -1))
         stack.callback(run.close)
         for each in players:
             stack.enter_context(each.scorer)
         logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}", describe(config))
+        for each in players:
+            logger.say(*[each.env.note] * bool(each.env.note))
         logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
         if tester and not done:
             metrics = held_out(tester, state.params, config, config.test_greedy)
@@ -280,4 +287,4 @@ def main(config: Config):
 
 
 if __name__ == "__main__":
-    main(resolve(*parse(Config, sys.argv[1:], __doc__, default_preset="configs/demo.py")))
+    main(parse(Config, sys.argv[1:], __doc__, default_preset="configs/demo.py")[0])

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
+from utils.batching import Array
 from utils.config import option
 
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
@@ -91,14 +92,14 @@ def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T
     has_signal = rewards.max(axis=1) - rewards.min(axis=1) > NO_SIGNAL if config.is_group_relative else True
     has_signal = jnp.repeat(jnp.broadcast_to(has_signal, len(rewards)), batch.group_size)
     keep = has_signal if config.do_group_filter else jnp.ones_like(has_signal)
-    advantage = ADVANTAGES[config.advantage](rewards).reshape(-1)
+    advantage = jnp.where(has_signal, ADVANTAGES[config.advantage](rewards).reshape(-1), 0.0)
     if config.do_global_normalization:
         mean, deviation = jnp.mean(advantage, where=keep), jnp.std(advantage, where=keep)
         advantage = (advantage - mean) / jnp.where(deviation > 0, deviation, 1.0)
     if config.do_clip_advantages:
         advantage = jnp.maximum(advantage, 0.0)
     advantage = jnp.where(advantage < 0, config.negative_advantage_multiplier * advantage, advantage)
-    advantage = jnp.where(has_signal, advantage, 0.0)
+    advantage = jnp.where(has_signal, advantage, 0.0)  # which the mean over the batch has moved
     return jnp.where(batch.mask, advantage[:, None], 0.0), keep
 
 

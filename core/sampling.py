@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 from tqdm import tqdm
 
 from models import qwen3
@@ -28,7 +28,7 @@ from models.checkpoint import load_model
 from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
-from utils.batching import bucket, round_up
+from utils.batching import Array, bucket, round_up
 from utils.config import option, parse, user_errors
 from utils.logger import printable
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
@@ -211,7 +211,7 @@ def fold_in_rows(key, ids: Int[Array, "B"], samples: Int[Array, "B"]):
     return jax.random.key_data(jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(ids, samples))
 
 
-def row_keys(key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> Int[Array, "B 2"]:
+def row_keys(key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
     """The key of each row, as plain numbers on the host."""
     return np.asarray(fold_in_rows(key, ids, samples))
 
@@ -283,7 +283,7 @@ class Command(SamplingConfig, LayoutConfig):
     thinking: bool = option(False, "let Qwen3 think first")
     num_samples: int = option(1, "completions of each prompt")
     seed: int = option(0, "of the draws")
-    dtype: str = option("", "of the matmuls; empty: bfloat16 on accelerators, float32 on CPU")
+    dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
 
 
 PROMPTS = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")

@@ -1,9 +1,12 @@
 """The table of environments. To add one: write envs/yours.py with a subclass of Env, and a line below."""
 
+import dataclasses
 import importlib
 import inspect
+from collections.abc import Callable
 
 from envs.base import Env
+from envs.style import Style, Styled
 
 # name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
 # that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems.
@@ -11,22 +14,36 @@ ENVS = {
     "countdown": ("envs.countdown", "Countdown", {}),
     "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
     "countdown6": ("envs.countdown", "Countdown", {"numbers": 6}),
+    "countdown34": ("envs.countdown", "CountdownData", {}),
     "poem": ("envs.poem", "Poem", {}),
+    "gsm8k": ("envs.gsm8k", "Gsm8k", {}),
+    "deepscaler": ("envs.mathematics", "Mathematics", {"data_set": "deepscaler"}),
+    "aime": ("envs.mathematics", "Mathematics", {"data_set": "aime"}),
+    "aime25": ("envs.mathematics", "Mathematics", {"data_set": "aime25"}),
+    "amc": ("envs.mathematics", "Mathematics", {"data_set": "amc"}),
+    "amc23": ("envs.mathematics", "Mathematics", {"data_set": "amc23"}),
+    "math500": ("envs.mathematics", "Mathematics", {"data_set": "math500"}),
+    "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
+    "dataset": ("envs.dataset", "Dataset", {}),
 }
 
 
 def make_env(name: str, **options) -> Env:
-    """The environment of this name (in any case; "X-test" for the test split of X) with options of its constructor.
+    """The environment of this name (in any case; "X-test" for the test split of X).
 
-    Raises ValueError for a name that is not in the table, and for an option that the environment does not take.
+    Its options are those of its constructor, and those of `Style`, which every environment takes. Raises ValueError for
+    a name that is not in the table, and for an option that the environment does not take.
     """
     base_name = name.lower().removesuffix("-test")
     if base_name not in ENVS:
         raise ValueError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
     module, class_name, preset = ENVS[base_name]
     env_class = getattr(importlib.import_module(module), class_name)
+    style = {field.name: options.pop(field.name) for field in dataclasses.fields(Style) if field.name in options}
     check_options(base_name, env_class, options)
-    return env_class(split="test" if name.lower() == test_name(name) else "train", **{**preset, **options})
+    check_options(base_name, Style, style)
+    env = env_class(split="test" if name.lower() == test_name(name) else "train", **{**preset, **options})
+    return Styled(env, Style(**style)) if style else env
 
 
 def test_name(name: str) -> str:
@@ -55,9 +72,9 @@ def parse_value(text: str) -> int | float | bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def check_options(name: str, env_class: type[Env], options: dict) -> None:
+def check_options(name: str, constructor: Callable, options: dict) -> None:
     """Raises ValueError for an option that the constructor does not have, or a value not of its default's type."""
-    defaults = {key: p.default for key, p in inspect.signature(env_class).parameters.items() if key != "split"}
+    defaults = {key: p.default for key, p in inspect.signature(constructor).parameters.items() if key != "split"}
     for key, value in options.items():
         if key not in defaults:
             raise ValueError(f"environment {name} has no option {key!r}; its options are {', '.join(defaults)}")

@@ -1,19 +1,158 @@
-"""The only parser of model answers: tags, and arithmetic without eval.
+"""The only parser of model answers: tags, boxes, exact numbers, arithmetic without eval, LaTeX by math-verify.
 
-Everything here takes any text whatever (megabytes, deep nesting, NUL, surrogates), returns at once and never raises.
+Everything here takes any text whatever (megabytes, deep nesting, NUL, surrogates) and never raises. Everything but
+`same_math` returns at once; that too, but for LaTeX that gets past its guards, which is what time limits are for.
 """
 
 import ast
+import functools
+import logging
+import math
+import re
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<answer>", "</answer>"
+FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
 MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and the limit bounds the work below
+MAX_NUMBER = 200
+MAX_MATH = 2000  # characters that math-verify gets to see
+MAX_OPERATORS = 200  # in what math-verify gets to see
+MAX_BOX = 5000
+MAX_DEPTH = 12  # brackets within brackets; the parser's time doubles with each level
+MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
+
+
+# where the answer stands
 
 
 def extract_answer(text: str) -> str | None:
     """What stands in the last complete <answer> ... </answer>, stripped; None where there is none."""
     start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
     return text[start + len(OPEN) : text.find(CLOSE, start)].strip() if start >= 0 else None
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""What stands in the last complete \boxed{...}, stripped; None where there is none."""
+    end = len(text)
+    for _ in range(100):  # boxes that never close; more are not looked at
+        start = text.rfind("\\boxed", 0, end)
+        if start < 0:
+            break
+        body, depth = text[start + len("\\boxed") :][:MAX_BOX].lstrip(), 0
+        for brace in re.finditer(r"\\.|[{}]", body if body.startswith("{") else "", re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0 and brace[0] == "}":
+                return body[1 : brace.start()].strip()
+        end = start
+    return None
+
+
+def extract_hash(text: str) -> str | None:
+    """What stands behind the last ####, up to the end of the line; None where there is none."""
+    _, found, rest = text.rpartition("####")
+    return rest.lstrip(" \t").split("\n", 1)[0].strip() if found else None
+
+
+def extract_last_number(text: str) -> str | None:
+    """The last number in the last 2000 characters of a text, with its sign; None where there is none."""
+    numbers = re.findall(r"-?(?:\d[\d,]*\d|\d)(?:\.\d+)?|-?\.\d+", text[-2000:])
+    return numbers[-1] if numbers else None
+
+
+def final_answer(text: str, form: str) -> str | None:
+    r"""The answer that a text gives in this form (one of FORMS), without a \boxed{} around it; None where none is."""
+    match form:
+        case "tags":
+            answer = extract_answer(text)
+        case "hash":
+            answer = extract_hash(text)
+        case "boxed":
+            return extract_boxed(text)
+        case _:
+            found = (extract(text) for extract in (extract_answer, extract_boxed, extract_hash, extract_last_number))
+            answer = next((answer for answer in found if answer is not None), None)
+    boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
+    return answer if boxed is None else boxed
+
+
+# numbers
+
+
+class Number(NamedTuple):
+    """An exact number; `percent` tells that a percent sign followed it (25% has the value 25)."""
+
+    value: Fraction
+    percent: bool = False
+
+    def equals(self, other: "Number") -> bool:
+        """Whether both are the same; 25% is both 25 and 1/4."""
+        if self.percent == other.percent:
+            return self.value == other.value
+        percent, plain = (self, other) if self.percent else (other, self)
+        return plain.value in (percent.value, percent.value / 100)
+
+
+REWRITE = [  # LaTeX and typography to plain characters; each pattern takes linear time
+    (re.compile(r"\\[!,;: ]|\\left|\\right|\\displaystyle|\\[()\[\]]|\*\*(?!\s*-?\d)|[{}](?=,)|(?<=,)\}"), ""),
+    (re.compile(r"\\?[$£€¥₹]|\bUSD\b|\bRs\.?(?=\s*\d)"), ""),
+    (re.compile(r"[−–]"), "-"),
+    (re.compile(r"\\[dtc]?frac\s*\{\s*(-?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}"), r" \1/\2"),
+    (re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)"), r" \1/\2"),
+    (re.compile(r"\s*(?:\\times|\\cdot|[*×·])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\b\s*\}?"), r"e\1"),
+    (re.compile(r"\\?%|\\?\bpercent\b|\bpct\b"), "%"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree"), ""),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}"), r"\1"),
+]  # fmt: skip
+DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|[1-9]\d{0,2}(?: \d{3})+(?![\d/])|\d+)"
+PLAIN_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s+(?=\d+/))?"
+    rf"(?P<value>{DIGITS}(?:\.\d*)?|\.\d+)(?P<comma>,\d+)?(?:\s*/\s*(?P<below>\d+))?"
+    r"(?:[eE](?P<exponent>[-+]?\d{1,3}))?(?![\d.,]*\d)(?P<percent>\s*%)?"
+)
+FIRST_NUMBER = re.compile(r"(?<![\w.,])[-+]?\s*[\d.]")
+AROUND = " \t\n.*!,;:'\"()"  # may stand around a number among words
+WORDS = re.compile(r"[^\W\d_ ]+[²³]?(?:[\s./'()-]+[^\W\d_]+[²³]?)*")  # units: "dollars per day", "km/h"
+
+
+def parse_number(text: str, words: bool = False) -> Number | None:
+    r"""The number that a text is: "1,000", "-$5.50", "25%", "3/4", "1 1/2", "\frac{3}{4}", "1.5e3", "1.5 \times 10^3".
+
+    With `words` there may be some around it ("x = 18", "about 18 dollars per day"), but no second number. None for
+    anything else, and for more than MAX_NUMBER characters.
+    """
+    return None if len(text) > MAX_NUMBER else _number(text, words)
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(text: str, words: bool) -> Number | None:
+    for pattern, plain in REWRITE:
+        text = pattern.sub(plain, text)
+    text, before = text.strip().rstrip(".").strip(), ""
+    if words:
+        text = text.rpartition("=")[2]
+        start = FIRST_NUMBER.search(text)
+        before, text = (text[: start.start()], text[start.start() :]) if start else ("", text)
+    found = PLAIN_NUMBER.match(text)
+    rest = (before.strip(AROUND), text[found.end() :].strip(AROUND) if words else text[found.end() :]) if found else ()
+    if not found or any(part and not (words and WORDS.fullmatch(part)) for part in rest):
+        return None
+    digits = re.sub("[ ,]", "", found["value"]) + (found["comma"] or "").replace(",", ".")
+    below = int(found["below"] or 1)
+    if below == 0 or digits.count(".") > 1 or (found["comma"] and not found["value"].isdigit()):
+        return None
+    value = int(found["whole"] or 0) + Fraction(digits.rstrip(".")) / below
+    value *= Fraction(10) ** int(found["exponent"] or 0)
+    return Number(-value if found["sign"] == "-" else value, bool(found["percent"]))
+
+
+def same_number(reference: str, answer: str) -> bool:
+    """Whether an answer is the number of the reference, exactly; units and words around it do not count."""
+    expected, given = parse_number(reference, words=True), parse_number(answer, words=True)
+    return expected is not None and given is not None and expected.equals(given)
+
+
+# arithmetic
 
 
 def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
@@ -53,3 +192,93 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
         case ast.BinOp(left, ast.Div(), right):
             return _value(left, numbers) / _value(right, numbers)
     raise ValueError(f"not arithmetic: {type(node).__name__}")
+
+
+# mathematics
+
+
+def same_math(reference: str, answer: str) -> bool:
+    """Whether two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, else math-verify.
+
+    False for what is too long, too deeply nested or too large to be computed, unless both are written alike.
+    """
+    if (written := simplified(reference)) and written == simplified(answer):
+        return True
+    expected, given = parse_number(reference), parse_number(answer)
+    if expected and given:
+        if expected.equals(given):
+            return True
+        if expected.value.denominator == given.value.denominator == 1:  # fractions may be meant as roundings
+            return False
+    expressions = [*map(parse_math, (reference, answer))]
+    if not all(expressions):
+        return False
+    from math_verify import verify
+
+    return verify(*expressions, timeout_seconds=None)
+
+
+def simplified(text: str) -> str:
+    """A piece of LaTeX without what does not change its meaning, for a first look."""
+    if len(text) > 2 * MAX_BOX:
+        return ""
+    return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text.strip())
+
+
+def parse_math(text: str) -> list[Any]:
+    """What math-verify reads in a text, as sympy's expressions; nothing where that could take for ever."""
+    return _expressions(text) if is_tame(text) else []
+
+
+@functools.lru_cache(maxsize=1024)  # a reference is compared with every reply of its group
+def _expressions(text: str) -> list[Any]:
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit, a signal, is off
+    if not re.search(r"\$|\\boxed|\\\(|\\\[", text):
+        text = f"${text}$"
+    found = math_verify.parse(text, parsing_timeout=None)
+    return [x for x in found if isinstance(x, str) or weight(x) <= MAX_WEIGHT]
+
+
+def is_tame(text: str) -> bool:
+    """Whether a piece of LaTeX can be parsed in reasonable time."""
+    if len(text) > MAX_MATH or sum(map(text.count, "+-*/^|<=")) > MAX_OPERATORS:
+        return False
+    return nesting(text) <= MAX_DEPTH and not HUGE.search(text)
+
+
+# What takes for ever before there is anything to weigh.
+HUGE = re.compile(
+    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!", re.DOTALL
+)
+
+
+def nesting(text: str) -> int:
+    """How deep brackets of any kind stand within each other."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(depth - 1, 0)
+    return deepest
+
+
+def weight(expression: Any) -> float:
+    """Roughly the bits of the largest number (or 64 for each term of an expanded power) in an evaluated expression."""
+    parts = [weight(part) for part in getattr(expression, "args", expression)]  # a matrix is a sequence
+    if not parts:
+        return math.log2(2 + abs(expression)) if getattr(expression, "is_Rational", False) else 1.0
+    match type(expression).__name__:
+        case "Pow" | "MatPow" if expression.args[1].is_infinite:
+            return math.inf
+        case "Sum" | "Product" | "Integral" | "Limit" if "oo" in str(expression.args[1:]):
+            return math.inf  # nobody's final answer, and sympy may look for its value for ever
+        case "Pow" | "MatPow":
+            terms = 64 if expression.args[0].is_Add and expression.args[0].free_symbols else 1
+            return terms * parts[0] * 2 ** min(parts[1], 64)
+        case "factorial" | "gamma" | "binomial" | "Sum" | "Product" | "factorial2" | "subfactorial":
+            return sum(parts) * 2 ** min(max(parts), 64)
+    return sum(parts)

@@ -9,13 +9,14 @@ class Problem:
     """One task: chat messages for the model, and what `score` needs to grade the reply.
 
     `thinking` and `prefix` say how the reply begins: Qwen3's thinking switch, and text put into the assistant's mouth
-    (for example "<think>"). The prefix is part of the text that is scored.
+    (for example "<think>"). The prefix is part of the text that is scored. `plain` leaves the chat template out.
     """
 
     messages: list[dict[str, str]]
     answer: Any = None
     thinking: bool = False
     prefix: str = ""
+    plain: bool = False
 
 
 class Env:
@@ -28,6 +29,7 @@ class Env:
     num_tasks: int  # problems 0 .. num_tasks - 1
     tokens_per_action: int = 512  # default completion limit, tokens
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
+    note: str = ""  # for people, once at the start: how many rows were left out, and why
 
     def problem(self, index: int) -> Problem:
         """The problem with this number: a pure function of the index, the same in every process."""
@@ -40,3 +42,7 @@ class Env:
         All other keys are logged as they are.
         """
         raise NotImplementedError
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        """Replies to look at, by name: "right" earns full marks, "wrong" looks alike; none where that is not known."""
+        return {}

@@ -1,14 +1,20 @@
 """Countdown: combine the given numbers with + - * / so that they make the target.
 
-Source: github.com/Jiayi-Pan/TinyZero; the full prompt is that of github.com/kvfrans/lmpo.
+Source: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; "full" is that of
+github.com/kvfrans/lmpo.
 """
 
 import random
 import re
 import zlib
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem
+from envs.data import Row, Source, load
 
 PROMPTS = {
     "full": (
@@ -18,17 +24,30 @@ PROMPTS = {
         "<answer> (1 + 2) / 3 </answer>."
     ),
     "bare": "Use {bare_numbers} to make {target}.",
+    "tinyzero": (
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer.\n"
+        "User: Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic "
+        "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
+        "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.\nAssistant:"
+    ),
+}
+PREFIXES = {"full": "<think>", "tinyzero": " Let me solve this step by step.\n<think>", "bare": ""}
+HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
+SOURCES = {
+    "train": Source(("countdown/train.jsonl", "train.jsonl", "train.parquet"), HUB),
+    "test": Source(("countdown/test.jsonl", "test.jsonl", "test.parquet", "test_tinyzero_format.parquet"), HUB),
 }
 OP = "[-+*/×÷−]"
 STEP = re.compile(  # "a op b = c", neither the end of a longer sum (1+2+3=6) nor the start of a chain (2*3=6+1)
-    rf"(?<![-+*/×÷−\d.)])(?<![\d)]{OP} )(?<![\d)] {OP} )"
+    rf"(?=\d)(?<![-+*/×÷−\d.)])(?<![\d)]{OP} )(?<![\d)] {OP} )"  # the digit first: twice as fast
     rf"(\d{{1,9}}) ?({OP}) ?(\d{{1,9}}) ?= ?(-?\d{{1,9}})(?!\d|\.\d|,\d\d\d(?!\d)| ?{OP} ?[\d(])"
 )
 MAX_STEPS_TEXT = 200_000  # characters that are searched for steps; more than any completion has
 
 
 class Countdown(Env):
-    """Reward 1.0 for an expression that uses each number once and makes the target, 0.1 for one that misses it.
+    """Reward 1.0 for an expression that uses each number once and makes the target, `partial` for one that misses it.
 
     A fifth of all sets of numbers is kept for the test split, so that no training problem, whatever its order or
     target, shares its numbers with a test problem. Test problems are all distinct.
@@ -46,6 +65,7 @@ class Countdown(Env):
         max_target: int = 100,
         max_value: int = 1000,  # of the intermediate results of the expression that the problem is made from
         prompt: str = "full",
+        partial: float = 0.1,  # return of an answer that uses the numbers and misses the target
         num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on (fewer where fewer exist)
     ):
         if split not in ("train", "test"):
@@ -54,7 +74,8 @@ class Countdown(Env):
             raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         if numbers < 1 or not 0 <= min_number <= max_number or max_target < 1:
             raise ValueError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
-        self.split, self.numbers, self.range, self.prompt = split, numbers, (min_number, max_number), prompt
+        self.split, self.numbers, self.range = split, numbers, (min_number, max_number)
+        self.prompt, self.partial = prompt, partial
         self.max_target, self.max_value = max_target, max_value
         self.num_tasks = num_tasks if num_tasks > 0 else 100_000 if split == "train" else 1024
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
@@ -96,12 +117,14 @@ class Countdown(Env):
         return list(found.values())
 
     def problem(self, index: int) -> Problem:
-        numbers, target = self.instances[index] if self.split == "test" else self.instance(index)
+        return self.ask(*(self.instances[index] if self.split == "test" else self.instance(index)))
+
+    def ask(self, numbers: tuple[int, ...], target: int) -> Problem:
         text = PROMPTS[self.prompt].format(
             numbers=list(numbers), bare_numbers=" ".join(map(str, numbers)), target=target
         )
-        prefix = "<think>" if self.prompt == "full" else ""
-        return Problem([{"role": "user", "content": text}], (numbers, target), thinking=True, prefix=prefix)
+        messages, prefix = [{"role": "user", "content": text}], PREFIXES[self.prompt]
+        return Problem(messages, (numbers, target), thinking=True, prefix=prefix, plain=self.prompt == "tinyzero")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """The rewards, and three facts about the reply.
@@ -117,12 +140,85 @@ class Countdown(Env):
         correct = valid and value == target
         right_steps, steps = share_right_arithmetic(text)
         return {
-            "return": 1.0 if correct else 0.1 * valid,
+            "return": 1.0 if correct else self.partial * valid,
             "correct_answer": float(correct),
             "valid": float(valid),
             "arithmetic": right_steps / max(steps, 1),
             "steps": float(steps),
         }
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        numbers, target = problem.answer
+        wrong = "+".join(map(str, numbers)) if sum(numbers) != target else "*".join(map(str, numbers)) + "+0"
+        replies = {"right": solve(numbers, target), "wrong": wrong, "cheating": str(target)}
+        return {name: f"<think>Hm.</think>\n<answer>{x}</answer>" for name, x in replies.items() if x is not None}
+
+
+class CountdownData(Countdown):
+    """The same rewards on the problems of a data set, by default the one of TinyZero: 3 or 4 numbers, 490,000 rows.
+
+    Where a folder holds a file for testing, training leaves out every row with the numbers of a test problem; where it
+    does not, and on the hub, a fifth of all sets of numbers is kept for the test.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        data_dir: str = "",
+        prompt: str = "full",
+        partial: float = 0.1,
+        num_tasks: int = 0,  # 0: all
+        skip_bad_rows: bool = False,
+    ):
+        if prompt not in PROMPTS:
+            raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
+        self.prompt, self.partial = prompt, partial
+        folder = Path(data_dir).expanduser()
+        has_test_file = data_dir and any((folder / file).is_file() for file in SOURCES["test"].files)
+        source = SOURCES[split if has_test_file else "train"]
+        rows, self.note = load("countdown34", source, data_dir, read_row, skip_bad_rows)
+        if not has_test_file:
+            rows = [row for row in rows if is_test_set(row.answer[0]) == (split == "test")]
+        elif split == "train":
+            tests, _ = load("countdown34", SOURCES["test"], data_dir, read_row, skip_bad_rows)
+            taken = {tuple(sorted(row.answer[0])) for row in tests}
+            rows = [row for row in rows if tuple(sorted(row.answer[0])) not in taken]
+        self.instances = [row.answer for row in rows[: num_tasks or None]]
+        self.num_tasks = len(self.instances)
+
+    def problem(self, index: int) -> Problem:
+        return self.ask(*self.instances[index])
+
+
+def read_row(row: dict[str, Any]) -> Row:
+    """A row with the columns nums and target."""
+    numbers, target = row["nums"], row["target"]
+    if not numbers or not isinstance(numbers, list) or any(type(x) is not int or x < 0 for x in [*numbers, target]):
+        raise ValueError("nums must be a list of integers, and target one")
+    return Row(f"{numbers} {target}", (tuple(numbers), target))
+
+
+def solve(numbers: tuple[int, ...], target: int) -> str | None:
+    """An expression over all numbers that makes the target, by trying everything; None where there is none."""
+    return _search([(Fraction(number), str(number)) for number in numbers], target, set())
+
+
+def _search(terms: list[tuple[Fraction, str]], target: int, seen: set) -> str | None:
+    if len(terms) == 1:
+        return terms[0][1].removeprefix("(").removesuffix(")") if terms[0][0] == target else None
+    if (key := tuple(sorted(value for value, _ in terms))) in seen:
+        return None
+    seen.add(key)
+    for i, j in combinations(range(len(terms)), 2):
+        (a, x), (b, y) = terms[i], terms[j]
+        rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+        results = [(a + b, f"({x}+{y})"), (a * b, f"({x}*{y})"), (a - b, f"({x}-{y})"), (b - a, f"({y}-{x})")]
+        results += [(a / b, f"({x}/{y})")] if b else []
+        results += [(b / a, f"({y}/{x})")] if a else []
+        for result in results:
+            if found := _search([*rest, result], target, seen):
+                return found
+    return None
 
 
 def is_test_set(numbers: tuple[int, ...]) -> bool:
@@ -135,7 +231,7 @@ def share_right_arithmetic(text: str) -> tuple[int, int]:
 
     Tells an honest search from guesses under fake arithmetic. To pool texts, add up both counts.
     """
-    steps = [step.groups() for step in STEP.finditer(text[:MAX_STEPS_TEXT])]
+    steps = STEP.findall(text[:MAX_STEPS_TEXT])
     return sum(_is_right(int(a), op, int(b), int(c)) for a, op, b, c in steps), len(steps)
 
 

@@ -50,6 +50,9 @@ class Poem(Env):
         rewarded = self.max_characters if reached else len(text)
         return {"return": float(rewarded), "correct_answer": float(reached), "characters": float(len(text))}
 
+    def examples(self, problem: Problem) -> dict[str, str]:
+        return {"right": "la " * (self.max_characters // 3 + 1), "wrong": ""}
+
 
 def read_subjects(path: Path) -> list[str]:
     """The lines of a text file, without blank ones and repeats. Raises ValueError for fewer than two, or no file."""

@@ -5,7 +5,9 @@ Letters: B rows, T tokens of a row, S cache columns, H query heads, K key heads,
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
+
+from utils.batching import Array
 
 Cache = tuple[Float[Array, "B K S C"], Float[Array, "B K S C"]]
 MASKED = -1e30  # finite: a padded row has no visible column, and its softmax must not be NaN

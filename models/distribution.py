@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
+
+from utils.batching import Array
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is meant so
+import numpy as np
+from jaxtyping import Int
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 GENERATION_CONFIG = "generation_config.json"
@@ -39,17 +41,19 @@ class Tokenizer:
         """The ids of a text; nothing is added before or after it."""
         return self.hf.encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:
         """The text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
         return self.hf.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], thinking: bool = False, prefix: str = "") -> list[int]:
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], thinking: bool = False, prefix: str = "", plain: bool = False
+    ) -> list[int]:
         """The ids of a conversation up to where the assistant speaks, then `prefix`, the beginning of its answer.
 
-        `thinking=False` closes Qwen3's thinking before it starts. A base model without a chat template gets the
-        contents of the messages, one per line.
+        `thinking=False` closes Qwen3's thinking before it starts. `plain` leaves the chat template out, as a base model
+        without one does: then the contents of the messages stand one per line.
         """
-        if not self.hf.chat_template:
+        if plain or not self.hf.chat_template:
             return self.encode("\n".join(message["content"] for message in messages)) + self.encode(prefix)
         ids = self.hf.apply_chat_template(
             list(messages), add_generation_prompt=True, enable_thinking=thinking, return_dict=False

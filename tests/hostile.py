@@ -1,5 +1,7 @@
 """An environment whose reward does what the reply says; for tests/test_scoring.py."""
 
+import asyncio
+import itertools
 import os
 import re
 import signal
@@ -7,6 +9,13 @@ import sys
 import time
 
 from envs.base import Env, Problem
+
+
+class Mute(Exception):
+    """An error that cannot be printed."""
+
+    def __str__(self):
+        raise self
 
 
 class Hostile(Env):
@@ -28,6 +37,16 @@ class Hostile(Env):
             sys.exit(3)
         if text == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if text == "cancel":
+            raise asyncio.CancelledError  # no Exception, but a BaseException
+        if text == "mute":
+            raise Mute
+        if text == "memory":
+            return {"return": float(len(bytearray(2**40)))}
+        if text == "generator":
+            return {"return": (i for i in itertools.count())}
+        if text == "endless":
+            return {"return": sum(itertools.count())}
         if text == "nan":
             return {"return": float("nan")}
         if text == "slow":

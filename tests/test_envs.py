@@ -16,25 +16,37 @@ import pytest
 
 import envs
 from envs.answers import extract_answer, parse_arithmetic
-from envs.base import Problem
-from envs.countdown import Countdown, share_right_arithmetic
+from envs.base import Env, Problem
+from envs.countdown import Countdown, share_right_arithmetic, solve
 
 ROOT = Path(__file__).resolve().parents[1]
-GRADERS = ROOT.parent / "shared" / "data" / "graders"
+DATA = ROOT.parent / "shared" / "data"
+GRADERS = DATA / "graders"
+SAMPLES = ROOT / "tests" / "fixtures" / "data"  # a few rows of each data set
 DEMO = dict(numbers=3, min_number=1, max_number=15, max_target=30, max_value=30, prompt="bare")
 NAMES = [name + suffix for name in envs.ENVS for suffix in ("", "-test")]
+LOCAL = ("countdown34", "gsm8k", "deepscaler", "aime", "aime25", "amc", "amc23", "math500")
+BENCHMARKS = ("aime", "aime25", "amc", "amc23", "math500")
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data beside the repository")
 
 
 @cache
-def environment(name: str) -> envs.Env:
+def environment(name: str, data_dir: Path = SAMPLES) -> envs.Env:
     options = {"num_tasks": 64} if name == "countdown6-test" else {}  # all of its 1024 take five seconds
+    base_name = name.removesuffix("-test")
+    if base_name in LOCAL:
+        options = {"data_dir": str(data_dir)}
+    elif base_name == "dataset":
+        options = {"path": str(SAMPLES / "gsm8k" / "train.jsonl"), "prompt": "question", "form": "hash"}
+    elif base_name == "reasoning_gym":
+        options = {"datasets": "leg_counting+spell_backward*2(min_word_len=3;max_word_len=6)"}
     return envs.make_env(name, **options)
 
 
 def digest() -> str:
     """A fingerprint of the first problems of environments that draw theirs in different ways."""
-    made = [environment(name) for name in ("countdown", "countdown-test", "countdown6", "poem", "poem-test")]
-    problems = [repr(env.problem(i)) for env in made for i in range(20)]
+    made = [environment(name) for name in NAMES]
+    problems = [repr(env.problem(i).messages) for env in made for i in range(min(20, env.num_tasks))]
     return hashlib.sha256("\n".join(problems).encode()).hexdigest()
 
 
@@ -78,7 +90,7 @@ def test_names_are_case_insensitive():
 
 def test_mistakes_are_named():
     for name in ("countup", "", "-test", "poem-test-test"):
-        with pytest.raises(ValueError, match="countdown, countdown3, countdown6, poem"):
+        with pytest.raises(ValueError, match="countdown, countdown3, countdown6, countdown34, poem, gsm8k"):
             envs.make_env(name)
     with pytest.raises(ValueError, match="no option 'number'; its options are numbers, min_number"):
         envs.make_env("countdown", number=3)
@@ -99,7 +111,240 @@ def test_options_of_the_command_line():
             envs.parse_options(text)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_right_replies_earn_full_marks_and_wrong_ones_none(name):
+    env = environment(name)
+    for i in range(min(10, env.num_tasks)):
+        problem = env.problem(i)
+        scores = {kind: env.score(problem, reply) for kind, reply in env.examples(problem).items()}
+        if not name.startswith("poem"):  # which without a maximum knows no full marks
+            assert scores["right"]["return"] == scores["right"]["correct_answer"] == 1.0
+        assert all(score["correct_answer"] == 0 for kind, score in scores.items() if kind != "right")
+
+
+@pytest.mark.parametrize("name", [name for name in envs.ENVS if name not in BENCHMARKS])
+def test_splits_share_no_problem(name):
+    prompts = []
+    for split in (name, name + "-test"):
+        env = environment(split)
+        prompts.append({json.dumps(env.problem(i).messages) for i in range(min(200, env.num_tasks))})
+    assert not prompts[0] & prompts[1]
+
+
+@needs_data
+@pytest.mark.parametrize("name", [name for name in LOCAL if name != "deepscaler"] + ["gsm8k-test", "countdown34-test"])
+def test_references_of_all_local_rows_are_right(name):
+    env = environment(name, DATA)
+    for i in range(env.num_tasks):
+        problem = env.problem(i)
+        replies = env.examples(problem)
+        assert env.score(problem, replies["right"])["return"] == 1.0, problem.answer
+        assert env.score(problem, replies["wrong"])["correct_answer"] == 0.0, problem.answer
+
+
+@needs_data
+def test_deepscaler_as_it_is():
+    train, test = environment("deepscaler", DATA), environment("deepscaler-test", DATA)
+    assert train.note == "deepscaler: 39,381 problems of 40,315 rows; left out: 928 repeated, 6 empty"
+    assert train.num_tasks + test.num_tasks == 39_381
+    assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
+    for env in (train, test):
+        for i in range(0, env.num_tasks, 97):
+            problem = env.problem(i)
+            assert env.score(problem, env.examples(problem)["right"])["return"] == 1.0, problem.answer
+
+
+@needs_data
+def test_sizes_and_answers_of_the_data_sets():
+    sizes = {name: environment(name, DATA).num_tasks for name in LOCAL if name != "deepscaler"}
+    assert sizes == {
+        "countdown34": 10_217, "gsm8k": 7473, "aime": 30, "aime25": 30, "amc": 83, "amc23": 40, "math500": 500,
+    }  # fmt: skip
+    assert environment("gsm8k-test", DATA).num_tasks == 1319
+    assert [environment("amc", DATA).problem(i).answer for i in range(2)] == ["142", "144"]
+    train, test = environment("gsm8k", DATA), environment("gsm8k-test", DATA)
+    assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
+
+
+@needs_data
+def test_tinyzeros_parquet_is_read(tmp_path):
+    (tmp_path / "test_tinyzero_format.parquet").symlink_to(DATA / "countdown" / "test_tinyzero_format.parquet")
+    env = envs.make_env("countdown34-test", data_dir=str(tmp_path), prompt="tinyzero")
+    problem = env.problem(0)
+    assert env.num_tasks == 1024 and problem.answer == ((47, 76, 55, 60), 24) and problem.plain
+    import pyarrow.parquet
+
+    first = pyarrow.parquet.read_table(tmp_path / "test_tinyzero_format.parquet").slice(0, 1).to_pylist()[0]
+    assert problem.messages[0]["content"] + problem.prefix == first["question"].rstrip(" ")
+
+
+@needs_data
+def test_prompts_are_those_of_transformers_template():
+    from models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
+    vectors = [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / "chat_template.jsonl").open()]
+    plain = [v for v in vectors if not v["tools"] and v["add_generation_prompt"] and v["enable_thinking"] is not None]
+    assert plain
+    for vector in plain:
+        assert tokenizer.chat(vector["messages"], thinking=vector["enable_thinking"]) == vector["ids"]
+    for name in NAMES:
+        problem = environment(name).problem(0)
+        text = tokenizer.hf.apply_chat_template(
+            problem.messages, tokenize=False, add_generation_prompt=True, enable_thinking=problem.thinking
+        )
+        ids = tokenizer.chat(problem.messages, thinking=problem.thinking, prefix=problem.prefix)
+        assert tokenizer.hf.decode(ids) == text + problem.prefix
+
+
+# options of every environment
+
+
+def test_style():
+    style = dict(system="Be brief.", thinking="off", prefix="<think>", plain=True)
+    env = envs.make_env("gsm8k", data_dir=str(SAMPLES), **style)
+    problem, before = env.problem(0), environment("gsm8k").problem(0)
+    assert problem.messages == [{"role": "system", "content": "Be brief."}, before.messages[-1]]
+    assert (problem.thinking, problem.prefix, problem.plain) == (False, "<think>", True)
+    assert before.thinking and not before.plain
+    bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
+    assert (len(bare.messages), bare.prefix) == (1, "")
+    for options, message in [({"thinking": "maybe"}, "on or off"), ({"system": "@absent"}, "no file absent")]:
+        with pytest.raises(ValueError, match=message):
+            envs.make_env("countdown", **options)
+
+
+def test_format_rewards_are_added_and_logged_apart():
+    env = envs.make_env("countdown", partial=0.0, format_reward="tags", format_weight=0.5)
+    problem = env.problem(0)
+    good = env.score(problem, env.examples(problem)["right"])
+    assert (good["return"], good["correct_answer"], good["format"]) == (1.5, 1.0, 1.0)
+    assert env.score(problem, "<answer>1</answer>")["return"] == 0.25
+
+
+# data
+
+
+def write(path: Path, *lines: str) -> dict:
+    path.write_text("\n".join(lines) + "\n")
+    return {"path": str(path)}
+
+
+def test_a_file_of_ones_own(tmp_path):
+    (tmp_path / "my_reward.py").write_text(
+        "def reward(completion, answer, **row):\n    return {'right': float(answer in completion), 'short': 0.5}\n"
+    )
+    rows = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(40)]
+    rows.append({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"})
+    options = write(tmp_path / "mine.jsonl", *map(json.dumps, rows))
+    env = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
+    test = envs.make_env("dataset-test", **options)
+    assert env.num_tasks + test.num_tasks == 41
+    assert env.score(env.problem(0), "It is 0.") == {"right": 1.0, "short": 0.5, "return": 1.5, "correct_answer": 1.0}
+    assert test.score(test.problem(0), f"#### {test.problem(0).answer['answer']}")["return"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "jsonl.gz"])
+def test_kinds_of_files(tmp_path, kind):
+    import gzip
+
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"q": f"What is {i} + {i}?", "a": str(2 * i)} for i in range(30)]
+    path = tmp_path / f"rows.{kind}"
+    match kind:
+        case "json":
+            path.write_text(json.dumps({"data": rows}))
+        case "csv":
+            path.write_text("q,a\n" + "".join(f"{row['q']},{row['a']}\n" for row in rows))
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    made = [envs.make_env(name, path=str(path), prompt="q", answer="a") for name in ("dataset", "dataset-test")]
+    assert sum(env.num_tasks for env in made) == 30
+    assert {env.problem(i).answer["a"] for env in made for i in range(env.num_tasks)} == {row["a"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{broken", "not JSON"),
+        ("[1, 2]", "not an object"),
+        ('{"prompt": "x"}', "it has no 'answer'"),
+        ('{"prompt": 5, "answer": "5"}', "neither text nor a list of messages"),
+        ('{"prompt": "\\ud800', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path, line, reason):
+    good = [json.dumps({"prompt": f"p{i}", "answer": "1"}) for i in range(30)]
+    options = write(tmp_path / "mine.jsonl", *good[:3], line, "", *good[3:], good[0], '{"prompt": "", "answer": "1"}')
+    with pytest.raises(ValueError, match=rf"mine.jsonl:4 is malformed: .*{reason}.*skip_bad_rows=true"):
+        envs.make_env("dataset", **options)
+    env = envs.make_env("dataset", **options, skip_bad_rows=True)
+    assert env.note == "dataset: 30 problems of 33 rows; left out: 1 malformed, 1 repeated, 1 empty"
+
+
+def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"none of gsm8k/train.jsonl, .* `hf download openai/gsm8k --repo-type"):
+        envs.make_env("gsm8k", data_dir=str(tmp_path))
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ValueError, match=r"could not load openai/gsm8k .*Couldn't reach.*--data_dir FOLDER"):
+        envs.make_env("gsm8k")
+    for options, message in [({}, "path=FILE"), ({"path": "absent.jsonl"}, "no file absent.jsonl")]:
+        with pytest.raises(ValueError, match=message):
+            envs.make_env("dataset", **options)
+    for reward, message in [("r.py", "FILE.py:FUNCTION"), (f"{__file__}:absent", "no function absent")]:
+        with pytest.raises(ValueError, match=message):
+            envs.make_env("dataset", path=str(SAMPLES / "gsm8k" / "train.jsonl"), prompt="question", reward=reward)
+
+
+def test_reasoning_gym_mixtures(tmp_path):
+    (tmp_path / "mix.yaml").write_text(
+        "specs:\n- {name: spell_backward, weight: 3, config: {min_word_len: 3}}\n- {name: leg_counting}\n"
+    )
+    mixed = envs.make_env("reasoning_gym", datasets=str(tmp_path / "mix.yaml"), num_tasks=200)
+    share = sum("Spell" in mixed.problem(i).messages[-1]["content"] for i in range(200)) / 200
+    assert 0.65 < share < 0.85
+    mistakes = {"nonesuch": "nonesuch", "leg_counting*0": "above 0", "a b": "is not name", "x.yaml": "no such file"}
+    for text, message in mistakes.items():
+        with pytest.raises(ValueError, match=message):
+            envs.make_env("reasoning_gym", datasets=text)
+
+
+def test_the_readmes_example_works(monkeypatch):
+    readme = (ROOT / "README.md").read_text()
+    code = readme[readme.index("from envs.base import Env, Problem") :].partition("```")[0]
+    assert len(code.strip().splitlines()) <= 19
+    module = type(sys)("envs.reverse")
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "envs.reverse", module)
+    monkeypatch.setitem(envs.ENVS, "reverse", ("envs.reverse", "Reverse", {}))
+    env, test = envs.make_env("Reverse", prefix="Sure: "), envs.make_env("reverse-test")
+    assert isinstance(test, Env) and env.problem(0).prefix == "Sure: "
+    problem = test.problem(0)
+    assert test.score(problem, problem.answer) == {"return": 1.0, "correct_answer": 1.0}
+    assert env.problem(0).messages != test.problem(0).messages
+
+
 # Countdown
+
+
+@pytest.mark.parametrize("numbers", [(3, 7, 2), (25, 5, 1, 4), (1, 1, 1, 1)])
+def test_countdown_solver(numbers):
+    for target in range(1, 30):
+        found = solve(numbers, target)
+        assert (found is not None) == (target in reachable(tuple(map(Fraction, numbers))))
+        if found:
+            value, used = parse_arithmetic(found)
+            assert value == target and sorted(used) == sorted(numbers)
 
 
 @pytest.mark.parametrize("options", [DEMO, {"numbers": 3}])
@@ -234,12 +479,12 @@ def test_hostile_text(kind):
     text = HOSTILE[kind]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for env in (environment("countdown3"), environment("poem")):
+        for env in map(environment, ("countdown3", "poem", "gsm8k", "math500", "dataset", "reasoning_gym")):
             problem = env.problem(0)
             for reply in (text, f"<answer>{text}</answer>", f"<answer>{text}", f"{text}<answer>1</answer>"):
-                start = time.perf_counter()
+                start = time.process_time()
                 score = env.score(problem, reply)
-                assert time.perf_counter() - start < 1
+                assert time.process_time() - start < 1
                 assert score["correct_answer"] == 0
 
 

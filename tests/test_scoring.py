@@ -51,7 +51,7 @@ def test_no_replies_no_scores(scorer):
     assert scorer.score([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
 
 
-@pytest.mark.parametrize("text", ["sleep", "regex"])
+@pytest.mark.parametrize("text", ["sleep", "regex", "endless"])
 def test_a_reward_that_does_not_return_is_killed(scorer, text):
     start = time.monotonic()
     scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
@@ -61,7 +61,7 @@ def test_a_reward_that_does_not_return_is_killed(scorer, text):
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("text", ["raise", "exit", "kill", "nan"])
+@pytest.mark.parametrize("text", ["raise", "exit", "kill", "nan", "cancel", "mute", "memory", "generator"])
 def test_a_reward_that_fails_costs_one_score(scorer, text):
     scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     assert [i for i, score in enumerate(scores) if score == {"return": 0.0}] == [20]
@@ -87,6 +87,13 @@ def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):
     with pytest.raises(RuntimeError, match="failed for 11 of 20 replies: 'ZeroDivisionError"):
         scorer.score(range(20), ["raise"] * 11 + ["ok"] * 9)
     scorer.score(range(20), ["raise"] * 10 + ["ok"] * 10)
+
+
+def test_a_reward_that_always_hangs_stops_the_run_in_time(scorer):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="failed for 60 of 60 replies: 'it took longer than 0.5 seconds'"):
+        scorer.score(range(60), ["sleep"] * 60)  # one by one these were 15 s
+    assert time.monotonic() - start < 14
 
 
 def test_an_environment_that_cannot_be_made_is_the_users_mistake():

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import Int, Shaped
 
+Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array will do where a device array will
+
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
@@ -44,11 +46,12 @@ def pieces(lengths: Int[np.ndarray, "B"], tokens_per_shard: int, shards: int) ->
     """Cuts rows into pieces of similar length and about `tokens_per_shard` tokens for each shard, longest first.
 
     Yields row numbers, and the rows and columns to pad them to. The number of rows, a power of two for each shard,
-    follows from the columns: one compiled shape per bucket of lengths.
+    follows from the columns (and is no more than hold all): one compiled shape per bucket of lengths.
     """
     order = np.argsort(lengths, kind="stable")
+    needed = 1 << (-(-len(lengths) // shards) - 1).bit_length()
     while order.size:
         width = bucket(int(lengths[order[-1]]))
-        num_rows = shards * (1 << max(1, tokens_per_shard // width).bit_length() - 1)
+        num_rows = shards * min(needed, 1 << max(1, tokens_per_shard // width).bit_length() - 1)
         yield order[-num_rows:], num_rows, width
         order = order[:-num_rows]

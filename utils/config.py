@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BOOLEANS = ("0", "1", "true", "false")
 
 
-def option(default: bool | float | str, help: str, choices: Sequence[str] | None = None) -> Any:
+def option(default: bool | int | float | str, help: str, choices: Sequence[str] | None = None) -> Any:
     """A field of a settings dataclass: its default, what it does (with its unit), and the values it may have."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
 

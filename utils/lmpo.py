@@ -1,10 +1,8 @@
 """kvfrans/lmpo's spellings of settings that have another name here, so that its commands keep working."""
 
-from collections.abc import Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields
 
-from utils.config import fail, option
+from utils.config import option
 
 SWITCHES = {  # lmpo's flag: (our setting, its value for 1, its value for 0)
     "do_group_normalization": ("advantage", "group_zscore", "reinforce"),
@@ -12,6 +10,7 @@ SWITCHES = {  # lmpo's flag: (our setting, its value for 1, its value for 0)
     "do_save_rollouts": ("save_rollouts", "all", "none"),
 }
 REFUSED = {  # flags that did nothing in lmpo, or would do something else here
+    "kl_coef": "there is no KL term yet",
     "prefill_batch_split": "each prompt is prefilled once",
     "use_flash_attn": "attention is chosen by platform",
     "use_xla_flags": "set XLA_FLAGS in the environment",
@@ -26,21 +25,23 @@ class LmpoConfig:
     do_group_normalization: str = option("", "1: --advantage group_zscore, 0: --advantage reinforce", ["", "0", "1"])
     do_ppo_all_clip: str = option("", "1: --objective ppo_all_clip, 0: ppo", ["", "0", "1"])
     do_save_rollouts: str = option("", "1: --save_rollouts all, 0: none", ["", "0", "1"])
+    kl_coef: str = option("", "refused: did nothing")
     prefill_batch_split: str = option("", "refused: did nothing")
     use_flash_attn: str = option("", "refused: did nothing")
     use_xla_flags: str = option("", "refused: did nothing")
     save_rollouts_dir: str = option("", "refused: see --save_dir")
 
-
-def resolve(config: Any, explicit: Set[str]) -> Any:
-    """The settings with lmpo's spellings carried over; ends the program where they contradict others or are refused."""
-    for name, reason in REFUSED.items():
-        if name in explicit:
-            fail(f"--{name} has no effect: {reason}; leave it out")
-    changes = {}
-    for name, (target, on, off) in SWITCHES.items():
-        if value := getattr(config, name):
-            changes[target] = on if value == "1" else off
-            if target in explicit and getattr(config, target) != changes[target]:
-                fail(f"--{name} {value} contradicts --{target} {getattr(config, target)}: leave one of them out")
-    return replace(config, **changes)
+    def __post_init__(self):
+        """Carries lmpo's spellings over to the settings that they name."""
+        for name, reason in REFUSED.items():
+            if getattr(self, name):
+                raise ValueError(f"--{name} has no effect: {reason}; leave it out")
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, (target, on, off) in SWITCHES.items():
+            if switch := getattr(self, name):
+                value = on if switch == "1" else off
+                if getattr(self, target) not in (defaults[target], value):
+                    raise ValueError(
+                        f"--{name} {switch} contradicts --{target} {getattr(self, target)}: leave one of them out"
+                    )
+                object.__setattr__(self, target, value)  # the dataclass is frozen for everyone else

@@ -82,8 +82,8 @@ class Run:
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(row, default=plain) + "\n" for row in rows))
 
-    def start_logger(self, resume_step: int | None) -> Logger:
-        """The logger of this run, which drops what was logged after `resume_step`."""
+    def start_logger(self, resume_step: int) -> Logger:
+        """The logger of this run, which drops what an earlier try logged after `resume_step`."""
         names = ("wandb_project", "wandb_name", "wandb_group", "wandb_mode")
         wandb = {name: getattr(self.config, name) for name in names}
         config, enabled = to_dict(self.config), self.layout.is_main
@@ -116,8 +116,10 @@ def plain(value: Any) -> Any:
 
 def describe_play(played: list, group_size: int) -> dict[str, float]:
     """Means over everything that was played in a step, whether it is learnt from or not."""
-    names = played[0].scores
-    metrics = {f"env/{name}": float(np.concatenate([e.scores[name] for e in played]).mean()) for name in names}
+    metrics = {}
+    for name in sorted(set().union(*(e.scores for e in played))):
+        parts = [e.scores.get(name, np.zeros(len(e.ids))) for e in played]
+        metrics[f"env/{name}"] = float(np.concatenate(parts).mean())
     lengths = np.concatenate([e.rollouts.lengths - e.rollouts.prompt_lengths for e in played])
     groups = np.concatenate([e.scores["return"] for e in played]).reshape(-1, group_size)
     for name in played[0].failures:

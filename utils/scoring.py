@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from envs.base import Env
 ROOT = Path(__file__).resolve().parent.parent
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.scoring import serve; serve(int(sys.argv[2]))"
 MAX_CHUNK = 32  # replies that share one message to a worker, and, when one of them hangs, one second chance
+MAX_MEMORY = 4 * 2**30  # bytes of its own for a worker: a reply that makes a reward eat more fails alone
 MAX_WRITTEN = 100  # failures that are kept to be looked at
 STALL = 120  # seconds without any result, beyond the time limit, after which the pool itself must be broken
 
@@ -74,9 +76,9 @@ class Scorer:
         max_error_share: float = 0.5,
     ):
         num_workers = num_workers or min(os.cpu_count() or 1, 16)
-        self.settings = (env_name, tuple((env_options or {}).items()), num_workers, timeout)
+        self.settings = (env_name, tuple((env_options or {}).items()), num_workers, timeout, max_error_share)
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
-        self.max_error_share, self.num_failures = max_error_share, 0
+        self.num_failures = 0
         self.start()
 
     def score(self, indices: Sequence[int], texts: Sequence[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
@@ -84,17 +86,17 @@ class Scorer:
 
         A reply that overran its time, killed its worker or made the reward raise gets {"return": 0.0} and nothing else.
 
-        Raises: RuntimeError when more than `max_error_share` of the replies (and more than 8) made the reward fail:
-        then the reward is wrong, not the replies.
+        Raises: RuntimeError when more than `max_error_share` of the replies (and more than 8) got none: then the reward
+        is wrong, not the replies.
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
         outcomes = self.ask(jobs)
         failures = [(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, Failure)]
         counts = {kind: sum(f.kind == kind for _, f in failures) for kind in ("reward_timeouts", "reward_errors")}
         self.report(failures)
-        if counts["reward_errors"] > max(self.max_error_share * len(jobs), 8):
-            reason = next(failure.reason for _, failure in failures if failure.kind == "reward_errors")
-            raise RuntimeError(f"The reward failed for {counts['reward_errors']} of {len(jobs)} replies: {reason!r}")
+        if len(failures) > max_failures(len(jobs), self.settings[-1]):
+            reason = failures[0][1].reason
+            raise RuntimeError(f"The reward failed for {len(failures)} of {len(jobs)} replies: {reason!r}")
         return [{"return": 0.0} if isinstance(o, Failure) else o for o in outcomes], counts
 
     def report(self, failures: Sequence[tuple[Job, Failure]]) -> None:
@@ -171,7 +173,7 @@ class Scorer:
 def serve(fd: int) -> None:
     """Life of the helper: make the pool, answer requests until the other end of the pipe is gone, take all along."""
     connection = Connection(fd)
-    name, options, num_workers, timeout = connection.recv()
+    name, options, num_workers, timeout, max_error_share = connection.recv()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["utils.scoring"])
     pool = ProcessPool(num_workers, initializer=start_worker, initargs=(name, options), context=context)
@@ -182,6 +184,11 @@ def serve(fd: int) -> None:
             size = min(math.ceil(len(jobs) / (4 * num_workers)), MAX_CHUNK)  # 4: the last worker is not waited for long
             try:
                 reply = score_all(pool, score, jobs, size, timeout, connection)
+                lost = [i for i, outcome in enumerate(reply) if outcome is None]
+                limit = max_failures(len(jobs), max_error_share)
+                singly = score_singly(pool, score, [jobs[i] for i in lost], timeout, connection, limit)
+                for i, outcome in zip(lost, singly, strict=True):
+                    reply[i] = outcome
             except Exception as error:  # noqa: BLE001 (a broken pool, or whatever making the environment raises)
                 reply = f"{type(error).__name__}: {error}"
             connection.send(reply)
@@ -195,8 +202,11 @@ def serve(fd: int) -> None:
 
 def score_all(
     pool: ProcessPool, score: Callable, jobs: list[Job], size: int, timeout: float, connection: Connection
-) -> list[Outcome]:
-    """Score jobs in chunks of `size`, lost chunks again one by one; no jobs only make sure of the environment."""
+) -> list[Outcome | None]:
+    """Score jobs in chunks of `size`; None for each of a larger chunk that was lost.
+
+    No jobs only make sure of the environment.
+    """
     chunks = [jobs[i : i + size] for i in range(0, len(jobs), size or 1)] or [[]]
     futures = [pool.schedule(score, args=[chunk], timeout=timeout if chunk else None) for chunk in chunks]
     wait_for(futures, connection, STALL + timeout if jobs else math.inf)
@@ -210,12 +220,25 @@ def score_all(
         except ProcessExpired as error:
             failure = Failure("reward_errors", f"it ended its process with exit code {error.exitcode}")
             outcomes += [failure if size == 1 else None] * len(chunk)
-    again = [i for i, outcome in enumerate(outcomes) if outcome is None]
-    if again:
-        singly = score_all(pool, score, [jobs[i] for i in again], 1, timeout, connection)
-        for i, outcome in zip(again, singly, strict=True):
-            outcomes[i] = outcome
     return outcomes
+
+
+def score_singly(
+    pool: ProcessPool, score: Callable, jobs: list[Job], timeout: float, connection: Connection, limit: int
+) -> list[Outcome]:
+    """Score jobs one by one, each with its own time limit, until more than `limit` of them have failed."""
+    outcomes = []
+    for start in range(0, len(jobs), 16):
+        if sum(isinstance(outcome, Failure) for outcome in outcomes) > limit:  # hours, where a reward always hangs
+            failure = Failure("reward_timeouts", "its neighbours had failed, too many to try it alone")
+            return outcomes + [failure] * (len(jobs) - start)
+        outcomes += score_all(pool, score, jobs[start : start + 16], 1, timeout, connection)
+    return outcomes
+
+
+def max_failures(num_jobs: int, max_error_share: float) -> int:
+    """How many replies may go without a score before the reward itself must be wrong."""
+    return max(int(max_error_share * num_jobs), 8)
 
 
 def wait_for(futures: Sequence[Future], connection: Connection, patience: float) -> None:
@@ -236,6 +259,8 @@ def start_worker(name: str, options: Options) -> None:
     """Begin of a worker: make the environment before any clock runs."""
     # pebble's handler runs when Python next gets its turn, which a regular expression or a large power may never give.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     with contextlib.suppress(Exception):  # raised again where it can be reported, by the first chunk
         environment(name, options)
 
@@ -246,13 +271,21 @@ def score_chunk(name: str, options: Options, jobs: list[Job]) -> list[Outcome]:
     problem = functools.cache(env.problem)  # the replies of a group share theirs
     for index, text in jobs:
         try:
-            scores = {key: float(value) for key, value in env.score(problem(index), text).items()}
+            scores = {str(key): float(value) for key, value in env.score(problem(index), text).items()}
             if not math.isfinite(scores["return"]):
                 raise ValueError(f"the return is {scores['return']}")
             outcomes.append(scores)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (rewards are other people's code)
-            outcomes.append(Failure("reward_errors", f"{type(error).__name__}: {error}"[:500]))
+        except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
+            outcomes.append(Failure("reward_errors", describe(error)))
     return outcomes
+
+
+def describe(error: BaseException) -> str:
+    """An error in a few words, even one that cannot speak for itself."""
+    try:
+        return f"{type(error).__name__}: {error}"[:500]
+    except Exception:
+        return type(error).__name__
 
 
 @functools.cache

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import optax
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
+from utils.batching import Array
 from utils.config import option
 
 

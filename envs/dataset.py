@@ -1,0 +1,124 @@
+"""Your own problems: any file of rows or data set of the hub, with a reward from a Python file of yours.
+
+    python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
+
+where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from envs.answers import final_answer, same_math
+from envs.base import Env, Problem
+from envs.data import Row, Source, load, split_rows
+from envs.gsm8k import check_form, written_answers
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Dataset(Env):
+    """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
+
+    The column `prompt` holds text or a list of messages. Without a `reward`, replies are compared with the column
+    `answer` as mathematics, 1.0 or 0.0. Without a `test_path`, one in ten rows is kept for the test split.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        path: str = "",  # a file, or owner/name (owner/name:config) on the hub
+        test_path: str = "",
+        hub_split: str = "train",
+        test_hub_split: str = "test",  # of test_path
+        prompt: str = "prompt",  # column
+        answer: str = "answer",  # column; need not be there when a reward is given
+        form: str = "any",  # in which the answer stands: tags, boxed, hash or any
+        reward: str = "",  # FILE.py:FUNCTION
+        tokens_per_action: int = 512,
+        skip_bad_rows: bool = False,
+    ):
+        if not path:
+            raise ValueError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
+        check_form(form)
+        self.form, self.columns, self.tokens_per_action = form, (prompt, answer), tokens_per_action
+        self.reward = load_function(reward) if reward else None
+        held_out = split == "test" and test_path
+        where = (test_path, test_hub_split) if held_out else (path, hub_split)
+        self.rows, self.note = load("dataset", locate(*where), "", self.read_row, skip_bad_rows)
+        if not test_path:
+            self.rows = split_rows(self.rows, split, 10)
+        if not self.rows:
+            raise ValueError(f"{path} has too few rows to keep one in ten for the test split: give a test_path")
+        self.num_tasks = len(self.rows)
+
+    def read_row(self, row: dict[str, Any]) -> Row:
+        prompt, answer = self.columns
+        if not self.reward and row[answer] in (None, ""):
+            return Row(row[prompt], None)
+        return Row(check_prompt(row[prompt]), row)
+
+    def problem(self, index: int) -> Problem:
+        prompt, row = self.rows[index]
+        return Problem([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, row)
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        """The parts that the reward returns; unless it says so, they add up, and a return of 1 or more is correct.
+
+        Raises: whatever the reward raises, which costs this reply its score.
+        """
+        if not self.reward:
+            found = final_answer(text, self.form)
+            correct = found is not None and same_math(self.reference(problem), found)
+            return {"return": float(correct), "correct_answer": float(correct), "format": float(found is not None)}
+        row = {column: value for column, value in problem.answer.items() if column != "completion"}
+        parts = self.reward(text, **row)
+        parts = dict(parts) if isinstance(parts, Mapping) else {"return": float(parts)}
+        value = parts.get("return", sum(parts.values()))
+        return {"return": value, "correct_answer": float(value >= 1)} | parts
+
+    def reference(self, problem: Problem) -> str:
+        return str(problem.answer.get(self.columns[1], ""))
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        return written_answers(self.form, self.reference(problem))
+
+
+def check_prompt(value: Any) -> str | list[dict[str, str]]:
+    """Text or chat messages as they are. Raises ValueError for anything else."""
+    if isinstance(value, str):
+        return value
+    keys = ("role", "content")
+    if not isinstance(value, list) or not all(
+        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in keys) and m["role"] in ROLES for m in value
+    ):
+        raise ValueError("its prompt is neither text nor a list of messages with role and content")
+    return [{key: message[key] for key in keys} for message in value]
+
+
+def locate(path: str, hub_split: str) -> Source:
+    """A source for a file that is there, else for the hub. Raises ValueError for a file that is not there."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return Source((str(file.absolute()),))
+    if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ValueError(f"there is no file {path}")
+    return Source((), path, hub_split)
+
+
+def load_function(reward: str) -> Callable[..., float | Mapping[str, float]]:
+    """The function that FILE.py:FUNCTION names. Raises ValueError when there is none."""
+    file, _, name = reward.rpartition(":")
+    path = Path(file).expanduser()
+    if not file or not path.is_file():
+        raise ValueError(f"--reward {reward}: write FILE.py:FUNCTION, with a file that is there")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--reward {reward}: {path} fails with {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"--reward {reward}: {path} has no function {name}")
+    return getattr(module, name)

@@ -1,0 +1,118 @@
+"""Reasoning Gym: any of its hundred generated data sets, or a weighted mixture, scored by its own verifiers.
+
+    --env_name reasoning_gym --env_options datasets=leg_counting
+    --env_name reasoning_gym --env_options "datasets=spell_backward*2(min_word_len=3;max_word_len=10)+leg_counting"
+    --env_name reasoning_gym --env_options datasets=mixture.yaml
+
+where the file lists `{name: ..., weight: ..., config: {...}}` (a list, or under `specs`, as in policy-gradients).
+Source: github.com/open-thought/reasoning-gym.
+"""
+
+import math
+import random
+import re
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from envs.answers import extract_answer
+from envs.base import Env, Problem
+
+SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
+MAX_DRAWS = 1000
+MADE_AT_ONCE = ("acre", "gsm_symbolic", "list_functions", "word_ladder")  # these make all their questions at the start
+
+
+class Spec(NamedTuple):
+    """One data set of a mixture."""
+
+    name: str
+    weight: float
+    config: dict[str, Any]
+
+
+class ReasoningGym(Env):
+    """Reward: what the data set's own verifier gives, 0 to 1; correct is 1.
+
+    A question whose digest is divisible by five belongs to the test split, so that no question is in both, however few
+    a data set has; the two splits have seeds of their own besides.
+    """
+
+    tokens_per_action = 1024
+
+    def __init__(self, split: str = "train", datasets: str = "leg_counting", seed: int = 42, num_tasks: int = 0):
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise ValueError("the environment reasoning_gym needs `pip install reasoning-gym`") from error
+        self.split, self.specs = split, read_specs(datasets)
+        self.num_tasks = num_tasks if num_tasks > 0 else 10_000 if split == "train" else 512
+        self.system = reasoning_gym.utils.SYSTEM_PROMPTS["default"].strip()
+        self.seed = seed + (2**30 if split == "test" else 0)
+        self.datasets = []
+        for spec in self.specs:
+            try:
+                size = 5000 if spec.name in MADE_AT_ONCE else 2**30
+                config = {"seed": self.seed, "size": size} | spec.config
+                self.datasets.append(reasoning_gym.create_dataset(spec.name, **config))
+            except (ValueError, TypeError, AssertionError, KeyError) as error:
+                raise ValueError(f"Reasoning Gym's {spec.name} with config {spec.config}: {error}") from error
+        self.problem(0)  # a data set without questions for this split fails here, not in the middle of a run
+
+    def problem(self, index: int) -> Problem:
+        weights = [spec.weight for spec in self.specs]
+        chosen = random.Random(f"reasoning_gym {self.seed} {index}").choices(self.datasets, weights)[0]
+        for draw in range(MAX_DRAWS):
+            entry = chosen[(index + draw * self.num_tasks) % chosen.size]
+            if (zlib.crc32(entry["question"].encode()) % 5 == 0) == (self.split == "test"):
+                messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
+                return Problem(messages, (chosen, entry), thinking=True)
+        raise ValueError(f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split")
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        dataset, entry = problem.answer
+        answer = extract_answer(text)
+        value = 0.0
+        if answer is not None:
+            try:
+                value = float(dataset.score_answer(answer, entry))
+            except Exception:  # noqa: BLE001 (a verifier that trips over an answer has not been convinced by it)
+                value = 0.0
+        value = value if math.isfinite(value) else 0.0
+        return {"return": value, "correct_answer": float(value >= 1), "format": float(answer is not None)}
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        right = problem.answer[1]["answer"]
+        answers = {"right": right, "wrong": "?"} if isinstance(right, str) else {"wrong": "?"}
+        return {name: f"<answer>{answer}</answer>" for name, answer in answers.items()}
+
+
+def read_specs(text: str) -> list[Spec]:
+    """The mixture that a text or a YAML or JSON file describes. Raises ValueError for anything else."""
+    if text.endswith((".yaml", ".yml", ".json")):
+        import yaml
+
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise ValueError(f"datasets={text}: there is no such file")
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rows = rows.get("specs", rows.get("datasets")) if isinstance(rows, dict) else rows
+        if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
+            raise ValueError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
+        specs = [Spec(row["name"], float(row.get("weight", 1)), dict(row.get("config") or {})) for row in rows]
+    else:
+        specs = [parse_spec(item.strip()) for item in text.split("+")]
+    if not specs or any(not math.isfinite(spec.weight) or spec.weight <= 0 for spec in specs):
+        raise ValueError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
+    return specs
+
+
+def parse_spec(item: str) -> Spec:
+    """name, name*weight or name*weight(key=value;key=value)."""
+    from envs import parse_options
+
+    found = SPEC.fullmatch(item)
+    if not found:
+        raise ValueError(f"datasets: {item!r} is not name*weight(key=value;key=value)")
+    name, weight, config = found.groups()
+    return Spec(name, float(weight or 1), parse_options((config or "").replace(";", ",")))

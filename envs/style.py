@@ -1,0 +1,64 @@
+"""Options that every environment takes: how its problems are put to the model, and a reward for the form of replies."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from envs.base import Env, Problem
+from envs.rewards import FORMAT_REWARDS
+
+NONE = "none"  # as the value of an option: without one, where the environment has one
+
+
+@dataclass(frozen=True)
+class Style:
+    """What to change; the defaults leave the environment as it is."""
+
+    system: str = ""  # system prompt; @FILE: what stands in this file
+    thinking: str = ""  # on or off: Qwen3's switch
+    prefix: str = ""  # the beginning of the reply, put into the assistant's mouth and scored with it, as <think>
+    plain: bool = False  # no chat template: the contents of the messages, for base models
+    format_reward: str = ""  # think_answer or tags: adds format_weight x this to the return
+    format_weight: float = 0.1
+
+    def __post_init__(self):
+        if self.thinking not in ("", "on", "off"):
+            raise ValueError(f"thinking={self.thinking}: choose on or off")
+        if self.format_reward and self.format_reward not in FORMAT_REWARDS:
+            raise ValueError(f"format_reward={self.format_reward}: choose one of {', '.join(FORMAT_REWARDS)}")
+        if self.system.startswith("@") and not Path(self.system[1:]).expanduser().is_file():
+            raise ValueError(f"system={self.system}: there is no file {self.system[1:]}")
+
+
+class Styled(Env):
+    """An environment with another style."""
+
+    def __init__(self, env: Env, style: Style):
+        self.env, self.style, self.system = env, style, style.system
+        if style.system.startswith("@"):
+            self.system = Path(style.system[1:]).expanduser().read_text(encoding="utf-8").strip()
+        self.num_tasks, self.note = env.num_tasks, env.note
+        self.tokens_per_action, self.force_answer_at = env.tokens_per_action, env.force_answer_at
+
+    def problem(self, index: int) -> Problem:
+        problem, style = self.env.problem(index), self.style
+        messages = problem.messages
+        if self.system:
+            messages = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": self.system}] * (self.system != NONE) + messages
+        return replace(
+            problem,
+            messages=messages,
+            thinking=style.thinking == "on" if style.thinking else problem.thinking,
+            prefix="" if style.prefix == NONE else style.prefix or problem.prefix,
+            plain=style.plain or problem.plain,
+        )
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        scores = self.env.score(problem, text)
+        if not self.style.format_reward:
+            return scores
+        form = FORMAT_REWARDS[self.style.format_reward](text)
+        return scores | {"return": scores["return"] + self.style.format_weight * form, "format": form}
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        return self.env.examples(problem)

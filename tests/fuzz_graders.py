@@ -1,0 +1,146 @@
+"""Many thousand hostile completions through every grader, in the scoring processes of a run.
+
+    python tests/fuzz_graders.py --number 100000 --data_dir FOLDER
+
+Prints how many replies each environment scored, timed out or failed, and the memory before and after. FOLDER holds
+gsm8k/ and math500/.
+"""
+
+import argparse
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from envs.answers import FORMS, final_answer, parse_arithmetic, same_math, same_number
+from envs.rewards import quarter_per_tag, think_answer
+from utils.scoring import Scorer
+
+PIECES = [
+    *"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t", "\0", "\ud800", "\u202e", "١", "½", "×", "−", "🙂",
+    "<answer>", "</answer>", "<think>", "</think>", r"\boxed{", "}", "#### ", "Answer: ", "<|im_end|>",
+    r"\frac{", r"}{", r"\sqrt{", r"\sqrt[3]{", r"\left(", r"\right)", r"\text{", r"\pi", r"\infty", r"\cdot", r"\times",
+    r"\binom{", r"\sum_{k=1}^{", r"\int_0^{", r"\lim_{x\to 0}", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", "&",
+    r"\cup", r"\in", r"\le", r"\mod", r"\log_{", r"\sin", r"\pm", r"\%", "!", "**", "9**9**9", "10^{", "1e9", "99999",
+    "x", "y", "i", "and", "or", "dollars", "percent", "__import__('os')", "lambda:0", "1,000", "3/4", "0.5",
+]  # fmt: skip
+AROUND = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}", "<think>{}</think><answer>1</answer>")
+
+
+def completions(rng: random.Random, number: int):
+    """Random strings of pieces that graders know, most of them where an answer is looked for."""
+    for _ in range(number):
+        pieces = "".join(rng.choices(PIECES, k=rng.choice((1, 2, 5, 10, 20, 40, 100))))
+        body = pieces if rng.random() < 0.6 else formula(rng, rng.choice((1, 2, 3, 4, 6)))
+        if rng.random() < 0.05:
+            body *= rng.choice((10, 100, 1000))
+        yield rng.choice(AROUND).format(body)
+
+
+def formula(rng: random.Random, depth: int) -> str:
+    """Well-formed LaTeX that is not meant to be computed: towers of large numbers, powers of sums, endless products."""
+    if depth == 0:
+        return rng.choice(("1", "9", "x", "y", "n", "99999", "1000000007", "0.5", r"\pi", "e", "i", r"\infty", "-3"))
+    a, b = formula(rng, depth - 1), formula(rng, rng.randrange(depth))
+    templates = (
+        f"{a}^{{{b}}}", f"({a})^{{{b}}}", rf"\frac{{{a}}}{{{b}}}", rf"\sqrt{{{a}}}", rf"\sqrt[3]{{{a}}}", f"({a})!",
+        f"{a}+{b}", f"({a})({b})", f"{a}-{b}", rf"\sin({a})", rf"\log_{{{b}}}({a})", rf"\binom{{{a}}}{{{b}}}",
+        rf"\sum_{{k=1}}^{{{b}}} {a}", rf"\prod_{{k=1}}^{{{b}}} {a}", rf"\int_0^{{{b}}} {a} dx", rf"|{a}|",
+        rf"\lim_{{x \to {b}}} {a}", f"{a}={b}", f"{a}<{b}", rf"\{{{a},{b}\}}", f"({a},{b})", rf"{a} \pm {b}",
+        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}", rf"{a} \mod {b}", rf"\lfloor {a} \rfloor", f"[{a},{b}]",
+        rf"\gcd({a},{b})", rf"{a} \cup {b}", f"{a}**{b}",
+    )  # fmt: skip
+    return rng.choice(templates)
+
+
+def grade(text: str) -> None:
+    """Every grader on one text, in this process."""
+    for form in FORMS:
+        answer = final_answer(text, form)
+        same_number("5", answer or "")
+        same_math(r"\frac{x}{2}", answer or "")
+    parse_arithmetic(text)
+    think_answer(text), quarter_per_tag(text)
+
+
+def hypothesis_texts(number: int, start: int) -> list[str]:
+    """Texts that hypothesis thinks up: any characters, and pieces."""
+    found = []
+
+    @seed(start)
+    @settings(max_examples=number, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=60).map("".join)))
+    def collect(text):
+        found.append(f"<answer>{text}</answer>")
+
+    collect()
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--number", type=int, default=100_000, help="texts for each environment, in all")
+    parser.add_argument("--data_dir", required=True)
+    parser.add_argument("--timeout", type=float, default=10.0)
+    args = parser.parse_args()
+    names = {
+        "countdown": {}, "poem": {}, "gsm8k": {"data_dir": args.data_dir, "form": "any"},
+        "math500": {"data_dir": args.data_dir},
+        "reasoning_gym": {"datasets": "leg_counting+countdown+simple_equations+decimal_arithmetic"},
+    }  # fmt: skip
+    per_name = args.number // len(names)
+    for name, options in names.items():
+        start, done, totals, slowest = time.time(), 0, {"reward_timeouts": 0, "reward_errors": 0}, 0.0
+        with Scorer(name, options, num_workers=2, timeout=args.timeout) as scorer:
+            memory = []
+            while done < per_name:
+                texts = hypothesis_texts(500, done) + list(completions(random.Random(done), 1500))
+                clock = time.time()
+                scores, counts = scorer.score([k % 100 for k in range(len(texts))], texts)
+                slowest = max(slowest, time.time() - clock)
+                assert len(scores) == len(texts)
+                totals = {kind: totals[kind] + counts[kind] for kind in totals}
+                done += len(texts)
+                memory.append(children_memory(scorer.process.pid))
+                if done % 10_000 < 2000:  # a worker dies now and then
+                    victim = workers(scorer.process.pid)[-1]
+                    os.kill(victim, signal.SIGKILL)
+        print(
+            f"{name}: {done:,} texts in {time.time() - start:.0f} s, {totals}, slowest 2,000 in {slowest:.0f} s, "
+            f"memory of the helper and its workers {memory[1] >> 20} -> {memory[-1] >> 20} MiB",
+            flush=True,
+        )
+    print(f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
+
+
+def workers(pid: int) -> list[int]:
+    """All processes below one."""
+    found = []
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        found += [child, *workers(child)]
+    return found
+
+
+def children_memory(pid: int) -> int:
+    """Resident bytes of a process and all below it."""
+    total = 0
+    for each in [pid, *workers(pid)]:
+        try:
+            total += int(Path(f"/proc/{each}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            pass  # gone meanwhile
+    return total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Rewards for lengths in tokens, their settings, and the look at an environment."""
+
+import numpy as np
+import pytest
+
+import envs
+from utils.rewards import RewardConfig, add_length_reward, cosine_reward, overlong_penalty
+from utils.show import show, tasks_that_fit
+
+
+def test_overlong_penalty_is_that_of_dapo():
+    lengths = np.array([0, 80, 81, 90, 100, 120])
+    assert np.allclose(overlong_penalty(lengths, 100, 20), [0, 0, -0.05, -0.5, -1, -1])
+
+
+def test_cosine_reward_prefers_short_right_and_long_wrong_replies():
+    right, wrong = (cosine_reward(np.full(3, x), np.array([0, 50, 100]), 100) for x in (1.0, 0.0))
+    assert np.allclose(right, [1, 0.75, 0.5]) and np.allclose(wrong, [-1, -0.75, -0.5])
+
+
+def test_a_length_reward_is_a_part_of_the_return():
+    scores = {"return": np.array([1.0, 0.1], np.float32), "correct_answer": np.array([1.0, 0.0], np.float32)}
+    lengths = np.array([10, 100])
+    assert add_length_reward(scores, lengths, 100, RewardConfig()) is scores
+    config = RewardConfig(length_reward="overlong", length_weight=0.5)
+    shaped = add_length_reward(scores, lengths, 100, config)
+    assert np.allclose(shaped["length"], [0, -0.5]) and np.allclose(shaped["return"], [1.0, -0.4])
+    assert shaped["return"].dtype == np.float32 and scores["return"][1] == np.float32(0.1)
+
+
+def test_settings_become_options_of_the_environment():
+    assert RewardConfig().env_flags == {}
+    flags = RewardConfig(data_dir="d", format_reward="tags", format_weight=0.5).env_flags
+    assert flags == {"data_dir": "d", "format_reward": "tags", "format_weight": 0.5}
+    with pytest.raises(ValueError, match="overlong_buffer"):
+        RewardConfig(overlong_buffer=-1)
+
+
+def encode(problem) -> list[int]:
+    return [ord(c) for message in problem.messages for c in message["content"]]
+
+
+def test_show():
+    text = show(envs.make_env("countdown3"), encode, lambda ids: "".join(map(chr, ids)), 2)
+    assert text.count("reference") == 2 and "Using the numbers" in text and "return 1, correct_answer 1" in text
+    assert "prompts: 100,000; tokens: 5%" in text.splitlines()[-1]
+
+
+def test_prompts_that_are_too_long_are_left_out():
+    env = envs.make_env("poem-test")
+    lengths = np.array([len(encode(env.problem(i))) for i in range(env.num_tasks)])
+    for limit in (20, 24, 200):
+        assert (tasks_that_fit(env, encode, limit) == np.flatnonzero(lengths <= limit)).all()

@@ -1,0 +1,362 @@
+"""The sampler against loops without cache, batch or compilation, and its draws against float64 probabilities.
+
+Letters: N prompts, G samples of each, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import MODEL, Letters, on_four_devices, on_layout, random_params
+
+from core import sampling
+from core.sampling import Rollouts, Sampler
+from models import qwen3
+from models.distribution import Distribution, categorical
+from utils.sharding import LayoutConfig, make_layout
+
+LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
+KEY, IDS, G = jax.random.key(0), (11, 4, 290, 0, 5), 4
+PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 7, 1, 9))]
+ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_segments():
+    """Several in each completion."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "SEGMENT", 8)
+        yield
+
+
+def draw_all(sampler: Sampler, prompts=PROMPTS, ids=IDS, num_samples: int = G) -> Rollouts:
+    return sampler(random_params(), prompts, np.array(ids), num_samples, KEY)
+
+
+@cache
+def free(temperature: float = 1.0) -> Rollouts:
+    """Completions that nothing stops before the limit."""
+    return draw_all(Sampler(MODEL, LIMIT, (), Distribution(temperature)))
+
+
+def completions(r: Rollouts, ids=IDS, num_samples: int = G) -> dict[tuple[int, int], tuple]:
+    """What was drawn, by (task, sample)."""
+    rows = [(i, sample) for i in ids for sample in range(num_samples)]
+    parts = zip(rows, r.tokens, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
+    return {row: (x[p:end].tolist(), logp[p:end], bool(done)) for row, x, logp, p, end, done in parts}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() <= expected.keys()
+    for row, (tokens, logprobs, finished) in found.items():
+        assert (tokens, finished) == (expected[row][0], expected[row][2]), row
+        np.testing.assert_allclose(logprobs, expected[row][1], atol=1e-4)
+
+
+def assert_well_formed(r: Rollouts, forced=lambda row, t: False) -> None:
+    """Prompts stand in front, the mask covers the completion but for forced tokens, the rest is padding."""
+    for row, prompt in enumerate(p for p in PROMPTS for _ in range(G)):
+        p, end = int(r.prompt_lengths[row]), int(r.lengths[row])
+        assert p == len(prompt) and r.tokens[row, :p].tolist() == prompt
+        mask = [p <= t < end and not forced(row, t - p) for t in range(r.tokens.shape[1])]
+        assert r.mask[row].tolist() == mask
+        assert not r.logprobs[row, :p].any() and not r.logprobs[row, end:].any() and not r.tokens[row, end:].any()
+
+
+@jax.jit
+def next_logits(params, tokens, length):
+    """The whole model on one row, for its last token; what stands right of that is not seen."""
+    return qwen3.logits(MODEL, params, tokens[None])[:, length - 1]
+
+
+def one_by_one(
+    prompt, task: int, sample: int, distribution: Distribution, forced: Mapping[int, int] = MappingProxyType({})
+):
+    """A completion drawn token by token without cache; `forced` holds tokens by their number."""
+    tokens = list(prompt)
+    for t in range(LIMIT):
+        padded = np.zeros(WIDTH, np.int32)
+        padded[: len(tokens)] = tokens
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), t)
+        token, _ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), key[None])
+        tokens.append(forced.get(t, int(token[0])))
+    return tokens[len(prompt) :]
+
+
+draw_one = jax.jit(Distribution.draw, static_argnums=0)
+teacher_forced = jax.jit(qwen3.token_logprobs, static_argnums=(0, 3))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_training_pass(temperature):
+    r = free(temperature)
+    expected, _ = teacher_forced(MODEL, random_params(), r.tokens, temperature)
+    np.testing.assert_allclose(r.logprobs, np.where(r.mask, expected, 0.0), atol=1e-4)
+    assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_tokens_are_those_of_a_loop_without_cache(temperature):
+    found = completions(free(temperature))
+    for prompt, task in zip(PROMPTS, IDS, strict=True):
+        for sample in (0, 3) if temperature else (0,):
+            assert found[task, sample][0] == one_by_one(prompt, task, sample, Distribution(temperature))
+    if temperature:
+        assert len({tuple(tokens) for tokens, *_ in found.values()}) == len(ROWS), "each row its own draws"
+
+
+def test_greedy_takes_the_likeliest_token():
+    r = free(0.0)
+    logits = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens))[:, :-1]
+    np.testing.assert_array_equal(r.tokens[:, 1:][r.mask[:, 1:]], logits.argmax(-1)[r.mask[:, 1:]])
+
+
+# What ends a completion
+
+
+def test_without_stop_ids_completions_reach_the_limit():
+    r = free()
+    assert_well_formed(r)
+    assert not r.finished.any() and (r.lengths - r.prompt_lengths == LIMIT).all()
+    assert (r.tokens[r.mask] == 0).any(), "the id that also fills the padding is a token like others"
+
+
+@cache
+def stop_ids() -> tuple[int, ...]:
+    """The id that fills the padding, the first token of some rows, the last one of another: rows end at once, later,
+    just at the limit, and never."""
+    rows = completions(free())
+    ids = {0, *(rows[i, 0][0][0] for i in IDS)}
+    unstopped = [tokens for tokens, *_ in rows.values() if not ids & set(tokens)]
+    return (*ids, next(tokens[-1] for tokens in unstopped if tokens[-1] not in tokens[:-1]))
+
+
+@cache
+def stopped() -> Rollouts:
+    return draw_all(Sampler(MODEL, LIMIT, stop_ids()))
+
+
+def cut(row: tuple, ends: list[int]) -> tuple:
+    """A free completion up to the first of these lengths."""
+    tokens, logprobs, _ = row
+    return tokens[: min(ends, default=LIMIT)], logprobs[: min(ends, default=LIMIT)], bool(ends)
+
+
+def test_stop_ids_end_a_completion_and_belong_to_it():
+    expected = {
+        row: cut(x, [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()])
+        for row, x in completions(free()).items()
+    }
+    ends = [(len(tokens), finished) for tokens, _, finished in expected.values()]
+    assert {(1, True), (LIMIT, True), (LIMIT, False)} <= set(ends) and sum(n > 8 for n, _ in ends) <= 8, "change KEY"
+    assert any(tokens[-1] == 0 for tokens, *_ in expected.values()), "change KEY"
+    assert_same(completions(stopped()), expected)
+    assert_well_formed(stopped())
+
+
+def test_stop_strings_cut_at_the_token_that_completes_one():
+    rows = completions(free())
+    first, second, third = (rows[ROWS[i]][0] for i in (2, 7, 12))
+    word, stop = (
+        next(x for x in row[16:] if x not in row[:16] + first + other) for row, other in ((second, []), (third, second))
+    )
+    tokenizer = Letters({word: "<<STOP>>"})
+    strings = (tokenizer.decode(first[7:9]), "STOP")  # one across two segments, one within a token
+    expected = {}
+    for row, x in rows.items():
+        pieces = [tokenizer.decode([token]) for token in x[0]]
+        found = [start + len(s) for s in strings if (start := "".join(pieces).find(s)) >= 0]
+        ends = [n for n in range(1, LIMIT + 1) if found and len("".join(pieces[:n])) >= min(found)]
+        expected[row] = cut(x, ends + [t + 1 for t, token in enumerate(x[0]) if token == stop])
+    assert [len(expected[ROWS[i]][0]) for i in (2, 7)] == [9, second.index(word) + 1], "change KEY"
+    r = draw_all(Sampler(MODEL, LIMIT, (stop,), stop_strings=strings, tokenizer=tokenizer))
+    assert_same(completions(r), expected)
+    assert_well_formed(r)
+
+
+def test_a_forced_answer_goes_to_rows_that_need_one():
+    rows, at = completions(free()), 16
+    drawn = [rows[row][0][:at] for row in ROWS if not set(rows[row][0][:at]) & set(stop_ids())]
+    think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
+    tokenizer = Letters({think: "</think>", answer: "<answer>"})
+    sampler = Sampler(MODEL, LIMIT, stop_ids(), force_answer_at=LIMIT - at, tokenizer=tokenizer)
+    r = draw_all(sampler)
+    found, forced, kinds = completions(r), {}, []
+    for number, ((task, sample), x) in enumerate(rows.items()):
+        kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
+        if kind == "needs":
+            ids = [answer] if think in x[0][:at] else [think, 10, answer]
+            forced[number] = dict(enumerate(ids, at))
+            kind = f"needs {len(ids)}"
+            prompt = PROMPTS[IDS.index(task)]
+            x = (one_by_one(prompt, task, sample, Distribution(), forced=forced[number]), None, False)
+        kinds.append(kind)
+        ends = [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()]
+        assert found[task, sample][0] == x[0][: min(ends, default=LIMIT)], kind
+        assert found[task, sample][2] == bool(ends)
+    assert set(kinds) == {"finished", "answers", "needs 1", "needs 3"}, "change KEY"
+    assert_well_formed(r, lambda row, t: t in forced.get(row, {}))
+    expected, _ = teacher_forced(MODEL, random_params(), r.tokens)
+    columns = np.arange(r.tokens.shape[1])
+    drawn = (columns >= r.prompt_lengths[:, None]) & (columns < r.lengths[:, None])
+    np.testing.assert_allclose(r.logprobs, np.where(drawn, expected, 0.0), atol=1e-4, err_msg="forced tokens included")
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 13])
+def test_a_prompt_that_does_not_fit_is_named(prompt):
+    with pytest.raises(ValueError, match=rf"task 5 has {len(prompt)} tokens, allowed are 1 to 12"):
+        draw_all(Sampler(MODEL, LIMIT, (), max_prompt_tokens=12), [PROMPTS[0], prompt], [3, 5])
+
+
+# What a completion does not depend on
+
+
+def test_neither_on_order_nor_on_the_prompts_beside_it():
+    long = [1] * 40  # moves every other prompt to other columns
+    sampler = Sampler(MODEL, LIMIT, stop_ids())
+    r = draw_all(sampler, [long, *PROMPTS[::-1]], [99, *IDS[::-1]])
+    found = completions(r, [99, *IDS[::-1]])
+    assert_same({row: found[row] for row in ROWS}, completions(stopped()))
+
+
+def test_nor_on_the_batch_nor_on_the_size_of_the_group():
+    r = draw_all(Sampler(MODEL, LIMIT, stop_ids()), PROMPTS[1:3], IDS[1:3], 2)
+    assert_same(completions(r, IDS[1:3], 2), completions(stopped()))
+
+
+def test_nor_on_compaction():
+    assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), compact=False))), completions(stopped()))
+
+
+LAYOUTS = (LayoutConfig("fsdp"), LayoutConfig(mesh="data=2,tp=2"))
+
+
+def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
+    sampling.SEGMENT, arrays = 16, {}
+    for i, config in enumerate(LAYOUTS):
+        layout = make_layout(config)
+        params = on_layout(layout)
+        assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(params))
+        r = Sampler(MODEL, LIMIT, stops, layout=layout)(params, PROMPTS, np.array(IDS), G, KEY)
+        arrays |= {f"{i} {name}": x for name, x in vars(r).items() if x is not None}
+    np.savez(file, **arrays)
+
+
+def test_nor_on_the_devices(tmp_path):
+    on_four_devices(__file__, f"draw_on_four_devices({stop_ids()}, {str(tmp_path / 'drawn.npz')!r})")
+    with np.load(tmp_path / "drawn.npz") as arrays:
+        for i in range(len(LAYOUTS)):
+            fields = {name: arrays[f"{i} {name}"] for name, x in vars(stopped()).items() if x is not None}
+            assert_same(completions(Rollouts(**fields)), completions(stopped()))
+
+
+# Distributions
+
+
+def truncated(logits, d: Distribution) -> dict[int, float]:
+    """Ids and log-probabilities in float64, cut one setting after the other as transformers does it."""
+    logits = np.asarray(logits, np.float64) / d.temperature
+    ids = np.argsort(-logits, kind="stable")
+
+    def logprobs(ids):
+        return logits[ids] - np.logaddexp.reduce(logits[ids])
+
+    if d.top_k:
+        ids = ids[: d.top_k]
+    if d.top_p < 1:  # the fewest ids that hold this much
+        ids = ids[: 1 + np.searchsorted(np.cumsum(np.exp(logprobs(ids))), d.top_p)]
+    ids = ids[logprobs(ids) >= logprobs(ids)[0] + np.log(max(d.min_p, 1e-300))]
+    return dict(zip(ids.tolist(), logprobs(ids).tolist(), strict=True))
+
+
+def test_truncated_sampling_in_a_completion():
+    distribution = Distribution(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
+    r = draw_all(Sampler(MODEL, 16, (), distribution), PROMPTS[:2], IDS[:2])
+    logits, sizes = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens)), set()
+    for row, t in np.argwhere(r.mask):
+        expected = truncated(logits[row, t - 1], distribution)
+        assert abs(r.logprobs[row, t] - expected[r.tokens[row, t]]) < 1e-4
+        sizes.add(len(expected))
+    assert len(sizes) > 5, sizes
+
+
+def chi_square_passes(draws, probs, order=None, num_bins: int = 100) -> bool:
+    """Pearson's test at p = 1e-4 over bins of about equal mass, made along `order` of the ids.
+
+    The quantile of chi-square is Wilson and Hilferty's approximation.
+    """
+    order = np.arange(len(probs)) if order is None else order
+    middle = np.cumsum(probs[order]) - probs[order] / 2
+    bins = np.empty(len(probs), int)
+    bins[order] = np.clip(middle * num_bins, 0, num_bins - 1).astype(int)
+    expected = len(draws) * np.bincount(bins, probs, num_bins)
+    observed = np.bincount(bins[draws], minlength=num_bins)
+    small = expected < 10
+    expected, observed = (np.append(x[~small], x[small].sum()) for x in (expected, observed))
+    if expected[-1] == 0:
+        assert observed[-1] == 0
+        expected, observed = expected[:-1], observed[:-1]
+    k, z = len(expected) - 1, 3.719
+    return ((observed - expected) ** 2 / expected).sum() < k * (1 - 2 / (9 * k) + z * (2 / (9 * k)) ** 0.5) ** 3
+
+
+SETTINGS = [
+    (1.0, 1),
+    (1.0, 12),
+    (0.6, 0, 0.8),
+    (1.0, 0, 1.0, 0.02),
+    (1.0, 6, 0.7),
+    (1.3, 40, 0.9, 0.03),
+    (1.0, 128, 0.999),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_truncated_distributions(setting):
+    d, logits = Distribution(*setting), jnp.float32(2 * np.random.default_rng(5).standard_normal(300))
+    draw = jax.vmap(lambda key: d.draw(logits[None], key[None]))
+    tokens, logprobs = (np.asarray(x)[:, 0] for x in draw(jax.random.split(jax.random.key(1), 20_000)))
+    expected = truncated(logits, d)
+    assert set(tokens.tolist()) <= expected.keys()
+    np.testing.assert_allclose(logprobs, [expected[token] for token in tokens.tolist()], atol=1e-5)
+    probs = np.zeros(300)
+    probs[list(expected)] = np.exp(list(expected.values()))
+    assert len(expected) == 1 or chi_square_passes(tokens, probs, np.argsort(-probs))
+
+
+def lmpo_categorical(logits, keys):
+    """How kvfrans/lmpo draws: Gumbel noise in bfloat16."""
+    return jax.vmap(jax.random.categorical)(keys, logits.astype(jnp.bfloat16)), None
+
+
+V = 151_936
+SHAPES = {"peaked": 3.0, "flat": 0.01}  # deviation of the logits
+
+
+@pytest.mark.parametrize(
+    ("shape", "method", "num_draws"),
+    [("peaked", categorical, 300_000), ("flat", categorical, 300_000), ("flat", lmpo_categorical, 300)],
+)
+def test_draws_follow_the_softmax(shape, method, num_draws):
+    rng = np.random.default_rng(3)
+    logits = SHAPES[shape] * rng.standard_normal(V)
+    if shape == "peaked":
+        logits[rng.choice(V, 5)] = 14 + np.arange(5)
+    logits = jnp.float32(logits)
+    probs = np.exp(np.asarray(logits, np.float64))
+    probs /= probs.sum()
+    draw = jax.jit(lambda keys: jax.lax.map(lambda key: method(logits[None], key[None])[0][0], keys, batch_size=1000))
+    draws = np.asarray(draw(jax.random.split(jax.random.key(4), num_draws)))
+    ids = np.arange(V)
+    orders = {
+        "likeliest first": np.argsort(-probs),
+        "by id": ids,
+        "by place in a block": np.argsort(ids % 128, kind="stable"),
+    }
+    num_bins = min(100, num_draws // 15)
+    passed = {name: chi_square_passes(draws, probs, order, num_bins) for name, order in orders.items()}
+    assert all(passed.values()) if method is categorical else not all(passed.values()), passed

@@ -1,0 +1,436 @@
+"""Updates against one plain gradient, the collection of batches, evaluation, and runs as a user starts and kills them.
+
+Letters: N prompts, G rollouts of each, B = N G rows, T row length.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import MODEL, QUICK, ROOT, Letters, on_four_devices, on_layout, random_params
+from safetensors.numpy import load_file
+
+from core import grpo
+from core.eval import Player, evaluate, pass_at_k
+from core.grpo import Config, Learner, collect, task_numbers
+from core.objectives import Batch, advantages
+from core.sampling import Sampler
+from envs.base import Env, Problem
+from models import qwen3
+from utils.config import parse
+from utils.scoring import Scorer
+from utils.sharding import LayoutConfig, make_layout, single_device
+from utils.train_state import OptimizerConfig, init_state, make_optimizer, make_schedule
+
+G = 4
+CONFIG = Config(
+    advantage="group_mean", entropy_coef=0.02, temperature=0.8, groups_per_batch=2, group_size=G, ppo_minibatch=4,
+    ppo_epochs=2, num_generation_tokens=50, max_resampling=3.0, tokens_per_microbatch=128,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Halves the time of these tests."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+teacher_forced = jax.jit(qwen3.token_logprobs, static_argnums=(0, 3))
+
+
+def random_batch() -> Batch:
+    """Ragged rows off the policy: many of their ratios are clipped."""
+    rng = np.random.default_rng(0)
+    B, T = 2 * G, 60
+    prompts = rng.integers(6, 8, B)
+    # In micro-batches of 128 tokens: two rows of up to 64 at a time, or four of up to 32, the last ones filled up.
+    lengths = prompts + np.array([1, 50, 12, 47, 49, 5, 44, 48])
+    columns = np.arange(T)
+    mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
+    mask[1, 20:23] = False  # forced tokens
+    tokens = np.where(columns < lengths[:, None], rng.integers(0, MODEL.vocab_size, (B, T)), 0).astype(np.int32)
+    true = np.asarray(teacher_forced(MODEL, random_params(), tokens, CONFIG.temperature)[0])
+    old = np.where(mask, true + rng.normal(0, 0.3, (B, T)), 0).astype(np.float32)
+    rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 0, 0])
+    batch = Batch(tokens, mask, np.where(mask, true, 0), rewards, lengths, prompts, old_logprobs=old, group_size=G)
+    return batch.replace(advantages=np.asarray(advantages(batch, CONFIG)[0]))
+
+
+@jax.jit
+def plain_gradient(params, batch: Batch):
+    """Of the clipped loss with entropy bonus, token mean, all rows at once."""
+
+    def loss(params):
+        logprobs = jax.nn.log_softmax(qwen3.logits(MODEL, params, batch.tokens)[:, :-1] / CONFIG.temperature)
+        entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
+        chosen = jnp.take_along_axis(logprobs, batch.tokens[:, 1:, None], axis=-1)[..., 0]
+        mask, a = batch.mask[:, 1:], batch.advantages[:, 1:]
+        ratio = jnp.exp(jnp.where(mask, chosen - batch.old_logprobs[:, 1:], 0))
+        surrogate = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+        return -jnp.sum((surrogate + CONFIG.entropy_coef * entropy) * mask) / mask.sum()
+
+    return jax.grad(loss)(params)
+
+
+def update(batch: Batch, layout=None, **changes) -> tuple[dict, dict]:
+    """The gradient and the metrics of one update, by plain descent with rate 1."""
+    layout = layout or single_device()
+    learner = Learner(MODEL, optax.sgd(1.0), layout, replace(CONFIG, **changes))
+    state, metrics = learner.update(init_state(on_layout(layout), learner.optimizer), batch)
+    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), layout.fetch(metrics)
+
+
+def assert_same_gradient(found, expected) -> None:
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    assert largest > 0.1
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * largest), found, expected)
+
+
+def with_garbage(batch: Batch) -> Batch:
+    """More padding, and anything in it but in the mask."""
+    rng = np.random.default_rng(1)
+    batch = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 30))) if x.ndim == 2 else x, batch)
+    padding = np.arange(90) >= batch.lengths[:, None]
+    noise = {name: rng.normal(0, 50, padding.shape) for name in ("old_logprobs", "sample_logprobs")}
+    noise["tokens"] = rng.integers(0, MODEL.vocab_size, padding.shape)
+    return batch.replace(
+        **{
+            name: np.where(padding, x, getattr(batch, name)).astype(getattr(batch, name).dtype)
+            for name, x in noise.items()
+        }
+    )
+
+
+CHANGES = {
+    "micro-batches": lambda batch: batch,
+    "other order": lambda batch: jax.tree.map(lambda x: x[::-1], batch),
+    "more padding": with_garbage,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
+    gradient, metrics = update(change(random_batch()))
+    assert_same_gradient(gradient, plain_gradient(random_params(), random_batch()))
+    norm = optax.tree.norm(gradient)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert 0.2 < metrics["clip_fraction"] < 0.8 and metrics["inference_recompute/ratio"] != 1
+
+
+def update_on_four_devices(file: str) -> None:
+    layout = make_layout(LayoutConfig(mesh="fsdp=2,tp=2"))
+    np.savez(file, *jax.tree.leaves(update(random_batch(), layout, tokens_per_microbatch=256)[0]))
+
+
+def test_an_update_does_not_depend_on_the_devices(tmp_path):
+    on_four_devices(__file__, f"update_on_four_devices({str(tmp_path / 'gradient.npz')!r})")
+    with np.load(tmp_path / "gradient.npz") as arrays:
+        expected = plain_gradient(random_params(), random_batch())
+        assert_same_gradient(list(arrays.values()), jax.tree.leaves(expected))
+
+
+def true_logprobs(batch: Batch) -> np.ndarray:
+    return np.asarray(teacher_forced(MODEL, random_params(), batch.tokens, CONFIG.temperature)[0])
+
+
+def test_before_the_first_update_the_ratio_is_one():
+    learner = Learner(MODEL, optax.sgd(0.0), single_device(), CONFIG)
+    state = init_state(on_layout(learner.layout), learner.optimizer)
+    _, metrics = learner.learn(state, random_batch().replace(old_logprobs=None), step=1)
+    assert metrics["num_updates"] == 4
+    assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-6) and abs(metrics["approx_kl"]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, true_logprobs),
+        ({"ppo_minibatch": 0, "ppo_epochs": 1}, None),  # the update's own
+        ({"ppo_minibatch": 0, "ppo_epochs": 1, "recompute_logprobs": True}, true_logprobs),
+        ({"do_inference_logprobs": True}, lambda batch: batch.sample_logprobs),
+    ],
+)
+def test_old_logprobs(flags, expected):
+    seen = []
+
+    class Spy(Learner):
+        def update(self, state, batch):
+            seen.append(batch)
+            return state, {"loss": 0.0}
+
+    batch = random_batch().replace(old_logprobs=None)
+    state = init_state(on_layout(single_device()), optax.sgd(0.0))
+    Spy(MODEL, optax.sgd(0.0), single_device(), replace(CONFIG, **flags)).learn(state, batch, step=1)
+    assert sum(len(part.rewards) for part in seen) == (8 if flags.get("ppo_epochs") == 1 else 16)
+    for part in seen:
+        if expected is None:
+            assert part.old_logprobs is None
+        else:
+            np.testing.assert_allclose(part.old_logprobs[part.mask], expected(part)[part.mask], atol=1e-5)
+
+
+# The optimiser
+
+
+def step(config: OptimizerConfig, gradient: float, model=MODEL) -> tuple[dict, dict]:
+    """Parameters before and after one update with the same gradient everywhere, by name."""
+    params = random_params(model)
+    optimizer = make_optimizer(config, 10)
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, gradient), params)
+    state, _ = grpo.apply_gradients(optimizer, init_state(jax.tree.map(jnp.array, params), optimizer), grads)
+
+    def by_name(tree):
+        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+    return by_name(params), by_name(state.params)
+
+
+def test_a_frozen_vocabulary_stays_as_it_is():
+    before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.1, train_vocab=False), 1.0)
+    for name, x in before.items():
+        assert (x == after[name]).all() == ("embed" in name or "lm_head" in name), name
+    before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.1), 1.0)
+    assert not any((x == after[name]).any() for name, x in before.items())
+
+
+def test_weight_decay_spares_norms_and_biases():
+    before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.5), 0.0, replace(MODEL, qkv_bias=True))
+    assert len(before) == 17
+    for name, x in before.items():
+        factor = 1.0 if "norm" in name or "bias" in name else 0.95
+        np.testing.assert_allclose(after[name], factor * x, rtol=1e-6 if factor < 1 else 0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", 4, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ("linear", 0, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("linear", 4, [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 0, [(1 + np.cos(np.pi * i / 8)) / 2 for i in range(8)]),
+    ],
+)
+def test_learning_rates(schedule, warmup_steps, expected):
+    rate = make_schedule(OptimizerConfig(lr=2.0, lr_schedule=schedule, warmup_steps=warmup_steps), 8)
+    assert [float(rate(i)) for i in range(8)] == pytest.approx([2 * x for x in expected], rel=1e-5)
+
+
+# Collecting and evaluating
+
+
+class Digest(Env):
+    """Rewards as if drawn at random from 0, 1/4, ..., 1, by task and text; every third task always pays 0.1."""
+
+    def __init__(self, num_tasks: int):
+        self.num_tasks = num_tasks
+
+    def problem(self, index: int) -> Problem:
+        return Problem([{"role": "user", "content": "abcdefghijk"[: 1 + index % 11]}], index)
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        share = 0.1 if problem.answer % 3 == 0 else zlib.crc32(f"{problem.answer} {text}".encode()) % 5 / 4
+        return {"return": share, "correct_answer": float(share > 0.5)}
+
+
+class HereScorer(Scorer):
+    """Scores without worker processes."""
+
+    def __init__(self, env: Env):
+        self.env = env
+
+    def score(self, indices, texts):
+        return [self.env.score(self.env.problem(i), x) for i, x in zip(indices, texts, strict=True)], {}
+
+
+COLLECT = replace(CONFIG, groups_per_batch=4)
+
+
+def player(num_tasks: int, rows_per_call: int = 64) -> Player:
+    env = Digest(num_tasks)
+    return Player(env, Letters(), Sampler(MODEL, 6, (3,)), HereScorer(env), single_device(), rows_per_call)
+
+
+def rows_of(batch: Batch) -> list[tuple]:
+    """What is in a batch, comparable."""
+    parts = zip(batch.tokens, batch.mask, batch.rewards, batch.advantages, batch.lengths, strict=True)
+    return [(*t[:end], *m[:end], r, *a[:end]) for t, m, r, a, end in parts]
+
+
+def test_the_order_of_tasks_is_a_function_of_seed_and_epoch():
+    epochs = task_numbers(5, 10, np.arange(30)).reshape(3, 10)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in [*epochs.tolist(), task_numbers(6, 10, np.arange(10)).tolist()]}) == 4
+    assert task_numbers(5, 10, 7 + np.arange(16)).tolist() == epochs.ravel()[7:23].tolist()
+
+
+def test_a_batch_is_filled_with_groups_that_have_signal():
+    batch, played, cursor = collect(player(12), random_params(), COLLECT, step=1, cursor=3)
+    ids = np.concatenate([episodes.ids for episodes in played])[::G]
+    assert ids.tolist() == task_numbers(COLLECT.seed, 12, 3 + np.arange(len(ids))).tolist()
+    returns = np.concatenate([episodes.scores["return"] for episodes in played]).reshape(-1, G)
+    has_signal = np.ptp(returns, axis=1) > 1e-6
+    with_signal = returns[has_signal]
+    assert not has_signal[:4].all() and (batch.rewards.reshape(4, G) == with_signal[:4]).all()
+    assert cursor == 3 + np.flatnonzero(has_signal)[3] + 1, "the next step goes on behind the last task that was needed"
+    expected = (with_signal[:4] - with_signal[:4].mean(axis=1, keepdims=True)).ravel()
+    np.testing.assert_allclose(batch.advantages, expected[:, None] * batch.mask, atol=1e-6)
+
+
+def test_a_step_without_signal_has_no_batch():
+    batch, played, cursor = collect(player(1), random_params(), COLLECT, step=1, cursor=0)
+    assert batch is None and sum(len(episodes.ids) for episodes in played) == 3 * 4 * G == cursor * G
+
+
+@pytest.mark.parametrize("max_resampling", [1.0, 3.0])
+def test_a_batch_does_not_depend_on_how_many_rows_are_sampled_at_a_time(max_resampling):
+    config = replace(COLLECT, max_resampling=max_resampling)
+    found = [collect(player(12, rows), random_params(), config, step=1, cursor=0) for rows in (64, 2 * G, 3 * G)]
+    for batch, _, cursor in found[1:]:
+        assert rows_of(batch) == rows_of(found[0][0]) and cursor == found[0][2]
+
+
+def test_a_task_that_comes_twice_in_a_step_is_played_anew():
+    batch, *_ = collect(player(3), random_params(), replace(COLLECT, do_group_filter=False), step=1, cursor=0)
+    rows = rows_of(batch)
+    assert len({tuple(rows[i : i + G]) for i in range(0, len(rows), G)}) == 4
+
+
+def test_scores_do_not_depend_on_the_rows_sampled_at_a_time():
+    found = [evaluate(player(7, rows), random_params(), 4, 4, seed=3)[0] for rows in (64, 8, 1)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_scores_are_those_of_the_completions():
+    metrics, episodes = evaluate(player(7), random_params(), 4, 4, seed=3)
+    env, r = Digest(7), episodes.rollouts
+    returns = np.zeros((4, 4))
+    for row in range(16):
+        text = "".join(map(chr, r.tokens[row, r.prompt_lengths[row] : r.lengths[row]]))
+        returns[row // 4, row % 4] = env.score(env.problem(row // 4), text)["return"]
+    expected = {"return": returns.mean(), "correct_answer": (returns > 0.5).mean(), "best_of_4": returns.max(1).mean()}
+    pairs = [(row[i] > 0.5) | (row[j] > 0.5) for row in returns for i, j in combinations(range(4), 2)]
+    expected |= {"pass@2": np.mean(pairs), "pass@4": (returns.max(1) > 0.5).mean()}
+    expected["return_ci"] = 1.96 * returns.mean(1).std(ddof=1) / 4**0.5
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert (metrics["num_tasks"], metrics["num_samples"]) == (4, 4)
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    rng = np.random.default_rng(0)
+    correct = np.concatenate([rng.random((6, 7)) < 0.3, np.zeros((1, 7), bool), np.ones((1, 7), bool)])
+    for k in range(1, 8):
+        expected = [np.mean([any(row[i] for i in some) for some in combinations(range(7), k)]) for row in correct]
+        np.testing.assert_allclose(pass_at_k(correct, k), expected)
+
+
+# Runs
+
+FLAGS = {
+    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2, "group_size": 4,
+    "ppo_minibatch": 4, "num_generation_tokens": 12, "tokens_per_microbatch": 192, "max_steps": 10, "save_interval": 4,
+    "lr": 1e-3, "test_env_name": "poem-test", "test_interval": 4, "num_eval_tasks": 2, "num_eval_samples": 4,
+    "do_group_filter": 0, "num_score_workers": 1, "device_type": "cpu",
+}  # fmt: skip
+
+
+def arguments(**flags) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def train(*argv: str) -> None:
+    """The command, in this process."""
+    grpo.main(parse(Config, argv)[0])
+
+
+def lines(folder: Path) -> list[dict]:
+    """metrics.jsonl, but for what the clock decides."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if "times/" not in k and "per_second" not in k} for r in records]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
+    folder, whole, subjects = tmp_path / "run", tmp_path / "whole", tmp_path / "subjects.txt"
+    subjects.write_text("\n".join("abcdefghijklmno"))  # prompts of one length: less to compile
+    argv = arguments(**FLAGS, env_options=f"subjects_file={subjects}", save_dir=folder)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"global_step": 0}\n{"global_step": 1}\n')  # killed before it saved anything
+    train(*argv)
+    folder.rename(whole)
+    assert [line["global_step"] for line in lines(whole)] == list(range(11))
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "core" / "grpo.py", *argv],
+        cwd=tmp_path,
+        env=os.environ | QUICK,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        while not (folder / "state" / "4").exists():
+            assert process.poll() is None, process.stdout.read().decode()
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.communicate()
+    assert not (folder / "step10").exists(), "it was too quick: raise max_steps"
+    train(*argv)
+    assert lines(folder) == lines(whole)
+    models = [(run / "step10" / "model.safetensors").read_bytes() for run in (folder, whole)]
+    assert models[0] == models[1] != (FLAGS["model_dir"] / "model.safetensors").read_bytes()
+
+
+def test_steps_without_signal_change_nothing(tmp_path):
+    flags = {"env_name": "countdown", "env_options": "numbers=3,prompt=bare", "max_steps": 2, "weight_decay": 0.5}
+    flags |= {"do_group_filter": 1, "test_env_name": "", "save_dir": tmp_path}
+    train(*arguments(**FLAGS | flags))
+    assert [line["env/groups_without_signal"] for line in lines(tmp_path)] == [1.0, 1.0]
+    assert not any("loss" in line for line in lines(tmp_path))
+    before, after = (load_file(folder / "model.safetensors") for folder in (FLAGS["model_dir"], tmp_path / "step2"))
+    assert before.keys() == after.keys() and all((x == after[name]).all() for name, x in before.items())
+
+
+MISTAKES = [
+    ({"group_size": 1}, "raise --group_size above 1"),
+    ({"ppo_minibatch": 3}, "--ppo_minibatch 3 does not divide"),
+    ({"temperature": 0}, "--temperature above 0"),
+    ({"do_group_normalization": 0, "advantage": "group_mean"}, "contradicts --advantage group_mean"),
+    ({"env_name": "cuntdown"}, "there is no environment 'cuntdown'; there are countdown"),
+    ({"env_options": "colour=red"}, "no option 'colour'"),
+    ({"model_dir": "/nowhere/model"}, "there is no folder /nowhere/model"),
+    ({"force_answer_at": 12}, "--force_answer_at 12 must be below the 12 tokens"),
+    ({"mesh": "fsdp=3"}, "--mesh fsdp=3 makes"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, dict) else "")
+def test_a_mistake_ends_with_one_sentence(flags, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train(*arguments(**FLAGS | {"save_dir": tmp_path} | flags))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def test_the_command_from_another_folder(tmp_path):
+    command = [sys.executable, ROOT / "core" / "grpo.py", "--env_name", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "there is no environment 'nowhere'" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_lmpos_switches_come_before_the_checks():
+    argv = arguments(do_group_normalization=0, group_size=1, groups_per_batch=64)
+    config, _ = parse(Config, argv)
+    assert (config.advantage, config.batch_size) == ("reinforce", 64)

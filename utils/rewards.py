@@ -1,0 +1,66 @@
+"""Settings of data and rewards, and the rewards that need lengths in tokens, which environments do not know."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from utils.config import option
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Data and rewards."""
+
+    data_dir: str = option("", "folder with the environment's files; empty: the Hugging Face hub or its cache")
+    reward: str = option("", "FILE.py:FUNCTION, the reward of the environment dataset")
+    format_reward: str = option("", "adds a reward for the form of replies", ["", "think_answer", "tags"])
+    format_weight: float = option(0.1, "factor of --format_reward")
+    length_reward: str = option("", "adds a reward for the length of replies", ["", "overlong", "cosine"])
+    length_weight: float = option(1.0, "factor of --length_reward")
+    overlong_buffer: int = option(0, "tokens before the limit in which the overlong penalty grows; 0: a fifth of it")
+
+    def __post_init__(self):
+        if self.overlong_buffer < 0:
+            raise ValueError("--overlong_buffer must not be negative")
+
+    @property
+    def env_flags(self) -> dict[str, str | float]:
+        """Those of these settings that are options of the environment, where they are set."""
+        flags = {name: getattr(self, name) for name in ("data_dir", "reward", "format_reward")}
+        flags = {name: value for name, value in flags.items() if value}
+        return flags | ({"format_weight": self.format_weight} if self.format_reward else {})
+
+
+def add_length_reward(
+    scores: dict[str, Float[np.ndarray, "B"]], lengths: Int[np.ndarray, "B"], limit: int, config: RewardConfig
+) -> dict[str, Float[np.ndarray, "B"]]:
+    """The scores with "length", in the return already; as they are where --length_reward is off.
+
+    `lengths` and `limit`: tokens of each completion, and the most there may be.
+    """
+    match config.length_reward:
+        case "overlong":
+            length = overlong_penalty(lengths, limit, config.overlong_buffer or max(1, limit // 5))
+        case "cosine":
+            length = cosine_reward(scores["correct_answer"], lengths, limit)
+        case _:
+            return scores
+    length = (config.length_weight * length).astype(np.float32)
+    return scores | {"length": length, "return": scores["return"] + length}
+
+
+def overlong_penalty(lengths: Int[np.ndarray, "B"], limit: int, buffer: int) -> Float[np.ndarray, "B"]:
+    """0 up to `limit - buffer` tokens, then linearly down to -1 at the limit. Source: arXiv 2503.14476, eq. 13."""
+    return np.clip((limit - buffer - lengths) / buffer, -1, 0)
+
+
+def cosine_reward(
+    correct: Float[np.ndarray, "B"], lengths: Int[np.ndarray, "B"], limit: int
+) -> Float[np.ndarray, "B"]:
+    """From 1 (short) to 0.5 (at the limit) for correct replies, from -1 (short) to -0.5 for wrong ones, by a cosine.
+
+    Source: arXiv 2502.03373, eq. 1, with the end points of huggingface/open-r1.
+    """
+    shortness = (1 + np.cos(np.pi * np.minimum(lengths, limit) / limit)) / 2  # 1 for no token, 0 at the limit
+    return np.where(correct > 0, 1, -1) * (0.5 + 0.5 * shortness)
