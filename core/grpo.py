@@ -111,7 +111,10 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
         ids = task_numbers(config.seed, player.num_tasks, places)
         # Keys go by the place in the run: where a new epoch begins, a task may come twice in a step.
         episodes = player.play(params, ids, config.group_size, key, places)
-        batch = make_batch(episodes, config)
+        lengths = episodes.rollouts.lengths - episodes.rollouts.prompt_lengths
+        scores = add_length_reward(episodes.scores, lengths, config.num_generation_tokens, config)
+        episodes = replace(episodes, scores=scores)
+        batch = make_batch(episodes, config.group_size)
         rows = np.flatnonzero(advantages(batch, config)[1])[:missing]
         played.append(episodes)
         kept.append(take(batch, rows))
@@ -124,11 +127,10 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
     return batch.replace(advantages=np.asarray(advantages(batch, config)[0])), played, cursor
 
 
-def make_batch(episodes: Episodes, config: Config) -> Batch:
-    """What learning needs of what was played; --length_reward is added to the return here, where lengths are known."""
-    r, limit = episodes.rollouts, config.num_generation_tokens
-    rewards = add_length_reward(episodes.scores, r.lengths - r.prompt_lengths, limit, config)["return"]
-    return Batch(r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, group_size=config.group_size)
+def make_batch(episodes: Episodes, group_size: int) -> Batch:
+    """What learning needs of what was played."""
+    r, rewards = episodes.rollouts, episodes.scores["return"]
+    return Batch(r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, group_size=group_size)
 
 
 @dataclass(frozen=True)
