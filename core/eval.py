@@ -14,12 +14,11 @@ if __name__ == "__main__":
 import json
 import time
 from dataclasses import dataclass, replace
-from math import comb
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
 from envs import make_env, parse_options, test_name
@@ -29,6 +28,7 @@ from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
 from utils.config import option, parse, user_errors
+from utils.estimates import mean_and_ci, pass_at_k
 from utils.rewards import RewardConfig
 from utils.scoring import Scorer
 from utils.sharding import Layout, LayoutConfig, make_layout
@@ -175,17 +175,6 @@ def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed
     metrics["length"] = float((rollouts.lengths - rollouts.prompt_lengths).mean())
     metrics["finished"] = float(rollouts.finished.mean())
     return metrics, episodes
-
-
-def mean_and_ci(name: str, x: Float[np.ndarray, "N"]) -> dict[str, float]:
-    """Mean over tasks and half the width of its 95% interval (normal approximation over tasks)."""
-    return {name: float(x.mean()), f"{name}_ci": float(1.96 * x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else 0.0}
-
-
-def pass_at_k(correct: Bool[np.ndarray, "N G"], k: int) -> Float[np.ndarray, "N"]:
-    """Unbiased chance that one of k samples is right, from G >= k samples. Source: arXiv 2107.03374, eq. 1."""
-    total = correct.shape[1]
-    return np.array([1 - comb(total - c, k) / comb(total, k) for c in correct.sum(axis=1).tolist()])
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class Sampler:
         for i, prompt in enumerate(prompts):
             starts[i] = P - len(prompt)
             padded[i, starts[i] :] = prompt
-        keys = row_keys(key, np.repeat(np.asarray(ids), G), np.tile(np.arange(G), N))
+        keys = np.asarray(row_keys(key, np.repeat(np.asarray(ids), G), np.tile(np.arange(G), N)))
         last = padded[owner, -1]
         tokens = np.zeros((B, self.max_new_tokens), np.int32)
         logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
@@ -207,13 +207,9 @@ def assemble(prompts, owner, tokens, mask, logprobs, lengths, finished) -> Rollo
 
 
 @jax.jit
-def fold_in_rows(key, ids: Int[Array, "B"], samples: Int[Array, "B"]):
-    return jax.random.key_data(jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(ids, samples))
-
-
 def row_keys(key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
-    """The key of each row, as plain numbers on the host."""
-    return np.asarray(fold_in_rows(key, ids, samples))
+    """The key of each row, as plain numbers."""
+    return jax.random.key_data(jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(ids, samples))
 
 
 def rollout_weights(model: Qwen, params, layout: Layout):
