@@ -121,24 +121,22 @@ class Player:
         return Episodes(rollouts, ids, texts, scores, failures, times)
 
 
-def make_player(config, name: str, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
+def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
     """A player of environment `name`, with the environment's limits where the settings leave them open.
 
     `config` holds EvalConfig and SamplingConfig; replies whose scoring failed are kept in its `save_dir`, if any.
 
     Problems whose prompts are longer than --prompt_length are left out, and counted.
 
-    Raises: ValueError for an unknown environment or option, or when no prompt is short enough.
+    Raises: ValueError when no prompt is short enough.
     """
-    options = env_options(config, name)
-    env = make_env(name, **options)
     limit = env.tokens_per_action if config.num_generation_tokens < 0 else config.num_generation_tokens
     force = config.force_answer_at
     if force < 0:  # the environment's, which a short limit leaves no room for
         force = env.force_answer_at if 0 < env.force_answer_at < limit else 0
     sampler = make_sampler(config, model, tokenizer, layout, limit, force)
     scorer = Scorer(
-        name, options, num_workers=config.num_score_workers, timeout=config.score_timeout,
+        name, env_options(config, name), num_workers=config.num_score_workers, timeout=config.score_timeout,
         failures_dir=getattr(config, "save_dir", None),
     )  # fmt: skip
     player = Player(env, tokenizer, sampler, scorer, layout, config.inference_batch_per_device * layout.row_shards)
@@ -195,9 +193,9 @@ class Command(EvalConfig, SamplingConfig, LayoutConfig):
 def main(config: Command):
     with user_errors():
         layout, name = make_layout(config), test_name(config.env_name)
-        make_env(name, **env_options(config, name))  # a mistake there shows before the model is loaded
+        env = make_env(name, **env_options(config, name))
         model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, param_dtype=config.dtype)
-        player = make_player(config, name, model, tokenizer, layout)
+        player = make_player(config, name, env, model, tokenizer, layout)
     if config.show:
         player.scorer.close()
         return print(show(player.env, player.encode, tokenizer.hf.decode, config.show))

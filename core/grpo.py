@@ -234,13 +234,12 @@ def main(config: Config):
     with user_errors():
         layout = make_layout(config)
         names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
-        for name in names:
-            make_env(name, **env_options(config, name))  # a mistake there shows before the model is loaded
+        envs = [make_env(name, **env_options(config, name)) for name in names]
         remat, unroll = "full" if config.use_remat else "none", config.unroll_layers
         model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, remat=remat, unroll=unroll)
         run = Run(config, layout)
         config = replace(config, save_dir=str(run.directory))
-        players = [make_player(config, name, model, tokenizer, layout) for name in names]
+        players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
         player, tester = players[0], players[1] if config.test_env_name else None
         config = replace(config, num_generation_tokens=player.sampler.max_new_tokens)
     optimizer = make_optimizer(config, config.max_steps * config.updates_per_step)
