@@ -43,13 +43,11 @@ class EvalConfig(RewardConfig):
     env_options: str = option("", "its options, for example numbers=3,max_number=15")
     num_eval_tasks: int = option(512, "problems of the fixed evaluation set: the first ones of the test split")
     num_eval_samples: int = option(1, "completions of each, for pass@k and best-of-n up to this number")
-    score_timeout: float = option(10.0, "for the scoring of one completion, seconds")
-    num_score_workers: int = option(0, "processes that score; 0: one for each core, 16 at most")
 
     def __post_init__(self):
         RewardConfig.__post_init__(self)
-        if min(self.num_eval_tasks, self.num_eval_samples) < 1 or self.num_score_workers < 0 or self.score_timeout <= 0:
-            raise ValueError("--num_eval_tasks, --num_eval_samples and --score_timeout must be positive")
+        if min(self.num_eval_tasks, self.num_eval_samples) < 1:
+            raise ValueError("--num_eval_tasks and --num_eval_samples must be positive")
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, 
     sampler = make_sampler(config, model, tokenizer, layout, limit, force)
     scorer = Scorer(
         name, env_options(config, name), num_workers=config.num_score_workers, timeout=config.score_timeout,
-        failures_dir=getattr(config, "save_dir", None),
+        max_error_share=config.max_error_share, failures_dir=getattr(config, "save_dir", None),
     )  # fmt: skip
     player = Player(env, tokenizer, sampler, scorer, layout, config.inference_batch_per_device * layout.row_shards)
     if env.num_tasks >= 100_000:  # made up as they are needed, all by one pattern

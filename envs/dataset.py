@@ -13,7 +13,7 @@ from typing import Any
 from envs.answers import final_answer, same_math
 from envs.base import Env, Problem
 from envs.data import Row, Source, load, split_rows
-from envs.gsm8k import check_form, written_answers
+from envs.questions import check_form, written_answers
 
 ROLES = ("system", "user", "assistant", "tool")
 

@@ -1,15 +1,13 @@
 r"""Competition mathematics with short answers, numbers or LaTeX: DeepScaleR to train on; AIME, AMC, MATH-500 to test.
 
-Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), the MAA's AIME 2024 and 2025; the prompt
-for tags is that of github.com/kvfrans/lmpo.
+Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), the MAA's AIME 2024 and 2025.
 """
 
 from typing import Any
 
-from envs.answers import extract_boxed, final_answer, same_math
-from envs.base import Env, Problem
+from envs.answers import extract_boxed, same_math
 from envs.data import Row, Source, load, split_rows, text_answer, text_prompt
-from envs.gsm8k import PROMPTS, TAGS_PROMPT, ask, check_form, outcome, written_answers
+from envs.questions import PROMPTS, TAGS_PROMPT, Questions
 
 DEEPSCALER = "https://github.com/agentica-project/deepscaler/tree/main/deepscaler/data"
 QWEN = "https://github.com/QwenLM/Qwen2.5-Math/tree/main/evaluation/data"
@@ -27,19 +25,17 @@ SOURCES = {
                       "HuggingFaceH4/MATH-500", "test", DEEPSCALER),
 }  # fmt: skip
 TRAINING = {"deepscaler": 4096}  # sets to train on, with the tokens of a reply; the others are benchmarks
-PROMPT = TAGS_PROMPT.replace("Put {what} in", "Put the final answer within")
-SYSTEM = PROMPTS | {"tags": PROMPT.format(note=", use latex \\frac{a}{b} for fractions")}
+TASK, NOTE = "Put the final answer within", ", use latex \\frac{a}{b} for fractions"
 
 
-class Mathematics(Env):
-    """Reward 1.0 for an answer equal to the reference, `partial` for another one in the asked form.
+class Mathematics(Questions):
+    """An answer that math-verify finds equal to the reference is correct.
 
     One in 64 problems of a training set is kept for its test split. A benchmark has test problems only: both of its
     splits are the whole set, so do not train on it.
     """
 
-    tokens_per_action = 512
-    force_answer_at = 50
+    prompts = PROMPTS | {"tags": TAGS_PROMPT.format(task=TASK, note=NOTE)}
 
     def __init__(
         self,
@@ -50,30 +46,19 @@ class Mathematics(Env):
         partial: float = 0.1,
         skip_bad_rows: bool = False,
     ):
-        check_form(form)
         if data_set not in SOURCES:
             raise ValueError(f"data_set={data_set}: choose one of {', '.join(SOURCES)}")
-        self.form, self.partial = form, partial
-        self.rows, self.note = load(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
+        rows, note = load(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
         if data_set in TRAINING:
-            self.rows = split_rows(self.rows, split, 64)
+            rows = split_rows(rows, split, 64)
             self.tokens_per_action = TRAINING[data_set]
         elif split == "train":
-            self.note += "; a benchmark, with the same problems in its test split: not to train on"
-        self.num_tasks = len(self.rows)
+            note += "; a benchmark, with the same problems in its test split: not to train on"
+        super().__init__(rows, note, form, partial)
         same_math("x+1", "1+x")  # loads the grader, which takes a second, before any clock runs
 
-    def problem(self, index: int) -> Problem:
-        question, answer = self.rows[index]
-        return Problem(ask(SYSTEM[self.form], question), answer, thinking=True)
-
-    def score(self, problem: Problem, text: str) -> dict[str, float]:
-        answer = final_answer(text, self.form)
-        correct = answer is not None and same_math(problem.answer, answer)
-        return outcome(correct, answer is not None, self.partial)
-
-    def examples(self, problem: Problem) -> dict[str, str]:
-        return written_answers(self.form, problem.answer)
+    def same(self, reference: str, answer: str) -> bool:
+        return same_math(reference, answer)
 
 
 def read_row(row: dict[str, Any]) -> Row:

@@ -19,7 +19,7 @@ from envs.answers import extract_answer
 from envs.base import Env, Problem
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
-MAX_DRAWS = 1000
+MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: draws of a question do not come back to where they were
 MADE_AT_ONCE = ("acre", "gsm_symbolic", "list_functions", "word_ladder")  # these make all their questions at the start
 
 
@@ -63,7 +63,7 @@ class ReasoningGym(Env):
         weights = [spec.weight for spec in self.specs]
         chosen = random.Random(f"reasoning_gym {self.seed} {index}").choices(self.datasets, weights)[0]
         for draw in range(MAX_DRAWS):
-            entry = chosen[(index + draw * self.num_tasks) % chosen.size]
+            entry = chosen[(index + draw * STRIDE) % chosen.size]
             if (zlib.crc32(entry["question"].encode()) % 5 == 0) == (self.split == "test"):
                 messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
                 return Problem(messages, (chosen, entry), thinking=True)

@@ -19,10 +19,15 @@ class RewardConfig:
     length_reward: str = option("", "adds a reward for the length of replies", ["", "overlong", "cosine"])
     length_weight: float = option(1.0, "factor of --length_reward")
     overlong_buffer: int = option(0, "tokens before the limit in which the overlong penalty grows; 0: a fifth of it")
+    score_timeout: float = option(10.0, "for the scoring of one completion, seconds")
+    max_error_share: float = option(0.5, "the run stops when more of the completions than this (and 8) get no score")
+    num_score_workers: int = option(0, "processes that score; 0: one for each core, 16 at most")
 
     def __post_init__(self):
         if self.overlong_buffer < 0:
             raise ValueError("--overlong_buffer must not be negative")
+        if self.score_timeout <= 0 or self.num_score_workers < 0 or not 0 <= self.max_error_share <= 1:
+            raise ValueError("--score_timeout must be positive, --max_error_share from 0 to 1")
 
     @property
     def env_flags(self) -> dict[str, str | float]:

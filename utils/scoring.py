@@ -37,6 +37,7 @@ from envs.base import Env
 ROOT = Path(__file__).resolve().parent.parent
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.scoring import serve; serve(int(sys.argv[2]))"
 MAX_CHUNK = 32  # replies that share one message to a worker, and, when one of them hangs, one second chance
+MAX_CHUNKS = 1000  # chunks after which a worker makes room for a new one: parsers of LaTeX cache without limit
 MAX_MEMORY = 4 * 2**30  # bytes of its own for a worker: a reply that makes a reward eat more fails alone
 MAX_WRITTEN = 100  # failures that are kept to be looked at
 STALL = 120  # seconds without any result, beyond the time limit, after which the pool itself must be broken
@@ -176,7 +177,9 @@ def serve(fd: int) -> None:
     name, options, num_workers, timeout, max_error_share = connection.recv()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["utils.scoring"])
-    pool = ProcessPool(num_workers, initializer=start_worker, initargs=(name, options), context=context)
+    pool = ProcessPool(
+        num_workers, max_tasks=MAX_CHUNKS, initializer=start_worker, initargs=(name, options), context=context
+    )
     score = functools.partial(score_chunk, name, options)
     try:
         while True:

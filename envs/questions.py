@@ -1,0 +1,73 @@
+"""Questions with a short answer, asked for in one of several forms: what GSM8K and competition mathematics share.
+
+Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the form of nanochat and of GSM8K itself.
+"""
+
+from envs.answers import FORMS, final_answer
+from envs.base import Env, Problem
+from envs.data import Row
+
+TAGS_PROMPT = """
+Respond in the following format. {task} the <answer> tag{note}.
+<think>
+...
+</think>
+<answer>
+...
+</answer>"""
+PROMPTS = {
+    "tags": TAGS_PROMPT.format(task="Put a single number in", note=""),
+    "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "hash": "Think step by step, then give the final number on a last line of its own, after ####.",
+    "any": "",
+}
+WRITTEN = {"tags": "<answer>\n{}\n</answer>", "boxed": "\\boxed{{{}}}", "hash": "#### {}", "any": "The answer is {}"}
+
+
+class Questions(Env):
+    """Reward 1.0 for the right answer, `partial` for another one in the asked form.
+
+    Subclasses say what is right (`same`), and may ask in other words (`prompts`, by form).
+    """
+
+    tokens_per_action = 512
+    force_answer_at = 50
+    prompts = PROMPTS
+
+    def __init__(self, rows: list[Row], note: str, form: str, partial: float):
+        check_form(form)
+        self.rows, self.note, self.form, self.partial = rows, note, form, partial
+        self.num_tasks = len(rows)
+
+    def same(self, reference: str, answer: str) -> bool:
+        """Whether an answer equals the reference; never raises, whatever the answer."""
+        raise NotImplementedError
+
+    def problem(self, index: int) -> Problem:
+        question, answer = self.rows[index]
+        system, user = self.prompts[self.form], {"role": "user", "content": question}
+        return Problem([{"role": "system", "content": system}, user] if system else [user], answer, thinking=True)
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        answer = final_answer(text, self.form)
+        formed = answer is not None  # the text holds an answer in the asked form
+        correct = formed and self.same(problem.answer, answer)
+        value = 1.0 if correct else self.partial * formed
+        return {"return": value, "correct_answer": float(correct), "format": float(formed)}
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        return written_answers(self.form, problem.answer)
+
+
+def check_form(form: str) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form={form}: choose one of {', '.join(FORMS)}")
+
+
+def written_answers(form: str, answer: str) -> dict[str, str]:
+    """A right and a wrong reply in this form, and a right answer out of form."""
+    return {
+        "right": f"<think>\nLet me see.\n</think>\n{WRITTEN[form].format(answer)}",
+        "wrong": f"<think>\nLet me see.\n</think>\n{WRITTEN[form].format('-12345678.9')}",
+        "formless": "I would rather not say.",
+    }
