@@ -14,9 +14,10 @@ if __name__ == "__main__":
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +26,21 @@ import optax
 from jaxtyping import Float, Int
 from tqdm import tqdm
 
+from core import objectives
 from core.eval import Episodes, EvalConfig, Player, env_options, evaluate, make_player
-from core.objectives import Batch, ObjectiveConfig, advantages, describe, normalize, policy_loss
+from core.objectives import Batch, ObjectiveConfig, advantages, has_signal, normalize, policy_loss, value_loss
 from core.sampling import SamplingConfig
 from envs import make_env
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
-from models.qwen3 import Qwen, token_logprobs
+from models.qwen3 import CRITIC, Qwen, TokenScores, make_critic, score_tokens
 from utils.batching import Array, bucket_below, concatenate, fit, pieces, take
 from utils.config import option, parse, user_errors
 from utils.lmpo import LmpoConfig
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
 from utils.sharding import Layout, LayoutConfig, make_layout
-from utils.train_state import OptimizerConfig, TrainState, init_state, make_optimizer
+from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, init_state, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,14 @@ class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerC
     model_dir: str = option("models/tiny", "Hugging Face folder or hub id of the model to train")
     seed: int = option(0, "of the tasks' order and of the draws")
     max_steps: int = option(10000, "steps: each collects a batch and learns from it")
+    num_epochs: int = option(0, "passes over the environment's problems after which the run ends too; 0: no limit")
     groups_per_batch: int = option(256, "groups to learn from in a step")
     group_size: int = option(8, "rollouts of one prompt")
     max_resampling: float = option(4.0, "groups played in a step at most, as a multiple of --groups_per_batch")
     ppo_minibatch: int = option(64, "rollouts per optimiser step; 0: the whole batch")
     ppo_epochs: int = option(1, "times that each rollout is learnt from")
+    target_kl: float = option(0.0, "no further epoch of a step once approx_kl of one is above this; 0: all epochs")
+    max_skipped_updates: int = option(3, "updates in a row without a finite loss and gradient after which a run stops")
     do_inference_logprobs: bool = option(False, "take the sampler's log-probabilities for the old ones")
     recompute_logprobs: bool = option(False, "recompute old log-probabilities even where one update makes them equal")
     tokens_per_microbatch: int = option(16384, "tokens, with padding, per device in one forward and backward pass")
@@ -67,23 +72,31 @@ class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerC
     def __post_init__(self):
         for room in Config.__bases__:
             getattr(room, "__post_init__", lambda self: None)(self)
-        counts = "groups_per_batch group_size max_resampling ppo_epochs tokens_per_microbatch max_steps".split()
+        counts = (
+            "groups_per_batch group_size max_resampling ppo_epochs tokens_per_microbatch max_steps max_skipped_updates"
+        ).split()
         if low := [name for name in counts if getattr(self, name) < 1]:
             raise ValueError(f"--{low[0]} must be at least 1")
         if self.is_group_relative and self.group_size < 2:
             raise ValueError(f"--advantage {self.advantage} compares rollouts of a group: raise --group_size above 1")
+        if self.advantage == "best_k" and self.best_k > self.group_size:
+            raise ValueError(f"--best_k {self.best_k} is more than the --group_size of {self.group_size}")
         if self.ppo_minibatch < 0 or self.ppo_minibatch and self.batch_size % self.ppo_minibatch:
             raise ValueError(
-                f"--ppo_minibatch {self.ppo_minibatch} does not divide --groups_per_batch x --group_size = "
-                f"{self.batch_size} rollouts"
+                f"--ppo_minibatch {self.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step: "
+                "--groups_per_batch x --group_size (--best_k with that advantage)"
             )
-        if not self.distribution.is_whole:
-            raise ValueError("every token needs a chance in training: --temperature above 0, no top_k, top_p or min_p")
+        if self.temperature == 0:
+            raise ValueError("--temperature 0 always draws the same completion: training needs one above 0")
+        if self.do_inference_logprobs and self.importance_correction != "none":
+            raise ValueError("--do_inference_logprobs leaves --importance_correction nothing to correct: drop one")
+        if self.num_epochs < 0 or self.target_kl < 0:
+            raise ValueError("--num_epochs and --target_kl must not be negative")
 
     @property
     def batch_size(self) -> int:
         """Rollouts to learn from in a step."""
-        return self.groups_per_batch * self.group_size
+        return self.groups_per_batch * (self.best_k if self.advantage == "best_k" else self.group_size)
 
     @property
     def updates_per_step(self) -> int:
@@ -104,8 +117,8 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
     """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     per_draw = max(1, min(config.groups_per_batch, player.rows_per_call // config.group_size))
-    played, kept, missing = [], [], config.batch_size
-    budget = int(config.groups_per_batch * config.max_resampling)  # groups
+    played, kept, missing = [], [], config.groups_per_batch
+    budget = int(config.groups_per_batch * config.max_resampling)
     while missing and budget:
         places = cursor + np.arange(min(per_draw, budget))
         ids = task_numbers(config.seed, player.num_tasks, places)
@@ -114,23 +127,26 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
         lengths = episodes.rollouts.lengths - episodes.rollouts.prompt_lengths
         scores = add_length_reward(episodes.scores, lengths, config.num_generation_tokens, config)
         episodes = replace(episodes, scores=scores)
-        batch = make_batch(episodes, config.group_size)
-        rows = np.flatnonzero(advantages(batch, config)[1])[:missing]
+        rewards = scores["return"].reshape(len(ids), -1)
+        groups = np.flatnonzero(has_signal(rewards, config) | (not config.do_group_filter))[:missing]
         played.append(episodes)
-        kept.append(take(batch, rows))
-        missing, budget = missing - len(rows), budget - len(ids)
+        kept.append(take(make_batch(episodes, config.group_size), rows_of(groups, config.group_size)))
+        missing, budget = missing - len(groups), budget - len(ids)
         # Tasks behind the last one that is needed come again: a step's batch does not depend on `rows_per_call`.
-        cursor += len(ids) if missing else rows[-1].item() // config.group_size + 1
-    if missing == config.batch_size:
-        return None, played, cursor
-    batch = concatenate(kept)
-    return batch.replace(advantages=np.asarray(advantages(batch, config)[0])), played, cursor
+        cursor += len(ids) if missing else groups[-1].item() + 1
+    return concatenate(kept) if missing < config.groups_per_batch else None, played, cursor
 
 
 def make_batch(episodes: Episodes, group_size: int) -> Batch:
     """What learning needs of what was played."""
     r, rewards = episodes.rollouts, episodes.scores["return"]
-    return Batch(r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, group_size=group_size)
+    return Batch(
+        r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, r.finished, r.support, group_size=group_size
+    )
+
+
+def rows_of(groups: Int[np.ndarray, "N"], group_size: int) -> Int[np.ndarray, "B"]:
+    return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
 @dataclass(frozen=True)
@@ -141,39 +157,87 @@ class Learner:
     optimizer: optax.GradientTransformation
     layout: Layout
     config: Config
+    reference: Any = None  # parameters of the model that the KL is measured to
+    report_bad: Callable[[Batch], None] = lambda batch: None  # called with each minibatch whose update was skipped
 
     def learn(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
-        """All updates of a step; metrics are means over them."""
-        clock = time.perf_counter()
-        if self.config.do_inference_logprobs:
+        """All updates of a step; metrics are means over them, `updates/...` lists of each one's."""
+        clock, updates = time.perf_counter(), []
+        batch, metrics = self.credit(self.look_back(state.params, batch))
+        times = {"times/logprobs": time.perf_counter() - clock}
+        for epoch in range(self.config.ppo_epochs if len(batch.rewards) else 0):
+            minibatches, done = list(self.minibatches(batch, step, epoch)), []
+            for minibatch in minibatches:
+                state, each = self.update(state, minibatch)
+                done.append(each)
+            updates += (done := self.layout.fetch(done))
+            self.check(minibatches, done)
+            if self.config.target_kl and np.mean([each["approx_kl"] for each in done]) > self.config.target_kl:
+                break
+        metrics |= {name: float(np.mean([each[name] for each in updates])) for name in (updates or [{}])[0]}
+        if len(updates) > 1:
+            names = ("loss", "approx_kl", "clip_fraction", "grad_norm")
+            metrics |= {f"updates/{name}": [float(each[name]) for each in updates] for name in names}
+        times["times/update"] = time.perf_counter() - clock - times["times/logprobs"]
+        return state, metrics | times | {"num_updates": len(updates), "num_rows": len(batch.rewards)}
+
+    def look_back(self, params, batch: Batch) -> Batch:
+        """What losses and advantages need to know from before the first update, from the graph that is trained."""
+        config = self.config
+        needs_old = config.recompute_logprobs or config.updates_per_step > 1 or config.kl_in == "reward"
+        if config.advantage == "gae" or needs_old and not config.do_inference_logprobs:
+            scores = self.scores(params, batch)
+            batch = batch.replace(old_logprobs=scores.logprobs, values=scores.values)
+        if config.do_inference_logprobs:
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
-        elif self.config.recompute_logprobs or self.config.updates_per_step > 1:
-            batch = batch.replace(old_logprobs=self.logprobs(state.params, batch))
-        scored, parts = time.perf_counter(), []
-        for minibatch in self.minibatches(batch, step):
-            state, metrics = self.update(state, minibatch)
-            parts.append(metrics)
-        parts = self.layout.fetch(parts)
-        metrics = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
-        times = {"times/logprobs": scored - clock, "times/update": time.perf_counter() - scored}
-        return state, metrics | times | {"num_updates": len(parts)}
+        if config.kl_coef:
+            batch = batch.replace(ref_logprobs=self.scores(self.reference, batch).logprobs)
+        return batch
 
-    def logprobs(self, params, batch: Batch) -> Float[np.ndarray, "B T"]:
-        """Log-probabilities before the first update, from the graph that the updates differentiate."""
-        out = np.zeros(batch.tokens.shape, np.float32)
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with advantages, without the rows that leave it."""
+        advantage, keep = advantages(batch, self.config)
+        batch, metrics = batch.replace(advantages=np.asarray(advantage)), {}
+        if self.config.advantage == "gae":
+            returns = objectives.generalised_advantages(batch, self.config) + batch.values
+            batch = batch.replace(returns=np.asarray(returns))
+            metrics["value/explained_variance"] = explained_variance(batch, batch.returns)
+            metrics["value/explained_variance_of_reward"] = explained_variance(batch, batch.rewards[:, None])
+        return take(batch, np.flatnonzero(keep)), metrics
+
+    def scores(self, params, batch: Batch) -> TokenScores:
+        """What a model says of each token of the batch."""
+        parts = []
         for rows, piece, first in self.microbatches(batch):
-            logprobs = score(self.model, params, piece.tokens, self.config.temperature, first)
-            out[rows] = fit(self.layout.fetch(logprobs)[: len(rows)], out.shape[1])
-        return out
+            scores = score(self.model, params, piece.tokens, self.config.temperature, first, piece.support)
+            parts.append((rows, self.layout.fetch(scores)))
 
-    def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
-        """The batch in random order and --ppo_minibatch rollouts at a time, --ppo_epochs times."""
+        def whole(*parts_of_one):
+            out = np.zeros(batch.tokens.shape, np.float32)
+            for (rows, _), part in zip(parts, parts_of_one, strict=True):
+                out[rows] = fit(part[: len(rows)], out.shape[1])
+            return out
+
+        return jax.tree.map(whole, *(scores for _, scores in parts))
+
+    def minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
+        """The batch in random order, about --ppo_minibatch rollouts at a time."""
         num_rows = len(batch.rewards)
         count = -(-num_rows // self.config.ppo_minibatch) if self.config.ppo_minibatch else 1
-        for epoch in range(self.config.ppo_epochs):
-            order = np.random.default_rng((self.config.seed, step, epoch)).permutation(num_rows)
-            for rows in np.array_split(order, count):
-                yield take(batch, rows)
+        order = np.random.default_rng((self.config.seed, step, epoch)).permutation(num_rows)
+        for rows in np.array_split(order, count):
+            yield take(batch, rows)
+
+    def check(self, minibatches: list[Batch], updates: list[dict]) -> None:
+        """Raises FloatingPointError after --max_skipped_updates updates in a row that were not finite."""
+        for minibatch, each in zip(minibatches, updates, strict=True):
+            if each["skipped_in_a_row"]:
+                self.report_bad(minibatch)
+            if each["skipped_in_a_row"] >= self.config.max_skipped_updates:
+                raise FloatingPointError(
+                    f"{each['skipped_in_a_row']} updates in a row had a loss or a gradient that is not finite: lower "
+                    "--lr, or look at the batches in bad_batches/; the parameters are those before them"
+                )
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimiser step on a minibatch: the gradients of its micro-batches, added up."""
@@ -183,8 +247,9 @@ class Learner:
         for _, piece, first in self.microbatches(batch):
             grads, metrics = accumulate(self.model, self.config, state.params, grads, piece, first)
             parts.append(metrics)
-        state, grad_norm = apply_gradients(self.optimizer, state, grads)
-        return state, jax.tree.map(lambda *x: sum(x), *parts) | {"grad_norm": grad_norm}
+        metrics = objectives.total(parts)
+        state, more = apply_gradients(self.optimizer, state, grads, metrics["loss"])
+        return state, metrics | more
 
     def microbatches(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch, int]]:
         """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score)."""
@@ -195,9 +260,15 @@ class Learner:
             yield rows, self.layout.put(piece), bucket_below(int(piece.prompt_lengths.min()))
 
 
+def explained_variance(batch: Batch, targets: Float[np.ndarray, "B #T"]) -> float:
+    """1 - Var(target - value) / Var(target) over the tokens of a batch."""
+    targets, values = (np.broadcast_to(x, batch.mask.shape)[batch.mask] for x in (targets, batch.values))
+    return float(1 - (targets - values).var() / max(targets.var(), objectives.NO_SIGNAL))
+
+
 @partial(jax.jit, static_argnames=("model", "temperature", "first"))
-def score(model: Qwen, params, tokens: Int[Array, "B T"], temperature: float, first: int) -> Float[Array, "B T"]:
-    return token_logprobs(model, params, tokens, temperature, first)[0]
+def score(model: Qwen, params, tokens: Int[Array, "B T"], temperature: float, first: int, support=None) -> TokenScores:
+    return score_tokens(model, params, tokens, temperature, first, support)
 
 
 @partial(jax.jit, static_argnames=("model", "config", "first"), donate_argnames="grads")
@@ -205,18 +276,27 @@ def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: 
     """Adds a micro-batch's part of the gradient; its metrics are parts of sums too."""
 
     def loss(params):
-        logprobs, entropy = token_logprobs(model, params, batch.tokens, config.temperature, first)
-        return policy_loss(logprobs, entropy, batch, config)
+        scores = score_tokens(model, params, batch.tokens, config.temperature, first, batch.support)
+        loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, config)
+        if config.advantage == "gae":
+            metrics["value/loss"] = value_loss(scores.values, batch, config)
+            loss += metrics["value/loss"]
+        return loss, metrics
 
     (_, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), metrics
 
 
 @partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
-def apply_gradients(optimizer, state: TrainState, grads) -> tuple[TrainState, Float[Array, ""]]:
+def apply_gradients(optimizer, state: TrainState, grads, loss=0.0) -> tuple[TrainState, dict[str, Array]]:
+    """One optimiser step, or none where the loss or the gradient is not finite."""
+    norm = optax.tree.norm(grads)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-    return state, optax.tree.norm(grads)
+    new = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.num_skipped)
+    state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, state)
+    num_skipped = jnp.where(is_finite, 0, state.num_skipped + 1)
+    return state.replace(num_skipped=num_skipped), {"grad_norm": norm, "skipped_in_a_row": num_skipped + 0}
 
 
 def held_out(tester: Player, params, config: Config, with_greedy: bool) -> dict[str, float]:
@@ -241,34 +321,40 @@ def main(config: Config):
         config = replace(config, save_dir=str(run.directory))
         players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
         player, tester = players[0], players[1] if config.test_env_name else None
-        config = replace(config, num_generation_tokens=player.sampler.max_new_tokens)
-    optimizer = make_optimizer(config, config.max_steps * config.updates_per_step)
+        end = config.num_epochs * player.num_tasks or np.inf
+        max_steps = int(min(config.max_steps, -(-end // config.groups_per_batch)))
+        config = replace(config, num_generation_tokens=player.sampler.max_new_tokens, max_steps=max_steps)
+    optimizer = make_optimizer(config, config.max_steps * config.updates_per_step, config.advantage == "gae")
+    reference = jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params) if config.kl_coef else None
+    if config.advantage == "gae":
+        params |= {CRITIC: make_critic(model, params)}
     state, progress = run.restore(init_state(params, optimizer))
     del params  # the state holds them, and each update replaces them
     done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
-    learner = Learner(model, optimizer, layout, config)
+    learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(run.start_logger(done if progress else -1))
         stack.callback(run.close)
         for each in players:
             stack.enter_context(each.scorer)
-        logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}", describe(config))
-        for each in players:
-            logger.say(*[each.env.note] * bool(each.env.note))
+        logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}")
+        logger.say(objectives.describe(config), describe_optimizer(config, state.params))
+        logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))
         logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
         if tester and not done:
             metrics = held_out(tester, state.params, config, config.test_greedy)
             logger.log(0, metrics)
             logger.line(0, metrics)
         for step in range(done + 1, config.max_steps + 1):
-            clock, last = time.perf_counter(), step == config.max_steps
+            clock = time.perf_counter()
             with run.profiled(step == done + 3):
                 batch, played, cursor = collect(player, state.params, config, step, cursor)
                 metrics = describe_play(played, config.group_size)
                 if batch is not None:
                     state, learnt = learner.learn(state, batch, step)
-                    metrics |= learnt | {"num_rows": len(batch.rewards)}
+                    metrics |= learnt
             metrics["times/step"] = time.perf_counter() - clock
+            last = step == config.max_steps or cursor >= end
             if tester and (last or is_due(step, config.test_interval)):
                 metrics |= held_out(tester, state.params, config, config.test_greedy and last)
             logger.log(step, metrics)
@@ -284,7 +370,9 @@ def main(config: Config):
             if f"step{step}" in saved:
                 run.save(step, state, {"step": step, "cursor": cursor, "best": best})
                 run.draw()
-        logger.say(run.before_and_after(), f"model: {run.directory / f'step{config.max_steps}'}")
+            if last:
+                break
+        logger.say(run.before_and_after(), f"model: {run.directory / f'step{step}'}")
 
 
 if __name__ == "__main__":

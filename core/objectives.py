@@ -1,9 +1,10 @@
-"""What is maximised: advantages, policy losses, aggregation. Pure functions; fork this file to hack the loss.
+"""What is maximised: advantages, policy losses, KL, aggregation. Pure functions; fork this file to hack the loss.
 
 A new objective is a function of about ten lines and its name in a table: `ADVANTAGES` (from the rewards of groups),
-`OBJECTIVES` (loss of each token) or `normalize` (aggregation). Everything is float32.
+`OBJECTIVES` (loss of each token), `KL` or `normalize` (aggregation). The first sentence of its docstring is its
+formula, which a run prints at the start. Everything is float32.
 
-Letters: N prompts, G rollouts of a prompt, B = N G rows, T row length.
+Letters: N prompts, G rollouts of each, B = N G rows, T row length, S ids of a truncated distribution.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
 
 from utils.batching import Array
 from utils.config import option
 
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
+GROUP_RELATIVE = ("group_zscore", "group_mean", "rloo", "maxrl", "reinforce++_baseline", "best_k")
 
 
 @struct.dataclass
@@ -29,24 +32,162 @@ class Batch:
     rewards: Float[Array, "B"]
     lengths: Int[Array, "B"]  # prompt + completion
     prompt_lengths: Int[Array, "B"]
-    advantages: Float[Array, "B T"] | None = None
+    finished: Bool[Array, "B"] | None = None  # not cut off by the limit
+    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, -1 fills up; None: all
     old_logprobs: Float[Array, "B T"] | None = None  # None: this update is the rollout's first, so old = new
+    ref_logprobs: Float[Array, "B T"] | None = None  # of the reference model
+    values: Float[Array, "B T"] | None = None  # the critic's, of the state in which the token was chosen
+    advantages: Float[Array, "B T"] | None = None
+    returns: Float[Array, "B T"] | None = None  # what the critic is to learn
     denominator: Float[Array, "B"] | None = None  # of the loss summed over a row: see `normalize`
     num_tokens: Float[Array, "B"] | None = None  # masked tokens of the whole optimiser batch
     group_size: int = struct.field(pytree_node=False, default=1)
+
+
+# Advantages: from the rewards [N, G], one for each row or each token
+
+
+def group_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """(r - mean) / std of the group. Source: GRPO, arXiv 2402.03300, section 4.1.2."""
+    deviation = rewards.std(axis=1, keepdims=True)
+    return group_mean(rewards, batch, config) / jnp.where(deviation > 0, deviation, 1.0)
+
+
+def group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """r - mean of the group. Source: Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    return rewards - rewards.mean(axis=1, keepdims=True)
+
+
+def rloo(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """r - mean of the others in the group. Source: arXiv 2402.14740."""
+    G = rewards.shape[1]
+    return G / (G - 1) * group_mean(rewards, batch, config)
+
+
+def maxrl(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """(r - mean) / mean of the group, 0 where the mean is not positive. Source: arXiv 2602.02710."""
+    mean = rewards.mean(axis=1, keepdims=True)
+    return jnp.where(mean > 0, (rewards - mean) / jnp.where(mean > 0, mean, 1.0), 0.0)
+
+
+def raw_rewards(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """r. Source: REINFORCE, Williams 1992."""
+    return rewards
+
+
+def batch_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """(r - mean) / std of the batch. Source: REINFORCE++, arXiv 2501.03262."""
+    return standardize(rewards, jnp.ones_like(rewards, bool))
+
+
+def whitened_group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "B T"]:
+    """r - mean of the group, whitened over the tokens of the batch. Source: arXiv 2501.03262, the group variant."""
+    return standardize(group_mean(rewards, batch, config).reshape(-1, 1), batch.mask)
+
+
+def best_k(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """1 for the k best of the group, the others leave the batch. Source: RAFT, arXiv 2304.06767; easy-GRPO's sil."""
+    rank = jnp.argsort(jnp.argsort(-rewards, axis=1, stable=True), axis=1)  # ties by order
+    return (rank < config.best_k).astype(jnp.float32)
+
+
+def gae(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "B T"]:
+    """generalised advantages from the critic's values, whitened over the batch. Source: arXiv 1506.02438."""
+    return standardize(generalised_advantages(batch, config), batch.mask)
+
+
+ADVANTAGES = {
+    "group_zscore": group_zscore, "group_mean": group_mean, "rloo": rloo, "maxrl": maxrl, "reinforce": raw_rewards,
+    "reinforce++_baseline": whitened_group_mean, "batch_zscore": batch_zscore, "best_k": best_k, "gae": gae,
+}  # fmt: skip
+
+# Policy losses: of each token, from its log-probability; gradients flow through `logprobs` alone
+
+
+def ppo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """max(-ratio A, -clip(ratio) A). Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5."""
+    ratio, A = jnp.exp(logprobs - batch.old_logprobs), batch.advantages
+    losses = jnp.maximum(-ratio * A, -jnp.clip(ratio, *config.clip_range) * A)
+    return jnp.where((A < 0) & (config.dual_clip > 0), jnp.minimum(losses, -config.dual_clip * A), losses)
+
+
+def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """-clip(ratio) A. No gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
+    return -jnp.clip(jnp.exp(logprobs - batch.old_logprobs), *config.clip_range) * batch.advantages
+
+
+def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """-A log p. Source: Williams 1992."""
+    return -batch.advantages * logprobs
+
+
+def cispo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """-stopgrad(clip(ratio)) A log p. Every token keeps a gradient. Source: arXiv 2506.13585."""
+    ratio = jnp.exp(logprobs - batch.old_logprobs)
+    return -stop_gradient(jnp.clip(ratio, *config.clip_range)) * batch.advantages * logprobs
+
+
+def gspo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """max(-s A, -clip(s) A), s = the geometric mean of a completion's ratios. Source: arXiv 2507.18071, 4.3."""
+    mask, log_ratio = batch.mask, logprobs - batch.old_logprobs
+    mean = jnp.sum(log_ratio, axis=1, where=mask) / jnp.maximum(mask.sum(axis=1), 1)
+    s = jnp.exp(stop_gradient(mean[:, None]) + logprobs - stop_gradient(logprobs))
+    return jnp.maximum(-s * batch.advantages, -jnp.clip(s, *config.clip_range) * batch.advantages)
+
+
+def dppo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """-ratio A, 0 where p - p_sample has gone too far along A; ratio = p / p_sample. Source: arXiv 2602.04879."""
+    low, high = config.clip_range
+    moved = stop_gradient(jnp.exp(logprobs)) - jnp.exp(batch.sample_logprobs)
+    inside = jnp.where(batch.advantages > 0, moved <= high - 1, moved >= low - 1)
+    return jnp.where(inside, -jnp.exp(logprobs - batch.sample_logprobs) * batch.advantages, 0.0)
+
+
+def sapo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A. A soft gate in the place of the clip. Source: arXiv 2511.20347."""
+    tau = jnp.where(batch.advantages > 0, config.sapo_tau, config.sapo_tau_negative)
+    return -4 / tau * jax.nn.sigmoid(tau * (jnp.exp(logprobs - batch.old_logprobs) - 1)) * batch.advantages
+
+
+OBJECTIVES = {
+    "ppo": ppo, "ppo_all_clip": ppo_all_clip, "reinforce": reinforce, "cispo": cispo, "gspo": gspo, "dppo": dppo,
+    "sapo": sapo,
+}  # fmt: skip
+KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
+    "k1": lambda x: x,
+    "k2": lambda x: x**2 / 2,
+    "k3": lambda x: jnp.exp(-x) + x - 1,
+}
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """Objective."""
 
-    advantage: str = option("group_zscore", "estimator", ["group_zscore", "group_mean", "reinforce"])
-    objective: str = option("ppo", "policy loss", ["ppo", "ppo_all_clip", "reinforce"])
+    advantage: str = option("group_zscore", "estimator", list(ADVANTAGES))
+    objective: str = option("ppo", "policy loss", list(OBJECTIVES))
     loss_normalization: str = option("token_mean", "aggregation", ["token_mean", "sequence_mean", "constant"])
-    clip_epsilon: float = option(0.2, "the ratio is clipped below 1 - this")
-    clip_epsilon_high: float = option(-1.0, "and above 1 + this; -1: as --clip_epsilon")
+    clip_epsilon: float = option(0.2, "the ratio is clipped below 1 - this; dppo: the most that p may fall")
+    clip_epsilon_high: float = option(-1.0, "and above 1 + this (dppo: rise); -1: as --clip_epsilon")
+    dual_clip: float = option(0.0, "ppo: the loss of a negative advantage is at most this times -A; 0: off")
+    sapo_tau: float = option(1.0, "sapo: steepness of the gate")
+    sapo_tau_negative: float = option(1.05, "sapo: and for negative advantages")
+    best_k: int = option(2, "advantage best_k: completions of a group to learn from")
+    gamma: float = option(1.0, "advantage gae: discount of a token")
+    gae_lambda: float = option(0.95, "advantage gae: 0 trusts the critic, 1 the return")
+    value_clip: float = option(0.2, "advantage gae: values move at most so far in a step")
+    kl_coef: float = option(0.0, "weight of the KL to the initial model, which is loaded when this is above 0")
+    kl_estimator: str = option("", "of that KL; empty: k3 in the loss, k1 in the reward", ["", *KL])
+    kl_in: str = option("loss", "where the KL counts", ["loss", "reward"])
     entropy_coef: float = option(0.001, "weight of the entropy bonus (mean nats per token)")
+    importance_correction: str = option(
+        "none", "for a sampler that differs from the trainer, by w = old / sampled probability: min(w, cap), or w and "
+        "0 above the cap", ["none", "truncate", "mask"]
+    )  # fmt: skip
+    importance_level: str = option("token", "w of a token, or product over the completion", ["token", "sequence"])
+    importance_cap: float = option(2.0, "of w")
     do_group_filter: bool = option(True, "drop groups whose rewards are all equal")
+    do_truncation_filter: bool = option(False, "drop completions that the limit has cut off")
     do_global_normalization: bool = option(False, "then normalise advantages over the batch")
     do_clip_advantages: bool = option(False, "then learn from positive advantages only")
     negative_advantage_multiplier: float = option(1.0, "then weigh negative advantages by this")
@@ -54,12 +195,30 @@ class ObjectiveConfig:
     do_mask_inference_ratio: bool = option(False, "leave tokens with old/sampled probability above 2 out of the loss")
 
     def __post_init__(self):
-        if self.clip_epsilon < 0 or (self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1):
-            raise ValueError("--clip_epsilon and --clip_epsilon_high must not be negative")
+        for wrong, message in (
+            (self.clip_epsilon < 0 or self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1,
+             "--clip_epsilon and --clip_epsilon_high must not be negative"),
+            (self.dual_clip and self.dual_clip <= 1, "--dual_clip must be above 1, or 0 for none"),
+            (min(self.sapo_tau, self.sapo_tau_negative, self.importance_cap) <= 0,
+             "--sapo_tau, --sapo_tau_negative and --importance_cap must be positive"),
+            (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
+            (min(self.value_clip, self.kl_coef) < 0, "--value_clip and --kl_coef must not be negative"),
+            (self.best_k < 1, "--best_k must be at least 1"),
+            (self.kl_in == "loss" and self.kl_estimator == "k1",
+             "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
+            (self.kl_in == "reward" and self.kl_estimator not in ("", "k1"),
+             f"--kl_in reward takes log p - log p_ref off: --kl_estimator {self.kl_estimator} has no effect there"),
+            (self.objective == "dppo" and self.importance_correction != "none",
+             "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
+            (self.advantage in ("gae", "best_k") and self.do_global_normalization,
+             f"--do_global_normalization has no use for --advantage {self.advantage}: gae is whitened, best_k all 1"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(message)
 
     @property
     def is_group_relative(self) -> bool:
-        return self.advantage.startswith("group_")
+        return self.advantage in GROUP_RELATIVE
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -67,59 +226,66 @@ class ObjectiveConfig:
         return 1 - self.clip_epsilon, 1 + high
 
 
-def group_zscore(rewards: Float[Array, "N G"]) -> Float[Array, "N G"]:
-    """(r - mean) / std of the group. Source: GRPO, arXiv 2402.03300, section 4.1.2."""
-    deviation = rewards.std(axis=1, keepdims=True)
-    return group_mean(rewards) / jnp.where(deviation > 0, deviation, 1.0)
-
-
-def group_mean(rewards: Float[Array, "N G"]) -> Float[Array, "N G"]:
-    """r - mean of the group. Source: Dr. GRPO, arXiv 2503.20783, section 3.2."""
-    return rewards - rewards.mean(axis=1, keepdims=True)
-
-
-def reinforce_advantage(rewards: Float[Array, "N G"]) -> Float[Array, "N G"]:
-    """The reward itself."""
-    return rewards
-
-
-ADVANTAGES = {"group_zscore": group_zscore, "group_mean": group_mean, "reinforce": reinforce_advantage}
+def has_signal(rewards: Float[Array, "N G"], config: ObjectiveConfig) -> Bool[Array, "N"]:
+    """Whether the rewards of a group differ; all groups have signal for an advantage that does not compare them."""
+    differ = rewards.max(axis=1) - rewards.min(axis=1) > NO_SIGNAL
+    return differ if config.is_group_relative else differ | True
 
 
 def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B"]]:
-    """The advantage of each token, and which rows stay in the batch: the group filter drops groups without signal."""
-    rewards = jnp.asarray(batch.rewards, jnp.float32).reshape(-1, batch.group_size)
-    has_signal = rewards.max(axis=1) - rewards.min(axis=1) > NO_SIGNAL if config.is_group_relative else True
-    has_signal = jnp.repeat(jnp.broadcast_to(has_signal, len(rewards)), batch.group_size)
-    keep = has_signal if config.do_group_filter else jnp.ones_like(has_signal)
-    advantage = jnp.where(has_signal, ADVANTAGES[config.advantage](rewards).reshape(-1), 0.0)
+    """The advantage of each token, and which rows stay in the batch."""
+    rewards = jnp.asarray(batch.rewards, jnp.float32) - kl_penalty(batch, config).sum(axis=1)
+    rewards = rewards.reshape(-1, batch.group_size)
+    signal = jnp.repeat(has_signal(rewards, config), batch.group_size)
+    keep = signal if config.do_group_filter else jnp.ones_like(signal)
+    if config.do_truncation_filter:
+        keep &= jnp.asarray(batch.finished)
+    batch = batch.replace(mask=batch.mask & keep[:, None])
+    advantage = ADVANTAGES[config.advantage](rewards, batch, config).reshape(len(keep), -1)  # [B, 1] or [B, T]
+    if config.advantage == "best_k":
+        keep &= advantage[:, 0] > 0
+    advantage = jnp.where(signal[:, None], advantage, 0.0)
     if config.do_global_normalization:
-        mean, deviation = jnp.mean(advantage, where=keep), jnp.std(advantage, where=keep)
-        advantage = (advantage - mean) / jnp.where(deviation > 0, deviation, 1.0)
+        advantage = standardize(advantage, keep[:, None])
     if config.do_clip_advantages:
         advantage = jnp.maximum(advantage, 0.0)
     advantage = jnp.where(advantage < 0, config.negative_advantage_multiplier * advantage, advantage)
-    advantage = jnp.where(has_signal, advantage, 0.0)  # which the mean over the batch has moved
-    return jnp.where(batch.mask, advantage[:, None], 0.0), keep
+    return jnp.where(batch.mask & signal[:, None], advantage, 0.0), keep
 
 
-def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
-    """max(-ratio A, -clip(ratio) A). Source: arXiv 1707.06347, eq. 7."""
-    ratio = jnp.exp(logprobs - batch.old_logprobs)
-    return jnp.maximum(-ratio * batch.advantages, -jnp.clip(ratio, *config.clip_range) * batch.advantages)
+def standardize(x: Float[Array, "R C"], where: Bool[Array, "R D"]) -> Float[Array, "R _"]:
+    """(x - mean) / std, both over `where`; 0 where all of that is equal."""
+    x, where = jnp.broadcast_arrays(x, where)
+    spread = x.max(where=where, initial=-jnp.inf) - x.min(where=where, initial=jnp.inf)
+    scaled = (x - x.mean(where=where)) / jnp.maximum(x.std(where=where), NO_SIGNAL / 2)
+    return jnp.where(spread > NO_SIGNAL, scaled, 0.0)
 
 
-def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
-    """-clip(ratio) A: no gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
-    return -jnp.clip(jnp.exp(logprobs - batch.old_logprobs), *config.clip_range) * batch.advantages
+def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
+    """What is taken off each token's reward under --kl_in reward."""
+    if not config.kl_coef or config.kl_in != "reward":
+        return jnp.zeros(batch.mask.shape)
+    return config.kl_coef * jnp.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
 
 
-def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
-    """-A log p."""
-    return -batch.advantages * logprobs
+def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
+    """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
 
+    Tokens that the policy did not choose are passed over. Source: arXiv 1506.02438, eq. 16.
+    """
+    mask = jnp.asarray(batch.mask)
+    is_last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    rewards = jnp.where(is_last, jnp.asarray(batch.rewards, jnp.float32)[:, None], 0.0) - kl_penalty(batch, config)
 
-OBJECTIVES = {"ppo": ppo, "ppo_all_clip": ppo_all_clip, "reinforce": reinforce}
+    def step(after, column):
+        next_value, next_advantage = after
+        chosen, value, reward = column
+        advantage = reward + config.gamma * (next_value + config.gae_lambda * next_advantage) - value
+        return (jnp.where(chosen, value, next_value), jnp.where(chosen, advantage, next_advantage)), advantage
+
+    columns = mask.T, jnp.asarray(batch.values).T, rewards.T
+    _, result = jax.lax.scan(step, tuple(jnp.zeros((2, len(mask)))), columns, reverse=True)
+    return jnp.where(mask, result.T, 0.0)
 
 
 def normalize(batch: Batch, num_generation_tokens: int, config: ObjectiveConfig) -> Batch:
@@ -140,42 +306,103 @@ def normalize(batch: Batch, num_generation_tokens: int, config: ObjectiveConfig)
 def policy_loss(
     logprobs: Float[Array, "B T"], entropy: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a micro-batch and its metrics: parts of sums over the optimiser batch, to be added up."""
+    """The loss of a micro-batch and its metrics: parts of the optimiser batch's, see `total`."""
     mask = batch.mask
-    logprobs = jnp.where(mask, logprobs, 0.0)  # padding must not overflow in exp
-    old = jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else jnp.where(mask, batch.old_logprobs, 0.0)
-    batch = batch.replace(old_logprobs=old)
-    ratio, sample_ratio = jnp.exp(logprobs - old), jnp.exp(old - jnp.where(mask, batch.sample_logprobs, 0.0))
-    losses = OBJECTIVES[config.objective](logprobs, batch, config)
+
+    def clean(x):  # what stands in the padding must not overflow in exp
+        return jnp.where(mask, x, 0.0)
+
+    logprobs, sampled = clean(logprobs), clean(batch.sample_logprobs)
+    old = stop_gradient(logprobs) if batch.old_logprobs is None else clean(batch.old_logprobs)
+    batch = batch.replace(old_logprobs=old, sample_logprobs=sampled)
+    ratio, sample_ratio = jnp.exp(logprobs - old), jnp.exp(old - sampled)
+
+    def token_losses(logprobs):
+        return OBJECTIVES[config.objective](logprobs, batch, config)
+
+    losses, slope = jax.jvp(token_losses, (logprobs,), (jnp.ones_like(logprobs),))
+    losses *= importance_weights(old - sampled, config)
     if config.do_mask_importance_ratio:
         losses = jnp.where(ratio > 2, 0.0, losses)
     if config.do_mask_inference_ratio:
         losses = jnp.where(sample_ratio > 2, 0.0, losses)
 
     def token_mean(x):
-        return (jnp.where(mask, x, 0.0).sum(axis=1) / batch.num_tokens).sum()
+        return (clean(x).sum(axis=1) / batch.num_tokens).sum()
 
-    policy = (jnp.where(mask, losses, 0.0).sum(axis=1) / batch.denominator).sum()
-    loss = policy - config.entropy_coef * token_mean(entropy)
-    low, high = config.clip_range
-    clipped = jnp.where(batch.advantages > 0, ratio > high, ratio < low) & (batch.advantages != 0)
-    return loss, {
+    def aggregate(x):
+        return (clean(x).sum(axis=1) / batch.denominator).sum()
+
+    metrics = {"policy_loss": aggregate(losses), "entropy": token_mean(entropy)}
+    loss = metrics["policy_loss"] - config.entropy_coef * metrics["entropy"]
+    if config.kl_coef:
+        x, in_loss = logprobs - clean(batch.ref_logprobs), config.kl_in == "loss"
+        kl = KL[in_loss and config.kl_estimator or "k3"](x)
+        metrics["kl"] = token_mean(kl)
+        loss = loss + config.kl_coef * aggregate(kl) if in_loss else loss
+    return loss, metrics | {
         "loss": loss,
-        "policy_loss": policy,
-        "entropy": token_mean(entropy),
         "approx_kl": token_mean((ratio - 1) - (logprobs - old)),  # k3 of KL(old || new)
-        "clip_fraction": token_mean(clipped),
+        "clip_fraction": token_mean((slope == 0) & (batch.advantages != 0)),  # tokens without a gradient
         "importance_ratio": token_mean(ratio),
-        "inference_recompute/logprob_diff": token_mean(jnp.abs(old - batch.sample_logprobs)),
+        "inference_recompute/logprob_diff": token_mean(jnp.abs(old - sampled)),
+        "inference_recompute/logprob_diff_max": jnp.abs(old - sampled).max(),
+        "inference_recompute/kl": token_mean((sample_ratio - 1) - (old - sampled)),  # k3 of KL(sampled || old)
         "inference_recompute/ratio": token_mean(sample_ratio),
+        "inference_recompute/ratio_squared": token_mean(sample_ratio**2),
     }
+
+
+def importance_weights(log_ratio: Float[Array, "B T"], config: ObjectiveConfig) -> Float[Array, "B #T"]:
+    """Weights that make up for sampling with other probabilities than old ones. Source: Ionides 2008."""
+    if config.importance_correction == "none":
+        return jnp.ones((len(log_ratio), 1))
+    if config.importance_level == "sequence":
+        log_ratio = log_ratio.sum(axis=1, keepdims=True)
+    w = stop_gradient(jnp.exp(log_ratio))
+    if config.importance_correction == "truncate":
+        return jnp.minimum(w, config.importance_cap)
+    return jnp.where(w > config.importance_cap, 0.0, w)
+
+
+def value_loss(values: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Float[Array, ""]:
+    """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens. Source: PPO2 of OpenAI's baselines."""
+    moved = jnp.clip(values - batch.values, -config.value_clip, config.value_clip)
+    errors = jnp.maximum((values - batch.returns) ** 2, (batch.values + moved - batch.returns) ** 2)
+    return (jnp.where(batch.mask, 0.5 * errors, 0.0).sum(axis=1) / batch.num_tokens).sum()
+
+
+def total(parts: list[dict[str, Array]]) -> dict[str, Array]:
+    """The metrics of an optimiser batch from those of its micro-batches: the largest of each `max`, sums of others."""
+    names = parts[0]
+    metrics = {n: jnp.stack([part[n] for part in parts]) for n in names}
+    metrics = {n: x.max() if n.endswith("_max") else x.sum() for n, x in metrics.items()}
+    squared = metrics.pop("inference_recompute/ratio_squared")
+    share = metrics["inference_recompute/ratio"] ** 2 / jnp.maximum(squared, 1e-30)
+    return metrics | {"inference_recompute/effective_sample_share": share}
 
 
 def describe(config: ObjectiveConfig) -> str:
     """The resolved objective in one line."""
+
+    def formula(function) -> str:
+        return function.__doc__.partition(". ")[0]
+
     low, high = config.clip_range
-    advantage = {"group_zscore": "(r - mean)/std", "group_mean": "r - mean", "reinforce": "r"}[config.advantage]
-    clip = f"clip(ratio, {low:g}, {high:g}) A"
-    loss = {"ppo": f"max(-ratio A, -{clip})", "ppo_all_clip": f"-{clip}", "reinforce": "-A log p"}[config.objective]
-    bonus = f" - {config.entropy_coef:g} entropy" if config.entropy_coef else ""
-    return f"minimise {config.loss_normalization} of {loss}{bonus}, A = {advantage}"
+    more = {"best_k": f", k = {config.best_k}", "gae": f", gamma {config.gamma:g}, lambda {config.gae_lambda:g}"}
+    text = f"minimise {config.loss_normalization} of {formula(OBJECTIVES[config.objective])}"
+    if "clip" in text:
+        text += f", clip to [{low:g}, {high:g}]" + f", dual clip {config.dual_clip:g}" * (config.dual_clip > 0)
+    if config.objective == "dppo":
+        text += f", at most {low - 1:g} or +{high - 1:g}"
+    if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
+        text += " (GSPO is that of sequence_mean only)"
+    if config.importance_correction != "none":
+        text += f", x {config.importance_correction}(w, {config.importance_cap:g}) by {config.importance_level}"
+    if config.kl_coef and config.kl_in == "loss":
+        text += f" + {config.kl_coef:g} {config.kl_estimator or 'k3'}(p || p_ref)"
+    if config.entropy_coef:
+        text += f" - {config.entropy_coef:g} entropy"
+    if config.kl_coef and config.kl_in == "reward":
+        text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
+    return f"{text}; A = {formula(ADVANTAGES[config.advantage])}{more.get(config.advantage, '')}"

@@ -71,7 +71,7 @@ class Rollouts:
     lengths: Int[Array, "B"]  # prompt + completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
-    support: Int[Array, "B T S"] | None = None
+    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, -1 fills up; None: all
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class Sampler:
         last = padded[owner, -1]
         tokens = np.zeros((B, self.max_new_tokens), np.int32)
         logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
+        support = np.zeros((*tokens.shape, self.distribution.support_size(self.model.vocab_size)), np.int32)
         lengths, done = np.full(B, self.max_new_tokens), np.zeros(B, bool)
 
         weights = rollout_weights(self.model, params, layout)
@@ -142,10 +143,11 @@ class Sampler:
             state = layout.put((last[slots], starts[owner[slots]], keys[slots], forced))
             caches, *drawn = decode_segment(self, weights, caches, np.int32(P - 1 + t), np.int32(t), *state)
 
-            drawn, scores = layout.fetch(drawn)
+            drawn, scores, ids_drawn_from = layout.fetch(drawn)
             rows, at = np.unique(slots, return_index=True)
             rows, at = rows[~done[rows]], at[~done[rows]]
             tokens[rows, t : t + steps], logprobs[rows, t : t + steps] = drawn[at], scores[at]
+            support[rows, t : t + steps] = ids_drawn_from[at]
             mask[rows, t : t + steps] = forced[at] < 0
             last[rows] = drawn[at, -1]
             for row in rows:
@@ -156,7 +158,7 @@ class Sampler:
             bar.update(int(done.sum()) - bar.n)
         bar.close()
 
-        return assemble(prompts, owner, tokens, mask, logprobs, lengths, done)
+        return assemble(prompts, owner, tokens, mask, logprobs, support if support.size else None, lengths, done)
 
     def segments(self) -> list[int]:
         """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
@@ -191,19 +193,21 @@ class Sampler:
         return any(stop in text for stop in self.stop_strings)
 
 
-def assemble(prompts, owner, tokens, mask, logprobs, lengths, finished) -> Rollouts:
-    """Puts each row's completion, the arrays [B, A], behind its prompt."""
+def assemble(prompts, owner, tokens, mask, logprobs, support, lengths, finished) -> Rollouts:
+    """Puts each row's completion, the arrays [B, A, ...], behind its prompt."""
     prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
     columns = np.arange((prompt_lengths + lengths).max()) - prompt_lengths[:, None]  # 0: the completion's first
     is_completion, source = (columns >= 0) & (columns < lengths[:, None]), np.clip(columns, 0, tokens.shape[1] - 1)
 
     def place(x):
-        return np.where(is_completion, np.take_along_axis(x, source, axis=1), np.zeros((), x.dtype))
+        each = (...,) + (None,) * (x.ndim - 2)
+        return np.where(is_completion[each], np.take_along_axis(x, source[each], axis=1), np.zeros((), x.dtype))
 
     rows = place(tokens)
     for row, prompt in zip(rows, (prompts[i] for i in owner), strict=True):
         row[: len(prompt)] = prompt
-    return Rollouts(rows, place(mask), place(logprobs), prompt_lengths + lengths, prompt_lengths, finished)
+    support = None if support is None else place(support)
+    return Rollouts(rows, place(mask), place(logprobs), prompt_lengths + lengths, prompt_lengths, finished, support)
 
 
 @jax.jit
@@ -216,7 +220,8 @@ def rollout_weights(model: Qwen, params, layout: Layout):
     """The weights as sampling reads them, cast and laid out once a call: left to the loop it would be every token."""
     table = model.unstacked_table()
     shardings = jax.tree.map(lambda spec: layout.sharding(*spec, rollout=True), table, is_leaf=qwen3.is_spec)
-    return jax.jit(qwen3.unstack, static_argnums=0, out_shardings=shardings)(model, params)
+    policy = {name: params[name] for name in table}  # without a critic
+    return jax.jit(qwen3.unstack, static_argnums=0, out_shardings=shardings)(model, policy)
 
 
 def make_sampler(config: SamplingConfig, model, tokenizer, layout, max_new_tokens: int, force_at: int) -> Sampler:
@@ -248,24 +253,28 @@ def regroup(caches, source: Int[Array, "S"], width: int):
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def decode_segment(sampler: Sampler, weights, caches, column, t, last, starts, keys, forced: Int[Array, "S steps"]):
-    """Draws tokens number t, t + 1, ... for each slot, `last` standing at `column`; returns cache, tokens, logprobs."""
+    """Draws tokens number t, t + 1, ... for each slot, `last` standing at `column`.
+
+    Returns the cache, tokens [S, steps], their log-probabilities, and the ids that they were drawn from.
+    """
     keys = jax.random.wrap_key_data(keys)
 
     def step(i, state):
-        caches, last, tokens, logprobs = state
+        caches, last, tokens, logprobs, support = state
         logits, caches = qwen3.decode(sampler.model, weights, caches, last, column + i, starts)
-        drawn, scores = sampler.distribution.draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, t + i))
+        drawn, scores, ids = sampler.distribution.draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, t + i))
         if sampler.force_answer_at:
             force = forced[:, i]
             truth = log_softmax_at(logits / (sampler.distribution.temperature or 1.0), jnp.maximum(force, 0))
             drawn, scores = jnp.where(force < 0, drawn, force), jnp.where(force < 0, scores, truth)
         drawn = drawn.astype(jnp.int32)
-        return caches, drawn, tokens.at[:, i].set(drawn), logprobs.at[:, i].set(scores)
+        return caches, drawn, tokens.at[:, i].set(drawn), logprobs.at[:, i].set(scores), support.at[:, i].set(ids)
 
     outputs = jnp.zeros(forced.shape, jnp.int32), jnp.zeros(forced.shape, jnp.float32)
+    outputs += (jnp.zeros((*forced.shape, sampler.distribution.support_size(sampler.model.vocab_size)), jnp.int32),)
     # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    caches, _, tokens, logprobs = jax.lax.fori_loop(0, forced.shape[1], step, (caches, last, *outputs))
-    return caches, tokens, logprobs
+    caches, _, *outputs = jax.lax.fori_loop(0, forced.shape[1], step, (caches, last, *outputs))
+    return caches, *outputs
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The distribution over next tokens that is sampled and trained: drawing from it, and scoring under it, in float32.
 
-Letters: S rows, V vocabulary.
+Letters: R rows, V vocabulary, S ids of a truncated distribution.
 """
 
 from dataclasses import dataclass
@@ -34,33 +34,48 @@ class Distribution:
         """Whether every token can be drawn."""
         return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
-    def draw(self, logits: Float[Array, "S V"], keys) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-        """A token for each row with its key, and its log-probability under the distribution that it came from.
+    @property
+    def note(self) -> str:
+        """For people, at the start of training: what is left out; empty for the whole distribution."""
+        if self.is_whole:
+            return ""
+        limit = f"the {self.top_k or MAX_SUPPORT} likeliest tokens" + " at most" * (not self.top_k)
+        return f"sampled and trained: {limit}, with top_p {self.top_p:g} and min_p {self.min_p:g} of them"
 
-        Greedy tokens come with their log-probability at temperature 1.
+    def support_size(self, vocab_size: int) -> int:
+        """The most ids that can be drawn; 0: all of them, or only the likeliest."""
+        return 0 if self.is_whole or self.temperature == 0 else min(self.top_k or MAX_SUPPORT, vocab_size)
+
+    def draw(self, logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Float[Array, "R"], Int[Array, "R S"]]:
+        """A token for each row with its key, its log-probability under the distribution it came from, and the support.
+
+        The support are the `support_size` ids that could be drawn, filled up with -1. Greedy tokens come with their
+        log-probability at temperature 1.
         """
+        size = self.support_size(logits.shape[-1])
+        everything = jnp.zeros((len(logits), 0), jnp.int32)
         if self.temperature == 0:
             tokens = logits.argmax(-1)
-            return tokens, log_softmax_at(logits, tokens)
+            return tokens, log_softmax_at(logits, tokens), everything
         logits = logits / self.temperature
-        if self.is_whole:
-            return categorical(logits, keys)
-        top, ids = jax.lax.top_k(logits, min(self.top_k or MAX_SUPPORT, logits.shape[-1]))
+        if not size:
+            return *categorical(logits, keys), everything
+        top, ids = jax.lax.top_k(logits, size)
         normalizer = jax.nn.logsumexp(top if self.top_k else logits, axis=-1, keepdims=True)
         probs = jnp.exp(top - normalizer)
         keep = (jnp.cumsum(probs, axis=-1) - probs < self.top_p) & (probs >= self.min_p * probs[:, :1])
         choice, logprobs = categorical(jnp.where(keep, top, -jnp.inf), keys)
-        return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0], logprobs
+        return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0], logprobs, jnp.where(keep, ids, -1)
 
 
-def categorical(logits: Float[Array, "S V"], keys) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+def categorical(logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
     """Inverse-CDF draws in two levels, a block of 128 ids and then an id in it: two uniforms a row, not V Gumbels.
 
     The sum over the blocks is the softmax's denominator, so the log-probability costs nothing more.
     """
-    S, V = logits.shape
+    R, V = logits.shape
     top = logits.max(-1, keepdims=True)
-    mass = jnp.pad(jnp.exp(logits - top), ((0, 0), (0, -V % 128))).reshape(S, -1, 128)
+    mass = jnp.pad(jnp.exp(logits - top), ((0, 0), (0, -V % 128))).reshape(R, -1, 128)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
 
     def pick(mass, u):
@@ -71,6 +86,14 @@ def categorical(logits: Float[Array, "S V"], keys) -> tuple[Int[Array, "S"], Flo
     block = pick(blocks, uniform[:, 0])
     tokens = block * 128 + pick(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
     return tokens, jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0] - jnp.log(blocks.sum(-1))
+
+
+def truncate(
+    logits: Float[Array, "... V"], support: Int[Array, "... S"], tokens: Int[Array, "..."]
+) -> tuple[Float[Array, "... S"], Int[Array, "..."]]:
+    """The logits of the support, and the place of each token in it."""
+    kept = jnp.take_along_axis(logits, jnp.maximum(support, 0), axis=-1)
+    return jnp.where(support < 0, -1e30, kept), jnp.argmax(support == tokens[..., None], axis=-1)
 
 
 def log_softmax_at(logits: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Float[Array, "..."]:

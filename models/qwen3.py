@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from models.attention import Cache, attend, attend_cache, causal_mask
-from models.distribution import entropy, log_softmax_at
+from models.distribution import entropy, log_softmax_at, truncate
 from utils.batching import Array
 
 Params = dict  # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
 LAYERS, EMBED, NORM, HEAD = "model.layers", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+CRITIC, VALUE_HEAD = "critic", "v_head.weight"  # in training only: params["critic"] is no part of the saved model
 
 
 class Spec(NamedTuple):
@@ -179,9 +180,7 @@ def unstack(model: Qwen, params: Params) -> Params:
     return params | {LAYERS: layers}
 
 
-def prefill(
-    model: Qwen, weights: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"]
-) -> list[Cache]:
+def prefill(model: Qwen, weights: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"]) -> list[Cache]:
     """The cache of left-padded rows whose first token stands in column `starts`; positions count from there."""
     columns = jnp.arange(tokens.shape[1])
     mask: Bool[Array, "B T T"] = causal_mask(tokens.shape[1]) & (columns >= starts[:, None])[:, None]
@@ -213,16 +212,30 @@ def decode(
 LOGIT_ELEMENTS = 1 << 27  # of the head at a time (0.5 GB in float32): [B, T, V] never exists
 
 
-def token_logprobs(
-    model: Qwen, params: Params, tokens: Int[Array, "B T"], temperature: float = 1.0, first: int = 1
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of each token given those left of it, and the entropy (nats) of the distribution it came from.
+class TokenScores(NamedTuple):
+    """What the model says of each token of a row; column t speaks of tokens[:, t]."""
 
-    The one place where next-token logits are shifted: column t of the results speaks of tokens[:, t]. Columns left of
-    `first` are not computed and 0 (prompt tokens need no logits).
+    logprobs: Float[Array, "B T"]  # given what stands left of it
+    entropy: Float[Array, "B T"]  # of the distribution it came from, nats
+    values: Float[Array, "B T"] | None  # of the state it was chosen in, where there is a critic
+
+
+def score_tokens(
+    model: Qwen,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    temperature: float = 1.0,
+    first: int = 1,
+    support: Int[Array, "B T S"] | None = None,
+) -> TokenScores:
+    """Log-probabilities, entropies and values, under the distribution that was sampled: temperature and support.
+
+    The one place where next-token logits are shifted. Columns left of `first` are not computed and 0 (prompt tokens
+    need no logits).
     """
     B, T = tokens.shape
     hidden, targets = forward(model, params, tokens)[:, first - 1 : -1], tokens[:, first:]
+    support = None if support is None else support[:, first:]
     width = max(1, min(T - first, LOGIT_ELEMENTS // (B * model.vocab_size)))
     num_chunks = -(-(T - first) // width)
 
@@ -231,14 +244,30 @@ def token_logprobs(
         return x.reshape(B, num_chunks, width, *x.shape[2:]).swapaxes(0, 1)
 
     def score(chunk):
-        hidden, targets = chunk
+        hidden, targets, support = chunk
         scaled = head(model, params, hidden) / temperature
+        if support is not None:
+            scaled, targets = truncate(scaled, support, targets)
         return log_softmax_at(scaled, targets), entropy(scaled)
 
-    chunks = (chunked(hidden), chunked(targets))
+    chunks = jax.tree.map(chunked, (hidden, targets, support))
     if num_chunks == 1:
         results = jax.tree.map(lambda x: x[None], score(jax.tree.map(lambda x: x[0], chunks)))
     else:
         results = jax.lax.map(jax.checkpoint(score), chunks)
     joined = [x.swapaxes(0, 1).reshape(B, -1)[:, : T - first] for x in results]
-    return tuple(jnp.pad(x, ((0, 0), (first, 0))) for x in joined)
+    joined.append(values(model, params[CRITIC], tokens)[:, first - 1 : -1] if CRITIC in params else None)
+    return TokenScores(*jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), joined))
+
+
+def make_critic(model: Qwen, params: Params) -> Params:
+    """A critic: a copy of the policy's trunk under a linear head of zeros."""
+    trunk = {name: jnp.copy(x) if name != LAYERS else jax.tree.map(jnp.copy, x) for name, x in params.items()}
+    trunk.pop(HEAD, None)
+    return trunk | {VALUE_HEAD: jnp.zeros((1, model.hidden_size), jnp.float32, device=params[NORM].sharding)}
+
+
+def values(model: Qwen, critic: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Float32 values of the states that end with each token."""
+    hidden = rms_norm(forward(model, critic, tokens).astype(jnp.float32), critic[NORM], model.rms_norm_eps)
+    return hidden @ critic[VALUE_HEAD][0]

@@ -94,13 +94,13 @@ def test_decoding_with_a_cache_equals_the_forward_pass(name):
 
 
 @pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16
-def test_token_logprobs_are_those_of_the_full_softmax(columns, monkeypatch):
+def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     model, params, _ = load(FIXTURES / "qwen3-tied")
     tokens, scaled = expected("qwen3-tied")["tokens"], expected("qwen3-tied")["logits"][:, :-1] / 0.7
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
     monkeypatch.setattr(qwen3, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
-    found, entropy = jax.jit(partial(qwen3.token_logprobs, model, temperature=0.7, first=5))(params, tokens)
+    found, entropy, _ = jax.jit(partial(qwen3.score_tokens, model, temperature=0.7, first=5))(params, tokens)
     np.testing.assert_allclose(found[:, 5:], reference[:, 4:], atol=1e-4)
     np.testing.assert_allclose(entropy[:, 5:], -(np.exp(scaled) * scaled).sum(-1)[:, 4:], atol=1e-4)
     assert not found[:, :5].any() and not entropy[:, :5].any()

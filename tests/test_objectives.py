@@ -1,8 +1,9 @@
-"""Advantages, policy losses and aggregation against plain float64 loops written from the formulas, not from the code.
+"""Advantages, policy losses, KL, aggregation against plain float64 loops written from the formulas, not from the code.
 
 Letters: N prompts, G rollouts of each, B = N G rows, T row length.
 """
 
+import functools
 import itertools
 import math
 
@@ -11,37 +12,90 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.objectives import Batch, ObjectiveConfig, advantages, normalize, policy_loss
+from core.objectives import (
+    ADVANTAGES,
+    OBJECTIVES,
+    Batch,
+    ObjectiveConfig,
+    advantages,
+    describe,
+    generalised_advantages,
+    normalize,
+    policy_loss,
+    total,
+    value_loss,
+)
+from utils.batching import concatenate, take
 
 N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
 B = N * G
 CHOICES = {name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"] for name in
            ("advantage", "objective", "loss_normalization")}  # fmt: skip
+LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
+REFUSES_NORMALIZATION = ("gae", "best_k")
+NOT_RELATIVE = ("reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
+KL = {
+    "no KL": {},
+    "k2 in the loss": {"kl_coef": 0.1, "kl_estimator": "k2"},
+    "k3 in the loss": {"kl_coef": 0.1, "kl_estimator": "k3"},
+    "KL in the reward": {"kl_coef": 0.1, "kl_in": "reward"},
+}
 
 
-def random_batch(seed: int, rewards=None) -> Batch:
-    """Ragged rows with masked (forced) tokens among the completion, garbage in the padding, ratios from 0.4 to 2.6."""
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Saves a third of the time of these tests."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def random_batch(seed: int, rewards=None, group_size: int = G) -> Batch:
+    """Ragged rows with masked (forced) tokens among the completion, and garbage wherever the mask is off."""
     rng = np.random.default_rng(seed)
+    if rewards is None:
+        rewards = np.concatenate([rng.choice([0, 0.1, 0.6, 1], G), [0.1] * G, rng.choice([0, 0.1, 0.6, 1], G)])
+    B = len(rewards)
     prompts = rng.integers(1, 5, B)
     lengths = prompts + rng.integers(1, LIMIT + 1, B)
     columns = np.arange(T)
     mask = (columns >= prompts[:, None]) & (columns < lengths[:, None]) & (rng.random((B, T)) < 0.9)
     mask[0] = False  # a row of forced tokens only
-    old = rng.normal(-2, 1, (B, T)).astype(np.float32)
+    old = -rng.exponential(1, (B, T))
+    sampled, ref = old + rng.normal(0, 0.4, (B, T)), old + rng.normal(0, 0.4, (B, T))
+
+    def dirty(x):
+        return np.where(mask, x, rng.normal(0, 100, (B, T))).astype(np.float32)
+
     return Batch(
-        tokens=rng.integers(0, 50, (B, T)), mask=mask, sample_logprobs=old + rng.normal(0, 0.4, (B, T)),
-        rewards=np.float32(rng.choice([0, 0.1, 0.6, 1], B) if rewards is None else rewards),
-        lengths=lengths, prompt_lengths=prompts, old_logprobs=old, group_size=G,
+        tokens=rng.integers(0, 50, (B, T)), mask=mask, sample_logprobs=dirty(sampled), rewards=np.float32(rewards),
+        lengths=lengths, prompt_lengths=prompts, finished=rng.random(B) < 0.7, old_logprobs=dirty(old),
+        ref_logprobs=dirty(ref), values=dirty(rng.normal(0.4, 0.5, (B, T))), group_size=group_size,
     )  # fmt: skip
 
 
-def new_logprobs(batch: Batch, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of the updated policy, kept away from the kinks of clipping, and entropies."""
+def new_logprobs(batch: Batch, config: ObjectiveConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of the updated policy, kept away from the kinks and jumps of the loss, and entropies."""
     rng = np.random.default_rng(seed)
-    log_ratio = rng.uniform(-0.9, 0.95, batch.mask.shape)
-    for kink in (0.8, 1.28, 1.2, 2.0):
-        log_ratio += 0.02 * (np.abs(log_ratio - math.log(kink)) < 0.01)
-    return batch.old_logprobs + log_ratio, rng.uniform(0, 4, batch.mask.shape)
+    mask, old, sampled = batch.mask, np.float64(batch.old_logprobs), np.float64(batch.sample_logprobs)
+    log_ratio, near = rng.uniform(-0.9, 0.95, mask.shape), np.array(True)
+    while near.any():
+        log_ratio += 0.03 * near
+        if config.objective == "gspo":
+            where = np.exp((log_ratio * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1)[:, None], 1))
+        elif config.objective == "dppo":
+            where = 1 + np.exp(np.where(mask, old + log_ratio, 0)) - np.exp(np.where(mask, sampled, 0))
+        else:
+            where = np.exp(log_ratio)
+        kinks = (*clip_range(config), config.dual_clip, 2.0)
+        near = mask & np.any([np.abs(where - kink) < 0.01 for kink in kinks], axis=0)
+        near = near | (near.any(axis=1, keepdims=True) if config.objective == "gspo" else False)
+    entropy = rng.uniform(0, 4, mask.shape)
+    garbage = rng.normal(0, 100, mask.shape)
+    return np.float32(np.where(mask, old + log_ratio, garbage)), np.float32(np.where(mask, entropy, garbage))
+
+
+# The oracle
 
 
 def mean(x) -> float:
@@ -49,134 +103,321 @@ def mean(x) -> float:
 
 
 def deviation(x) -> float:
-    return math.sqrt(mean([(v - mean(x)) ** 2 for v in x]))
+    mu = mean(x)
+    return math.sqrt(mean([(v - mu) ** 2 for v in x]))
 
 
-def oracle_advantages(rewards, config: ObjectiveConfig, G: int = G) -> tuple[list[float], list[bool]]:
-    """One advantage a row, and which rows stay. OBJECTIVES: a group with max - min <= 1e-6 has no signal."""
-    out, keep, signal = [], [], []
-    for n in range(len(rewards) // G):
-        group = [float(r) for r in rewards[n * G : n * G + G]]
-        has_signal = max(group) - min(group) > 1e-6
-        for r in group:
-            if config.advantage == "reinforce":
-                a, has_signal = r, True
-            elif not has_signal:
-                a = 0.0
-            elif config.advantage == "group_mean":
-                a = r - mean(group)
-            else:
-                assert config.advantage == "group_zscore"
-                a = (r - mean(group)) / deviation(group)
-            out.append(a)
-            signal.append(has_signal)
-            keep.append(has_signal or not config.do_group_filter)
-    if config.do_global_normalization:
-        kept = [a for a, k in zip(out, keep, strict=True) if k]
-        out = [(a - mean(kept)) / deviation(kept) for a in out]
-    if config.do_clip_advantages:
-        out = [max(a, 0.0) for a in out]
-    out = [a * config.negative_advantage_multiplier if a < 0 else a for a in out]
-    return [a if s else 0.0 for a, s in zip(out, signal, strict=True)], keep
+def standardized(table, over) -> list[list[float]]:
+    """Each number less the mean of those in `over`, divided by their deviation where they have one."""
+    mu, sigma = mean(over), deviation(over) or 1.0
+    return [[(x - mu) / sigma for x in row] for row in table]
 
 
-def oracle_loss(logprobs, entropy, batch: Batch, config: ObjectiveConfig) -> float:
-    """The loss of a whole optimiser batch, one token at a time."""
-    low = 1 - config.clip_epsilon
-    high = 1 + (config.clip_epsilon if config.clip_epsilon_high < 0 else config.clip_epsilon_high)
-    num_tokens = int(batch.mask.sum())
-    loss = 0.0
-    for i in range(len(logprobs)):
-        row_tokens = int(batch.mask[i].sum())
-        weight = {
-            "token_mean": 1 / num_tokens,
-            "sequence_mean": 1 / (len(logprobs) * max(row_tokens, 1)),
-            "constant": 1 / (len(logprobs) * LIMIT),
-        }[config.loss_normalization]
-        for t in np.flatnonzero(batch.mask[i]):
-            new, old, sampled = float(logprobs[i, t]), float(batch.old_logprobs[i, t]), batch.sample_logprobs[i, t]
-            a, ratio = float(batch.advantages[i, t]), math.exp(new - old)
-            clipped = min(max(ratio, low), high)
-            token = {
-                "ppo": max(-ratio * a, -clipped * a),
-                "ppo_all_clip": -clipped * a,
-                "reinforce": -a * new,
-            }[config.objective]
-            if config.do_mask_importance_ratio and ratio > 2:
-                token = 0.0
-            if config.do_mask_inference_ratio and math.exp(old - float(sampled)) > 2:
-                token = 0.0
-            loss += token * weight - config.entropy_coef * float(entropy[i, t]) / num_tokens
-    return loss
+def clip_range(config: ObjectiveConfig) -> tuple[float, float]:
+    high = config.clip_epsilon if config.clip_epsilon_high < 0 else config.clip_epsilon_high
+    return 1 - config.clip_epsilon, 1 + high
 
 
-def check_loss(config: ObjectiveConfig, seed: int) -> None:
-    """Value against the oracle, gradient against its central differences."""
-    batch = random_batch(seed)
-    batch = batch.replace(advantages=np.asarray(advantages(batch, config)[0]))
-    logprobs, entropy = new_logprobs(batch, seed)
+def tokens_of(batch: Batch, i: int) -> list[int]:
+    """The columns of a row that the policy chose."""
+    return np.flatnonzero(batch.mask[i]).tolist()
 
-    def loss(logprobs, entropy):  # not compiled: the operations are the same in all of these tests
-        return policy_loss(logprobs, entropy, normalize(batch, LIMIT, config), config)[0]
 
-    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(jnp.float32(logprobs), jnp.float32(entropy))
-    assert abs(value - oracle_loss(logprobs, entropy, batch, config)) < 1e-5
-    expected = np.zeros((B, T))  # the oracle does not read what is not masked
+def oracle_penalty(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """What the KL takes off the reward of each token: kl_coef (log p_old - log p_ref)."""
+    out = np.zeros(batch.mask.shape)
     for i, t in np.argwhere(batch.mask):
-        step = np.zeros((B, T))
-        step[i, t] = 1e-4
-        above, below = (oracle_loss(logprobs + d, entropy, batch, config) for d in (step, -step))
-        expected[i, t] = (above - below) / 2e-4
-    np.testing.assert_allclose(grads[0], expected, atol=1e-5)
-    np.testing.assert_allclose(grads[1], -config.entropy_coef * batch.mask / batch.mask.sum(), atol=1e-8)
+        if config.kl_in == "reward":
+            out[i, t] = config.kl_coef * (float(batch.old_logprobs[i, t]) - float(batch.ref_logprobs[i, t]))
+    return out
 
 
-@pytest.mark.parametrize(("advantage", "objective", "normalization"), [*itertools.product(*CHOICES.values())])
-def test_value_and_gradient(advantage, objective, normalization):
-    config = ObjectiveConfig(advantage, objective, normalization, clip_epsilon_high=0.28, entropy_coef=0.01)
-    check_loss(config, seed=1)
+def oracle_gae(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """A_t = sum over l of (gamma lambda)^l delta_t+l, with delta_t = r_t + gamma V_t+1 - V_t; not whitened."""
+    out, penalty = np.zeros(batch.mask.shape), oracle_penalty(batch, config)
+    for i in range(len(batch.mask)):
+        chosen = tokens_of(batch, i)
+        values = [float(batch.values[i, t]) for t in chosen] + [0.0]
+        deltas = []
+        for n, t in enumerate(chosen):
+            reward = (float(batch.rewards[i]) if t == chosen[-1] else 0.0) - penalty[i, t]
+            deltas.append(reward + config.gamma * values[n + 1] - values[n])
+        for n, t in enumerate(chosen):
+            later = [(config.gamma * config.gae_lambda) ** m * delta for m, delta in enumerate(deltas[n:])]
+            out[i, t] = math.fsum(later)
+    return out
 
 
-FLAGS = [
+def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray, list[bool], list[bool]]:
+    """The advantage of each token, which rows stay in the batch, and which have a signal.
+
+    OBJECTIVES: a group with max - min <= 1e-6 has none, its advantages are exactly 0.
+    """
+    name, G, rows = config.advantage, batch.group_size, range(len(batch.rewards))
+    penalty = oracle_penalty(batch, config)
+    rewards = [float(batch.rewards[i]) - math.fsum(penalty[i]) for i in rows]
+    out, keep, signal = [], [], []
+    for i in rows:
+        r, group = rewards[i], rewards[i // G * G : i // G * G + G]
+        mu = mean(group)
+        signal.append(name in NOT_RELATIVE or max(group) - min(group) > 1e-6)
+        keep.append(signal[i] or not config.do_group_filter)
+        if config.do_truncation_filter and not batch.finished[i]:
+            keep[i] = False
+        if name == "reinforce":
+            a = r
+        elif name == "batch_zscore":
+            a = (r - mean(rewards)) / deviation(rewards)
+        elif name == "gae":
+            a = None  # one for each token: below
+        elif name == "best_k":
+            best = sorted(range(G), key=lambda j: -group[j])[: config.best_k]  # stable: ties by order
+            a = 1.0
+            if i % G not in best:
+                keep[i] = False
+        elif name == "reinforce++_baseline":
+            a = r - mu
+        elif not signal[i]:
+            a = 0.0
+        elif name == "group_zscore":
+            a = (r - mu) / deviation(group)
+        elif name == "group_mean":
+            a = r - mu
+        elif name == "rloo":
+            a = r - (math.fsum(group) - r) / (G - 1)
+        else:
+            assert name == "maxrl"
+            a = (r - mu) / mu if mu > 0 else 0.0
+        out.append([a] * T)
+    if name == "gae":
+        out = oracle_gae(batch, config).tolist()
+    if name in ("gae", "reinforce++_baseline"):
+        out = standardized(out, [out[i][t] for i in rows if keep[i] for t in tokens_of(batch, i)])
+    out = [row if s else [0.0] * T for row, s in zip(out, signal, strict=True)]
+    if config.do_global_normalization:
+        out = standardized(out, [out[i][0] for i in rows if keep[i]])
+    if config.do_clip_advantages:
+        out = [[max(a, 0.0) for a in row] for row in out]
+    out = [[a * config.negative_advantage_multiplier if a < 0 else a for a in row] for row in out]
+    out = [row if s else [0.0] * T for row, s in zip(out, signal, strict=True)]
+    return np.array(out) * batch.mask, keep, signal
+
+
+def oracle_policy(new, frozen, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """The policy loss of each token. `frozen` is `new` as seen through stopgrad: it stays where `new` is moved."""
+    low, high = clip_range(config)
+    out = np.zeros(batch.mask.shape)
+    for i in range(len(out)):
+        chosen = tokens_of(batch, i)
+        for t in chosen:
+            A, logp, fixed = float(a[i, t]), float(new[i, t]), float(frozen[i, t])
+            old, sampled = float(batch.old_logprobs[i, t]), float(batch.sample_logprobs[i, t])
+            rho, rho_fixed = math.exp(logp - old), math.exp(fixed - old)
+            clipped, clipped_fixed = min(max(rho, low), high), min(max(rho_fixed, low), high)
+            if config.objective == "ppo":
+                loss = max(-rho * A, -clipped * A)
+                if config.dual_clip and A < 0:
+                    loss = min(loss, -config.dual_clip * A)
+            elif config.objective == "ppo_all_clip":
+                loss = -clipped * A
+            elif config.objective == "reinforce":
+                loss = -A * logp
+            elif config.objective == "cispo":
+                loss = -clipped_fixed * A * logp
+            elif config.objective == "gspo":
+                s = math.exp(mean([float(frozen[i, u]) - float(batch.old_logprobs[i, u]) for u in chosen]))
+                s_t = s * math.exp(logp) / math.exp(fixed)
+                loss = max(-s_t * A, -min(max(s_t, low), high) * A)
+            elif config.objective == "dppo":
+                moved = math.exp(fixed) - math.exp(sampled)
+                inside = moved <= high - 1 if A > 0 else moved >= low - 1
+                loss = -math.exp(logp - sampled) * A if inside else 0.0
+            else:
+                assert config.objective == "sapo"
+                tau = config.sapo_tau if A > 0 else config.sapo_tau_negative
+                loss = -(4 / tau) * A / (1 + math.exp(-tau * (rho - 1)))
+            out[i, t] = loss * oracle_importance(batch, i, t, config)
+            if config.do_mask_importance_ratio and rho_fixed > 2:
+                out[i, t] = 0.0
+            if config.do_mask_inference_ratio and math.exp(old - sampled) > 2:
+                out[i, t] = 0.0
+    return out
+
+
+def oracle_importance(batch: Batch, i: int, t: int, config: ObjectiveConfig) -> float:
+    """w = p_old / p_sample of a token or of its completion, cut at the cap."""
+    some = [t] if config.importance_level == "token" else tokens_of(batch, i)
+    w = math.exp(math.fsum(float(batch.old_logprobs[i, u]) - float(batch.sample_logprobs[i, u]) for u in some))
+    above = {"none": 1.0, "truncate": config.importance_cap, "mask": 0.0}[config.importance_correction]
+    return above if w > config.importance_cap or config.importance_correction == "none" else w
+
+
+def oracle_loss(new, frozen, entropy, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """What each token adds to the loss of a whole optimiser batch."""
+    num_rows, num_tokens = len(new), int(batch.mask.sum())
+    out = oracle_policy(new, frozen, a, batch, config)
+    for i, t in np.argwhere(batch.mask):
+        if config.kl_coef and config.kl_in == "loss":
+            x = float(new[i, t]) - float(batch.ref_logprobs[i, t])
+            out[i, t] += config.kl_coef * {"k2": x * x / 2, "k3": math.exp(-x) + x - 1}[config.kl_estimator or "k3"]
+        out[i, t] *= {
+            "token_mean": 1 / num_tokens,
+            "sequence_mean": 1 / (num_rows * int(batch.mask[i].sum())),
+            "constant": 1 / (num_rows * LIMIT),
+        }[config.loss_normalization]
+        out[i, t] -= config.entropy_coef * float(entropy[i, t]) / num_tokens
+    return out
+
+
+def slopes(oracle, new, *rest) -> np.ndarray:
+    """Central differences of each token's own loss: no other depends on its log-probability, but through stopgrad."""
+    new = np.float64(new)
+    return (oracle(new + 1e-4, new, *rest) - oracle(new - 1e-4, new, *rest)) / 2e-4
+
+
+@functools.cache
+def credited(config: ObjectiveConfig, seed: int) -> tuple[Batch, np.ndarray]:
+    """A batch of the rows that stay, with its advantages, and what these should be."""
+    batch = random_batch(seed)
+    found, keep = advantages(batch, config)
+    expected, expected_keep, _ = oracle_advantages(batch, config)
+    assert keep.tolist() == expected_keep
+    rows = np.flatnonzero(keep)
+    batch = take(batch.replace(advantages=np.asarray(found)), rows)
+    np.testing.assert_allclose(batch.advantages, expected[rows], atol=1e-5)
+    return batch, expected[rows]
+
+
+def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], seed: int) -> None:
+    """Values against the oracle, gradients against its central differences, for batches and their advantages.
+
+    One call for all of them: each row is divided by the denominators of its own batch. Not compiled, as the operations
+    are the same in all of these tests. The loss is linear in a row's weight, so its slope there is the row's part.
+    """
+    inputs, expected = [], []
+    for batch, a in cases:
+        new, entropy = new_logprobs(batch, config, seed)
+        inputs.append((new, entropy, jax.tree.map(np.asarray, normalize(batch, LIMIT, config))))
+        rows = oracle_loss(new, new, entropy, a, batch, config).sum(axis=1)
+        by_entropy = -config.entropy_coef * batch.mask / batch.mask.sum()
+        expected.append((slopes(oracle_loss, new, entropy, a, batch, config), by_entropy, rows))
+    (new, entropy, batch), expected = concatenate(inputs), concatenate(expected)
+
+    def loss(new, entropy, weight):
+        weighted = batch.replace(denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
+        return policy_loss(new, entropy, weighted, config)[0]
+
+    value, found = jax.value_and_grad(loss, argnums=(0, 1, 2))(new, entropy, jnp.ones(len(new)))
+    for x, y, what in zip(found, expected, ("by log-probabilities", "by entropy", "value of each row"), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=what)
+    assert float(value) == pytest.approx(math.fsum(expected[2]), rel=1e-5, abs=1e-5)
+
+
+def learn(new, entropy, batch: Batch, config: ObjectiveConfig):
+    """The gradient and the metrics of a (micro-)batch."""
+    return jax.grad(policy_loss, has_aux=True)(jnp.asarray(new), jnp.asarray(entropy), batch, config)
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize(("objective", "normalization"), LOSSES)
+def test_value_and_gradient(objective, normalization, kl):
+    """For every advantage, the random batch having a group without signal."""
+    cases = [credited(ObjectiveConfig(advantage, **KL[kl]), seed=1) for advantage in CHOICES["advantage"]]
+    flags = {"clip_epsilon_high": 0.28, "entropy_coef": 0.01} | KL[kl]
+    check_loss(ObjectiveConfig("group_mean", objective, normalization, **flags), cases, seed=1)
+
+
+ADVANTAGE_FLAGS = [
+    {},
+    {"do_group_filter": False},
     {"do_global_normalization": True},
     {"do_global_normalization": True, "do_group_filter": False},
-    {"do_global_normalization": True, "advantage": "reinforce"},
     {"do_clip_advantages": True},
     {"negative_advantage_multiplier": 0.3},
     {"do_global_normalization": True, "do_clip_advantages": True, "negative_advantage_multiplier": 2.0},
-    {"do_mask_importance_ratio": True},
-    {"do_mask_inference_ratio": True, "objective": "reinforce"},
+    {"do_truncation_filter": True},
+    {"do_truncation_filter": True, "do_group_filter": False, "do_global_normalization": True},
+    {"best_k": 1, "gamma": 0.9, "gae_lambda": 0.7},
+    {"best_k": 3, "gamma": 0.5, "gae_lambda": 0.0},
+    {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.9},
+    {"kl_coef": 0.3, "kl_in": "reward", "do_truncation_filter": True, "do_global_normalization": True},
+]
+LOSS_FLAGS = [
     {"clip_epsilon": 0.1},
     {"clip_epsilon": 0.0, "clip_epsilon_high": 0.5, "objective": "ppo_all_clip"},
-    {"entropy_coef": 0.0},
+    {"dual_clip": 1.5},
+    {"dual_clip": 1.1, "clip_epsilon_high": 0.3},
+    {"clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "objective": "gspo", "loss_normalization": "sequence_mean"},
+    {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0, "objective": "cispo"},
+    {"clip_epsilon": 0.05, "clip_epsilon_high": 0.1, "objective": "dppo"},
+    {"sapo_tau": 2.0, "sapo_tau_negative": 0.5, "objective": "sapo"},
+    {"do_mask_importance_ratio": True, "kl_coef": 0.1},
+    {"do_mask_inference_ratio": True, "kl_coef": 0.1, "objective": "reinforce"},
+    {"entropy_coef": 0.0, "kl_coef": 1.0, "loss_normalization": "constant"},
+]
+TWO = ("group_zscore", "gae")  # advantages
+
+
+def in_words(flags) -> str:
+    return ",".join(f"{name}={value}" for name, value in flags.items()) or "none"
+
+
+@pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
+def test_value_and_gradient_without_the_rows_that_leave(normalization):
+    cases = [credited(ObjectiveConfig(**flags), seed=2) for flags in ADVANTAGE_FLAGS]
+    assert len({len(a) for _, a in cases}) > 2
+    check_loss(ObjectiveConfig(loss_normalization=normalization), cases, seed=2)
+
+
+@pytest.mark.parametrize("flags", LOSS_FLAGS, ids=in_words)
+def test_value_and_gradient_under_flags(flags):
+    check_loss(ObjectiveConfig(**flags), [credited(ObjectiveConfig(name), seed=3) for name in TWO], seed=3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@pytest.mark.parametrize("objective", [name for name in CHOICES["objective"] if name != "dppo"])
+def test_importance_correction(objective, correction, level):
+    """It weighs the policy loss, not the KL."""
+    flags = {"importance_correction": correction, "importance_level": level, "importance_cap": 1.5, "kl_coef": 0.1}
+    cases = [credited(ObjectiveConfig(name), seed=3) for name in TWO]
+    check_loss(ObjectiveConfig(objective=objective, **flags), cases, seed=3)
+
+
+# Advantages
+
+REWARDS = [
+    [0.1, 1.0, 0.0, 0.1],
+    [0.1, 0.1, 0.1, 0.1],
+    [0.3, 0.3, 0.9, 0.2],
+    [0.0, 0.0, 0.0, 0.0],
+    [-1.0, 0.3, 0.3, 0.2],
+    [0.5, 0.5, 0.5, 0.9],
 ]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: ",".join(flags))
-def test_value_and_gradient_under_flags(flags):
-    check_loss(ObjectiveConfig(**flags), seed=2)
-
-
-def rewarded(rewards, group_size: int) -> Batch:
-    """Rows of which only the rewards and the mask matter."""
-    B = len(rewards)
-    mask = np.random.default_rng(0).random((B, T)) < 0.5
-    mask[:, 0] = True
-    return Batch(np.zeros((B, T), int), mask, np.zeros((B, T)), rewards, *np.full((2, B), T), group_size=group_size)
-
-
-REWARDS = np.float32([0.1, 1.0, 0.0, 0.1] + [0.1] * 4 + [0.3, 0.3, 0.9, 0.2] + [0.0] * 4)  # groups 1 and 3 are equal
-
-
-@pytest.mark.parametrize("flags", [{}, *FLAGS], ids=lambda flags: ",".join(flags) or "none")
+@pytest.mark.parametrize("flags", ADVANTAGE_FLAGS, ids=in_words)
 @pytest.mark.parametrize("advantage", CHOICES["advantage"])
 def test_advantages(advantage, flags):
-    config = ObjectiveConfig(**{"advantage": advantage, "do_group_filter": True} | flags)
-    batch = rewarded(REWARDS, G)
+    if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
+        return
+    config = ObjectiveConfig(advantage, **flags)
+    batch = random_batch(4, np.ravel(REWARDS))
     found, keep = advantages(batch, config)
-    expected, expected_keep = oracle_advantages(REWARDS, config)
-    np.testing.assert_allclose(found, batch.mask * np.array(expected)[:, None], atol=1e-5)
+    expected, expected_keep, signal = oracle_advantages(batch, config)
     assert keep.tolist() == expected_keep
+    np.testing.assert_allclose(found[keep], expected[keep], atol=1e-5)
+    assert not found[~np.array(signal)].any() and not found[~batch.mask].any(), "exactly 0"
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
+@pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
+def test_generalised_advantages(gamma, gae_lambda, kl):
+    config, batch = ObjectiveConfig("gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl]), random_batch(5)
+    np.testing.assert_allclose(generalised_advantages(batch, config), oracle_gae(batch, config), atol=1e-5)
 
 
 def in_sequence(*parts: float) -> np.float32:
@@ -194,48 +435,173 @@ NEARLY_EQUAL = {  # rewards whose float32 deviation is above 0 on some backends,
 }
 
 
-@pytest.mark.parametrize("name", NEARLY_EQUAL)
-@pytest.mark.parametrize("flags", [{}, {"do_global_normalization": True}], ids=["", "global"])
-@pytest.mark.parametrize("do_group_filter", [False, True])
-@pytest.mark.parametrize("advantage", [name for name in CHOICES["advantage"] if name != "reinforce"])
-def test_equal_rewards_carry_no_signal(advantage, do_group_filter, flags, name):
+@pytest.mark.parametrize(
+    "flags", [{}, {"do_group_filter": False}, {"do_group_filter": False, "do_global_normalization": True}], ids=in_words
+)
+@pytest.mark.parametrize("advantage", [name for name in CHOICES["advantage"] if name not in NOT_RELATIVE])
+def test_equal_rewards_carry_no_signal(advantage, flags):
     """Nor do they reach the advantages of other groups through the normalisation over the batch."""
-    config = ObjectiveConfig(advantage, do_group_filter=do_group_filter, **flags)
-    G = len(NEARLY_EQUAL[name])
-    rewards = np.float32(NEARLY_EQUAL[name] + [*range(G)])
-    found, keep = jax.jit(advantages, static_argnums=1)(rewarded(rewards, G), config)
-    expected, expected_keep = oracle_advantages(rewards, config, G)
-    assert not found[:G].any(), "exactly 0"
-    np.testing.assert_allclose(found[:, 0], expected, atol=1e-5)
-    assert keep.tolist() == expected_keep == [not do_group_filter] * G + [True] * G
+    if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
+        return
+    config = ObjectiveConfig(advantage, **flags)
+    for name, rewards in NEARLY_EQUAL.items():
+        G = len(rewards)
+        batch = random_batch(6, rewards + [*range(G)], G)
+        found, keep = jax.jit(advantages, static_argnums=1)(batch, config)
+        expected, expected_keep, signal = oracle_advantages(batch, config)
+        assert signal == [False] * G + [True] * G
+        assert not found[:G].any(), f"exactly 0 for {name}"
+        assert keep.tolist() == expected_keep
+        np.testing.assert_allclose(found[keep], expected[keep], atol=1e-5, err_msg=name)
 
 
-def test_without_old_logprobs_the_ratio_is_one():
-    config, batch = ObjectiveConfig(entropy_coef=0.0), random_batch(3)
-    batch = normalize(batch.replace(advantages=advantages(batch, config)[0]), LIMIT, config)
-    logprobs = jnp.asarray(batch.old_logprobs)
-    for old in (None, logprobs):
-        grad, metrics = jax.grad(policy_loss, has_aux=True)(
-            logprobs, 0 * logprobs, batch.replace(old_logprobs=old), config
-        )
+@pytest.mark.parametrize("objective", CHOICES["objective"])
+def test_a_group_without_signal_has_no_gradient(objective):
+    config = ObjectiveConfig(objective=objective, do_group_filter=False)
+    for advantage in CHOICES["advantage"]:
+        if advantage not in (*NOT_RELATIVE, "best_k"):  # of best_k only two rows of a group would be left
+            batch, _ = credited(ObjectiveConfig(advantage, do_group_filter=False), seed=1)
+            new, entropy = new_logprobs(batch, config, seed=1)
+            grad, _ = learn(new, entropy, normalize(batch, LIMIT, config), config)
+            assert not grad[G : 2 * G].any() and grad[:G].any() and grad[2 * G :].any()
+
+
+# The value loss
+
+
+@pytest.mark.parametrize("value_clip", [0.2, 0.0, 0.5])
+def test_value_loss(value_clip):
+    config, batch, rng = ObjectiveConfig("gae", value_clip=value_clip), random_batch(7), np.random.default_rng(7)
+    returns = np.float32(oracle_gae(batch, config) + batch.values)
+    batch = normalize(batch.replace(returns=returns), LIMIT, config)
+    values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
+    num_tokens, expected, sides = int(batch.mask.sum()), np.zeros(batch.mask.shape), set()
+
+    def oracle(v, i, t):
+        old, R = float(batch.values[i, t]), float(returns[i, t])
+        clipped = min(max(v, old - value_clip), old + value_clip)
+        return 0.5 * max((v - R) ** 2, (clipped - R) ** 2) / num_tokens
+
+    value, grad = jax.value_and_grad(value_loss)(values, batch, config)
+    assert value == pytest.approx(math.fsum(oracle(float(values[i, t]), i, t) for i, t in np.argwhere(batch.mask)))
+    for i, t in np.argwhere(batch.mask):
+        v = float(values[i, t])
+        expected[i, t] = (oracle(v + 1e-5, i, t) - oracle(v - 1e-5, i, t)) / 2e-5
+        sides.add((v > batch.values[i, t], abs(expected[i, t]) < 1e-12))
+    assert len(sides) == 4, "clipped and not, above and below"
+    np.testing.assert_allclose(grad, expected, atol=1e-6)
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("objective", ["ppo", "ppo_all_clip", "reinforce", "cispo", "gspo", "sapo"])
+def test_without_old_logprobs_the_ratio_is_one(objective):
+    """And all of these have the same gradient (dppo's ratio is to the sampler)."""
+    config, batch = ObjectiveConfig(objective=objective, entropy_coef=0.0), credited(ObjectiveConfig("gae"), 3)[0]
+    batch = normalize(batch, LIMIT, config)
+    for old in (None, batch.old_logprobs):
+        grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), batch.replace(old_logprobs=old), config)
         np.testing.assert_allclose(grad, -batch.advantages / batch.mask.sum(), atol=1e-7)
         assert metrics["approx_kl"] == 0 and abs(metrics["importance_ratio"] - 1) < 1e-6
 
 
-def test_metrics():
-    config, batch = ObjectiveConfig(clip_epsilon_high=0.28), random_batch(4)
-    logprobs, entropy = new_logprobs(batch, 4)
-    batch = normalize(batch.replace(advantages=advantages(batch, config)[0]), LIMIT, config)
-    _, found = policy_loss(jnp.float32(logprobs), jnp.float32(entropy), batch, config)
-    mask, a = batch.mask, np.asarray(batch.advantages, np.float64)[batch.mask]
-    log_ratio, sample_ratio = (logprobs - batch.old_logprobs)[mask], (batch.old_logprobs - batch.sample_logprobs)[mask]
-    clipped = [r > 1.28 if x > 0 else r < 0.8 if x < 0 else False for r, x in zip(np.exp(log_ratio), a, strict=True)]
+@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("objective", CHOICES["objective"])
+def test_metrics(objective, kl):
+    config = ObjectiveConfig(objective=objective, clip_epsilon_high=0.28, **KL[kl])
+    batch = credited(ObjectiveConfig(do_group_filter=False, **KL[kl]), seed=1)[0]
+    new, entropy = new_logprobs(batch, config, 4)
+    found = total([learn(new, entropy, normalize(batch, LIMIT, config), config)[1]])
+    mask, a = batch.mask, np.float64(batch.advantages)
+    log_ratio = np.float64(new)[mask] - np.float64(batch.old_logprobs)[mask]
+    log_w = np.float64(batch.old_logprobs)[mask] - np.float64(batch.sample_logprobs)[mask]
+    slope = slopes(oracle_policy, new, a, batch, config)
+    loss = oracle_loss(new, new, entropy, a, batch, config).sum()
     expected = {
+        "loss": loss,
         "entropy": entropy[mask].mean(),
         "approx_kl": (np.exp(log_ratio) - 1 - log_ratio).mean(),
-        "clip_fraction": np.mean(clipped),
+        "clip_fraction": ((slope == 0) & (a != 0))[mask].mean(),
         "importance_ratio": np.exp(log_ratio).mean(),
-        "inference_recompute/logprob_diff": np.abs(sample_ratio).mean(),
-        "inference_recompute/ratio": np.exp(sample_ratio).mean(),
+        "inference_recompute/logprob_diff": np.abs(log_w).mean(),
+        "inference_recompute/logprob_diff_max": np.abs(log_w).max(),
+        "inference_recompute/kl": (np.exp(log_w) - 1 - log_w).mean(),
+        "inference_recompute/ratio": np.exp(log_w).mean(),
+        "inference_recompute/effective_sample_share": np.exp(log_w).mean() ** 2 / (np.exp(log_w) ** 2).mean(),
     }
-    assert {name: float(found[name]) for name in expected} == pytest.approx(expected, abs=1e-5)
+    no_policy = oracle_loss(new, new, entropy, 0 * a, batch, config).sum()
+    expected["policy_loss"] = loss - no_policy
+    if config.kl_coef:
+        x = np.float64(new)[mask] - np.float64(batch.ref_logprobs)[mask]
+        expected["kl"] = {"k2": x**2 / 2, "k3": np.exp(-x) + x - 1}[config.kl_estimator or "k3"].mean()
+    assert {name: float(x) for name, x in found.items()} == pytest.approx(expected, abs=1e-5)
+    clips = objective in ("ppo", "ppo_all_clip", "gspo", "dppo")  # the others keep a gradient everywhere
+    assert 0.1 < expected["clip_fraction"] < 0.9 if clips else expected["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize(("objective", "normalization"), LOSSES)
+def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
+    config = ObjectiveConfig("gae", objective, normalization, kl_coef=0.1, entropy_coef=0.1)
+    batch = normalize(credited(ObjectiveConfig("gae"), seed=1)[0], LIMIT, config)
+    batch = jax.tree.map(np.asarray, batch.replace(returns=oracle_gae(batch, config)))
+    new, entropy = new_logprobs(batch, config, 5)
+    values = np.float32(batch.values + 0.1)
+    expected_grad, whole = learn(new, entropy, batch, config)
+    whole["value/loss"] = value_loss(values, batch, config)
+    for cuts in ([4], [4, 8]):
+        grad, parts = np.zeros(new.shape), []
+        for rows in np.split(np.random.default_rng(5).permutation(B), cuts):
+            grad[rows], metrics = learn(new[rows], entropy[rows], take(batch, rows), config)
+            parts.append(metrics | {"value/loss": value_loss(values[rows], take(batch, rows), config)})
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-7)
+        assert total(parts) == pytest.approx({name: float(x) for name, x in total([whole]).items()}, abs=1e-6)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"clip_epsilon": -0.1}, "--clip_epsilon"),
+        ({"clip_epsilon_high": -0.5}, "--clip_epsilon_high"),
+        ({"dual_clip": 1.0}, "--dual_clip"),
+        ({"dual_clip": -2.0}, "--dual_clip"),
+        ({"sapo_tau": 0.0}, "--sapo_tau"),
+        ({"sapo_tau_negative": -1.0}, "--sapo_tau_negative"),
+        ({"importance_cap": 0.0}, "--importance_cap"),
+        ({"gamma": 1.1}, "--gamma"),
+        ({"gae_lambda": -0.1}, "--gae_lambda"),
+        ({"value_clip": -0.2}, "--value_clip"),
+        ({"kl_coef": -0.1}, "--kl_coef"),
+        ({"best_k": 0}, "--best_k"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss has an expected gradient of zero"),
+        ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_in": "reward"}, "--kl_estimator k2"),
+        ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "reward"}, "--kl_estimator k3"),
+        ({"objective": "dppo", "importance_correction": "mask"}, "--importance_correction"),
+        ({"advantage": "gae", "do_global_normalization": True}, "--do_global_normalization"),
+        ({"advantage": "best_k", "do_global_normalization": True}, "--do_global_normalization"),
+    ],
+    ids=lambda x: in_words(x) if isinstance(x, dict) else "",
+)
+def test_refusals_name_the_flag(flags, named):
+    with pytest.raises(ValueError, match=named):
+        ObjectiveConfig(**flags)
+
+
+@pytest.mark.parametrize(("objective", "normalization"), LOSSES)
+def test_the_description_names_formula_aggregation_and_clip(objective, normalization):
+    for advantage, kl, correction in itertools.product(CHOICES["advantage"], KL, ["none", "truncate", "mask"]):
+        if objective == "dppo" and correction != "none":
+            continue  # refused
+        flags = {"importance_correction": correction, "importance_level": "sequence", "importance_cap": 3.0} | KL[kl]
+        text = describe(ObjectiveConfig(advantage, objective, normalization, 0.2, 0.28, **flags))
+        formulas = [table.__doc__.split(". ")[0] for table in (OBJECTIVES[objective], ADVANTAGES[advantage])]
+        assert all(words in text for words in [*formulas, normalization]) and "\n" not in text
+        assert ("[0.8, 1.28]" in text) == (objective in ("ppo", "ppo_all_clip", "cispo", "gspo"))
+        assert ("-0.2 or +0.28" in text) == (objective == "dppo")
+        assert ("sequence_mean only" in text) == (objective == "gspo" and normalization != "sequence_mean")
+        assert (f"{correction}(w, 3) by sequence" in text) == (correction != "none")
+        words = {"no KL": "", "KL in the reward": "reward - 0.1 log(p / p_ref)"}.get(kl, f"+ 0.1 {kl[:2]}(p || p_ref)")
+        assert words in text and ("p_ref" in text) == (kl != "no KL")

@@ -82,19 +82,19 @@ def one_by_one(
         padded = np.zeros(WIDTH, np.int32)
         padded[: len(tokens)] = tokens
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), t)
-        token, _ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), key[None])
+        token, *_ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), key[None])
         tokens.append(forced.get(t, int(token[0])))
     return tokens[len(prompt) :]
 
 
 draw_one = jax.jit(Distribution.draw, static_argnums=0)
-teacher_forced = jax.jit(qwen3.token_logprobs, static_argnums=(0, 3))
+teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_training_pass(temperature):
     r = free(temperature)
-    expected, _ = teacher_forced(MODEL, random_params(), r.tokens, temperature)
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, temperature)
     np.testing.assert_allclose(r.logprobs, np.where(r.mask, expected, 0.0), atol=1e-4)
     assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
 
@@ -200,7 +200,7 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
         assert found[task, sample][2] == bool(ends)
     assert set(kinds) == {"finished", "answers", "needs 1", "needs 3"}, "change KEY"
     assert_well_formed(r, lambda row, t: t in forced.get(row, {}))
-    expected, _ = teacher_forced(MODEL, random_params(), r.tokens)
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens)
     columns = np.arange(r.tokens.shape[1])
     drawn = (columns >= r.prompt_lengths[:, None]) & (columns < r.lengths[:, None])
     np.testing.assert_allclose(r.logprobs, np.where(drawn, expected, 0.0), atol=1e-4, err_msg="forced tokens included")
@@ -280,8 +280,31 @@ def test_truncated_sampling_in_a_completion():
     for row, t in np.argwhere(r.mask):
         expected = truncated(logits[row, t - 1], distribution)
         assert abs(r.logprobs[row, t] - expected[r.tokens[row, t]]) < 1e-4
+        assert set(r.support[row, t].tolist()) - {-1} == expected.keys()
         sizes.add(len(expected))
     assert len(sizes) > 5, sizes
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 8, "top_p": 0.9, "min_p": 0.05}], ids=str
+)
+def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
+    """Before the first update the ratio is exactly 1; entropy is that of the cut distribution."""
+    distribution = Distribution(temperature=0.6, **cut)
+    sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters(), force_answer_at=4)
+    r = draw_all(sampler, PROMPTS[:2], IDS[:2])
+    assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
+    scores = teacher_forced(MODEL, random_params(), r.tokens, 0.6, support=r.support)
+    ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
+    np.testing.assert_allclose(ratio, 1, atol=1e-4)  # of logits up to 20 in float32, summed in another order
+    assert ratio.mean() == pytest.approx(1, abs=1e-5)
+    assert np.isfinite(scores.logprobs).all() and np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
+    logits = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
+    for row, t in np.argwhere(r.mask)[::7]:
+        logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
+        assert scores.entropy[row, t] == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), abs=1e-4)
+    whole = teacher_forced(MODEL, random_params(), r.tokens, 0.6).logprobs
+    assert np.abs(whole - r.logprobs)[r.mask].max() > 0.01, "without the support it would not be"
 
 
 def chi_square_passes(draws, probs, order=None, num_bins: int = 100) -> bool:
@@ -319,7 +342,7 @@ SETTINGS = [
 def test_truncated_distributions(setting):
     d, logits = Distribution(*setting), jnp.float32(2 * np.random.default_rng(5).standard_normal(300))
     draw = jax.vmap(lambda key: d.draw(logits[None], key[None]))
-    tokens, logprobs = (np.asarray(x)[:, 0] for x in draw(jax.random.split(jax.random.key(1), 20_000)))
+    tokens, logprobs, _ = (np.asarray(x)[:, 0] for x in draw(jax.random.split(jax.random.key(1), 20_000)))
     expected = truncated(logits, d)
     assert set(tokens.tolist()) <= expected.keys()
     np.testing.assert_allclose(logprobs, [expected[token] for token in tokens.tolist()], atol=1e-5)

@@ -24,10 +24,11 @@ from safetensors.numpy import load_file
 from core import grpo
 from core.eval import Player, evaluate, pass_at_k
 from core.grpo import Config, Learner, collect, task_numbers
-from core.objectives import Batch, advantages
+from core.objectives import Batch, advantages, describe
 from core.sampling import Sampler
 from envs.base import Env, Problem
 from models import qwen3
+from models.distribution import Distribution
 from utils.config import parse
 from utils.scoring import Scorer
 from utils.sharding import LayoutConfig, make_layout, single_device
@@ -48,7 +49,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-teacher_forced = jax.jit(qwen3.token_logprobs, static_argnums=(0, 3))
+teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
 
 
 def random_batch() -> Batch:
@@ -130,16 +131,50 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
     assert 0.2 < metrics["clip_fraction"] < 0.8 and metrics["inference_recompute/ratio"] != 1
 
 
-def update_on_four_devices(file: str) -> None:
+CUT = {"kl_coef": 0.1, "clip_epsilon": 0.25}  # a ratio of the batch lies within 1e-6 of 1.2
+FAMILY = {  # losses that look beyond their own token: at rows, at the whole batch, at other models
+    "gspo": CUT | {"objective": "gspo", "loss_normalization": "sequence_mean", "importance_correction": "mask"},
+    "cispo": CUT | {"objective": "cispo", "loss_normalization": "constant", "importance_correction": "truncate",
+                    "importance_level": "sequence"},
+    "dppo": CUT | {"objective": "dppo"},
+}  # fmt: skip
+
+
+def with_reference(batch: Batch) -> Batch:
+    rng = np.random.default_rng(2)
+    noise = [np.where(batch.mask, rng.normal(0, 0.2, batch.mask.shape), 0).astype(np.float32) for _ in range(2)]
+    return batch.replace(ref_logprobs=batch.old_logprobs + noise[0], sample_logprobs=batch.old_logprobs + noise[1])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_other_objectives_do_not_depend_on_how_the_batch_is_cut(name):
+    whole, metrics = update(with_reference(random_batch()), tokens_per_microbatch=4096, **FAMILY[name])
+    cut = jax.tree.map(lambda batch: batch[::-1], with_garbage(with_reference(random_batch())))
+    gradient, metrics_of_cut = update(cut, tokens_per_microbatch=128, **FAMILY[name])
+    assert_same_gradient(gradient, whole)
+    for metric, value in metrics.items():
+        assert metrics_of_cut[metric] == pytest.approx(float(value), rel=1e-3, abs=1e-5), metric
+
+
+def updates_on_four_devices(file: str) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
     layout = make_layout(LayoutConfig(mesh="fsdp=2,tp=2"))
-    np.savez(file, *jax.tree.leaves(update(random_batch(), layout, tokens_per_microbatch=256)[0]))
+    found = {"ppo": update(random_batch(), layout, tokens_per_microbatch=256)[0]}
+    for name in ("gspo", "cispo"):
+        found[name] = update(with_reference(random_batch()), layout, tokens_per_microbatch=256, **FAMILY[name])[0]
+    arrays = {f"{name} {i}": x for name, tree in found.items() for i, x in enumerate(jax.tree.leaves(tree))}
+    np.savez(file, **arrays)
 
 
 def test_an_update_does_not_depend_on_the_devices(tmp_path):
-    on_four_devices(__file__, f"update_on_four_devices({str(tmp_path / 'gradient.npz')!r})")
-    with np.load(tmp_path / "gradient.npz") as arrays:
-        expected = plain_gradient(random_params(), random_batch())
-        assert_same_gradient(list(arrays.values()), jax.tree.leaves(expected))
+    on_four_devices(__file__, f"updates_on_four_devices({str(tmp_path / 'gradients.npz')!r})")
+    expected = {"ppo": plain_gradient(random_params(), random_batch())}
+    for name in ("gspo", "cispo"):
+        expected[name] = update(with_reference(random_batch()), tokens_per_microbatch=256, **FAMILY[name])[0]
+    with np.load(tmp_path / "gradients.npz") as arrays:
+        for name, gradient in expected.items():
+            found = [x for key, x in arrays.items() if key.startswith(f"{name} ")]
+            assert_same_gradient(found, jax.tree.leaves(gradient))
 
 
 def true_logprobs(batch: Batch) -> np.ndarray:
@@ -152,6 +187,20 @@ def test_before_the_first_update_the_ratio_is_one():
     _, metrics = learner.learn(state, random_batch().replace(old_logprobs=None), step=1)
     assert metrics["num_updates"] == 4
     assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-6) and abs(metrics["approx_kl"]) < 1e-9
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
+    """Whether the old log-probabilities are recomputed or the sampler's."""
+    for from_sampler in (False, True):
+        config = replace(COLLECT, temperature=0.6, do_inference_logprobs=from_sampler, **cut)
+        batch, *_ = collect(player(12, distribution=config.distribution), random_params(), config, step=1, cursor=0)
+        learner = Learner(MODEL, optax.sgd(0.0), single_device(), config)
+        _, metrics = learner.learn(init_state(on_layout(learner.layout), learner.optimizer), batch, step=1)
+        assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-5) and abs(metrics["approx_kl"]) < 1e-8
+        assert metrics["inference_recompute/logprob_diff_max"] < 1e-4 and metrics["grad_norm"] > 0.01
+    whole = learner.scores(random_params(), batch.replace(support=None)).logprobs
+    assert np.abs(whole - batch.sample_logprobs)[batch.mask].max() > 0.01, "without the support it would not be"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +218,7 @@ def test_old_logprobs(flags, expected):
     class Spy(Learner):
         def update(self, state, batch):
             seen.append(batch)
-            return state, {"loss": 0.0}
+            return state, dict.fromkeys(("loss", "approx_kl", "clip_fraction", "grad_norm", "skipped_in_a_row"), 0)
 
     batch = random_batch().replace(old_logprobs=None)
     state = init_state(on_layout(single_device()), optax.sgd(0.0))
@@ -180,6 +229,66 @@ def test_old_logprobs(flags, expected):
             assert part.old_logprobs is None
         else:
             np.testing.assert_allclose(part.old_logprobs[part.mask], expected(part)[part.mask], atol=1e-5)
+
+
+def learner(**changes) -> tuple[Learner, list[Batch]]:
+    """A learner, and the minibatches that it updates on."""
+    seen = []
+
+    class Spy(Learner):
+        def update(self, state, batch):
+            seen.append(batch)
+            return super().update(state, batch)
+
+    return Spy(MODEL, optax.sgd(1.0), single_device(), replace(CONFIG, **changes)), seen
+
+
+def fresh_state(of: Learner):
+    return init_state(on_layout(of.layout), of.optimizer)
+
+
+def test_the_best_of_each_group_are_learnt_from_alone():
+    best, seen = learner(advantage="best_k", best_k=1, objective="reinforce", ppo_minibatch=2, ppo_epochs=1)
+    _, metrics = best.learn(fresh_state(best), random_batch().replace(old_logprobs=None), step=1)
+    assert metrics["num_rows"] == 2 and metrics["num_updates"] == 1
+    assert sorted(seen[0].lengths.tolist()) == sorted(random_batch().lengths[[1, 4]].tolist())
+    assert (seen[0].advantages[seen[0].mask] == 1).all()
+
+
+def test_epochs_end_when_the_policy_has_moved_far_enough():
+    for target, epochs in ((0.0, 2), (1e-6, 1), (1e6, 2)):
+        some, seen = learner(target_kl=target)
+        _, metrics = some.learn(fresh_state(some), random_batch().replace(old_logprobs=None), step=1)
+        assert len(seen) == metrics["num_updates"] == len(metrics["updates/approx_kl"]) == 2 * epochs
+        assert metrics["approx_kl"] == pytest.approx(np.mean(metrics["updates/approx_kl"]))
+
+
+def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_comes_again():
+    kept = []
+    some, seen = learner(do_inference_logprobs=True, ppo_epochs=1, max_skipped_updates=3)
+    some = replace(some, report_bad=kept.append)
+    batch = random_batch()
+    bad = batch.replace(sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite
+    state, metrics = some.learn(fresh_state(some), bad, step=1)
+    assert len(kept) == len(seen) == 2 and (kept[0].tokens == seen[0].tokens).all() and int(state.num_skipped) == 2
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), random_params())
+    state, _ = some.learn(state, batch, step=2)
+    assert int(state.num_skipped) == 0 and int(state.step) == 2, "one that is finite ends the row"
+    state, _ = some.learn(state, bad, step=3)
+    with pytest.raises(FloatingPointError, match="3 updates in a row .* lower --lr"):
+        some.learn(state, bad, step=4)
+
+
+def test_the_kl_is_that_to_the_reference():
+    some, _ = learner(kl_coef=0.1, ppo_epochs=1, ppo_minibatch=0)
+    reference = jax.tree.map(lambda x: 1.1 * x, random_params())
+    _, metrics = replace(some, reference=reference).learn(fresh_state(some), random_batch(), step=1)
+    batch = random_batch()
+    other = np.asarray(teacher_forced(MODEL, reference, batch.tokens, CONFIG.temperature)[0], np.float64)
+    x = (true_logprobs(batch) - other)[batch.mask]
+    assert metrics["kl"] == pytest.approx(np.mean(np.exp(-x) + x - 1), rel=1e-4)
+    _, metrics = replace(some, reference=random_params()).learn(fresh_state(some), random_batch(), step=1)
+    assert abs(metrics["kl"]) < 1e-9
 
 
 # The optimiser
@@ -256,18 +365,20 @@ class HereScorer(Scorer):
         return [self.env.score(self.env.problem(i), x) for i, x in zip(indices, texts, strict=True)], {}
 
 
+WHOLE = Distribution()
 COLLECT = replace(CONFIG, groups_per_batch=4)
 
 
-def player(num_tasks: int, rows_per_call: int = 64) -> Player:
+def player(num_tasks: int, rows_per_call: int = 64, distribution: Distribution = WHOLE) -> Player:
     env = Digest(num_tasks)
-    return Player(env, Letters(), Sampler(MODEL, 6, (3,)), HereScorer(env), single_device(), rows_per_call)
+    sampler = Sampler(MODEL, 6, (3,), distribution)
+    return Player(env, Letters(), sampler, HereScorer(env), single_device(), rows_per_call)
 
 
 def rows_of(batch: Batch) -> list[tuple]:
     """What is in a batch, comparable."""
-    parts = zip(batch.tokens, batch.mask, batch.rewards, batch.advantages, batch.lengths, strict=True)
-    return [(*t[:end], *m[:end], r, *a[:end]) for t, m, r, a, end in parts]
+    parts = zip(batch.tokens, batch.mask, batch.rewards, batch.lengths, strict=True)
+    return [(*t[:end], *m[:end], r) for t, m, r, end in parts]
 
 
 def test_the_order_of_tasks_is_a_function_of_seed_and_epoch():
@@ -286,8 +397,6 @@ def test_a_batch_is_filled_with_groups_that_have_signal():
     with_signal = returns[has_signal]
     assert not has_signal[:4].all() and (batch.rewards.reshape(4, G) == with_signal[:4]).all()
     assert cursor == 3 + np.flatnonzero(has_signal)[3] + 1, "the next step goes on behind the last task that was needed"
-    expected = (with_signal[:4] - with_signal[:4].mean(axis=1, keepdims=True)).ravel()
-    np.testing.assert_allclose(batch.advantages, expected[:, None] * batch.mask, atol=1e-6)
 
 
 def test_a_step_without_signal_has_no_batch():
@@ -402,10 +511,51 @@ def test_steps_without_signal_change_nothing(tmp_path):
     assert before.keys() == after.keys() and all((x == after[name]).all() for name, x in before.items())
 
 
+RUNS = {
+    "ppo": {"critic_lr": 1e-3},
+    "reinforce++": {"kl_coef": 0.1},
+    "nanochat": {"groups_per_batch": 4, "group_size": 8, "num_generation_tokens": 24, "top_k": 75, "temperature": 3},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_presets_train(name, tmp_path):
+    """With a critic, with a reference, with another optimiser and truncated sampling; the model saved is the policy."""
+    flags = FLAGS | {"max_steps": 3, "test_env_name": "", "save_dir": tmp_path} | RUNS[name]
+    train("--config", f"configs/{name}.py", *arguments(**flags))
+    records = lines(tmp_path)
+    assert len(records) == 3 and all(np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in records)
+    assert ("value/explained_variance" in records[0]) == (name == "ppo") and ("kl" in records[0]) == ("+" in name)
+    before, after = (load_file(folder / "model.safetensors") for folder in (FLAGS["model_dir"], tmp_path / "step3"))
+    assert before.keys() == after.keys() and any((x != after[tensor]).any() for tensor, x in before.items())
+    train("--config", f"configs/{name}.py", *arguments(**flags | {"max_steps": 4}))  # goes on where that ended
+    assert [record["global_step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_an_epoch_is_every_problem_once(tmp_path):
+    subjects = tmp_path / "subjects.txt"
+    subjects.write_text("\n".join("abcdefghijklmno"))
+    options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "test_env_name": ""}
+    train(*arguments(**FLAGS | options | {"save_dir": tmp_path / "run", "save_rollouts": "all"}))
+    rollouts = [json.loads(line) for file in (tmp_path / "run" / "rollouts").iterdir() for line in file.open()]
+    num_tasks = len({row["task"] for row in rollouts})
+    assert len(lines(tmp_path / "run")) == -(-num_tasks // 4) and {row["task"] for row in rollouts} == {
+        *range(num_tasks)
+    }
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_presets_are_valid_and_say_what_they_maximise(path):
+    config, explicit = parse(Config, ["--config", str(path)])
+    assert explicit and describe(config).startswith("minimise ")
+
+
 MISTAKES = [
     ({"group_size": 1}, "raise --group_size above 1"),
     ({"ppo_minibatch": 3}, "--ppo_minibatch 3 does not divide"),
-    ({"temperature": 0}, "--temperature above 0"),
+    ({"temperature": 0}, "training needs one above 0"),
+    ({"advantage": "best_k", "best_k": 5}, "--best_k 5 is more than the --group_size of 4"),
+    ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss"),
     ({"do_group_normalization": 0, "advantage": "group_mean"}, "contradicts --advantage group_mean"),
     ({"env_name": "cuntdown"}, "there is no environment 'cuntdown'; there are countdown"),
     ({"env_options": "colour=red"}, "no option 'colour'"),

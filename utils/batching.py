@@ -27,8 +27,9 @@ def bucket_below(n: int) -> int:
 
 
 def fit(x: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
-    """Cuts or pads the columns of a [B, T] array; others stay."""
-    return np.pad(x[:, :width], ((0, 0), (0, max(0, width - x.shape[1])))) if x.ndim == 2 else x
+    """Cuts or pads the columns of a [B, T, ...] array; [B] stays."""
+    rest = ((0, 0),) * (x.ndim - 2)
+    return np.pad(x[:, :width], ((0, 0), (0, max(0, width - x.shape[1])), *rest)) if x.ndim > 1 else x
 
 
 def take(tree: Any, rows: Int[np.ndarray, "B"], width: int | None = None) -> Any:
@@ -38,7 +39,7 @@ def take(tree: Any, rows: Int[np.ndarray, "B"], width: int | None = None) -> Any
 
 def concatenate(trees: list[Any]) -> Any:
     """Pytrees of [B, ...] arrays one below the other, columns padded to the widest."""
-    width = max(x.shape[1] for tree in trees for x in jax.tree.leaves(tree) if x.ndim == 2)
+    width = max(x.shape[1] for tree in trees for x in jax.tree.leaves(tree) if x.ndim > 1)
     return jax.tree.map(lambda *parts: np.concatenate([fit(x, width) for x in parts]), *trees)
 
 

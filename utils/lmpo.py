@@ -10,7 +10,6 @@ SWITCHES = {  # lmpo's flag: (our setting, its value for 1, its value for 0)
     "do_save_rollouts": ("save_rollouts", "all", "none"),
 }
 REFUSED = {  # flags that did nothing in lmpo, or would do something else here
-    "kl_coef": "there is no KL term yet",
     "prefill_batch_split": "each prompt is prefilled once",
     "use_flash_attn": "attention is chosen by platform",
     "use_xla_flags": "set XLA_FLAGS in the environment",
@@ -25,7 +24,6 @@ class LmpoConfig:
     do_group_normalization: str = option("", "1: --advantage group_zscore, 0: --advantage reinforce", ["", "0", "1"])
     do_ppo_all_clip: str = option("", "1: --objective ppo_all_clip, 0: ppo", ["", "0", "1"])
     do_save_rollouts: str = option("", "1: --save_rollouts all, 0: none", ["", "0", "1"])
-    kl_coef: str = option("", "refused: did nothing")
     prefill_batch_split: str = option("", "refused: did nothing")
     use_flash_attn: str = option("", "refused: did nothing")
     use_xla_flags: str = option("", "refused: did nothing")

@@ -111,7 +111,7 @@ class Logger:
 
     def say(self, *lines: str) -> None:
         """Print plain lines."""
-        if self.enabled:
+        if self.enabled and lines:
             print(*lines, sep="\n", flush=True)
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -60,9 +60,7 @@ def overlong_penalty(lengths: Int[np.ndarray, "B"], limit: int, buffer: int) -> 
     return np.clip((limit - buffer - lengths) / buffer, -1, 0)
 
 
-def cosine_reward(
-    correct: Float[np.ndarray, "B"], lengths: Int[np.ndarray, "B"], limit: int
-) -> Float[np.ndarray, "B"]:
+def cosine_reward(correct: Float[np.ndarray, "B"], lengths: Int[np.ndarray, "B"], limit: int) -> Float[np.ndarray, "B"]:
     """From 1 (short) to 0.5 (at the limit) for correct replies, from -1 (short) to -0.5 for wrong ones, by a cosine.
 
     Source: arXiv 2502.03373, eq. 1, with the end points of huggingface/open-r1.

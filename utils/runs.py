@@ -1,6 +1,6 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
-    config.json  metrics.jsonl  plot.png  rollouts/step_N.jsonl  state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
+config.json  metrics.jsonl  plot.png  rollouts/step_N.jsonl  state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
 import contextlib
@@ -81,6 +81,17 @@ class Run:
         path = self.directory / "rollouts" / f"step_{step}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(row, default=plain) + "\n" for row in rows))
+
+    def write_bad_batch(self, batch: Any) -> None:
+        """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
+        if not self.layout.is_main:
+            return
+        folder = self.directory / "bad_batches"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{len(list(folder.iterdir()))}.npz"
+        arrays = {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)}
+        np.savez(path, **arrays)
+        print(f"warning: an update was skipped, since its loss or gradient is not finite; its batch: {path}")
 
     def start_logger(self, resume_step: int) -> Logger:
         """The logger of this run, which drops what an earlier try logged after `resume_step`."""

@@ -1,33 +1,68 @@
-"""Parameters, optimiser state and step; the optimiser."""
+"""Parameters, optimiser state and step; the optimisers."""
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from utils.batching import Array
 from utils.config import option
 
+VOCABULARY = {"model.embed_tokens.weight": "embedding_lr", "lm_head.weight": "unembedding_lr"}
+CRITIC = "critic"  # params[CRITIC], where there is one
+NOUNS = {
+    "matrix_lr": "matrices",
+    "embedding_lr": "the embedding",
+    "unembedding_lr": "the head",
+    "lr": "the rest",
+    "critic_lr": "the critic",
+}
+ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [L, out, in]
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimiser."""
+    """Optimiser.
 
-    lr: float = option(1e-6, "learning rate at its peak")
-    lr_schedule: str = option("constant", "after the warm-up", ["constant", "linear", "cosine"])
+    nanochat's recipe for RL: --optimizer muon --init_lr_frac 0.05 --lr_schedule linear --b1 0.8 --adam_eps 1e-10
+    --weight_decay 0. Source: github.com/karpathy/nanochat, scripts/chat_rl.py
+    """
+
+    optimizer: str = option("adamw", "muon: AdamW for all but the layers' matrices", ["adamw", "muon", "adafactor"])
+    lr: float = option(1e-6, "learning rate at its peak; with muon that of norms, biases and value head only")
+    matrix_lr: float = option(0.02, "with --optimizer muon: that of the matrices of the layers")
+    embedding_lr: float = option(
+        0.2, "with --optimizer muon: that of the embedding, also of a tied one, x (width / 768)^-0.5; made for weights "
+        "of deviation 1: Qwen's, near 0.02, need less"
+    )  # fmt: skip
+    unembedding_lr: float = option(0.004, "with --optimizer muon: that of an untied head, x (width / 768)^-0.5")
+    critic_lr: float = option(1e-5, "with --advantage gae: that of the critic, by AdamW")
+    init_lr_frac: float = option(1.0, "all learning rates are multiplied by it")
+    lr_schedule: str = option("constant", "of all rates, after the warm-up", ["constant", "linear", "cosine"])
     warmup_steps: int = option(0, "optimiser steps from 0 to the peak")
-    weight_decay: float = option(1e-2, "AdamW's, not on norms and biases")
+    weight_decay: float = option(1e-2, "x learning rate, per step; not on norms and biases")
     b1: float = option(0.9, "AdamW's")
     b2: float = option(0.95, "AdamW's")
+    adam_eps: float = option(1e-8, "AdamW's")
+    mu_dtype: str = option("", "AdamW's and Muon's first moment; empty: float32", ["", "bfloat16", "float32"])
     max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm")
     train_vocab: bool = option(True, "train the embedding and the head too")
 
     def __post_init__(self):
-        if self.lr < 0 or self.warmup_steps < 0 or self.weight_decay < 0 or self.max_grad_norm <= 0:
-            raise ValueError("--lr, --warmup_steps and --weight_decay must not be negative, --max_grad_norm above 0")
+        for name in (*NOUNS, "init_lr_frac", "warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must not be negative")
+        if self.max_grad_norm <= 0 or self.adam_eps <= 0:
+            raise ValueError("--max_grad_norm and --adam_eps must be above 0")
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
+            raise ValueError("--b1 and --b2 must be at least 0 and below 1")
 
 
 @struct.dataclass
@@ -35,41 +70,119 @@ class TrainState:
     params: Any
     opt_state: Any
     step: Int[Array, ""]  # optimiser steps taken
+    num_skipped: Int[Array, ""]  # updates in a row that were not finite
 
 
-def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Learning rate by optimiser step: warm-up, then constant, or down to 0 at `total_steps`."""
-    rest = max(1, total_steps - config.warmup_steps)
+def make_schedule(config: OptimizerConfig, total_steps: int, name: str = "lr") -> optax.Schedule:
+    """The learning rate `name` by optimiser step: warm-up, then constant, or down to 0 at `total_steps`."""
+    peak, rest = config.init_lr_frac * getattr(config, name), max(1, total_steps - config.warmup_steps)
     after = {
-        "constant": optax.constant_schedule(config.lr),
-        "linear": optax.linear_schedule(config.lr, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(config.lr, rest),
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest),
     }[config.lr_schedule]
     # The step number of the first update is 0: starting the ramp there would waste it.
-    ramp = optax.linear_schedule(config.lr / max(1, config.warmup_steps), config.lr, max(1, config.warmup_steps - 1))
+    ramp = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([ramp, after], [config.warmup_steps])
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm."""
+def rate_name(path: tuple, x: Array) -> str:
+    """The option that holds a parameter's learning rate under --optimizer muon."""
+    if path[0].key == CRITIC:
+        return "critic_lr"
+    if path[0].key == "model.layers":
+        return "matrix_lr" if x.ndim == 3 else "lr"
+    return VOCABULARY.get(path[0].key, "lr")
+
+
+def width_factor(x: Array) -> float:
+    """What nanochat multiplies the learning rates of embedding and head by: they were tuned at a width of 768."""
+    return (x.shape[-1] / 768) ** -0.5
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int, has_critic: bool = False) -> optax.GradientTransformation:
+    """AdamW, Adafactor, or Muon with AdamW, behind a clip of the global norm; the critic has an AdamW of its own.
+
+    Muon: momentum 0.95 with Nesterov's look-ahead, orthogonalised in each layer by 5 steps of Newton-Schulz, times
+    max(1, rows / columns)^0.5. Sources: kellerjordan.github.io/posts/muon; arXiv 1711.05101 (AdamW), 1804.04235
+    (Adafactor; its --lr is absolute, as AdamW's, not a share of the parameter).
+    """
 
     def is_decayed(params):
         return jax.tree.map_with_path(lambda path, x: "norm" not in path[-1].key and "bias" not in path[-1].key, params)
 
-    adamw = optax.adamw(
-        make_schedule(config, total_steps), config.b1, config.b2, weight_decay=config.weight_decay, mask=is_decayed
-    )
-    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
-    if config.train_vocab:
-        return optimizer
+    rate = partial(make_schedule, config, total_steps)
+    decay, moment = config.weight_decay, config.mu_dtype or "float32"
+
+    def adamw(name="lr"):
+        return optax.adamw(
+            rate(name), config.b1, config.b2, config.adam_eps, mu_dtype=moment, weight_decay=decay, mask=is_decayed
+        )
+
+    def adafactor():
+        # The parts of optax.adafactor, whose own weight decay does not follow the learning rate.
+        decayed, scaled = optax.add_decayed_weights(decay, is_decayed), optax.scale_by_learning_rate(rate())
+        return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), decayed, scaled)
+
+    def muon():
+        matrices = optax.contrib.muon(
+            rate("matrix_lr"), weight_decay=decay, mu_dtype=moment, muon_weight_dimension_numbers=ROWS_AND_COLUMNS
+        )
+        by_width = optax.stateless(lambda updates, _: jax.tree.map(lambda x: width_factor(x) * x, updates))
+        vocabulary = {name: optax.chain(adamw(name), by_width) for name in VOCABULARY.values()}
+        parts = {"matrix_lr": matrices, "lr": adamw()} | vocabulary
+        return optax.partition(parts, lambda params: jax.tree.map_with_path(rate_name, params))
+
+    def clipped(optimizer):
+        return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optimizer)
+
+    policy = clipped({"adamw": adamw, "adafactor": adafactor, "muon": muon}[config.optimizer]())
+    if config.train_vocab and not has_critic:
+        return policy
 
     def label(params):
         # Frozen means frozen: without this, weight decay would still move the embedding.
-        return {name: "trained" if name.startswith("model.") and "embed" not in name else "frozen" for name in params}
+        frozen = () if config.train_vocab else VOCABULARY
+        return {name: CRITIC if name == CRITIC else "frozen" if name in frozen else "policy" for name in params}
 
-    return optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, label)
+    return optax.partition(
+        {"policy": policy, CRITIC: clipped(adamw("critic_lr")), "frozen": optax.set_to_zero()}, label
+    )
+
+
+def describe_optimizer(config: OptimizerConfig, params: Any) -> str:
+    """In one line: what is optimised how, with numbers of parameters and learning rates at their peak."""
+    is_muon, sizes, peaks = config.optimizer == "muon", Counter(), {}
+    for path, x in jax.tree.leaves_with_path(params):
+        is_frozen = path[0].key in VOCABULARY and not config.train_vocab
+        name = "frozen" if is_frozen else rate_name(path, x) if is_muon or path[0].key == CRITIC else "lr"
+        factor = width_factor(x) if name in VOCABULARY.values() else 1.0
+        sizes[name] += x.size
+        peaks[name] = f"{factor * config.init_lr_frac * getattr(config, name, 0.0):.3g}"
+    parts = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
+    simple = f"{config.optimizer} for {sizes['lr']:,} parameters at {peaks['lr']}"
+    simple += f", AdamW for {parts[-1]}" * (CRITIC in params)
+    text = f"Muon for {parts[0]}, AdamW for {', '.join(parts[1:])}" if is_muon else simple
+    text += f", {config.lr_schedule}" + f" after {config.warmup_steps} steps of warm-up" * (config.warmup_steps > 0)
+    if "embedding_lr" in sizes and "lm_head.weight" not in params:
+        text += "; the tied embedding takes the embedding rate"
+    return text + f"; {sizes['frozen']:,} frozen" * ("frozen" in sizes)
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """State at step 0; Adam's moments are laid out as the parameters are."""
-    return TrainState(params, jax.jit(optimizer.init)(params), jax.numpy.zeros((), jax.numpy.int32))
+    """State at step 0, laid out as updates leave it: moments like their parameters, the rest on every device.
+
+    With other shardings than those of an update's results, the second update would compile anew.
+    """
+    step, num_skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
+    # Outside of jit, which would put the moments of all parameters on one device.
+    state = TrainState(params, optimizer.init(params), step, num_skipped)
+    mesh = getattr(jax.tree.leaves(params)[0].sharding, "mesh", None)
+
+    def settle(x: Array) -> Array:
+        spec = [axis if axis and mesh.shape[axis] > 1 else None for axis in getattr(x.sharding, "spec", ())]
+        while spec and spec[-1] is None:
+            spec.pop()
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # parameters are not copied
+
+    return jax.tree.map(settle, state) if mesh else state

@@ -1,0 +1,15 @@
+"""Dr. GRPO (arXiv 2503.20783): GRPO without its two biases.
+
+A = r - mean, not divided by the deviation (which favours prompts that are nearly solved or nearly hopeless), and a
+loss divided by a constant, not by lengths (which favours long wrong completions). No KL. Expect shorter wrong
+answers than GRPO's, and smaller steps on prompts of little variance.
+"""
+
+
+def get_config():
+    return {
+        "advantage": "group_mean",
+        "objective": "ppo",
+        "loss_normalization": "constant",
+        "clip_epsilon": 0.2,
+    }

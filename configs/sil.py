@@ -1,0 +1,18 @@
+"""SIL / RAFT (arXiv 2304.06767; easy-GRPO's k best of n): imitate the best completions of each group.
+
+Plain supervised learning on the k best of n samples, here [k, n] = [2, 32]; the rest leaves the batch, and so do
+groups without signal. No ratio, no negative examples. Expect entropy to fall fast, and little to be learnt from
+near misses.
+"""
+
+
+def get_config():
+    return {
+        "advantage": "best_k",
+        "best_k": 2,
+        "group_size": 32,
+        "objective": "reinforce",
+        "loss_normalization": "constant",
+        "ppo_minibatch": 0,
+        "entropy_coef": 0.0,
+    }
