@@ -184,7 +184,8 @@ class Learner:
     def look_back(self, params, batch: Batch) -> Batch:
         """What losses and advantages need to know from before the first update, from the graph that is trained."""
         config = self.config
-        needs_old = config.recompute_logprobs or config.updates_per_step > 1 or config.kl_in == "reward"
+        kl_in_reward = config.kl_coef and config.kl_in == "reward"
+        needs_old = config.recompute_logprobs or config.updates_per_step > 1 or kl_in_reward
         if config.advantage == "gae" or needs_old and not config.do_inference_logprobs:
             scores = self.scores(params, batch)
             batch = batch.replace(old_logprobs=scores.logprobs, values=scores.values)

@@ -1,23 +1,15 @@
-"""metrics.jsonl stays readable, the terminal stays safe, and wandb cannot stop a run."""
+"""metrics.jsonl stays readable, and the terminal stays safe."""
 
 import io
 import json
 import sys
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utils import logger as logger_module
 from utils.logger import Logger, printable
 from utils.report import before_and_after, plot
-
-
-@pytest.fixture(autouse=True)
-def no_wandb_in_the_environment(monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def lines(folder) -> list[dict]:
@@ -28,24 +20,24 @@ def lines(folder) -> list[dict]:
 
 
 def test_numbers_of_all_kinds_become_valid_json(tmp_path):
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         logger.log(np.int64(3), {"a": float("nan"), "b": np.float32("inf"), "c": jnp.float32(0.5), "d": np.arange(2.0)})
         assert lines(tmp_path) == [{"global_step": 3, "a": None, "b": None, "c": 0.5, "d": [0.0, 1.0]}], "flushed"
 
 
 def test_resuming_drops_the_steps_that_will_run_again_and_half_lines(tmp_path):
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         for step in range(5):
             logger.log(step, {"x": step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"global_st')
-    with Logger(tmp_path, {}, resume_step=2) as logger:
+    with Logger(tmp_path, resume_step=2) as logger:
         logger.log(3, {"x": "again"})
     assert [line["x"] for line in lines(tmp_path)] == [0, 1, 2, "again"]
 
 
 def test_other_processes_write_nothing(tmp_path, capsys):
-    with Logger(tmp_path / "run", {}, enabled=False, wandb_name="x") as logger, logger.phase("rollout", 2) as bar:
+    with Logger(tmp_path / "run", enabled=False) as logger, logger.phase("rollout", 2) as bar:
         bar.update(2)
         logger.log(1, {"x": 1})
         logger.line(1, {"entropy": 1.0})
@@ -54,45 +46,8 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("broken", ["init", "log", "finish"])
-def test_a_broken_wandb_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypatch, capsys):
-    calls = []
-
-    def step(name):
-        def call(*_, **__):
-            calls.append(name)
-            if name == broken:
-                raise RuntimeError("no network")
-            return SimpleNamespace(log=step("log"), finish=step("finish"))
-
-        return call
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=step("init"), Settings=dict))
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    with Logger(tmp_path, {}) as logger:
-        for i in range(2):
-            logger.log(i, {"x": i})
-    assert len(lines(tmp_path)) == 2
-    assert capsys.readouterr().err.count("warning") == 1
-    assert calls == {"init": ["init"], "log": ["init", "log"], "finish": ["init", "log", "log", "finish"]}[broken]
-
-
-@pytest.mark.parametrize(
-    ("options", "mode"),
-    [({}, None), ({"wandb_name": "x"}, "offline"), ({"wandb_name": "x", "wandb_mode": "disabled"}, None)],
-)
-def test_when_wandb_is_on(tmp_path, options, mode, monkeypatch):
-    modes = []
-    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
-    fake = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or run, Settings=dict)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(logger_module, "has_wandb_login", lambda wandb: False)
-    Logger(tmp_path, {}, **options).close()
-    assert modes == ([mode] if mode else [])
-
-
 def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         logger.line(7, {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan})
     assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.250 correct 50.0% entropy nan"
 
@@ -102,7 +57,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     terminal.isatty = lambda: False
     monkeypatch.setattr(sys, "stdout", terminal)
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         logger.sample(1, "prompt é", hostile, 1.0)
     terminal.seek(0)
     shown = terminal.read()
@@ -113,7 +68,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
 
 def test_colour_is_for_terminals(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         logger.sample(1, "p", "c", 1.0)
         assert "\x1b" not in capsys.readouterr().out
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -134,7 +89,7 @@ def test_printable_keeps_ordinary_text():
     ],
 )
 def test_what_was_logged_can_be_drawn(tmp_path, metrics):
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         for step in range(3):
             logger.log(step, metrics)
     plot(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
@@ -144,7 +99,7 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
 
 
 def test_the_table_at_the_end_compares_first_and_last(tmp_path):
-    with Logger(tmp_path, {}) as logger:
+    with Logger(tmp_path) as logger:
         logger.log(0, {"test_env/correct_answer": 0.25, "test_env/correct_answer_ci": 0.05})
         logger.log(1, {"env/length": 150.0})
         logger.log(2, {"env/length": 100.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.04})

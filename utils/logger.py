@@ -1,23 +1,22 @@
-"""What a run says: metrics.jsonl always, one line a step and sample completions on the terminal, wandb when asked.
+"""What a run says: metrics.jsonl always, one line a step and sample completions on the terminal, sinks when asked.
 
-Only the main process speaks. The file belongs to the run, so a full disk stops it; wandb is a guest, and never may.
+Only the main process speaks. The file belongs to the run, so a full disk stops it; a sink is a guest, and never may.
 """
 
 import json
 import math
-import netrc
 import os
 import re
-import secrets
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self, TextIO
-from urllib.parse import urlparse
 
 from tqdm import tqdm
+
+from utils.advice import Adviser
+from utils.sinks import Sink
 
 SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("env/return", "return", "{:.3f}"),
@@ -25,6 +24,7 @@ SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("env/length", "length", "{:.0f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("approx_kl", "kl", "{:.2g}"),
+    ("value/explained_variance", "critic", "{:.2f}"),
     ("grad_norm", "grad", "{:.2g}"),
     ("rollout/tokens_per_second", "tokens/s", "{:,.0f}"),
     ("times/rollout", "rollout", "{:.1f}s"),
@@ -38,63 +38,24 @@ ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; the r
 
 
 class Logger:
-    """Records the metrics of a run in `directory`.
+    """Records the metrics of a run in `directory`, and in the `sinks`.
 
     `resume_step` is the step that a resumed run continues from: later lines of metrics.jsonl are dropped, since those
     steps will be run again. With `enabled` false (every process but the main one) all methods do nothing.
-    wandb is on when it has a name or a project, or a key is in the environment; `wandb_mode` is "", "online",
-    "offline" or "disabled".
 
     Raises: OSError when metrics.jsonl cannot be written.
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        config: Mapping[str, Any],
-        *,
-        enabled: bool = True,
-        resume_step: int | None = None,
-        wandb_project: str = "",
-        wandb_name: str = "",
-        wandb_group: str = "",
-        wandb_mode: str = "",
+        self, directory: str | Path, *, enabled: bool = True, resume_step: int | None = None, sinks: Sequence[Sink] = ()
     ):
-        self.enabled, self.file, self.wandb = enabled, None, None
+        self.enabled, self.file, self.sinks, self.adviser = enabled, None, sinks, Adviser()
         if not enabled:
             return
         self.path = Path(directory) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         truncate(self.path, resume_step)
         self.file = self.path.open("a")
-        wanted = wandb_project or wandb_name or os.environ.get("WANDB_API_KEY") or wandb_mode in ("online", "offline")
-        if wanted and wandb_mode != "disabled":
-            names = {"project": wandb_project or "lmpo", "name": wandb_name or None, "group": wandb_group or None}
-            self.wandb = self.guarded(self.start_wandb, dict(config), wandb_mode, names)
-
-    def start_wandb(self, config: dict[str, Any], mode: str, names: dict[str, str | None]) -> Any:
-        """Start the run at wandb, or continue it after a restart; without a login it is recorded offline."""
-        import wandb
-
-        mode = mode or os.environ.get("WANDB_MODE", "online")
-        if mode == "online" and not has_wandb_login(wandb):
-            print("wandb: no login found (`wandb login`), so this run is recorded offline.")
-            mode = "offline"
-        id_file = self.path.parent / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
-        # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
-        settings = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60)
-        place = {"dir": str(self.path.parent), "id": id_file.read_text(), "resume": "allow"}
-        return wandb.init(config=config, mode=mode, settings=settings, **place, **names)
-
-    def guarded(self, call: Callable, *args: Any, **options: Any) -> Any:
-        """The result of a call to wandb; whatever that raises is told once, and wandb dropped."""
-        try:
-            return call(*args, **options)
-        except Exception as error:  # noqa: BLE001 (what it may raise is not written anywhere)
-            self.wandb = None
-            print(f"warning: wandb is switched off for this run ({type(error).__name__}: {error}).", file=sys.stderr)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
@@ -106,8 +67,8 @@ class Logger:
             self.file.flush()
         except OSError as error:
             raise OSError(f"Cannot write {self.path} ({error.strerror}).") from error
-        if self.wandb is not None:
-            self.guarded(self.wandb.log, record, step=int(step))
+        for sink in self.sinks:
+            sink.log(int(step), record)
 
     def say(self, *lines: str) -> None:
         """Print plain lines."""
@@ -115,10 +76,12 @@ class Logger:
             print(*lines, sep="\n", flush=True)
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the metrics of a step that tell most, in one line."""
+        """Print the metrics of a step that tell most, in one line, and what looks wrong in them."""
         if self.enabled:
             parts = [f"{label} {form.format(float(metrics[key]))}" for key, label, form in SUMMARY if key in metrics]
             print(f"step {step:<5d} " + "  ".join(parts), flush=True)
+            for advice in self.adviser.look(step, metrics):
+                print(paint(f"warning: {advice}", "33"), flush=True)
 
     def phase(self, name: str, total: int | None = None) -> tqdm:
         """Progress of a part of a step, gone when done: `with logger.phase("rollout", 256) as bar: bar.update(n)`."""
@@ -135,11 +98,11 @@ class Logger:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Finish the file and the run at wandb; a slow network delays this by a minute at most."""
+        """Finish the file and the sinks; a slow network delays this by a minute at most."""
         if self.file:
             self.file.close()
-        if self.wandb is not None:
-            self.guarded(self.wandb.finish)
+        for sink in self.sinks:
+            sink.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,15 +156,3 @@ def writable(text: str, stream: TextIO) -> str:
 def paint(text: str, colour: str) -> str:
     """Text in an ANSI colour, where that will be seen as one."""
     return f"\x1b[{colour}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
-
-
-def has_wandb_login(wandb: ModuleType) -> bool:
-    """Whether wandb can log in without asking: it asks on any terminal, and a run must not wait for an answer."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    hosts = (urlparse(wandb.setup().settings.base_url).netloc, "api.wandb.ai")
-    try:
-        logins = netrc.netrc(os.environ.get("NETRC"))
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any(logins.authenticators(host) for host in hosts)

@@ -18,10 +18,11 @@ from utils.config import option, to_dict
 from utils.logger import Logger
 from utils.report import before_and_after, plot
 from utils.sharding import Layout
+from utils.sinks import SinkConfig, open_sinks
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(SinkConfig):
     """Run folder and logging."""
 
     save_dir: str = option("", "run folder; a run found there is resumed; empty: runs/<environment>-<time>")
@@ -30,10 +31,6 @@ class RunConfig:
     keep: int = option(2, "training states kept")
     save_rollouts: str = option("sample", "rollouts written per step", ["all", "sample", "none"])
     sample_interval: int = option(10, "steps between example completions on the terminal; 0: none")
-    wandb_project: str = option("", "wandb is on when this, a name or a key is given")
-    wandb_name: str = option("", "name of the run at wandb")
-    wandb_group: str = option("", "group of the run at wandb")
-    wandb_mode: str = option("", "empty: online with a login, else offline", ["", "online", "offline", "disabled"])
 
     def __post_init__(self):
         if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
@@ -95,10 +92,9 @@ class Run:
 
     def start_logger(self, resume_step: int) -> Logger:
         """The logger of this run, which drops what an earlier try logged after `resume_step`."""
-        names = ("wandb_project", "wandb_name", "wandb_group", "wandb_mode")
-        wandb = {name: getattr(self.config, name) for name in names}
-        config, enabled = to_dict(self.config), self.layout.is_main
-        return Logger(self.directory, config, enabled=enabled, resume_step=resume_step, **wandb)
+        settings, is_main = to_dict(self.config), self.layout.is_main
+        sinks = open_sinks(self.config, self.directory, settings, resume_step) if is_main else []
+        return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
 
     def draw(self) -> None:
         """Draws plot.png anew."""

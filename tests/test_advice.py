@@ -1,0 +1,46 @@
+"""Each warning is provoked once; a run in order gets none."""
+
+import pytest
+
+from utils.advice import QUIET, SYMPTOMS, Adviser
+from utils.logger import Logger
+
+WELL = {
+    "env/groups_without_signal": 0.3, "entropy": 0.5, "env/finished": 0.9, "inference_recompute/logprob_diff": 1e-3,
+    "approx_kl": 1e-3, "kl": 0.01, "grad_norm": 0.1,
+}  # fmt: skip
+ILL = {
+    "env/groups_without_signal": (0.95, "95% of the groups have equal rewards"),
+    "entropy": (0.04, "entropy has fallen from 0.5 to 0.04"),
+    "env/finished": (0.4, "only 40% of the completions end"),
+    "inference_recompute/logprob_diff": (0.05, "sampler and trainer differ by 0.05"),
+    "approx_kl": (0.3, "a KL of 0.3 within a step"),
+    "kl": (2.0, "the KL to the initial model has risen to 2"),
+    "grad_norm": (1.5, "the gradient norm is 1.5, usually 0.1"),
+}
+
+
+def test_every_symptom_is_provoked_here():
+    assert [symptom.metric for symptom in SYMPTOMS] == list(WELL) == list(ILL)
+
+
+@pytest.mark.parametrize("metric", ILL)
+def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
+    value, words = ILL[metric]
+    adviser, told = Adviser(), {}
+    for step in range(40):
+        told[step] = adviser.look(step, WELL | ({metric: value} if step in (5, 6, 6 + QUIET + 1) else {}))
+    assert [step for step, found in told.items() if found] == [5, 6 + QUIET + 1]
+    (sentence,) = told[5]
+    assert words in sentence and "--" in sentence, "and what to try"
+
+
+def test_what_was_not_logged_is_no_symptom():
+    assert Adviser().look(1, {"env/finished": 0.9}) == [] == Adviser().look(1, {})
+
+
+def test_the_terminal_says_it(tmp_path, capsys):
+    with Logger(tmp_path) as logger:
+        logger.line(1, {"env/finished": 0.1})
+        logger.line(2, {"env/finished": 0.1})
+    assert capsys.readouterr().out.count("warning: only 10% of the completions end before the limit") == 1

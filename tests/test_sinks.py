@@ -1,0 +1,151 @@
+"""wandb, TensorBoard and MLflow hold the numbers of metrics.jsonl, and cannot stop a run."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from utils import sinks as sinks_module
+from utils.logger import Logger
+from utils.sinks import SinkConfig, open_sinks
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_in_the_environment(monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(tmp_path, resume_step: int = -1, **options) -> Logger:
+    sinks = open_sinks(SinkConfig(**options), tmp_path, {"lr": 1e-6, "env_name": "poem"}, resume_step)
+    return Logger(tmp_path, resume_step=resume_step, sinks=sinks)
+
+
+def run(tmp_path, **options) -> dict[str, list[tuple[int, float]]]:
+    """Three steps, of which the last is done again after a restart; returns what metrics.jsonl holds, by name."""
+    with start(tmp_path, **options) as logger:
+        for step in range(4):
+            logger.log(
+                step, {"env/return": step / 2, "test_env/pass@2": np.float32(0.1), "loss": np.nan, "list": [1.0]}
+            )
+    with start(tmp_path, 2, **options) as logger:
+        logger.log(3, {"env/return": 7.0, "test_env/pass@2": 0.2})
+    found = {}
+    for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                found.setdefault(name, []).append((record["global_step"], value))
+    return found
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboardX", reason="pip install tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    expected = run(tmp_path, tensorboard=True)
+    found: dict[str, dict[int, float]] = {}
+    for file in sorted((tmp_path / "tensorboard").iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):  # length (8 bytes), checksum (4), event, checksum (4)
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += size + 16
+            if event.session_log.status == SessionLog.START:  # steps from here on are done again
+                found = {tag: {s: x for s, x in steps.items() if s < event.step} for tag, steps in found.items()}
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    assert {name: sorted(steps.items()) for name, steps in found.items()} == {
+        name.replace("@", "_at_"): [(step, pytest.approx(value)) for step, value in values]
+        for name, values in expected.items()
+    }
+
+
+def test_mlflow_holds_the_same_numbers(tmp_path):
+    for library in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(library, reason="pip install mlflow-skinny sqlalchemy alembic")
+    from mlflow import MlflowClient
+
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    expected = run(tmp_path, mlflow=store, wandb_name="mine", wandb_mode="disabled")
+    client = MlflowClient(store)
+    (found,) = client.search_runs([client.get_experiment_by_name("lmpo").experiment_id])
+    assert found.info.run_name == "mine" and found.data.params == {"lr": "1e-06", "env_name": "poem"}
+    for name, values in expected.items():
+        history = client.get_metric_history(found.info.run_id, name.replace("@", "_at_"))
+        assert {m.step: m.value for m in history} == {step: pytest.approx(value) for step, value in values}
+
+
+def wandb_records(data: bytes):
+    """The records of a .wandb file: LevelDB's log format, behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if (room := -at % 32768 or 32768) < 7:  # too little for a header: the next block begins
+            at += room
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # full, or last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def test_wandb_offline_holds_the_same_numbers(tmp_path):
+    with start(tmp_path, wandb_mode="offline") as logger:
+        for step in range(3):
+            logger.log(step, {"env/return": step / 2, "loss": np.nan})
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    found = []
+    for record in wandb_records(file.read_bytes()):
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        found += [(items["global_step"], items["env/return"])] if items else []
+    assert found == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypatch, capsys):
+    calls = []
+
+    def step(name):
+        def call(*_, **__):
+            calls.append(name)
+            if name == broken:
+                raise RuntimeError("no network")
+            return SimpleNamespace(log=step("log"), finish=step("finish"))
+
+        return call
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=step("init"), Settings=dict))
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    with start(tmp_path) as logger:
+        for i in range(2):
+            logger.log(i, {"x": i})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert capsys.readouterr().err.count("warning") == 1
+    assert calls == {"init": ["init"], "log": ["init", "log"], "finish": ["init", "log", "log", "finish"]}[broken]
+
+
+@pytest.mark.parametrize(("name", "options"), [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"})])
+def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, options, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, name, None)
+    with start(tmp_path, **options) as logger:
+        logger.log(1, {"x": 1})
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and name in error and "switched off for this run" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [({}, None), ({"wandb_name": "x"}, "offline"), ({"wandb_name": "x", "wandb_mode": "disabled"}, None)],
+)
+def test_when_wandb_is_on(tmp_path, options, mode, monkeypatch):
+    modes = []
+    fake_run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    fake = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or fake_run, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(sinks_module, "has_wandb_login", lambda wandb: False)
+    start(tmp_path, **options).close()
+    assert modes == ([mode] if mode else [])
