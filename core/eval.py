@@ -1,6 +1,7 @@
-"""Plays an environment and scores what was played.
+"""Plays an environment and scores what was played; several checkpoints on several environments become a table.
 
     python core/eval.py --env_name countdown --model_dir ~/checkpoints/countdown/step60
+    python core/eval.py --env_name aime,math500 --model_dir Qwen/Qwen3-1.7B,runs/deepscaler --num_eval_samples 16
 
 Letters: N tasks, G samples of each, B = N G rows, T row length.
 """
@@ -11,7 +12,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import json
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +23,14 @@ from jaxtyping import Float, Int
 from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
 from envs import make_env, parse_options, test_name
 from envs.base import Env, Problem
-from models.checkpoint import load_model
+from models.checkpoint import find_model, load_model
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
+from utils.comparison import Result, find_checkpoints, finish, open_files, write_samples
 from utils.config import option, parse, user_errors
-from utils.estimates import mean_and_ci, pass_at_k
+from utils.estimates import mean_and_ci, task_estimates
+from utils.logger import writable
 from utils.rewards import RewardConfig
 from utils.scoring import Scorer
 from utils.sharding import Layout, LayoutConfig, make_layout
@@ -60,6 +62,7 @@ class Episodes:
     scores: dict[str, Float[np.ndarray, "B"]]
     failures: dict[str, int]  # rewards that timed out or raised, in this process's share
     times: dict[str, float]  # seconds
+    by_task: dict[str, Float[np.ndarray, "N"]] | None = None  # estimates of each task, by `evaluate`
 
 
 @dataclass(frozen=True)
@@ -159,26 +162,25 @@ def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed
     """Scores on the first `num_tasks` problems: means over tasks, and half-widths of their 95% intervals (`_ci`)."""
     ids = np.arange(min(num_tasks, player.num_tasks))
     episodes = player.play(params, ids, num_samples, jax.random.key(seed))
-    by_task = {name: x.reshape(len(ids), num_samples) for name, x in episodes.scores.items()}
+    scores = {name: x.reshape(len(ids), num_samples) for name, x in episodes.scores.items()}
+    by_task = task_estimates(scores, [player.env.answer(text) for text in episodes.texts])
     metrics = {"num_tasks": len(ids), "num_samples": num_samples}
     for name, x in by_task.items():
-        metrics |= mean_and_ci(name, x.mean(axis=1))
-    for k in [2**i for i in range(1, num_samples.bit_length()) if 2**i <= num_samples]:
-        metrics |= mean_and_ci(f"pass@{k}", pass_at_k(by_task["correct_answer"] > 0, k))
-    if num_samples > 1:
-        metrics |= mean_and_ci(f"best_of_{num_samples}", by_task["return"].max(axis=1))
+        metrics |= mean_and_ci(name, x)
     rollouts = episodes.rollouts
     metrics["length"] = float((rollouts.lengths - rollouts.prompt_lengths).mean())
     metrics["finished"] = float(rollouts.finished.mean())
-    return metrics, episodes
+    return metrics, replace(episodes, by_task=by_task)
 
 
 @dataclass(frozen=True)
 class Command(EvalConfig, SamplingConfig, LayoutConfig):
     """Model and output."""
 
-    model_dir: str = option("models/tiny", "Hugging Face folder or hub id")
-    json: str = option("", "file to write the scores to, as one JSON object")
+    env_name: str = option("poem", "environments, separated by commas, of which the test split is played")
+    model_dir: str = option("models/tiny", "Hugging Face folders, hub ids or run folders, separated by commas")
+    json: str = option("", "file to write the scores to: one JSON object, or a list for several checkpoints")
+    save_samples: str = option("", "file to write prompts and completions to, one JSON object for each problem")
     show: int = option(0, "print so many problems with what example replies score, and evaluate nothing")
     seed: int = option(0, "of the draws")
     dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
@@ -188,25 +190,40 @@ class Command(EvalConfig, SamplingConfig, LayoutConfig):
         SamplingConfig.__post_init__(self)
 
 
+def play_checkpoint(config: Command, name: str, folder: Path, envs: dict[str, Env], layout: Layout) -> list[Result]:
+    """What a checkpoint reaches on each environment; with --show, a look at the environments instead."""
+    with user_errors():
+        model, params, tokenizer = load_model(folder, layout, config.dtype, param_dtype=config.dtype)
+    results = []
+    for env_name, env in envs.items():
+        with user_errors():
+            player = make_player(replace(config, env_name=env_name), env_name, env, model, tokenizer, layout)
+        with player.scorer:
+            if config.show:
+                print(show(env, player.encode, tokenizer.hf.decode, config.show))
+                continue
+            metrics, episodes = evaluate(player, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
+        results.append(Result(name, env_name, metrics, episodes.ids[:: config.num_eval_samples], episodes.by_task))
+        if layout.is_main:
+            print(writable(results[-1].describe(config.temperature), sys.stdout), flush=True)
+        if layout.is_main and config.save_samples:
+            write_samples(config.save_samples, results[-1], player, episodes)
+    return results
+
+
 def main(config: Command):
     with user_errors():
-        layout, name = make_layout(config), test_name(config.env_name)
-        env = make_env(name, **env_options(config, name))
-        model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, param_dtype=config.dtype)
-        player = make_player(config, name, env, model, tokenizer, layout)
+        layout = make_layout(config)
+        names = dict.fromkeys(test_name(name.strip()) for name in config.env_name.split(","))
+        envs = {name: make_env(name, **env_options(replace(config, env_name=name), name)) for name in names}
+        checkpoints = [found for name in config.model_dir.split(",") for found in find_checkpoints(name, find_model)]
+        if layout.is_main:
+            open_files(config.json, config.save_samples)
     if config.show:
-        player.scorer.close()
-        return print(show(player.env, player.encode, tokenizer.hf.decode, config.show))
-    with player.scorer:
-        metrics, _ = evaluate(player, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
+        return play_checkpoint(config, *checkpoints[0], envs, layout)
+    results = [result for found in checkpoints for result in play_checkpoint(config, *found, envs, layout)]
     if layout.is_main:
-        how = f"temperature {config.temperature:g}" if config.temperature else "greedy"
-        print(f"{config.model_dir} on {name}: {metrics['num_tasks']} tasks x {metrics['num_samples']}, {how}")
-        for name in (name for name in metrics if not name.endswith("_ci") and not name.startswith("num_")):
-            interval = f" ± {metrics[name + '_ci']:.4f}" if name + "_ci" in metrics else ""
-            print(f"{name:>20} {metrics[name]:.4f}{interval}")
-    if layout.is_main and config.json:
-        Path(config.json).expanduser().write_text(json.dumps(metrics, indent=2) + "\n")
+        finish(results, config.seed, config.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Samples completions with a KV cache: compiled segments, early exit, compaction, one prefill per group.
 
-    python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/
+    python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, else a few built-in prompts
 
 Letters: N prompts, G completions of each, B = N G rows, P prompt columns, T row length, V vocabulary, S sampler slots
 (rows that the device works on; rows leave as they finish).
@@ -13,7 +13,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -29,6 +30,7 @@ from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import Array, bucket, round_up
+from utils.chat import chat
 from utils.config import option, parse, user_errors
 from utils.logger import printable
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
@@ -90,8 +92,10 @@ class Sampler:
     force_answer_at: int = 0
     max_prompt_tokens: int = 1 << 30
     compact: bool = True
+    segment: int = SEGMENT
     tokenizer: Tokenizer | None = field(default=None, compare=False)  # for stop strings and forced answers
     layout: Layout | None = field(default=None, compare=False)
+    watch: Callable[[Int[np.ndarray, "B A"], int], None] | None = field(default=None, compare=False)  # each segment
 
     def __call__(self, params, prompts: list[list[int]], ids: Int[Array, "N"], num_samples: int, key) -> Rollouts:
         """Draws `num_samples` completions of each prompt; rows of a prompt stand side by side.
@@ -154,6 +158,8 @@ class Sampler:
                 if end := self.end_of(tokens[row], t, t + steps):
                     lengths[row], done[row] = end, True
             t += steps
+            if self.watch:
+                self.watch(tokens, t)
             bar.set_postfix_str(f"{t}/{self.max_new_tokens} tokens", refresh=False)
             bar.update(int(done.sum()) - bar.n)
         bar.close()
@@ -164,7 +170,7 @@ class Sampler:
         """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
         lengths = []
         for part in filter(None, (self.max_new_tokens - self.force_answer_at, self.force_answer_at)):
-            steps = -(-part // -(-part // SEGMENT))
+            steps = -(-part // -(-part // self.segment))
             lengths += [min(steps, part - start) for start in range(0, part, steps)]
         return lengths
 
@@ -304,6 +310,20 @@ def read_prompts(path: str) -> list[dict]:
     return rows
 
 
+def converse(config: Command, sampler: Sampler, params) -> None:
+    """A chat on the terminal, streamed a few tokens at a time."""
+    draws = iter(range(1 << 31))
+    tokenizer = sampler.tokenizer
+
+    def reply(messages: list[dict], show: Callable[[str], None]) -> str:
+        watch = lambda tokens, t: show(tokenizer.decode(tokens[0, : sampler.end_of(tokens[0], 0, t) or t]))  # noqa: E731
+        prompt = tokenizer.chat(messages, config.thinking)
+        r = replace(sampler, watch=watch)(params, [prompt], np.array([next(draws)]), 1, jax.random.key(config.seed))
+        return tokenizer.decode(r.tokens[0, len(prompt) : r.lengths[0]])
+
+    chat(reply)
+
+
 def main(config: Command):
     with user_errors():
         layout = make_layout(config)
@@ -311,6 +331,9 @@ def main(config: Command):
         model, params, tokenizer = load_model(config.ckpt_dir, layout, config.dtype, param_dtype=config.dtype)
         limit = 256 if config.num_generation_tokens < 0 else config.num_generation_tokens
         sampler = make_sampler(config, model, tokenizer, layout, limit, max(0, config.force_answer_at))
+    if not config.prompts and not config.json and sys.stdin.isatty() and sys.stdout.isatty():
+        return converse(config, replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings), params)
+    with user_errors():
         prompts = [
             tokenizer.encode(row["prompt"]) if config.raw and "prompt" in row
             else tokenizer.chat(row.get("messages") or [{"role": "user", "content": row["prompt"]}], config.thinking)

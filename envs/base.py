@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from envs.answers import final_answer
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,6 +31,7 @@ class Env:
     num_tasks: int  # problems 0 .. num_tasks - 1
     tokens_per_action: int = 512  # default completion limit, tokens
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
+    form: str = "tags"  # in which answers stand: tags, boxed, hash or any
     note: str = ""  # for people, once at the start: how many rows were left out, and why
 
     def problem(self, index: int) -> Problem:
@@ -42,6 +45,10 @@ class Env:
         All other keys are logged as they are.
         """
         raise NotImplementedError
+
+    def answer(self, text: str) -> str | None:
+        """The answer that a reply gives, None where it gives none: what it votes for in a majority."""
+        return final_answer(text, self.form)
 
     def examples(self, problem: Problem) -> dict[str, str]:
         """Replies to look at, by name: "right" earns full marks, "wrong" looks alike; none where that is not known."""

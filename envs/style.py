@@ -60,5 +60,8 @@ class Styled(Env):
         form = FORMAT_REWARDS[self.style.format_reward](text)
         return scores | {"return": scores["return"] + self.style.format_weight * form, "format": form}
 
+    def answer(self, text: str) -> str | None:
+        return self.env.answer(text)
+
     def examples(self, problem: Problem) -> dict[str, str]:
         return self.env.examples(problem)

@@ -22,7 +22,7 @@ from helpers import MODEL, QUICK, ROOT, Letters, on_four_devices, on_layout, ran
 from safetensors.numpy import load_file
 
 from core import grpo
-from core.eval import Player, evaluate, pass_at_k
+from core.eval import Player, evaluate
 from core.grpo import Config, Learner, collect, task_numbers
 from core.objectives import Batch, advantages, describe
 from core.sampling import Sampler
@@ -30,6 +30,7 @@ from envs.base import Env, Problem
 from models import qwen3
 from models.distribution import Distribution
 from utils.config import parse
+from utils.estimates import pass_at_k
 from utils.scoring import Scorer
 from utils.sharding import LayoutConfig, make_layout, single_device
 from utils.train_state import OptimizerConfig, init_state, make_optimizer, make_schedule

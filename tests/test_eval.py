@@ -1,0 +1,237 @@
+"""Estimates against enumeration and independent loops; the command over checkpoints and environments, end to end.
+
+Letters: N tasks, G samples of each.
+"""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, product
+
+import jax
+import numpy as np
+import pytest
+from helpers import ROOT
+
+from core import eval as evaluation
+from envs.base import Env
+from envs.style import Style, Styled
+from utils.comparison import Result, as_json, compare, find_checkpoints, report, table
+from utils.config import parse
+from utils.estimates import MAX_VOTERS, best_of_k, majority_at_k, paired_bootstrap, pass_at_k, task_estimates
+
+MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Nearly all of the time would be compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# Estimates
+
+
+def test_best_of_k_is_the_mean_over_all_subsets():
+    returns = np.round(np.random.default_rng(0).normal(size=(5, 7)), 1).astype(np.float32)  # some of them equal
+    for k in range(1, 8):
+        expected = [np.mean([max(some) for some in combinations(row, k)]) for row in returns.tolist()]
+        np.testing.assert_allclose(best_of_k(returns, k), expected, atol=1e-7)
+    correct = returns > 0
+    np.testing.assert_allclose(best_of_k(correct.astype(np.float32), 3), pass_at_k(correct, 3))
+
+
+def vote(answers: list[str | None], correct: list[bool]) -> float:
+    """The chance that the winner of one election is right, ties by lot."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    shares = [np.mean([c for a, c in zip(answers, correct, strict=True) if a == winner]) for winner in winners]
+    return float(np.mean(shares)) if winners else 0.0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_majority_at_k_is_the_mean_over_all_subsets(seed):
+    rng = np.random.default_rng(seed)
+    answers = [None if i == 0 else "abcdefgh"[i] for i in rng.integers(0, 2 + seed % 6, 8).tolist()]
+    right = {"b", "d"} if seed % 3 else {"c"}  # two answers may be right, as in Countdown
+    correct = np.array([answer in right for answer in answers])
+    found = majority_at_k(answers, correct, tuple(range(1, 9)))
+    for k in range(1, 9):
+        elections = combinations(zip(answers, correct.tolist(), strict=True), k)
+        assert found[k - 1] == pytest.approx(np.mean([vote(*zip(*some, strict=True)) for some in elections])), k
+
+
+def test_majority_at_k_by_hand():
+    def majority(text: str, correct: list[int], k: int) -> float:
+        return float(majority_at_k([None if a == "-" else a for a in text], np.array(correct) > 0, (k,))[0])
+
+    assert majority("aab", [1, 1, 0], 3) == 1 and majority("aab", [0, 0, 1], 3) == 0
+    assert majority("ab", [1, 0], 2) == 0.5, "a tie is decided by lot"
+    assert majority("a---", [1, 0, 0, 0], 4) == 1, "who has no answer does not vote"
+    assert majority("----", [0, 0, 0, 0], 4) == 0
+    assert majority("aabb", [1, 0, 0, 0], 4) == 0.25, "equal answers, graded differently"
+    assert majority_at_k(["1  1/2\n", " 1 1/2", "11/2"], np.array([True, True, False]), (3,)) == 1
+    many = majority_at_k(["a"] * 40 + ["b"] * 24, np.arange(64) < 40, (1, 63, 64))  # C(64, 32) is beyond int64
+    np.testing.assert_allclose(many, [40 / 64, 1, 1])
+
+
+def test_task_estimates_are_named_by_k():
+    scores = {name: np.float32([[0, 1, 0, 0, 1, 0]] * 2) for name in ("return", "correct_answer")}
+    found = task_estimates(scores, list("abcdbe") * 2)
+    kinds = ("pass@", "best_of_", "maj@")
+    assert set(found) == {"return", "correct_answer", *(f"{kind}{k}" for kind in kinds for k in (2, 4, 6))}
+    assert all(x.shape == (2,) for x in found.values()) and found["maj@6"].tolist() == [1, 1]
+    assert not any("maj" in name for name in task_estimates(scores, [None] * 12)), "an environment without answers"
+    one = {name: x[:, :1] for name, x in scores.items()}
+    assert set(task_estimates(one, ["a", "b"])) == {"return", "correct_answer"}
+    wide = {name: np.zeros((1, MAX_VOTERS + 1), np.float32) for name in scores}
+    assert "maj@2" not in task_estimates(wide, ["a"] * (MAX_VOTERS + 1))
+
+
+def test_paired_bootstrap_against_all_resamples():
+    x, y = np.array([0.5, 0.0, 0.25, 1.0]), np.array([0.75, 0.5, 0.0, 1.0])
+    means = np.array([np.mean(some) for some in product(y - x, repeat=4)])
+    found = paired_bootstrap(x, y, seed=1)
+    p = np.mean(means <= 0)  # quarters are exact
+    assert found["mean"] == pytest.approx(0.125) and found["p"] == pytest.approx(p, abs=4 * (p * (1 - p) / 1e4) ** 0.5)
+    assert found["low"] == np.quantile(means, 0.025) and found["high"] == np.quantile(means, 0.975)
+    assert found == paired_bootstrap(x, y, seed=1) != paired_bootstrap(x, y, seed=2)
+
+
+def test_paired_bootstrap_of_more_problems_against_a_loop():
+    rng = np.random.default_rng(0)
+    x = rng.random(50)
+    y = x + rng.normal(0.02, 0.1, 50)  # what problems have in common cancels
+    means = [np.mean([y[i] - x[i] for i in rng.integers(50, size=50)]) for _ in range(4000)]
+    found = paired_bootstrap(x, y)
+    assert found["p"] == pytest.approx(np.mean(np.array(means) <= 0), abs=0.03)
+    assert [found["low"], found["high"]] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.004)
+    tenths = np.array([0.1, 0.2, 0.3])
+    same = paired_bootstrap(tenths, tenths.copy())
+    assert same == {"mean": 0, "low": 0, "high": 0, "p": 1}
+    assert paired_bootstrap(np.zeros(3), np.ones(3), resamples=150)["p"] == 0
+
+
+# Comparisons
+
+
+def result(name: str, ids: list[int], values: list[float], env_name: str = "poem-test") -> Result:
+    by_task = {"return": np.array(values), "correct_answer": np.array(values)}
+    metrics = {"num_tasks": len(ids), "num_samples": 1, "length": 7.0}
+    for metric, x in by_task.items():
+        metrics |= {metric: float(x.mean()), f"{metric}_ci": 0.125}
+    return Result(name, env_name, metrics, np.array(ids), by_task)
+
+
+def test_differences_are_of_tasks_that_both_played():
+    first, second = result("a", [1, 2, 5], [0, 1, 0]), result("b", [2, 5, 7], [1, 1, 0])
+    other, apart = result("a", [1], [1], "gsm8k-test"), result("c", [9], [1])
+    rows = compare([first, other, second, apart], seed=0)
+    assert "difference" not in rows[0] and "difference" not in rows[1]
+    assert rows[2]["difference"]["to"] == "a" and rows[2]["difference"]["num_tasks"] == 2
+    assert rows[2]["difference"]["return"] == paired_bootstrap(np.array([1, 0]), np.array([1, 1]))
+    assert rows[3]["difference"] == {"to": "a", "num_tasks": 0}
+    json.dumps(rows, allow_nan=False)
+
+
+def test_tables_are_aligned():
+    pairs = [("poem-test", 1.0), ("gsm8k-test", 0.0)]
+    results = [result(f"run/{name}", [1, 2], [0, x], env) for name in ("step5", "step10") for env, x in pairs]
+    lines = report(compare(results, seed=0)).splitlines()
+    assert lines[0].split() == ["poem-test", "gsm8k-test"]
+    assert lines[1].split() == ["run/", *["return", "correct", "length"] * 2]
+    assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
+    assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [+0.000, +0.000] p 1.0000" in lines[8]
+    many = table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
+    assert max(map(len, many.splitlines())) <= 120 and many.count("pass@4") == 9
+
+
+def test_checkpoints_of_a_run_folder(tmp_path):
+    run = tmp_path / "run"
+    (run / "state").mkdir(parents=True)
+    find = find_checkpoints
+    with pytest.raises(ValueError, match="run folder without checkpoints"):
+        find("run", lambda name: tmp_path / name)
+    for name in ("step100", "step20", "best", "steps"):
+        (run / name).mkdir()
+    (run / "config.json").write_text("{}")
+    found = find("run/", lambda name: tmp_path / name)
+    assert found == [("run/step20", run / "step20"), ("run/step100", run / "step100")]
+    assert find(" run/step20", lambda name: tmp_path / name) == [("run/step20", run / "step20")]
+    (run / "model.safetensors").touch()
+    assert find("run", lambda name: tmp_path / name) == [("run", run)], "a model with folders of that name in it"
+
+
+def test_answers_are_of_the_form_that_the_environment_asks_for():
+    env = Env()
+    env.num_tasks = 1
+    assert env.answer("so <answer> 5 </answer> or \\boxed{6}") == "5" and env.answer("\\boxed{6}") is None
+    env.form = "boxed"
+    assert Styled(env, Style()).answer("<answer>5</answer> or \\boxed{6}") == "6"
+
+
+def test_references_of_any_kind_are_written():
+    assert as_json(((1, 2), 3)) == ((1, 2), 3) and as_json({"x": float("nan")}) == "{'x': nan}"
+    assert as_json({(1, 2): 3}) == "{(1, 2): 3}" and isinstance(as_json(object()), str)
+
+
+# The command
+
+
+def command(*argv: str, **flags) -> evaluation.Command:
+    flags = {"num_generation_tokens": 8, "num_score_workers": 1, "device_type": "cpu"} | flags
+    argv = [*argv, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+    return parse(evaluation.Command, argv, aliases={"num_epochs": "num_eval_samples"})[0]
+
+
+def test_a_run_folder_on_two_environments(tmp_path, capsys):
+    run, scores, samples = tmp_path / "run", tmp_path / "scores.json", tmp_path / "samples.jsonl"
+    for step in (2, 10):
+        shutil.copytree(MODEL, run / f"step{step}")
+    flags = {"num_eval_tasks": 3, "num_epochs": 4, "json": scores, "save_samples": samples, "prompt_length": 1024}
+    flags["env_name"] = "poem,Countdown3"
+    evaluation.main(command(**flags, model_dir=run))
+    found = json.loads(scores.read_text())
+    where = [(f"{run}/step{step}", env) for step in (2, 10) for env in ("poem-test", "countdown3-test")]
+    assert [(row["model_dir"], row["env_name"]) for row in found] == where
+    assert {"return_ci", "correct_answer", "pass@2", "pass@4", "best_of_2", "length", "finished"} <= found[0].keys()
+    place = ("model_dir", "env_name", "difference")
+    scores_of = [{name: value for name, value in row.items() if name not in place} for row in found]
+    assert scores_of[0] == scores_of[2] and scores_of[1] == scores_of[3], "equal weights, equal draws"
+    assert found[2]["difference"]["return"] == {"mean": 0, "low": 0, "high": 0, "p": 1}
+    printed = capsys.readouterr().out
+    assert "step10 " in printed and "best_of_4" in printed and f"difference to {run}/step2" in printed
+
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 3 and samples.read_text().isascii()
+    poem = rows[:3]
+    assert [row["task"] for row in poem] == [0, 1, 2] and all("poem about" in row["prompt"] for row in poem)
+    completions = [x for row in poem for x in row["completions"]]
+    assert len(completions) == 12 and all(x["return"] == len(x["text"]) and 0 < x["length"] <= 8 for x in completions)
+    assert np.mean([x["return"] for x in completions]) == pytest.approx(found[0]["return"])
+    assert np.mean([x["finished"] for x in completions]) == pytest.approx(found[0]["finished"])
+    assert rows[3]["env_name"] == "countdown3-test" and len(rows[3]["reference"][0]) == 3
+
+    evaluation.main(command(**flags | {"env_name": "poem", "save_samples": ""}, model_dir=run / "step2"))
+    assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"
+    assert "3 tasks x 4, temperature 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"env_name": "poem,nowhere"}, "no environment 'nowhere-test'"),
+        ({"model_dir": "models/tiny,no/such/folder"}, "no folder no/such/folder"),
+        ({"env_name": "countdown,poem", "env_options": "numbers=3"}, "poem has no option 'numbers'"),
+        ({"save_samples": "no/such/folder/samples.jsonl"}, "No such file or directory"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "load_model", None)
+    with pytest.raises(SystemExit):
+        evaluation.main(replace(command(), **flags))
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
