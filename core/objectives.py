@@ -386,7 +386,7 @@ def describe(config: ObjectiveConfig) -> str:
     """The resolved objective in one line."""
 
     def formula(function) -> str:
-        return function.__doc__.partition(". ")[0]
+        return (function.__doc__ or function.__name__).partition(". ")[0].rstrip(".")
 
     low, high = config.clip_range
     more = {"best_k": f", k = {config.best_k}", "gae": f", gamma {config.gamma:g}, lambda {config.gae_lambda:g}"}
