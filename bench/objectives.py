@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import numpy as np
 from matplotlib.figure import Figure
 
-from utils.report import COLOURS, read
+from utils.plots import COLOURS, read
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = {  # seeds of each

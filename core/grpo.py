@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from tqdm import tqdm
 
 from core import objectives
@@ -36,6 +36,7 @@ from models.distribution import Distribution
 from models.qwen3 import CRITIC, Qwen, TokenScores, make_critic, score_tokens
 from utils.batching import Array, bucket_below, concatenate, fit, pieces, take
 from utils.config import option, parse, user_errors
+from utils.estimates import explained_variance
 from utils.lmpo import LmpoConfig
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
@@ -160,11 +161,15 @@ class Learner:
     reference: Any = None  # parameters of the model that the KL is measured to
     report_bad: Callable[[Batch], None] = lambda batch: None  # called with each minibatch whose update was skipped
 
+    def assess(self, params, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with all that is known before the first update, advantages too; rows without any leave it."""
+        clock = time.perf_counter()
+        batch, metrics = self.credit(self.look_back(params, batch))
+        return batch, metrics | {"times/logprobs": time.perf_counter() - clock, "num_rows": len(batch.rewards)}
+
     def learn(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
         """All updates of a step; metrics are means over them, `updates/...` lists of each one's."""
         clock, updates = time.perf_counter(), []
-        batch, metrics = self.credit(self.look_back(state.params, batch))
-        times = {"times/logprobs": time.perf_counter() - clock}
         for epoch in range(self.config.ppo_epochs if len(batch.rewards) else 0):
             minibatches, done = list(self.minibatches(batch, step, epoch)), []
             for minibatch in minibatches:
@@ -174,12 +179,11 @@ class Learner:
             self.check(minibatches, done)
             if self.config.target_kl and np.mean([each["approx_kl"] for each in done]) > self.config.target_kl:
                 break
-        metrics |= {name: float(np.mean([each[name] for each in updates])) for name in (updates or [{}])[0]}
+        metrics = {name: float(np.mean([each[name] for each in updates])) for name in (updates or [{}])[0]}
         if len(updates) > 1:
             names = ("loss", "approx_kl", "clip_fraction", "grad_norm")
             metrics |= {f"updates/{name}": [float(each[name]) for each in updates] for name in names}
-        times["times/update"] = time.perf_counter() - clock - times["times/logprobs"]
-        return state, metrics | times | {"num_updates": len(updates), "num_rows": len(batch.rewards)}
+        return state, metrics | {"times/update": time.perf_counter() - clock, "num_updates": len(updates)}
 
     def look_back(self, params, batch: Batch) -> Batch:
         """What losses and advantages need to know from before the first update, from the graph that is trained."""
@@ -202,8 +206,12 @@ class Learner:
         if self.config.advantage == "gae":
             returns = objectives.generalised_advantages(batch, self.config) + batch.values
             batch = batch.replace(returns=np.asarray(returns))
-            metrics["value/explained_variance"] = explained_variance(batch, batch.returns)
-            metrics["value/explained_variance_of_reward"] = explained_variance(batch, batch.rewards[:, None])
+            rewards, values, returns = (
+                np.broadcast_to(x, batch.mask.shape)[batch.mask]
+                for x in (batch.rewards[:, None], batch.values, batch.returns)
+            )
+            metrics["value/explained_variance"] = explained_variance(returns, values)
+            metrics["value/explained_variance_of_reward"] = explained_variance(rewards, values)
         return take(batch, np.flatnonzero(keep)), metrics
 
     def scores(self, params, batch: Batch) -> TokenScores:
@@ -259,12 +267,6 @@ class Learner:
             piece = take(batch, np.resize(rows, num_rows), width)
             piece.mask[len(rows) :] = False  # rows that only fill the shape up
             yield rows, self.layout.put(piece), bucket_below(int(piece.prompt_lengths.min()))
-
-
-def explained_variance(batch: Batch, targets: Float[np.ndarray, "B #T"]) -> float:
-    """1 - Var(target - value) / Var(target) over the tokens of a batch."""
-    targets, values = (np.broadcast_to(x, batch.mask.shape)[batch.mask] for x in (targets, batch.values))
-    return float(1 - (targets - values).var() / max(targets.var(), objectives.NO_SIGNAL))
 
 
 @partial(jax.jit, static_argnames=("model", "temperature", "first"))
@@ -352,15 +354,16 @@ def main(config: Config):
                 batch, played, cursor = collect(player, state.params, config, step, cursor)
                 metrics = describe_play(played, config.group_size)
                 if batch is not None:
+                    batch, assessed = learner.assess(state.params, batch)
                     state, learnt = learner.learn(state, batch, step)
-                    metrics |= learnt
+                    metrics |= assessed | learnt
             metrics["times/step"] = time.perf_counter() - clock
             last = step == config.max_steps or cursor >= end
             if tester and (last or is_due(step, config.test_interval)):
                 metrics |= held_out(tester, state.params, config, config.test_greedy and last)
             logger.log(step, metrics)
             logger.line(step, metrics)
-            run.write_rollouts(step, rollout_rows(played, config.group_size))
+            run.write_rollouts(step, rollout_rows(played, config.group_size, tokenizer, batch))
             if last or step == done + 1 or is_due(step, config.sample_interval):
                 logger.sample(step, *example(played[0], tokenizer))
             improved = config.save_best and metrics.get("test_env/return", -np.inf) > (best or -np.inf)

@@ -310,20 +310,6 @@ def read_prompts(path: str) -> list[dict]:
     return rows
 
 
-def converse(config: Command, sampler: Sampler, params) -> None:
-    """A chat on the terminal, streamed a few tokens at a time."""
-    draws = iter(range(1 << 31))
-    tokenizer = sampler.tokenizer
-
-    def reply(messages: list[dict], show: Callable[[str], None]) -> str:
-        watch = lambda tokens, t: show(tokenizer.decode(tokens[0, : sampler.end_of(tokens[0], 0, t) or t]))  # noqa: E731
-        prompt = tokenizer.chat(messages, config.thinking)
-        r = replace(sampler, watch=watch)(params, [prompt], np.array([next(draws)]), 1, jax.random.key(config.seed))
-        return tokenizer.decode(r.tokens[0, len(prompt) : r.lengths[0]])
-
-    chat(reply)
-
-
 def main(config: Command):
     with user_errors():
         layout = make_layout(config)
@@ -332,7 +318,8 @@ def main(config: Command):
         limit = 256 if config.num_generation_tokens < 0 else config.num_generation_tokens
         sampler = make_sampler(config, model, tokenizer, layout, limit, max(0, config.force_answer_at))
     if not config.prompts and not config.json and sys.stdin.isatty() and sys.stdout.isatty():
-        return converse(config, replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings), params)
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        return chat(sampler, params, jax.random.key(config.seed), config.thinking)
     with user_errors():
         prompts = [
             tokenizer.encode(row["prompt"]) if config.raw and "prompt" in row

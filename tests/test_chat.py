@@ -1,12 +1,13 @@
 """The conversation on the terminal."""
 
 import os
+import subprocess
 import sys
 
 import pytest
 from helpers import QUICK, ROOT
 
-from utils.chat import Stream, chat
+from utils.chat import Stream, converse
 
 
 def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
@@ -24,7 +25,7 @@ def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
         return "part"
 
     monkeypatch.setattr("builtins.input", read)
-    chat(reply)
+    converse(reply)
     assert seen == [["hello"], ["hello", "part", "more"], ["again"]]
     assert capsys.readouterr().out.count("part\n") == 3
 
@@ -48,7 +49,7 @@ def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(mon
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", read)
-    chat(reply)
+    converse(reply)
     assert seen == [["one"], ["one", "half a tho", "two"], ["one", "half a tho", "three"]]
     assert "[stopped]" in (out := capsys.readouterr().out) and "9999 tokens; /new begins another" in out
 
@@ -60,18 +61,16 @@ def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
     assert capsys.readouterr().out == "a\u2713red!"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a pseudo-terminal")
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_the_command_talks_on_a_terminal():
-    import pty
-
-    command = [sys.executable, str(ROOT / "core" / "sampling.py"), "--ckpt_dir", str(ROOT / "models" / "tiny")]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(sys.executable, [*command, "--num_generation_tokens", "8"], os.environ | QUICK)
+    command = [sys.executable, ROOT / "core" / "sampling.py", "--ckpt_dir", ROOT / "models" / "tiny"]
+    ours, theirs = os.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen([*command, "--num_generation_tokens", "8"], env=os.environ | QUICK, **streams)
     said, answers = b"", [b"Use 3 7 12 to make 24.\n", b"\x04"]
-    while answers or said.count(b"> ") < 2:
-        said += os.read(terminal, 4096)
-        if answers and said.count(b"\n> ") == 3 - len(answers):
-            os.write(terminal, answers.pop(0))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    while answers:
+        said += os.read(ours, 4096)
+        if said.count(b"\n> ") == 3 - len(answers):
+            os.write(ours, answers.pop(0))
+    assert process.wait(60) == 0
     assert b"Ctrl-D ends" in said

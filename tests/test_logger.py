@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from utils.logger import Logger, printable
-from utils.report import before_and_after, plot
+from utils.plots import before_and_after, plot
 
 
 def lines(folder) -> list[dict]:

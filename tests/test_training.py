@@ -95,6 +95,13 @@ def update(batch: Batch, layout=None, **changes) -> tuple[dict, dict]:
     return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), layout.fetch(metrics)
 
 
+def learn(learner: Learner, state, batch: Batch, step: int):
+    """A step of training after its rollouts."""
+    batch, assessed = learner.assess(state.params, batch)
+    state, learnt = learner.learn(state, batch, step)
+    return state, assessed | learnt
+
+
 def assert_same_gradient(found, expected) -> None:
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     assert largest > 0.1
@@ -185,7 +192,7 @@ def true_logprobs(batch: Batch) -> np.ndarray:
 def test_before_the_first_update_the_ratio_is_one():
     learner = Learner(MODEL, optax.sgd(0.0), single_device(), CONFIG)
     state = init_state(on_layout(learner.layout), learner.optimizer)
-    _, metrics = learner.learn(state, random_batch().replace(old_logprobs=None), step=1)
+    _, metrics = learn(learner, state, random_batch().replace(old_logprobs=None), step=1)
     assert metrics["num_updates"] == 4
     assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-6) and abs(metrics["approx_kl"]) < 1e-9
 
@@ -197,7 +204,7 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
         config = replace(COLLECT, temperature=0.6, do_inference_logprobs=from_sampler, **cut)
         batch, *_ = collect(player(12, distribution=config.distribution), random_params(), config, step=1, cursor=0)
         learner = Learner(MODEL, optax.sgd(0.0), single_device(), config)
-        _, metrics = learner.learn(init_state(on_layout(learner.layout), learner.optimizer), batch, step=1)
+        _, metrics = learn(learner, init_state(on_layout(learner.layout), learner.optimizer), batch, step=1)
         assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-5) and abs(metrics["approx_kl"]) < 1e-8
         assert metrics["inference_recompute/logprob_diff_max"] < 1e-4 and metrics["grad_norm"] > 0.01
     whole = learner.scores(random_params(), batch.replace(support=None)).logprobs
@@ -223,7 +230,7 @@ def test_old_logprobs(flags, expected):
 
     batch = random_batch().replace(old_logprobs=None)
     state = init_state(on_layout(single_device()), optax.sgd(0.0))
-    Spy(MODEL, optax.sgd(0.0), single_device(), replace(CONFIG, **flags)).learn(state, batch, step=1)
+    learn(Spy(MODEL, optax.sgd(0.0), single_device(), replace(CONFIG, **flags)), state, batch, step=1)
     assert sum(len(part.rewards) for part in seen) == (8 if flags.get("ppo_epochs") == 1 else 16)
     for part in seen:
         if expected is None:
@@ -250,7 +257,7 @@ def fresh_state(of: Learner):
 
 def test_the_best_of_each_group_are_learnt_from_alone():
     best, seen = learner(advantage="best_k", best_k=1, objective="reinforce", ppo_minibatch=2, ppo_epochs=1)
-    _, metrics = best.learn(fresh_state(best), random_batch().replace(old_logprobs=None), step=1)
+    _, metrics = learn(best, fresh_state(best), random_batch().replace(old_logprobs=None), step=1)
     assert metrics["num_rows"] == 2 and metrics["num_updates"] == 1
     assert sorted(seen[0].lengths.tolist()) == sorted(random_batch().lengths[[1, 4]].tolist())
     assert (seen[0].advantages[seen[0].mask] == 1).all()
@@ -259,7 +266,7 @@ def test_the_best_of_each_group_are_learnt_from_alone():
 def test_epochs_end_when_the_policy_has_moved_far_enough():
     for target, epochs in ((0.0, 2), (1e-6, 1), (1e6, 2)):
         some, seen = learner(target_kl=target)
-        _, metrics = some.learn(fresh_state(some), random_batch().replace(old_logprobs=None), step=1)
+        _, metrics = learn(some, fresh_state(some), random_batch().replace(old_logprobs=None), step=1)
         assert len(seen) == metrics["num_updates"] == len(metrics["updates/approx_kl"]) == 2 * epochs
         assert metrics["approx_kl"] == pytest.approx(np.mean(metrics["updates/approx_kl"]))
 
@@ -270,25 +277,25 @@ def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_c
     some = replace(some, report_bad=kept.append)
     batch = random_batch()
     bad = batch.replace(sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite
-    state, metrics = some.learn(fresh_state(some), bad, step=1)
+    state, metrics = learn(some, fresh_state(some), bad, step=1)
     assert len(kept) == len(seen) == 2 and (kept[0].tokens == seen[0].tokens).all() and int(state.num_skipped) == 2
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), random_params())
-    state, _ = some.learn(state, batch, step=2)
+    state, _ = learn(some, state, batch, step=2)
     assert int(state.num_skipped) == 0 and int(state.step) == 2, "one that is finite ends the row"
-    state, _ = some.learn(state, bad, step=3)
+    state, _ = learn(some, state, bad, step=3)
     with pytest.raises(FloatingPointError, match="3 updates in a row .* lower --lr"):
-        some.learn(state, bad, step=4)
+        learn(some, state, bad, step=4)
 
 
 def test_the_kl_is_that_to_the_reference():
     some, _ = learner(kl_coef=0.1, ppo_epochs=1, ppo_minibatch=0)
     reference = jax.tree.map(lambda x: 1.1 * x, random_params())
-    _, metrics = replace(some, reference=reference).learn(fresh_state(some), random_batch(), step=1)
+    _, metrics = learn(replace(some, reference=reference), fresh_state(some), random_batch(), step=1)
     batch = random_batch()
     other = np.asarray(teacher_forced(MODEL, reference, batch.tokens, CONFIG.temperature)[0], np.float64)
     x = (true_logprobs(batch) - other)[batch.mask]
     assert metrics["kl"] == pytest.approx(np.mean(np.exp(-x) + x - 1), rel=1e-4)
-    _, metrics = replace(some, reference=random_params()).learn(fresh_state(some), random_batch(), step=1)
+    _, metrics = learn(replace(some, reference=random_params()), fresh_state(some), random_batch(), step=1)
     assert abs(metrics["kl"]) < 1e-9
 
 

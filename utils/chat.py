@@ -1,6 +1,11 @@
 """A conversation on the terminal with a model that was just trained."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
 
 from utils.logger import printable
 
@@ -20,7 +25,22 @@ class Stream:
             self.shown = text
 
 
-def chat(reply: Callable[[list[Message], Callable[[str], None]], str]) -> None:
+def chat(sampler: Any, params: Any, key: Any, thinking: bool) -> None:
+    """A conversation with the model of a sampler, streamed as often as the sampler's segments end."""
+    draws, tokenizer = count(), sampler.tokenizer
+
+    def reply(messages: list[Message], show: Callable[[str], None]) -> str:
+        def watch(tokens, t):
+            show(tokenizer.decode(tokens[0, : sampler.end_of(tokens[0], 0, t) or t]))
+
+        prompt = tokenizer.chat(messages, thinking)
+        r = replace(sampler, watch=watch)(params, [prompt], np.array([next(draws)]), 1, key)
+        return tokenizer.decode(r.tokens[0, len(prompt) : r.lengths[0]])
+
+    converse(reply)
+
+
+def converse(reply: Callable[[list[Message], Callable[[str], None]], str]) -> None:
     """Talks until the end of input; `reply(messages, show)` calls `show` with the text so far and returns all of it."""
     print("Ctrl-D ends the conversation, /new begins another, Ctrl-C stops a reply.")
     messages: list[Message] = []

@@ -124,3 +124,9 @@ def paired_bootstrap(
     low, high = np.quantile(means, [0.025, 0.975])
     p = np.mean(means <= 1e-12)  # a sum that is 0 but for rounding is 0
     return {"mean": float(difference.mean()), "low": float(low), "high": float(high), "p": float(p)}
+
+
+def explained_variance(targets: Float[np.ndarray, "N"], values: Float[np.ndarray, "N"]) -> float:
+    """1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one, or equal targets."""
+    variance = targets.var()
+    return float(1 - (targets - values).var() / variance) if variance > 1e-12 else 0.0

@@ -1,6 +1,7 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
-config.json  metrics.jsonl  plot.png  rollouts/step_N.jsonl  state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
+config.json  metrics.jsonl  plot.png  report.html  rollouts/step_N.jsonl
+state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import orbax.checkpoint as ocp
 
 from utils.config import option, to_dict
 from utils.logger import Logger
-from utils.report import before_and_after, plot
+from utils.plots import before_and_after, plot
+from utils.report import write_report
 from utils.sharding import Layout
 from utils.sinks import SinkConfig, open_sinks
 
@@ -97,9 +99,10 @@ class Run:
         return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
 
     def draw(self) -> None:
-        """Draws plot.png anew."""
+        """Draws plot.png and report.html anew."""
         if self.layout.is_main:
             plot(self.directory / "metrics.jsonl", self.directory / "plot.png")
+            write_report([self.directory], self.directory / "report.html")
 
     def before_and_after(self) -> str:
         """The first and the last held-out scores, as a table."""
@@ -141,16 +144,55 @@ def describe_play(played: list, group_size: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def rollout_rows(played: list, group_size: int) -> list[dict]:
-    """What rollouts/step_N.jsonl holds of each rollout."""
-    rows = []
+def rollout_rows(played: list, group_size: int, tokenizer: Any = None, learnt: Any = None) -> list[dict]:
+    """What rollouts/step_N.jsonl holds of each rollout.
+
+    With a tokenizer also what report.html colours, for the first two groups only, since it is long: prompt, tokens and
+    their log-probabilities; and of rows that are in the batch `learnt`, their advantage and what else it knows of them.
+    """
+    rows, learnt_rows = [], {} if learnt is None else {identity(learnt, i): i for i in range(len(learnt.lengths))}
     for e in played:
         r = e.rollouts
         for i, text in enumerate(e.texts):
             scores = {name: x[i] for name, x in e.scores.items()}
             completion = {"length": r.lengths[i] - r.prompt_lengths[i], "finished": r.finished[i]}
-            rows.append({"group": len(rows) // group_size, "task": e.ids[i], "text": text} | scores | completion)
+            row = {"group": len(rows) // group_size, "task": e.ids[i], "text": text} | scores | completion
+            if tokenizer and row["group"] < 2:
+                row |= token_fields(r, i, tokenizer, learnt, learnt_rows.get(identity(r, i)))
+            rows.append(row)
     return rows
+
+
+def identity(rollouts: Any, i: int) -> bytes:
+    """The tokens of a row, by which it is found again in a batch whose rows were chosen and cut to another width."""
+    return np.asarray(rollouts.tokens[i, : rollouts.lengths[i]], np.int32).tobytes()
+
+
+def token_fields(rollouts: Any, i: int, tokenizer: Any, learnt: Any, row: int | None) -> dict[str, Any]:
+    """The fields of rollout `i` that speak of single tokens; it is `row` of the batch `learnt` (None: not in it)."""
+    start, end = int(rollouts.prompt_lengths[i]), int(rollouts.lengths[i])
+    ids, columns = rollouts.tokens[i].tolist(), slice(start, end)
+    fields = {"prompt": tokenizer.hf.decode(ids[:start]), "tokens": token_texts(tokenizer, ids[columns])}
+    lists = {"logprobs": rollouts.logprobs[i]}
+    if row is not None:
+        known = {"advantage": learnt.advantages, "old_logprobs": learnt.old_logprobs}
+        lists |= {name: x[row] for name, x in known.items() if x is not None}
+    lists = {name: np.round(np.asarray(x[columns], float), 4) + 0.0 for name, x in lists.items()}  # + 0.0: no "-0.0"
+    if "advantage" in lists and not np.ptp(lists["advantage"]):
+        lists["advantage"] = lists["advantage"][0]  # one for the completion
+    return fields | lists
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text of each token; a character that several tokens spell stands with the last of them."""
+    texts, pending = [], []
+    for place, token in enumerate(ids, 1):
+        pending.append(token)
+        text = tokenizer.hf.decode(pending)
+        is_whole = not text.endswith("\ufffd") or len(pending) == 8 or place == len(ids)  # 8: no character, wrong bytes
+        texts.append(text if is_whole else "")
+        pending = [] if is_whole else pending
+    return texts
 
 
 def example(episodes, tokenizer) -> tuple[str, str, float]:

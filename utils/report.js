@@ -1,0 +1,378 @@
+"use strict";
+// The page of report.html. Names, settings and completions are hostile: they become text nodes, never markup.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const { runs, panels, colours } = data;
+const hidden = new Set(); // numbers of the runs that the curves leave out
+const redraw = []; // functions that draw each panel anew
+const find = (id) => document.getElementById(id);
+
+/** An element with these properties and children; strings become text. */
+function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+/** A number as people read it. */
+function short(value, unit = "") {
+  if (typeof value !== "number") return "–";
+  if (unit === "%") return `${(100 * value).toFixed(1)}%`;
+  if (value && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(1);
+  return Math.abs(value) < 100 ? String(+value.toPrecision(3)) : Math.round(value).toLocaleString("en");
+}
+
+/** Text in which characters that cannot be seen, that turn the text around them or are half a pair stand as numbers. */
+function visible(text) {
+  const odd = /(?![\n\t])[\p{Cc}\p{Cs}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/gu;
+  return String(text).replace(odd, (c) => `⟨${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+// The runs: their names, and the first and last values that tell most
+
+function drawHeader() {
+  const title = runs.length === 1 ? visible(runs[0].name) : `${runs.length} runs`;
+  document.title = `${title} · lmpo`;
+  find("title").textContent = title;
+  if (runs.length > 1) {
+    runs.forEach((run, i) => {
+      const chip = make("button", { type: "button", className: "run" }, dot(i), visible(run.name));
+      chip.setAttribute("aria-pressed", "true");
+      chip.onclick = () => {
+        hidden.has(i) ? hidden.delete(i) : hidden.add(i);
+        chip.setAttribute("aria-pressed", String(!hidden.has(i)));
+        redraw.forEach((draw) => draw());
+      };
+      find("runs").append(chip);
+    });
+  }
+  const columns = [
+    ["Held-out correct", "test_env/correct_answer", "%"], ["Held-out return", "test_env/return", ""],
+    ["Return", "env/return", ""], ["Length", "env/length", ""], ["Entropy", "entropy", ""],
+    ["Seconds a step", "times/step", ""],
+  ].filter(([, metric]) => runs.some((run) => run.metrics[metric]));
+  const head = ["Run", "Steps", ...columns.map(([label]) => label)].map((label) => make("th", { scope: "col" }, label));
+  find("summary").append(make("thead", {}, make("tr", {}, ...head)));
+  const body = runs.map((run, i) => {
+    const steps = Object.values(run.metrics).reduce((most, series) => Math.max(most, series.x.at(-1) ?? 0), 0);
+    const cells = columns.map(([, metric, unit]) => make("td", {}, change(run.metrics[metric], unit)));
+    const name = make("td", {}, dot(i), visible(run.name));
+    return make("tr", {}, name, make("td", {}, short(steps)), ...cells);
+  });
+  find("summary").append(make("tbody", {}, ...body));
+}
+
+const dot = (i) => {
+  const element = make("span", { className: "dot" });
+  element.style.background = colours[i % colours.length];
+  return element;
+};
+
+/** "first → last", of the running mean where there is one. */
+function change(series, unit) {
+  if (!series) return "–";
+  const [first, last] = [0, -1].map((i) => {
+    const bar = series.bars?.at(i);
+    const value = short((series.bars ? series.y : series.mean).at(i), unit);
+    return value + (bar == null ? "" : ` ± ${unit ? short(bar, unit) : +bar.toPrecision(2)}`);
+  });
+  return `${first} → ${last}`;
+}
+
+// Curves: Plotly draws, the style sheet gives it the page's colours
+
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const isHeldOut = (metric) => metric.startsWith("test_");
+
+function drawCurves() {
+  const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics)));
+  const shown = panels.filter((panel) => Object.keys(panel.metrics).some((metric) => logged.has(metric)));
+  shown.forEach((panel) => addPanel(() => panel, make("h3", {}, panel.title)));
+  const isOther = (name) => !name.endsWith("_ci") && shown.every((panel) => !(name in panel.metrics));
+  const others = [...logged].filter(isOther).sort();
+  if (!others.length) return;
+  const choice = make("select", { ariaLabel: "Metric" }, ...others.map((name) => new Option(visible(name), name)));
+  const any = () => ({ note: "Any other metric that was logged.", metrics: { [choice.value]: "" }, unit: "" });
+  choice.onchange = addPanel(any, choice);
+}
+
+/** A card with curves; returns the function that draws them anew. */
+function addPanel(panelOf, heading) {
+  const key = make("div", { className: "key" });
+  const plot = make("div", { className: "plot", role: "img" });
+  const note = make("p", { className: "note" }, panelOf().note);
+  const top = make("div", { className: "heading" }, heading, key);
+  find("curves").append(make("div", { className: "card" }, top, plot, note));
+  const draw = () => {
+    const panel = panelOf();
+    const curves = curvesOf(panel);
+    const metrics = new Map(curves.map((curve) => [curve.metric, curve]));
+    key.replaceChildren(...(metrics.size > 1 ? [...metrics.values()].map(keyOf) : []));
+    const told = curves.map((curve) => `${curve.name} ${change(curve.series, panel.unit)}`);
+    plot.ariaLabel = `${panel.title ?? heading.value}: ${told.join("; ")}`;
+    const isPositive = curves.every((curve) => curve.series.y.every((y) => y >= 0)); // null too
+    const numbers = { minexponent: 5, separatethousands: true, exponentformat: "e" };
+    const axis = { automargin: true, zeroline: false, nticks: 6, ...numbers };
+    Plotly.react(plot, curves.flatMap((curve) => traces(curve, panel)), {
+      margin: { l: 46, r: 10, t: 8, b: 28 }, showlegend: false, hovermode: "x unified",
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { size: 11 },
+      xaxis: { ...axis, showgrid: false },
+      yaxis: { ...axis, tickformat: panel.unit && ".2~%", rangemode: isPositive ? "nonnegative" : "normal" },
+    }, { displayModeBar: false, responsive: true });
+  };
+  redraw.push(draw);
+  setTimeout(draw); // one at a time, so that the page answers in between
+  return draw;
+}
+
+/** What a panel shows: with one run a colour for each metric, with several one for each run. */
+function curvesOf(panel) {
+  const curves = [];
+  runs.forEach((run, r) => Object.entries(panel.metrics).forEach(([metric, label], m) => {
+    if (!run.metrics[metric] || hidden.has(r)) return;
+    const one = runs.length === 1;
+    const isPair = Object.keys(panel.metrics).some(isHeldOut); // held out is dots: both may have one colour
+    const colour = colours[(one ? (isPair ? 0 : m) : r) % colours.length];
+    const dash = isPair && isHeldOut(metric) ? "dot" : one || isPair ? "solid" : DASHES[m % DASHES.length];
+    const name = [one ? "" : visible(run.name), label].filter(Boolean).join(", ");
+    curves.push({ series: run.metrics[metric], metric, label, name, colour, dash });
+  }));
+  return curves;
+}
+
+/** Plotly's lines of a curve: dots with intervals, or a pale line under its running mean. */
+function traces({ series, metric, name, colour, dash }, panel) {
+  const safe = name.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // Plotly reads some markup in names
+  const form = panel.unit === "%" ? "%{y:.1%}" : "%{y:.4~g}";
+  const base = { x: series.x, type: "scatter", name: safe || " ", hovertemplate: `${form}<extra>${safe}</extra>` };
+  if (isHeldOut(metric)) {
+    const bars = series.bars && { type: "data", array: series.bars, width: 3, thickness: 1.2 };
+    const look = { mode: "lines+markers", marker: { size: 6 }, line: { color: colour, width: 1.4, dash } };
+    return [{ ...base, ...look, y: series.y, ...(bars && { error_y: bars }) }];
+  }
+  const smooth = series.y.some((y, i) => y !== series.mean[i]);
+  const mode = series.x.length > 1 ? "lines" : "markers";
+  const look = { line: { color: colour, width: 1.9, dash }, marker: { color: colour } };
+  const strong = { ...base, ...look, mode, y: series.mean };
+  const pale = { x: series.x, y: series.y, mode, opacity: 0.28, line: { color: colour, width: 1 }, hoverinfo: "skip" };
+  return smooth ? [pale, strong] : [strong];
+}
+
+/** The sign of a metric beside its name. */
+function keyOf({ label, metric, colour, dash }) {
+  const sign = make("i", { className: isHeldOut(metric) ? "held-out" : "" });
+  sign.style.borderTop = `2px ${{ dot: "dotted", solid: "solid" }[dash] ?? "dashed"} currentColor`;
+  if (runs.length === 1) sign.style.color = colour;
+  return make("span", {}, sign, label);
+}
+
+// Rollouts: filters choose rows, only the rows of one page become elements
+
+const PAGE = 10; // rollouts on a page
+const SHOWN = 4000; // characters of a completion before a button shows the rest
+const state = { rows: [], page: 0 };
+const KNOWN = ["step", "group", "task", "text", "return", "length", "finished", "prompt", "stop_reason", "advantage",
+  "tokens", "logprobs", "old_logprobs", "ratios", "entropies"];
+const perToken = (row, name) =>
+  Array.isArray(row[name]) && Array.isArray(row.tokens) && row[name].length === row.tokens.length ? row[name] : null;
+const constant = (row) => // a completion's advantage is that of each of its tokens
+  typeof row.advantage === "number" ? (Array.isArray(row.tokens) ? row.tokens : [0]).map(() => row.advantage) : null;
+
+// What colours tokens, blue above 0 and orange below; `reach` is where the scale ends (null: at the page's largest)
+const COLOURINGS = {
+  advantage: { label: "advantage", reach: null, values: (row) => perToken(row, "advantage") ?? constant(row) },
+  "log-prob": { label: "log-probability (nats)", reach: 2, values: (row) => perToken(row, "logprobs") },
+  ratio: { label: "log of the ratio trainer / sampler", reach: 0.5, values: logRatios },
+  entropy: { label: "entropy (nats)", reach: 2, values: (row) => perToken(row, "entropies") },
+};
+
+function logRatios(row) {
+  const [given, old, sampled] = ["ratios", "old_logprobs", "logprobs"].map((name) => perToken(row, name));
+  return given?.map((ratio) => Math.log(ratio)) ?? (old && sampled && old.map((value, i) => value - sampled[i]));
+}
+
+function shade(value, reach) {
+  if (typeof value !== "number" || !Number.isFinite(value) || !reach) return "";
+  const strength = Math.min(Math.abs(value) / reach, 1) * 0.6;
+  return strength < 0.01 ? "" : `rgba(${value > 0 ? "37,99,235" : "234,88,12"},${strength.toFixed(3)})`;
+}
+
+function fillSelect(select, options, keep) {
+  select.replaceChildren(...options.map(([label, value]) => new Option(label, value)));
+  if (options.some(([, value]) => String(value) === keep)) select.value = keep;
+}
+
+function startRollouts() {
+  const withRows = runs.map((run, i) => i).filter((i) => runs[i].rollouts.rows.length);
+  find("run-label").hidden = withRows.length < 2;
+  if (!withRows.length) {
+    find("rollouts-note").textContent = "No rollouts were written.";
+    for (const id of ["filters", "scale", "pages"]) find(id).hidden = true;
+    return;
+  }
+  fillSelect(find("run"), withRows.map((i) => [visible(runs[i].name), i]));
+  find("filters").onsubmit = (event) => event.preventDefault();
+  find("filters").oninput = (event) => {
+    if (event.target.id === "run") chooseRun();
+    if (event.target.id === "step") listGroups();
+    if (event.target.id !== "colour") filter();
+    drawPage();
+  };
+  for (const [id, by] of [["previous", -1], ["next", 1]]) {
+    find(id).onclick = () => {
+      state.page += by;
+      drawPage();
+      find("rollouts-title").scrollIntoView();
+    };
+  }
+  chooseRun();
+  filter();
+  drawPage();
+}
+
+const chosenRun = () => runs[+find("run").value];
+
+function chooseRun() {
+  const { rows, note } = chosenRun().rollouts;
+  const whose = runs.length > 1 ? `${visible(chosenRun().name)}: ` : "";
+  const about = "Completions of a group answer one problem; advantages compare them.";
+  find("rollouts-note").textContent = `${whose}${note}. ${about}`;
+  const steps = [...new Set(rows.map((row) => row.step))];
+  fillSelect(find("step"), [["all", ""], ...steps.map((step) => [step, step])], String(steps.at(-1)));
+  const names = Object.keys(COLOURINGS);
+  const has = names.map((name) => rows.some((row) => COLOURINGS[name].values(row)));
+  const options = names.map((name, i) => [has[i] ? name : `${name} (not recorded)`, name]);
+  fillSelect(find("colour"), [["none", ""], ...options], find("colour").value || names[has.indexOf(true)]);
+  for (const option of find("colour").options) option.disabled = has[names.indexOf(option.value)] === false;
+  listGroups();
+}
+
+function listGroups() {
+  const step = find("step").value;
+  const inStep = chosenRun().rollouts.rows.filter((row) => step === "" || String(row.step) === step);
+  const groups = [...new Set(inStep.map((row) => row.group ?? 0))].sort((a, b) => a - b);
+  fillSelect(find("group"), [["all", ""], ...groups.map((group) => [group, group])], find("group").value);
+}
+
+function filter() {
+  const [step, group, least, most, order] = ["step", "group", "least", "most", "order"].map((id) => find(id).value);
+  const words = find("search").value.toLowerCase();
+  state.page = 0;
+  state.rows = chosenRun().rollouts.rows.filter((row) =>
+    (step === "" || String(row.step) === step) && (group === "" || String(row.group ?? 0) === group)
+    && (least === "" || row.return >= +least) && (most === "" || row.return <= +most)
+    && (words === "" || String(row.text).toLowerCase().includes(words)));
+  const sorts = { best: ["return", -1], worst: ["return", 1], long: ["length", -1], short: ["length", 1] };
+  const [name, sign] = sorts[order] ?? [];
+  if (name) state.rows.sort((a, b) => sign * ((a[name] ?? 0) - (b[name] ?? 0)));
+}
+
+function drawPage() {
+  const rows = state.rows.slice(state.page * PAGE, (state.page + 1) * PAGE);
+  const colouring = COLOURINGS[find("colour").value];
+  const values = rows.map((row) => colouring?.values(row) ?? null);
+  const most = (x, each) => (Number.isFinite(each) ? Math.max(x, Math.abs(each)) : x);
+  const reach = colouring?.reach ?? values.reduce((x, list) => (list ?? []).reduce(most, x), 0);
+  find("rollouts").replaceChildren(...rows.map((row, i) => drawRow(row, values[i], reach)));
+  drawScale(colouring, reach);
+  const first = state.page * PAGE;
+  const [from, to, of] = [first + 1, first + rows.length, state.rows.length].map((n) => n.toLocaleString("en"));
+  find("place").textContent = rows.length ? `${from} to ${to} of ${of}` : "No rollout is like that.";
+  find("previous").disabled = state.page === 0;
+  find("next").disabled = first + PAGE >= state.rows.length;
+}
+
+function drawScale(colouring, reach) {
+  if (!colouring) return find("scale").replaceChildren();
+  const bar = make("i");
+  const name = find("colour").value;
+  const [low, high] = name === "entropy" ? [0, reach] : name === "log-prob" ? [-reach, 0] : [-reach, reach];
+  const stops = [low, (low + high) / 2, high].map((x) => shade(x, reach) || "transparent");
+  bar.style.background = `linear-gradient(90deg, ${stops.join(", ")})`;
+  find("scale").replaceChildren(colouring.label, make("span", {}, short(low)), bar, make("span", {}, short(high)));
+}
+
+function drawRow(row, values, reach) {
+  const fact = (label, value, className = "") => {
+    const shown = make("b", { className }, typeof value === "number" ? short(value) : visible(value));
+    return make("span", {}, `${visible(label)} `, shown);
+  };
+  const stop = row.stop_reason ?? { true: "stopped", false: "token limit" }[row.finished];
+  const parts = Object.keys(row).filter((name) => !KNOWN.includes(name) && typeof row[name] === "number");
+  const facts = make("div", { className: "facts" }, fact("reward", row.return ?? "–", "reward"),
+    ...["step", "group", "task", "length"].map((name) => (row[name] == null ? null : fact(name, String(row[name])))),
+    stop === undefined ? null : fact("end", stop),
+    typeof row.advantage === "number" ? fact("advantage", row.advantage) : null,
+    ...parts.map((name) => fact(name, row[name])));
+  const card = make("article", { className: "card" }, facts);
+  if (row.prompt) card.append(make("details", {}, make("summary", {}, "prompt"), box(visible(row.prompt))));
+  const tokens = Array.isArray(row.tokens) && values?.length === row.tokens.length ? row.tokens : [row.text ?? ""];
+  const body = box();
+  const length = tokens.reduce((sum, token) => sum + String(token).length, 0);
+  showTokens(body, row, tokens, values, reach, SHOWN);
+  card.append(body);
+  if (length > SHOWN) {
+    const more = make("button", { type: "button" }, `Show all ${length.toLocaleString("en")} characters`);
+    more.onclick = () => {
+      showTokens(body, row, tokens, values, reach, Infinity);
+      more.remove();
+      body.focus();
+    };
+    card.append(more);
+  }
+  return card;
+}
+
+/** A place for text of a model: its direction is its own, and stays within. */
+const box = (text = "") => make("pre", { dir: "auto", tabIndex: 0 }, text);
+
+function showTokens(body, row, tokens, values, reach, limit) {
+  const pieces = [];
+  for (let i = 0; i < tokens.length && limit > 0; i++) {
+    const token = String(tokens[i]);
+    const cut = token.length <= limit ? token : token.slice(0, limit).replace(/[\ud800-\udbff]$/, "");
+    limit -= token.length;
+    pieces.push(make("span", { title: tokens.length > 1 ? describe(row, i) : "" }, visible(cut)));
+    pieces.at(-1).style.background = shade(values?.[i], reach);
+  }
+  body.replaceChildren(...pieces);
+}
+
+function describe(row, i) {
+  const ratio = logRatios(row)?.[i];
+  const facts = { "log-prob": perToken(row, "logprobs")?.[i], ratio: ratio == null ? null : Math.exp(ratio),
+    entropy: perToken(row, "entropies")?.[i], advantage: perToken(row, "advantage")?.[i] ?? row.advantage };
+  const known = Object.entries(facts).filter(([, value]) => typeof value === "number");
+  return known.map(([name, value]) => `${name} ${short(value)}`).join("\n");
+}
+
+// Settings
+
+function drawSettings() {
+  const configs = runs.map((run) => run.config ?? {});
+  const several = runs.length > 1;
+  const names = [...new Set(configs.flatMap(Object.keys))].sort();
+  const words = find("setting").value.toLowerCase();
+  const rows = names.flatMap((name) => {
+    const values = configs.map((config) => (name in config ? JSON.stringify(config[name]) : "–"));
+    const differs = new Set(values).size > 1;
+    if (!name.toLowerCase().includes(words) || (find("only").checked && !differs)) return [];
+    const cells = values.map((value) => make("td", {}, visible(value)));
+    return [make("tr", { className: differs ? "differs" : "" }, make("th", { scope: "row" }, visible(name)), ...cells)];
+  });
+  const heads = runs.map((run, i) => make("th", { scope: "col" }, dot(i), visible(run.name)));
+  if (several) rows.unshift(make("tr", {}, make("th"), ...heads));
+  const nothing = names.length ? "No setting is like that." : "No config.json was written.";
+  find("settings").className = `card scroll ${several ? "compare" : ""}`;
+  find("settings").replaceChildren(rows.length > several ? make("table", {}, ...rows) : nothing);
+}
+
+const look = document.documentElement.style;
+look.colorScheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+find("theme").onclick = () => { look.colorScheme = look.colorScheme === "dark" ? "light" : "dark"; };
+find("only-label").hidden = runs.length < 2;
+find("setting").oninput = find("only").onchange = drawSettings;
+drawHeader();
+drawSettings();
+startRollouts();
+drawCurves();
