@@ -73,11 +73,12 @@ class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerC
     def __post_init__(self):
         for room in Config.__bases__:
             getattr(room, "__post_init__", lambda self: None)(self)
-        counts = (
-            "groups_per_batch group_size max_resampling ppo_epochs tokens_per_microbatch max_steps max_skipped_updates"
-        ).split()
-        if low := [name for name in counts if getattr(self, name) < 1]:
-            raise ValueError(f"--{low[0]} must be at least 1")
+        for name in (
+            "groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "tokens_per_microbatch", "max_steps",
+            "max_skipped_updates",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1")
         if self.is_group_relative and self.group_size < 2:
             raise ValueError(f"--advantage {self.advantage} compares rollouts of a group: raise --group_size above 1")
         if self.advantage == "best_k" and self.best_k > self.group_size:
@@ -131,7 +132,8 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
         rewards = scores["return"].reshape(len(ids), -1)
         groups = np.flatnonzero(has_signal(rewards, config) | (not config.do_group_filter))[:missing]
         played.append(episodes)
-        kept.append(take(make_batch(episodes, config.group_size), rows_of(groups, config.group_size)))
+        rows = np.arange(rewards.size).reshape(rewards.shape)[groups].ravel()
+        kept.append(take(make_batch(episodes, config.group_size), rows))
         missing, budget = missing - len(groups), budget - len(ids)
         # Tasks behind the last one that is needed come again: a step's batch does not depend on `rows_per_call`.
         cursor += len(ids) if missing else groups[-1].item() + 1
@@ -144,10 +146,6 @@ def make_batch(episodes: Episodes, group_size: int) -> Batch:
     return Batch(
         r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, r.finished, r.support, group_size=group_size
     )
-
-
-def rows_of(groups: Int[np.ndarray, "N"], group_size: int) -> Int[np.ndarray, "B"]:
-    return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
 @dataclass(frozen=True)
@@ -206,12 +204,8 @@ class Learner:
         if self.config.advantage == "gae":
             returns = objectives.generalised_advantages(batch, self.config) + batch.values
             batch = batch.replace(returns=np.asarray(returns))
-            rewards, values, returns = (
-                np.broadcast_to(x, batch.mask.shape)[batch.mask]
-                for x in (batch.rewards[:, None], batch.values, batch.returns)
-            )
-            metrics["value/explained_variance"] = explained_variance(returns, values)
-            metrics["value/explained_variance_of_reward"] = explained_variance(rewards, values)
+            for name, targets in (("", batch.returns), ("_of_reward", batch.rewards[:, None])):
+                metrics[f"value/explained_variance{name}"] = explained_variance(targets, batch.values, batch.mask)
         return take(batch, np.flatnonzero(keep)), metrics
 
     def scores(self, params, batch: Batch) -> TokenScores:

@@ -19,7 +19,15 @@ from envs.base import Env
 from envs.style import Style, Styled
 from utils.comparison import Result, as_json, compare, find_checkpoints, report, table
 from utils.config import parse
-from utils.estimates import MAX_VOTERS, best_of_k, majority_at_k, paired_bootstrap, pass_at_k, task_estimates
+from utils.estimates import (
+    MAX_VOTERS,
+    best_of_k,
+    explained_variance,
+    majority_at_k,
+    paired_bootstrap,
+    pass_at_k,
+    task_estimates,
+)
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 
@@ -235,3 +243,13 @@ def test_mistakes_are_told_before_anything_is_loaded(flags, message, capsys, mon
         evaluation.main(replace(command(), **flags))
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+def test_explained_variance():
+    rng = np.random.default_rng(0)
+    mask, rewards = rng.random((5, 7)) < 0.6, rng.random((5, 1))
+    values = rewards + rng.normal(0, 0.1, mask.shape)
+    pairs = [(float(rewards[i, 0]), float(values[i, t])) for i, t in np.argwhere(mask)]
+    expected = 1 - np.var([r - v for r, v in pairs]) / np.var([r for r, _ in pairs])
+    assert explained_variance(rewards, values, mask) == pytest.approx(expected) and expected < 1
+    assert explained_variance(np.ones((5, 1)), values, mask) == 0

@@ -126,7 +126,10 @@ def paired_bootstrap(
     return {"mean": float(difference.mean()), "low": float(low), "high": float(high), "p": float(p)}
 
 
-def explained_variance(targets: Float[np.ndarray, "N"], values: Float[np.ndarray, "N"]) -> float:
+def explained_variance(
+    targets: Float[np.ndarray, "B #T"], values: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]
+) -> float:
     """1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one, or equal targets."""
+    targets, values = np.broadcast_to(targets, mask.shape)[mask], values[mask]
     variance = targets.var()
     return float(1 - (targets - values).var() / variance) if variance > 1e-12 else 0.0
