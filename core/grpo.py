@@ -34,7 +34,7 @@ from envs import make_env
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
 from models.qwen3 import CRITIC, Qwen, TokenScores, make_critic, score_tokens
-from utils.batching import Array, bucket_below, concatenate, fit, pieces, take
+from utils.batching import Array, bucket, bucket_below, concatenate, fit, pieces, take
 from utils.config import option, parse, user_errors
 from utils.estimates import explained_variance
 from utils.lmpo import LmpoConfig
@@ -162,6 +162,7 @@ class Learner:
     def assess(self, params, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with all that is known before the first update, advantages too; rows without any leave it."""
         clock = time.perf_counter()
+        batch = take(batch, np.arange(len(batch.rewards)), bucket(batch.tokens.shape[1]))  # few shapes to compile
         batch, metrics = self.credit(self.look_back(params, batch))
         return batch, metrics | {"times/logprobs": time.perf_counter() - clock, "num_rows": len(batch.rewards)}
 
@@ -186,9 +187,8 @@ class Learner:
     def look_back(self, params, batch: Batch) -> Batch:
         """What losses and advantages need to know from before the first update, from the graph that is trained."""
         config = self.config
-        kl_in_reward = config.kl_coef and config.kl_in == "reward"
-        needs_old = config.recompute_logprobs or config.updates_per_step > 1 or kl_in_reward
-        if config.advantage == "gae" or needs_old and not config.do_inference_logprobs:
+        needs_old = config.recompute_logprobs or config.updates_per_step > 1 or config.has_kl_in_reward
+        if config.has_critic or needs_old and not config.do_inference_logprobs:
             scores = self.scores(params, batch)
             batch = batch.replace(old_logprobs=scores.logprobs, values=scores.values)
         if config.do_inference_logprobs:
@@ -201,7 +201,7 @@ class Learner:
         """The batch with advantages, without the rows that leave it."""
         advantage, keep = advantages(batch, self.config)
         batch, metrics = batch.replace(advantages=np.asarray(advantage)), {}
-        if self.config.advantage == "gae":
+        if self.config.has_critic:
             returns = objectives.generalised_advantages(batch, self.config) + batch.values
             batch = batch.replace(returns=np.asarray(returns))
             for name, targets in (("", batch.returns), ("_of_reward", batch.rewards[:, None])):
@@ -275,7 +275,7 @@ def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: 
     def loss(params):
         scores = score_tokens(model, params, batch.tokens, config.temperature, first, batch.support)
         loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, config)
-        if config.advantage == "gae":
+        if config.has_critic:
             metrics["value/loss"] = value_loss(scores.values, batch, config)
             loss += metrics["value/loss"]
         return loss, metrics
@@ -321,9 +321,9 @@ def main(config: Config):
         end = config.num_epochs * player.num_tasks or np.inf
         max_steps = int(min(config.max_steps, -(-end // config.groups_per_batch)))
         config = replace(config, num_generation_tokens=player.sampler.max_new_tokens, max_steps=max_steps)
-    optimizer = make_optimizer(config, config.max_steps * config.updates_per_step, config.advantage == "gae")
+    optimizer = make_optimizer(config, config.max_steps * config.updates_per_step, config.has_critic)
     reference = jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params) if config.kl_coef else None
-    if config.advantage == "gae":
+    if config.has_critic:
         params |= {CRITIC: make_critic(model, params)}
     state, progress = run.restore(init_state(params, optimizer))
     del params  # the state holds them, and each update replaces them

@@ -8,6 +8,7 @@ Letters: N prompts, G rollouts of each, B = N G rows, T row length, S ids of a t
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +222,14 @@ class ObjectiveConfig:
         return self.advantage in GROUP_RELATIVE
 
     @property
+    def has_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         high = self.clip_epsilon if self.clip_epsilon_high == -1 else self.clip_epsilon_high
         return 1 - self.clip_epsilon, 1 + high
@@ -263,11 +272,12 @@ def standardize(x: Float[Array, "R C"], where: Bool[Array, "R D"]) -> Float[Arra
 
 def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
     """What is taken off each token's reward under --kl_in reward."""
-    if not config.kl_coef or config.kl_in != "reward":
+    if not config.has_kl_in_reward:
         return jnp.zeros(batch.mask.shape)
     return config.kl_coef * jnp.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
 
 
+@partial(jax.jit, static_argnames="config")  # else each call would compile its scan
 def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
     """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
 
@@ -403,6 +413,6 @@ def describe(config: ObjectiveConfig) -> str:
         text += f" + {config.kl_coef:g} {config.kl_estimator or 'k3'}(p || p_ref)"
     if config.entropy_coef:
         text += f" - {config.entropy_coef:g} entropy"
-    if config.kl_coef and config.kl_in == "reward":
+    if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
     return f"{text}; A = {formula(ADVANTAGES[config.advantage])}{more.get(config.advantage, '')}"
