@@ -18,17 +18,18 @@ class Gate:
     """Called between two runs by the side that is measured: tells the time of the last, waits for word of the next."""
 
     def __init__(self, out):
-        self.out, self.start = out, None
+        self.out, self.start, self.cpu = out, None, 0.0
 
     def say(self, **what) -> None:
         print(json.dumps(what), file=self.out, flush=True)
 
     def __call__(self, tokens: int = 0, **more) -> bool:
         if self.start is not None:
-            self.say(seconds=time.perf_counter() - self.start, tokens=int(tokens), **more)
+            seconds, cpu = time.perf_counter() - self.start, time.process_time() - self.cpu
+            self.say(seconds=seconds, cpu_seconds=cpu, tokens=int(tokens), **more)
         if not sys.stdin.readline():
             os._exit(0)  # threads of some libraries would keep the process
-        self.start = time.perf_counter()
+        self.start, self.cpu = time.perf_counter(), time.process_time()
         return True
 
 

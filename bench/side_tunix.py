@@ -30,7 +30,7 @@ class Numbers:
 
     encode = staticmethod(lambda text, **_: [int(word) for word in text.split()])
     decode = staticmethod(lambda ids, **_: " ".join(map(str, ids)))
-    bos_id, eos_id, pad_id = (staticmethod(lambda i=i: i) for i in (1, -1, 0))
+    bos_id, eos_id, pad_id = (staticmethod(lambda i=i: i) for i in (None, -1, 0))
 
 
 def load(folder: str, mesh):
