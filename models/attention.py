@@ -1,13 +1,15 @@
-"""Attention with grouped query heads, in the three forms that the model needs; layouts are private to this file.
+"""Attention with grouped query heads: of training rows, of prompts, of new tokens; layouts are private to this file.
 
 Letters: B rows, T tokens of a row, S cache columns, H query heads, K key heads, G = H / K, C channels of a head.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from utils.batching import Array
+from utils.batching import Array, round_up
+from utils.sharding import ROWS
 
 Cache = tuple[Float[Array, "B K S C"], Float[Array, "B K S C"]]
 MASKED = -1e30  # finite: a padded row has no visible column, and its softmax must not be NaN
@@ -32,6 +34,72 @@ def attend(
 def causal_mask(num_tokens: int) -> Bool[Array, "T T"]:
     """Each token sees itself and what stands left of it: all that right-padded training rows need."""
     return jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+
+
+def attend_rows(
+    q: Float[Array, "B T H C"], k: Float[Array, "B T K C"], v: Float[Array, "B T K C"], kernel: str, mesh: Mesh | None
+) -> Float[Array, "B T H*C"]:
+    """Causal attention of right-padded rows."""
+    B, T, H, C = q.shape
+    if kernel == "plain":
+        return attend(q, k, v, causal_mask(T))[0]
+    # XLA cannot cut a kernel, so each device gets its rows and heads; cuDNN's would not be found in the compilation
+    # cache otherwise.
+    heads = PartitionSpec(ROWS, None, "tp")
+    cut = jax.shard_map(KERNELS[kernel], mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)
+    return cut(q, k, v).reshape(B, T, H * C)
+
+
+def choose_kernel(kernel: str, mesh: Mesh | None, dtype, num_channels: int, num_key_heads: int) -> str:
+    """What computes the attention of training rows: auto is cuDNN on NVIDIA, splash on TPU, plain elsewhere.
+
+    Raises: ValueError for a kernel that cannot.
+    """
+    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
+    limits = {
+        "cudnn": {
+            "an NVIDIA GPU": "nvidia" in device.device_kind.lower(),
+            "--dtype bfloat16": dtype == jnp.bfloat16,
+            "heads of at most 128 channels": num_channels <= 128 and num_channels % 8 == 0,
+        },
+        "splash": {"a TPU": device.platform == "tpu", "heads of 128 channels": num_channels % 128 == 0},
+        "plain": {},
+    }
+    for name in limits.keys() - {"plain"}:
+        limits[name]["key heads that --mesh tp divides"] = mesh and num_key_heads % mesh.shape["tp"] == 0
+    if kernel == "auto":
+        return next(name for name, needs in limits.items() if all(needs.values()))
+    if missing := [need for need, is_met in limits[kernel].items() if not is_met]:
+        raise ValueError(f"--attention {kernel} needs {', '.join(missing)}: leave it at auto")
+    return kernel
+
+
+def cudnn(
+    q: Float[Array, "B T H C"], k: Float[Array, "B T K C"], v: Float[Array, "B T K C"]
+) -> Float[Array, "B T H C"]:
+    """cuDNN's flash attention: memory and traffic grow with T, not with its square."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def splash(
+    q: Float[Array, "B T H C"], k: Float[Array, "B T K C"], v: Float[Array, "B T K C"], interpret: bool = False
+) -> Float[Array, "B T H C"]:
+    """The same in Pallas for TPU; rows are padded to whole blocks, which a causal mask never looks at."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas
+
+    T, H, C = q.shape[1:]
+    length = round_up(T, 128)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))).swapaxes(1, 2) for x in (q * C**-0.5, k, v))
+    block = next(size for size in (512, 256, 128) if length % size == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = pallas.make_splash_mha_single_device(
+        pallas.MultiHeadMask([pallas.CausalMask((length, length))] * H),
+        block_sizes=pallas.BlockSizes(**{f"block_{name}": block for name in names}), interpret=interpret,
+    )  # fmt: skip
+    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)[:, :T]
+
+
+KERNELS = {"cudnn": cudnn, "splash": splash}
 
 
 def attend_cache(

@@ -49,7 +49,9 @@ def load_model(
     folder = find_model(path_or_hub_id)
     config = read_json(folder / CONFIG)
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = Qwen(**(read_config(config, folder / CONFIG) | {"dtype": dtype} | overrides))
+    where = {"dtype": dtype, "mesh": layout.mesh if layout else None}
+    model = Qwen(**(read_config(config, folder / CONFIG) | where | overrides))
+    assert model.kernel  # which checks that it can run
     readers, tokenizer = open_tensors(folder, model), load_tokenizer(folder)
     param_dtype = jnp.dtype(param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
     return model, load_params(readers, model, layout, param_dtype), tokenizer

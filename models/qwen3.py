@@ -8,15 +8,18 @@ a head, D width.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from models.attention import Cache, attend, attend_cache, causal_mask
+from models.attention import Cache, attend, attend_cache, attend_rows, causal_mask, choose_kernel
 from models.distribution import entropy, log_softmax_at, truncate
 from utils.batching import Array
+from utils.sharding import on_each
 
 Params = dict  # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
 LAYERS, EMBED, NORM, HEAD = "model.layers", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -54,6 +57,8 @@ class Qwen:
     dtype: str = "float32"  # of the matmuls; parameters stay as they were loaded
     remat: str = "full"  # none | dots | full: what the backward pass of a layer recomputes
     unroll: bool = False  # layers of the training pass as straight code: faster for small models, slow to compile
+    attention: str = "auto"  # auto | plain | cudnn | splash: of training rows
+    mesh: Mesh | None = None  # on which kernels run that XLA cannot cut by itself; None: plain attention
 
     def table(self) -> dict:
         """Every parameter: its Hugging Face name, its shape and its logical axes."""
@@ -85,6 +90,12 @@ class Qwen:
         table = self.table()
         layer = {name: Spec(spec.shape[1:], spec.axes[1:]) for name, spec in table[LAYERS].items()}
         return table | {LAYERS: [layer] * self.num_hidden_layers}
+
+    @property
+    def kernel(self) -> str:
+        """What computes the attention of training rows."""
+        heads = self.head_dim, self.num_key_value_heads
+        return choose_kernel(self.attention, self.mesh, jnp.dtype(self.dtype), *heads)
 
     @property
     def num_parameters(self) -> int:
@@ -159,10 +170,13 @@ REMAT = {
 
 def forward(model: Qwen, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Hidden states before the final norm of right-padded rows: plain causal attention, positions from 0."""
-    mask, positions = causal_mask(tokens.shape[1]), jnp.arange(tokens.shape[1])
+    positions = jnp.arange(tokens.shape[1])
+
+    def attention(q, k, v):
+        return attend_rows(q, k, v, model.kernel, model.mesh), None
 
     def layer(x, w):
-        return block(model, w, x, positions, lambda q, k, v: attend(q, k, v, mask))[0], None
+        return block(model, w, x, positions, attention)[0], None
 
     x = embed(model, params, tokens)
     return jax.lax.scan(REMAT[model.remat](layer), x, params[LAYERS], unroll=model.unroll or 1)[0]
@@ -209,7 +223,7 @@ def decode(
     return head(model, weights, x[:, 0]), new
 
 
-LOGIT_ELEMENTS = 1 << 27  # of the head at a time (0.5 GB in float32): [B, T, V] never exists
+LOGIT_ELEMENTS = 1 << 27  # of the head at a time on a device (0.5 GB in float32): [B, T, V] never exists
 
 
 class TokenScores(NamedTuple):
@@ -233,31 +247,35 @@ def score_tokens(
     The one place where next-token logits are shifted. Columns left of `first` are not computed and 0 (prompt tokens
     need no logits).
     """
-    B, T = tokens.shape
-    hidden, targets = forward(model, params, tokens)[:, first - 1 : -1], tokens[:, first:]
-    support = None if support is None else support[:, first:]
-    width = max(1, min(T - first, LOGIT_ELEMENTS // (B * model.vocab_size)))
-    num_chunks = -(-(T - first) // width)
+    T = tokens.shape[1]
 
-    def chunked(x):
-        x = jnp.pad(x, [(0, 0), (0, num_chunks * width - (T - first))] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(B, num_chunks, width, *x.shape[2:]).swapaxes(0, 1)
-
-    def score(chunk):
+    def score(weights, chunk):
         hidden, targets, support = chunk
-        scaled = head(model, params, hidden) / temperature
+        scaled = head(model, weights, hidden) / temperature
         if support is not None:
             scaled, targets = truncate(scaled, support, targets)
         return log_softmax_at(scaled, targets), entropy(scaled)
 
-    chunks = jax.tree.map(chunked, (hidden, targets, support))
-    if num_chunks == 1:
-        results = jax.tree.map(lambda x: x[None], score(jax.tree.map(lambda x: x[0], chunks)))
-    else:
-        results = jax.lax.map(jax.checkpoint(score), chunks)
-    joined = [x.swapaxes(0, 1).reshape(B, -1)[:, : T - first] for x in results]
-    joined.append(values(model, params[CRITIC], tokens)[:, first - 1 : -1] if CRITIC in params else None)
-    return TokenScores(*jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), joined))
+    def score_rows(weights, rows):
+        B = len(rows[0])
+        width = max(1, min(T - first, LOGIT_ELEMENTS // (B * model.vocab_size)))
+        num_chunks = -(-(T - first) // width)
+
+        def chunked(x):
+            x = jnp.pad(x, [(0, 0), (0, num_chunks * width - (T - first))] + [(0, 0)] * (x.ndim - 2))
+            return x.reshape(B, num_chunks, width, *x.shape[2:]).swapaxes(0, 1)
+
+        if num_chunks == 1:
+            return score(weights, rows)
+        results = jax.lax.map(jax.checkpoint(partial(score, weights)), jax.tree.map(chunked, rows))
+        return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, -1)[:, : T - first], results)
+
+    support = None if support is None else support[:, first:]
+    rows = forward(model, params, tokens)[:, first - 1 : -1], tokens[:, first:], support
+    weights = {name: params[name] for name in (NORM, EMBED if model.tie_word_embeddings else HEAD)}
+    value = values(model, params[CRITIC], tokens)[:, first - 1 : -1] if CRITIC in params else None
+    results = *on_each(model.mesh, score_rows, weights, rows), value
+    return TokenScores(*jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), results))
 
 
 def make_critic(model: Qwen, params: Params) -> Params:

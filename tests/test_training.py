@@ -90,7 +90,7 @@ def plain_gradient(params, batch: Batch):
 def update(batch: Batch, layout=None, **changes) -> tuple[dict, dict]:
     """The gradient and the metrics of one update, by plain descent with rate 1."""
     layout = layout or single_device()
-    learner = Learner(MODEL, optax.sgd(1.0), layout, replace(CONFIG, **changes))
+    learner = Learner(replace(MODEL, mesh=layout.mesh), optax.sgd(1.0), layout, replace(CONFIG, **changes))
     state, metrics = learner.update(init_state(on_layout(layout), learner.optimizer), batch)
     return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), layout.fetch(metrics)
 

@@ -4,6 +4,8 @@ Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of 
 """
 
 import json
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +54,13 @@ class Layout:
     def row_shards(self) -> int:
         """Pieces into which the rows of a batch are cut; batches are a multiple of it."""
         return int(np.prod([self.mesh.shape[axis] for axis in ROWS]))
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes that JAX may use on each device; on CPU, each device's share of the machine's."""
+        stats = self.mesh.local_devices[0].memory_stats() or {}
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return stats.get("bytes_limit", machine // len(self.mesh.local_devices))
 
     @property
     def is_main(self) -> bool:
@@ -114,6 +123,25 @@ class Layout:
             return value
         padded = np.frombuffer(value.encode().ljust(4096), np.uint8)
         return multihost_utils.broadcast_one_to_all(padded).tobytes().decode().rstrip()
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes that each device holds of the arrays of a pytree, or would hold of shapes with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def on_each(mesh: Mesh | None, f: Callable, weights: Any, rows: Any) -> Any:
+    """f(weights, rows) where each device has its rows and whole weights (but for `tp`), inside of jit.
+
+    Weights are gathered once for all of f, and their gradients summed once: XLA by itself does either in every
+    iteration of a loop in f.
+    """
+    if mesh is None or all(mesh.shape[axis] == 1 for axis in ROWS):
+        return f(weights, rows)
+    in_specs = PartitionSpec(), PartitionSpec(ROWS)
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=in_specs[1], axis_names=set(ROWS), check_vma=False
+    )(weights, rows)
 
 
 @partial(jax.jit, static_argnums=1)
