@@ -69,13 +69,14 @@ class Distribution:
 
 
 def categorical(logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
-    """Inverse-CDF draws in two levels, a block of 128 ids and then an id in it: two uniforms a row, not V Gumbels.
+    """Inverse-CDF draws in two levels, one of 128 blocks and then an id in it: two uniforms a row, not V Gumbels.
 
-    The sum over the blocks is the softmax's denominator, so the log-probability costs nothing more.
+    The sum over the blocks is the softmax's denominator, so the log-probability costs nothing more. Devices that share
+    the vocabulary hold whole blocks each: blocks of 128 ids would have to be gathered for every token.
     """
     R, V = logits.shape
     top = logits.max(-1, keepdims=True)
-    mass = jnp.pad(jnp.exp(logits - top), ((0, 0), (0, -V % 128))).reshape(R, -1, 128)
+    mass = jnp.pad(jnp.exp(logits - top), ((0, 0), (0, -V % 128))).reshape(R, 128, -1)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
 
     def pick(mass, u):
@@ -84,7 +85,7 @@ def categorical(logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Flo
 
     blocks = mass.sum(-1)
     block = pick(blocks, uniform[:, 0])
-    tokens = block * 128 + pick(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
+    tokens = block * mass.shape[2] + pick(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
     return tokens, jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0] - jnp.log(blocks.sum(-1))
 
 
