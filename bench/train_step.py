@@ -37,6 +37,8 @@ class Command(BenchConfig, Config):
     """Update."""
 
     ppo_minibatch: int = 0
+    remat: str = "none"
+    tokens_per_microbatch: int = 16384
     memory: bool = option(False, "the memory of the compiled step instead of its time")
 
 
@@ -46,7 +48,7 @@ def make_learner(config: Config, model: Qwen, layout) -> Learner:
 
 def layers(config: Config) -> dict[str, bool | str]:
     """What the settings say of how the layers are compiled."""
-    return {"remat": "full" if config.use_remat else "none", "unroll": config.unroll_layers}
+    return {"remat": config.remat, "unroll": config.unroll_layers}
 
 
 def make_batch(rows: list[list[int]], num_prompt_tokens: int, group_size: int, rewards=None) -> Batch:

@@ -22,7 +22,7 @@ def get_config():
         "ppo_minibatch": 0,
         "inference_batch_per_device": 256,
         "tokens_per_microbatch": 4096,
-        "use_remat": False,
+        "remat": "none",
         "unroll_layers": True,
         "lr": 6e-4,
         "weight_decay": 0.0,

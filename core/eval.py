@@ -31,6 +31,7 @@ from utils.comparison import Result, find_checkpoints, finish, open_files, write
 from utils.config import option, parse, user_errors
 from utils.estimates import mean_and_ci, task_estimates
 from utils.logger import writable
+from utils.memory import out_of_memory
 from utils.rewards import RewardConfig
 from utils.scoring import Scorer
 from utils.sharding import Layout, LayoutConfig, make_layout
@@ -99,7 +100,8 @@ class Player:
         for start in range(0, len(ids), per_call):
             some = problems[start : start + per_call]
             prompts = [self.encode(problem) for problem in some]
-            parts.append(self.sampler(params, prompts, places[start : start + per_call], num_samples, key))
+            with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
+                parts.append(self.sampler(params, prompts, places[start : start + per_call], num_samples, key))
         rollouts = concatenate(parts)
         sampled = time.perf_counter()
         rows = zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.lengths, strict=True)

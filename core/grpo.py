@@ -38,6 +38,7 @@ from utils.batching import Array, bucket, bucket_below, concatenate, fit, pieces
 from utils.config import option, parse, user_errors
 from utils.estimates import explained_variance
 from utils.lmpo import LmpoConfig
+from utils.memory import MemoryConfig, fit_memory, out_of_memory
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
 from utils.sharding import Layout, LayoutConfig, make_layout
@@ -45,7 +46,9 @@ from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, i
 
 
 @dataclass(frozen=True)
-class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, RunConfig, LayoutConfig):
+class Config(
+    LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, MemoryConfig, RunConfig, LayoutConfig
+):  # fmt: skip
     """The loop."""
 
     model_dir: str = option("models/tiny", "Hugging Face folder or hub id of the model to train")
@@ -61,9 +64,10 @@ class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerC
     max_skipped_updates: int = option(3, "updates in a row without a finite loss and gradient after which a run stops")
     do_inference_logprobs: bool = option(False, "take the sampler's log-probabilities for the old ones")
     recompute_logprobs: bool = option(False, "recompute old log-probabilities even where one update makes them equal")
-    tokens_per_microbatch: int = option(16384, "tokens, with padding, per device in one forward and backward pass")
-    use_remat: bool = option(True, "recompute activations in the backward pass: less memory, a third more work")
     unroll_layers: bool = option(False, "straight code for the layers of the update: for small models")
+    attention: str = option(
+        "auto", "of the update: cudnn on NVIDIA, splash on TPU, else plain", ["auto", "plain", "cudnn", "splash"]
+    )  # fmt: skip
     dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
     test_env_name: str = option("", "environment of the held-out evaluation, before, during and after; empty: none")
     test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
@@ -74,8 +78,7 @@ class Config(LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerC
         for room in Config.__bases__:
             getattr(room, "__post_init__", lambda self: None)(self)
         for name in (
-            "groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "tokens_per_microbatch", "max_steps",
-            "max_skipped_updates",
+            "groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "max_steps", "max_skipped_updates",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1")
@@ -245,7 +248,8 @@ class Learner:
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         """One optimiser step on a minibatch: the gradients of its micro-batches, added up."""
         batch = jax.tree.map(np.asarray, normalize(batch, self.config.num_generation_tokens, self.config))
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), state.params)
+        dtype = self.config.grad_dtype or "float32"
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), state.params)
         parts = []
         for _, piece, first in self.microbatches(batch):
             grads, metrics = accumulate(self.model, self.config, state.params, grads, piece, first)
@@ -281,12 +285,13 @@ def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: 
         return loss, metrics
 
     (_, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
-    return jax.tree.map(jnp.add, grads, new), metrics
+    return jax.tree.map(lambda grad, new: (grad + new).astype(grad.dtype), grads, new), metrics
 
 
 @partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
 def apply_gradients(optimizer, state: TrainState, grads, loss=0.0) -> tuple[TrainState, dict[str, Array]]:
     """One optimiser step, or none where the loss or the gradient is not finite."""
+    grads = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, state.params)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -312,8 +317,8 @@ def main(config: Config):
         layout = make_layout(config)
         names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
         envs = [make_env(name, **env_options(config, name)) for name in names]
-        remat, unroll = "full" if config.use_remat else "none", config.unroll_layers
-        model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, remat=remat, unroll=unroll)
+        given = {"unroll": config.unroll_layers, "attention": config.attention}
+        model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, **given)
         run = Run(config, layout)
         config = replace(config, save_dir=str(run.directory))
         players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
@@ -327,6 +332,7 @@ def main(config: Config):
         params |= {CRITIC: make_critic(model, params)}
     state, progress = run.restore(init_state(params, optimizer))
     del params  # the state holds them, and each update replaces them
+    config, model, memory = fit_memory(config, model, layout, state, reference)
     done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
     learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
     with contextlib.ExitStack() as stack:
@@ -335,6 +341,7 @@ def main(config: Config):
         for each in players:
             stack.enter_context(each.scorer)
         logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}")
+        logger.say(*memory)
         logger.say(objectives.describe(config), describe_optimizer(config, state.params))
         logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))
         logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
@@ -348,8 +355,9 @@ def main(config: Config):
                 batch, played, cursor = collect(player, state.params, config, step, cursor)
                 metrics = describe_play(played, config.group_size)
                 if batch is not None:
-                    batch, assessed = learner.assess(state.params, batch)
-                    state, learnt = learner.learn(state, batch, step)
+                    with out_of_memory("tokens_per_microbatch", config.tokens_per_microbatch, " or set --remat full"):
+                        batch, assessed = learner.assess(state.params, batch)
+                        state, learnt = learner.learn(state, batch, step)
                     metrics |= assessed | learnt
             metrics["times/step"] = time.perf_counter() - clock
             last = step == config.max_steps or cursor >= end

@@ -33,6 +33,7 @@ from utils.batching import Array, bucket, round_up
 from utils.chat import chat
 from utils.config import option, parse, user_errors
 from utils.logger import printable
+from utils.memory import out_of_memory
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
 
 SEGMENT = 64  # decode steps between two looks of the host at what has finished
@@ -330,7 +331,7 @@ def main(config: Command):
     per_call = max(1, config.inference_batch_per_device * layout.row_shards // G)
     for start in range(0, len(rows), per_call):
         ids = np.arange(start, min(start + per_call, len(rows)))
-        with user_errors():
+        with user_errors(), out_of_memory("inference_batch_per_device", config.inference_batch_per_device):
             r = sampler(params, [prompts[i] for i in ids], ids, G, jax.random.key(config.seed))
         for b, i in enumerate(np.repeat(ids, G)):
             completion = slice(int(r.prompt_lengths[b]), int(r.lengths[b]))

@@ -8,6 +8,7 @@ SWITCHES = {  # lmpo's flag: (our setting, its value for 1, its value for 0)
     "do_group_normalization": ("advantage", "group_zscore", "reinforce"),
     "do_ppo_all_clip": ("objective", "ppo_all_clip", "ppo"),
     "do_save_rollouts": ("save_rollouts", "all", "none"),
+    "use_remat": ("remat", "full", "none"),
 }
 REFUSED = {  # flags that did nothing in lmpo, or would do something else here
     "prefill_batch_split": "each prompt is prefilled once",
@@ -24,6 +25,7 @@ class LmpoConfig:
     do_group_normalization: str = option("", "1: --advantage group_zscore, 0: --advantage reinforce", ["", "0", "1"])
     do_ppo_all_clip: str = option("", "1: --objective ppo_all_clip, 0: ppo", ["", "0", "1"])
     do_save_rollouts: str = option("", "1: --save_rollouts all, 0: none", ["", "0", "1"])
+    use_remat: str = option("", "1: --remat full, 0: none", ["", "0", "1"])
     prefill_batch_split: str = option("", "refused: did nothing")
     use_flash_attn: str = option("", "refused: did nothing")
     use_xla_flags: str = option("", "refused: did nothing")
