@@ -29,7 +29,7 @@ LAW = {
     "utils.scoring": ("envs",),  # its workers hold an environment, which imports nothing of the project
     "envs": ("envs",),
     "configs": ("configs",),
-    "bench": ("bench", "core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),
+    "bench": ("bench", "core.grpo", "core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),
 }
 # And of everything else, where that is limited too. envs: the standard library, numpy, and what loads and grades data.
 OTHERS = {

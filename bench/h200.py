@@ -1,0 +1,226 @@
+"""Reads what XLA makes of the sampler and the train step for NVIDIA H200s, on a machine without any.
+
+    pip install --no-deps --target ~/h200 jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2  # the version of jax
+    PYTHONPATH=~/h200 JAX_PLATFORMS=cpu python bench/h200.py --shape Qwen3-0.6B
+
+The two wheels (130 MB) hold XLA's compiler for GPUs; attention by cuDNN needs the libraries of nvidia-cudnn-cu13 too,
+in LD_LIBRARY_PATH. Nothing is timed, and kernels are not tuned: a matrix product may be another one on the device.
+What can be read is what happens in each iteration of a loop (copies, collectives) and the memory. tests/test_h200.py
+asserts it.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import importlib.util
+import math
+import re
+import time
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from core import grpo, sampling
+from core.objectives import Batch
+from core.sampling import Sampler
+from models import qwen3
+from models.qwen3 import Qwen
+from utils.sharding import MESH_AXES, Layout
+from utils.train_state import TrainState, make_optimizer
+
+# What the compiler asks about a device. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 15 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+}
+"""
+FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant"}  # instructions that move no data
+CONFIG = grpo.Config()
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
+
+
+def has_compiler() -> bool:
+    """Whether XLA's compiler for GPUs is installed."""
+    return importlib.util.find_spec("jax_plugins") is not None and bool(
+        importlib.util.find_spec("jax_plugins.xla_cuda13")
+    )
+
+
+def imagine(**sizes: int) -> Layout:
+    """H200s in one host, laid out as a mesh of these sizes, for example fsdp=4, tp=2."""
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology=f"1x1x{math.prod(shape)}"
+    )
+    return Layout(Mesh(np.array(topology.devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+
+
+class Instruction(NamedTuple):
+    """One line of optimised HLO: its operation, the name of what it calls, and the elements of its largest result."""
+
+    op: str
+    calls: str
+    elements: int
+    line: str
+
+
+def computations(hlo: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation of optimised HLO, by its name."""
+    found = {}
+    for name, body in re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)\n\}", hlo, re.S | re.M):
+        found[name] = [instruction for line in body.splitlines() if (instruction := read(line))]
+    return found
+
+
+def read(line: str) -> Instruction | None:
+    match = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", line)
+    if not match:
+        return None
+    results, op = match.groups()
+    sizes = [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", results)]
+    calls = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", line)
+    return Instruction(op, calls.group(1) if calls else "", max(sizes, default=0), line.strip())
+
+
+def loop_bodies(hlo: str) -> dict[str, list[Instruction]]:
+    """The computations that while loops repeat, by name."""
+    found = computations(hlo)
+    return {name: found[name] for name in dict.fromkeys(re.findall(r"body=%?([\w.\-]+)", hlo))}
+
+
+def large_moves(hlo: str, num_elements: int) -> list[str]:
+    """What each iteration of a loop writes in pieces of at least `num_elements`: all but updates in place."""
+    found, moves = computations(hlo), []
+
+    def is_update(instruction: Instruction) -> bool:
+        if instruction.op in ("fusion", "call"):
+            inner = [each for each in found[instruction.calls] if each.elements >= num_elements]
+            return all(is_update(each) for each in inner if each.op not in FREE)
+        return instruction.op == "dynamic-update-slice"
+
+    for name, body in loop_bodies(hlo).items():
+        for each in body:
+            if each.elements >= num_elements and each.op not in {*FREE, "while"} and not is_update(each):
+                moves.append(f"{name}: {each.line[:160]}")
+    return moves
+
+
+def collectives(hlo: str) -> list[Instruction]:
+    """What devices send each other in each iteration of a loop."""
+    lines = (each for body in loop_bodies(hlo).values() for each in body)
+    return [each for each in lines if each.op.startswith(COLLECTIVES) and not each.op.endswith("-done")]
+
+
+class Program(NamedTuple):
+    """A compiled program; sizes are bytes of one device."""
+
+    compiled: jax.stages.Compiled
+    seconds: float
+
+    @property
+    def hlo(self) -> str:
+        return self.compiled.as_text()
+
+    @property
+    def peak(self) -> int:
+        """Bytes that are in use at once: arguments, results that do not take their place, and temporaries."""
+        m = self.compiled.memory_analysis()
+        return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+    @property
+    def temporaries(self) -> int:
+        return self.compiled.memory_analysis().temp_size_in_bytes
+
+
+def compile_for(fn, *args, **kwargs) -> Program:
+    """A jitted function, compiled for shapes that lie on the devices of an imagined layout."""
+    clock = time.perf_counter()
+    compiled = fn.lower(*args, **kwargs).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return Program(compiled, time.perf_counter() - clock)
+
+
+def shapes(table, layout: Layout, dtype="float32", **kwargs):
+    """The parameters of a table, as shapes laid out on the devices."""
+
+    def shape(spec):
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, **kwargs))
+
+    return jax.tree.map(shape, table, is_leaf=qwen3.is_spec)
+
+
+def rows(layout: Layout, *shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+    """An array as Layout.put lays it out."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows if shape else layout.replicated)
+
+
+def results(program: Program):
+    """What a program leaves behind, as shapes laid out as it leaves them."""
+    info, shardings = program.compiled.out_info, program.compiled.output_shardings
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), info, shardings)
+
+
+def cache_elements(model: Qwen, layout: Layout, num_slots: int, width: int) -> int:
+    """Elements that one device holds of the keys of a layer."""
+    heads = model.num_key_value_heads // layout.mesh.shape["tp"]
+    return num_slots // layout.row_shards * heads * width * model.head_dim
+
+
+def decode_segment(model: Qwen, layout: Layout, num_slots: int, width: int, steps: int = 64) -> Program:
+    """A segment as the sampler runs it; its cache is laid out as prefill and regroup leave it."""
+    weights = shapes(model.unstacked_table(), layout, model.dtype, rollout=True)
+    numbers = partial(rows, layout, num_slots)
+    caches = results(compile_for(sampling.prefill, model, weights, numbers(64), numbers()))
+    caches = results(compile_for(sampling.regroup, caches, numbers(), width))
+    state = numbers(), numbers(), numbers(2, dtype=jnp.uint32), numbers(steps)
+    sampler = Sampler(model, steps, (0,))
+    return compile_for(sampling.decode_segment, sampler, weights, caches, np.int32(0), np.int32(0), *state)
+
+
+def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config=CONFIG, first: int = 1) -> Program:
+    """The gradient of a micro-batch, added up."""
+    params = shapes(model.table(), layout)
+    floats, lengths = np.zeros((num_rows, width), np.float32), np.zeros(num_rows, np.int32)
+    tokens, flags, rewards = np.int32(floats), floats > 0, floats[:, 0]
+    batch = Batch(
+        tokens, flags, floats, rewards, lengths, lengths, flags[:, 0],
+        advantages=floats, denominator=rewards, num_tokens=rewards,
+    )  # fmt: skip
+    batch = jax.tree.map(lambda x: rows(layout, *x.shape, dtype=x.dtype), batch)
+    return compile_for(grpo.accumulate, model, config, params, gradients(params, config), batch, first)
+
+
+def apply_gradients(model: Qwen, layout: Layout, config: grpo.Config) -> Program:
+    """An optimiser step."""
+    optimizer, params = make_optimizer(config, 100), shapes(model.table(), layout)
+
+    def shape(x):
+        same = [each.sharding for each in jax.tree.leaves(params) if each.shape == x.shape]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=same[0] if same else layout.replicated)
+
+    state = TrainState(params, jax.tree.map(shape, jax.eval_shape(optimizer.init, params)), rows(layout), rows(layout))
+    grads = gradients(params, config)
+    return compile_for(grpo.apply_gradients, optimizer, state, grads, rows(layout, dtype=jnp.float32))
+
+
+def gradients(params, config: grpo.Config):
+    """What micro-batches are added up in."""
+    dtype = config.grad_dtype or "float32"
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
