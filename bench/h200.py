@@ -183,15 +183,18 @@ def cache_elements(model: Qwen, layout: Layout, num_slots: int, width: int) -> i
     return num_slots // layout.row_shards * heads * width * model.head_dim
 
 
-def decode_segment(model: Qwen, layout: Layout, num_slots: int, width: int, steps: int = 64) -> Program:
+def decode_segment(
+    model: Qwen, layout: Layout, num_slots: int, width: int, steps: int = 32, group_size: int = 4
+) -> Program:
     """A segment as the sampler runs it; its cache is laid out as prefill and regroup leave it."""
     weights = shapes(model.unstacked_table(), layout, model.dtype, rollout=True)
     numbers = partial(rows, layout, num_slots)
-    caches = results(compile_for(sampling.prefill, model, weights, numbers(64), numbers()))
-    caches = results(compile_for(sampling.regroup, caches, numbers(), width))
-    state = numbers(), numbers(), numbers(2, dtype=jnp.uint32), numbers(steps)
+    prompts = partial(rows, layout, num_slots // group_size)
+    prefix = results(compile_for(sampling.prefill, model, weights, prompts(64), prompts()))
+    caches = results(compile_for(sampling.regroup, prefix, numbers(), width))
+    state = prompts(), numbers(), numbers(2, dtype=jnp.uint32), numbers(steps)
     sampler = Sampler(model, steps, (0,))
-    return compile_for(sampling.decode_segment, sampler, weights, caches, np.int32(0), np.int32(0), *state)
+    return compile_for(sampling.decode_segment, sampler, weights, prefix, caches, np.int32(0), *state)
 
 
 def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config=CONFIG, first: int = 1) -> Program:

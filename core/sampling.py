@@ -36,7 +36,7 @@ from utils.logger import printable
 from utils.memory import out_of_memory
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
 
-SEGMENT = 64  # decode steps between two looks of the host at what has finished
+SEGMENT = 32  # decode steps between two looks of the host at what has finished
 FORCED_ANSWER = ("</think>\n", "<answer>")
 
 
@@ -111,24 +111,24 @@ class Sampler:
                 )
         layout = self.layout or single_device()
         N, G, B = len(prompts), num_samples, len(prompts) * num_samples
-        P = bucket(max(map(len, prompts)))
         owner = np.repeat(np.arange(N), G)  # prompt of each row
-        padded = np.zeros((round_up(N, layout.row_shards), P), np.int32)
-        starts = np.zeros(len(padded), np.int32)
-        for i, prompt in enumerate(prompts):
-            starts[i] = P - len(prompt)
-            padded[i, starts[i] :] = prompt
         keys = np.asarray(row_keys(key, np.repeat(np.asarray(ids), G), np.tile(np.arange(G), N)))
-        last = padded[owner, -1]
+        last = np.array([prompt[-1] for prompt in prompts], np.int32)[owner]
         tokens = np.zeros((B, self.max_new_tokens), np.int32)
         logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         support = np.zeros((*tokens.shape, self.distribution.support_size(self.model.vocab_size)), np.int32)
         lengths, done = np.full(B, self.max_new_tokens), np.zeros(B, bool)
 
+        # The first decode step reads a prompt's last token; the others are read here, once for the group.
+        filled = np.resize(np.arange(N), round_up(N, layout.row_shards))  # some twice
+        P = bucket(max(map(len, prompts)) - 1)
+        starts = np.array([P + 1 - len(prompts[i]) for i in filled], np.int32)
+        padded = np.stack([np.pad(prompts[i][:-1], (P + 1 - len(prompts[i]), 0)) for i in filled]).astype(np.int32)
         weights = rollout_weights(self.model, params, layout)
-        caches = prefill(self.model, weights, *layout.put((padded, starts)))
-        slots = np.resize(np.arange(B), round_up(B, layout.row_shards))  # row of each slot, some twice
-        source, width, t = owner[slots], 0, 0  # cache row that each slot continues, cache columns, tokens drawn
+        prefix = prefill(self.model, weights, *layout.put((padded, starts)))
+        slots = (filled[:, None] * G + np.arange(G)).ravel()  # row of each slot
+        caches = jax.tree.map(lambda x: x[:, :, :0], prefix)
+        source, width, t = np.repeat(np.arange(len(filled)), G), 0, 0  # caches to continue, their columns, tokens drawn
         bar = tqdm(total=B, desc="sampling", unit="row", delay=2, leave=False, disable=None)
         for steps in self.segments():
             live = np.flatnonzero(~done)
@@ -138,15 +138,18 @@ class Sampler:
             if self.compact and num_slots < len(slots):
                 place = np.zeros(B, int)
                 place[slots] = np.arange(len(slots))
-                slots = np.resize(live, num_slots)
+                rows_per_prompt, slots = len(slots) // len(starts), np.resize(live, num_slots)
                 source = place[slots]
-            if source is not None or P + t + steps > width:
-                width = bucket(P + t + steps)
+                # Who is left shares little: from now on each row has its own copy of the prompt.
+                shared, starts = source // rows_per_prompt, starts[source // rows_per_prompt]
+                prefix = regroup(prefix, layout.put(shared.astype(np.int32)), P)
+            if source is not None or t + steps > width:
+                width = bucket(t + steps)
                 source = np.arange(len(slots)) if source is None else source
                 caches, source = regroup(caches, layout.put(source.astype(np.int32)), width), None
             forced = self.forced_tokens(slots, tokens, t, steps)
-            state = layout.put((last[slots], starts[owner[slots]], keys[slots], forced))
-            caches, *drawn = decode_segment(self, weights, caches, np.int32(P - 1 + t), np.int32(t), *state)
+            state = layout.put((starts, last[slots], keys[slots], forced))
+            caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(t), *state)
 
             drawn, scores, ids_drawn_from = layout.fetch(drawn)
             rows, at = np.unique(slots, return_index=True)
@@ -244,7 +247,7 @@ def make_sampler(config: SamplingConfig, model, tokenizer, layout, max_new_token
 
 @partial(jax.jit, static_argnums=0)
 def prefill(model: Qwen, weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]):
-    """The cache of the prompts but for their last token, which the first decode step reads."""
+    """The cache of left-padded prompts."""
     return qwen3.prefill(model, weights, tokens, starts)
 
 
@@ -258,9 +261,9 @@ def regroup(caches, source: Int[Array, "S"], width: int):
     return jax.tree.map(move, caches)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def decode_segment(sampler: Sampler, weights, caches, column, t, last, starts, keys, forced: Int[Array, "S steps"]):
-    """Draws tokens number t, t + 1, ... for each slot, `last` standing at `column`.
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def decode_segment(sampler: Sampler, weights, prefix, caches, t, starts, last, keys, forced: Int[Array, "S steps"]):
+    """Draws tokens number t, t + 1, ... for each slot, after its token `last`.
 
     Returns the cache, tokens [S, steps], their log-probabilities, and the ids that they were drawn from.
     """
@@ -268,7 +271,7 @@ def decode_segment(sampler: Sampler, weights, caches, column, t, last, starts, k
 
     def step(i, state):
         caches, last, tokens, logprobs, support = state
-        logits, caches = qwen3.decode(sampler.model, weights, caches, last, column + i, starts)
+        logits, caches = qwen3.decode(sampler.model, weights, prefix, caches, last, t + i, starts)
         drawn, scores, ids = sampler.distribution.draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, t + i))
         if sampler.force_answer_at:
             force = forced[:, i]

@@ -1,6 +1,7 @@
 """Attention with grouped query heads: of training rows, of prompts, of new tokens; layouts are private to this file.
 
-Letters: B rows, T tokens of a row, S cache columns, H query heads, K key heads, G = H / K, C channels of a head.
+Letters: B rows, T tokens of a row, N prompts of P tokens, S cache columns, H query heads, K key heads, G = H / K,
+C channels of a head.
 """
 
 import jax
@@ -12,6 +13,7 @@ from utils.batching import Array, round_up
 from utils.sharding import ROWS
 
 Cache = tuple[Float[Array, "B K S C"], Float[Array, "B K S C"]]
+Prompts = tuple[Float[Array, "N K P C"], Float[Array, "N K P C"]]  # caches that rows share
 MASKED = -1e30  # finite: a padded row has no visible column, and its softmax must not be NaN
 
 
@@ -106,29 +108,41 @@ def attend_cache(
     q: Float[Array, "B 1 H C"],
     k: Float[Array, "B 1 K C"],
     v: Float[Array, "B 1 K C"],
+    prompts: Prompts,
     cache: Cache,
+    starts: Int[Array, "N"],
     column: Int[Array, ""],
-    starts: Int[Array, "B"],
 ) -> tuple[Float[Array, "B 1 H*C"], Cache]:
-    """Attention of one new token per row, written at `column` of the cache, over the columns [starts, column].
+    """Attention of one new token per row, written at `column` of its cache, over its prompt and columns [0, column].
 
-    All rows share the column, so that the write is one dynamic_update_slice, done in place inside a loop.
+    B / N rows side by side share one of the prompts [N, K, P, C], which is read once for all of them; it stands in
+    columns [starts, P). All rows share the column, so that the write is one dynamic_update_slice, done in place inside
+    a loop.
     """
     B, _, H, C = q.shape
-    K = k.shape[2]
+    N, K, P, _ = prompts[0].shape
     cache = tuple(
         jax.lax.dynamic_update_slice(old, new.transpose(0, 2, 1, 3).astype(old.dtype), (0, 0, column, 0))
         for old, new in zip(cache, (k, v), strict=True)
     )
     keys, values = cache
     q = q.reshape(B, K, H // K, C)
+
+    def by_prompt(x):  # the queries of rows that share a prompt ride in one matmul
+        return x.reshape(N, B // N, K, H // K, -1).swapaxes(1, 2).reshape(N, K, B // N * (H // K), -1)
+
+    def by_row(x):
+        return x.reshape(N, K, B // N, H // K, -1).swapaxes(1, 2).reshape(B, K, H // K, -1)
+
+    at_prompt = jnp.einsum("nkgc,nkpc->nkgp", by_prompt(q), prompts[0], preferred_element_type=jnp.float32)
     if jax.default_backend() == "cpu" and C < 64:
         # XLA:CPU runs this small batched product 6x slower as a matmul (2.4 against 0.4 ms at B 256, K 2, S 128, C 32).
         scores = (q[:, :, :, None] * keys[:, :, None]).sum(-1)
     else:
         scores = jnp.einsum("bkgc,bksc->bkgs", q, keys, preferred_element_type=jnp.float32)
-    columns = jnp.arange(keys.shape[2])
-    visible = (columns >= starts[:, None]) & (columns <= column)
-    scores = jnp.where(visible[:, None, None], scores.astype(jnp.float32) * C**-0.5, MASKED)
-    out = jnp.einsum("bkgs,bksc->bkgc", jax.nn.softmax(scores).astype(values.dtype), values)
+    at_prompt = jnp.where((jnp.arange(P) >= starts[:, None])[:, None, None], at_prompt, MASKED)
+    scores = jnp.where(jnp.arange(keys.shape[2]) <= column, scores.astype(jnp.float32), MASKED)
+    probs = jax.nn.softmax(jnp.concatenate([by_row(at_prompt), scores], axis=-1) * C**-0.5).astype(values.dtype)
+    out = jnp.einsum("bkgs,bksc->bkgc", probs[..., P:], values)
+    out += by_row(jnp.einsum("nkgp,nkpc->nkgc", by_prompt(probs[..., :P]), prompts[1]))
     return out.reshape(B, 1, H * C), cache

@@ -32,12 +32,12 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
-    weights, P = qwen3.unstack(model, params), prompts.shape[1]
-    caches = prefill(model, weights, prompts, starts)
-    caches = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, num_tokens), (0, 0))), caches)
+    weights = qwen3.unstack(model, params)
+    prefix = prefill(model, weights, prompts[:, :-1], starts)
+    caches = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], num_tokens, x.shape[3]), x.dtype), prefix)
     last, tokens, rows = prompts[:, -1], [], []
-    for i in range(num_tokens):  # the first step writes the last prompt token again, at its own column
-        row, caches = decode(model, weights, caches, last, P - 1 + i, starts)
+    for i in range(num_tokens):  # the first step reads the last prompt token
+        row, caches = decode(model, weights, prefix, caches, last, i, starts)
         last = choose(i, row)
         tokens.append(last)
         rows.append(row)
