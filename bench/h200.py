@@ -64,13 +64,19 @@ def has_compiler() -> bool:
     )
 
 
-def imagine(**sizes: int) -> Layout:
+class Imagined(Layout):
+    """A mesh of devices that are not there."""
+
+    device_memory = 150754820096
+
+
+def imagine(**sizes: int) -> Imagined:
     """H200s in one host, laid out as a mesh of these sizes, for example fsdp=4, tp=2."""
     shape = [sizes.get(axis, 1) for axis in MESH_AXES]
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=H200, topology=f"1x1x{math.prod(shape)}"
     )
-    return Layout(Mesh(np.array(topology.devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+    return Imagined(Mesh(np.array(topology.devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 class Instruction(NamedTuple):
@@ -210,17 +216,23 @@ def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config=CO
     return compile_for(grpo.accumulate, model, config, params, gradients(params, config), batch, first)
 
 
-def apply_gradients(model: Qwen, layout: Layout, config: grpo.Config) -> Program:
-    """An optimiser step."""
-    optimizer, params = make_optimizer(config, 100), shapes(model.table(), layout)
+def state_shapes(model: Qwen, layout: Layout, config: grpo.Config) -> TrainState:
+    """The state of training, moments laid out like their parameters."""
+    params = shapes(model.table(), layout)
 
     def shape(x):
         same = [each.sharding for each in jax.tree.leaves(params) if each.shape == x.shape]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=same[0] if same else layout.replicated)
 
-    state = TrainState(params, jax.tree.map(shape, jax.eval_shape(optimizer.init, params)), rows(layout), rows(layout))
-    grads = gradients(params, config)
-    return compile_for(grpo.apply_gradients, optimizer, state, grads, rows(layout, dtype=jnp.float32))
+    opt_state = jax.tree.map(shape, jax.eval_shape(make_optimizer(config, 100).init, params))
+    return TrainState(params, opt_state, rows(layout), rows(layout))
+
+
+def apply_gradients(model: Qwen, layout: Layout, config: grpo.Config) -> Program:
+    """An optimiser step."""
+    state = state_shapes(model, layout, config)
+    grads, loss = gradients(state.params, config), rows(layout, dtype=jnp.float32)
+    return compile_for(grpo.apply_gradients, make_optimizer(config, 100), state, grads, loss)
 
 
 def gradients(params, config: grpo.Config):

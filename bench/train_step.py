@@ -37,18 +37,17 @@ class Command(BenchConfig, Config):
     """Update."""
 
     ppo_minibatch: int = 0
-    remat: str = "none"
-    tokens_per_microbatch: int = 16384
     memory: bool = option(False, "the memory of the compiled step instead of its time")
 
 
 def make_learner(config: Config, model: Qwen, layout) -> Learner:
+    config = replace(config, tokens_per_microbatch=config.tokens_per_microbatch or 16384)
     return Learner(model, make_optimizer(config, 1000), layout, config)
 
 
 def layers(config: Config) -> dict[str, bool | str]:
     """What the settings say of how the layers are compiled."""
-    return {"remat": config.remat, "unroll": config.unroll_layers}
+    return {"remat": "none" if config.remat == "auto" else config.remat, "unroll": config.unroll_layers}
 
 
 def make_batch(rows: list[list[int]], num_prompt_tokens: int, group_size: int, rewards=None) -> Batch:

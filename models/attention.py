@@ -57,18 +57,18 @@ def choose_kernel(kernel: str, mesh: Mesh | None, dtype, num_channels: int, num_
 
     Raises: ValueError for a kernel that cannot.
     """
-    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
+    kind = mesh.devices.flat[0].device_kind.lower() if mesh else ""
     limits = {
         "cudnn": {
-            "an NVIDIA GPU": "nvidia" in device.device_kind.lower(),
+            "an NVIDIA GPU": "nvidia" in kind,
             "--dtype bfloat16": dtype == jnp.bfloat16,
             "heads of at most 128 channels": num_channels <= 128 and num_channels % 8 == 0,
         },
-        "splash": {"a TPU": device.platform == "tpu", "heads of 128 channels": num_channels % 128 == 0},
+        "splash": {"a TPU": "tpu" in kind, "heads of 128 channels": num_channels % 128 == 0},
         "plain": {},
     }
-    for name in limits.keys() - {"plain"}:
-        limits[name]["key heads that --mesh tp divides"] = mesh and num_key_heads % mesh.shape["tp"] == 0
+    for name in ("cudnn", "splash"):
+        limits[name]["key heads that --mesh tp divides"] = not mesh or num_key_heads % mesh.shape["tp"] == 0
     if kernel == "auto":
         return next(name for name, needs in limits.items() if all(needs.values()))
     if missing := [need for need, is_met in limits[kernel].items() if not is_met]:

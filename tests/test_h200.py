@@ -19,7 +19,8 @@ from models.qwen3 import Qwen
 from utils.sharding import single_device
 
 needs_compiler = pytest.mark.skipif(not h200.has_compiler(), reason="needs XLA's compiler for GPUs: see bench/h200.py")
-B, S, T = 256, 1024, 1024  # slots, columns of the cache; columns of a training row
+B, S = 256, 1024  # slots, columns of the cache
+ROWS, T = 4, 1024  # of each device, their columns
 MESHES = {"fsdp": {"fsdp": 8}, "fsdp and tp": {"fsdp": 4, "tp": 2}, "tp": {"tp": 8}}
 MODEL = shape("Qwen3-0.6B", dtype="bfloat16")
 FEW = replace(MODEL, num_hidden_layers=4)  # where layers are alike
@@ -84,7 +85,7 @@ def train_step(**sizes) -> h200.Program:
     model = replace(FEW, remat="dots", mesh=layout.mesh, attention="plain")
     jaxtyping.config.update("jaxtyping_disable", True)  # a batch of shapes is no batch of arrays
     try:
-        return h200.train_step(model, layout, 2 * layout.row_shards, T)
+        return h200.train_step(model, layout, ROWS * layout.row_shards, T)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -99,6 +100,6 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
         each.elements for lines in h200.computations(program.hlo).values() for each in lines if each.op not in h200.FREE
     )
     assert largest <= max(qwen3.LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
-    assert 2 * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
+    assert ROWS * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
     gathered = [each.elements for each in h200.collectives(program.hlo)]
     assert max(gathered, default=0) < vocabulary * MODEL.hidden_size / num_devices / 4

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import checkpoint, qwen3
+from models import attention, checkpoint, qwen3
 from models.checkpoint import load_model, save_model
 from models.tokenizer import Tokenizer, load_tokenizer
+from utils.sharding import MESH_AXES
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))
@@ -104,6 +106,48 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     np.testing.assert_allclose(found[:, 5:], reference[:, 4:], atol=1e-4)
     np.testing.assert_allclose(entropy[:, 5:], -(np.exp(scaled) * scaled).sum(-1)[:, 4:], atol=1e-4)
     assert not found[:, :5].any() and not entropy[:, :5].any()
+
+
+def heads(T: int, C: int) -> list[jax.Array]:
+    """Queries, keys, values, and a direction."""
+    rng = np.random.default_rng(0)
+    return [jnp.float32(rng.standard_normal((2, T, num, C))) for num in (4, 2, 2, 4)]
+
+
+@pytest.mark.parametrize("T", [150, 256])  # in blocks of 128, the last one padded; in one of 256
+def test_splash_attention_is_the_plain_one(T):
+    """Pallas' interpreter in the place of a TPU: results and gradients."""
+    *qkv, direction = heads(T, 128)
+
+    def plain(q, k, v):
+        return attention.attend(q, k, v, attention.causal_mask(T))[0].reshape(q.shape)
+
+    results = [
+        jax.jit(jax.vjp(f, *qkv)[1])(direction) + (jax.jit(f)(*qkv),)
+        for f in (partial(attention.splash, interpret=True), plain)
+    ]
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_kernels_are_chosen_by_device_and_heads():
+    @dataclass(frozen=True)
+    class Device:
+        device_kind: str
+        id: int
+
+    def choose(name, kind, dtype=jnp.bfloat16, channels=128, tp=1):
+        devices = np.array([Device(kind, i) for i in range(tp)]).reshape(1, 1, tp)
+        mesh = jax.sharding.Mesh(devices, MESH_AXES)
+        return attention.choose_kernel(name, mesh, dtype, channels, 8)
+
+    assert choose("auto", "NVIDIA H200") == "cudnn" and choose("auto", "TPU v5e") == "splash"
+    assert choose("plain", "NVIDIA H200") == "plain" and choose("auto", "AMD MI300X") == "plain"
+    assert choose("auto", "NVIDIA H200", dtype=jnp.float32) == choose("auto", "TPU v5e", channels=64) == "plain"
+    assert choose("auto", "NVIDIA H200", tp=16) == "plain", "heads are not cut that finely"
+    assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
+    with pytest.raises(ValueError, match="--attention cudnn needs an NVIDIA GPU, --dtype bfloat16"):
+        choose("cudnn", "cpu", jnp.float32)
 
 
 # Checkpoints
