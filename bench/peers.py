@@ -122,10 +122,10 @@ def table(name: str, runs_of: dict[str, list[dict]]) -> list[tuple]:
     ours, rows = next(iter(runs_of.values())), []
     for side, runs in runs_of.items():
         assert {run["tokens"] for run in runs} == {ours[0]["tokens"]}, (name, side, runs[0], ours[0])
-        seconds = [run["seconds"] for run in runs]
-        ratio = spread([run["seconds"] / our["seconds"] for run, our in zip(runs, ours, strict=True)])
-        speed = ours[0]["tokens"] / statistics.median(seconds)
-        rows.append((name, side, spread(seconds), f"{ours[0]['tokens']:,}", f"{speed:,.0f}", ratio))
+        seconds, pairs = [run["seconds"] for run in runs], list(zip(runs, ours, strict=True))
+        speed = f"{ours[0]['tokens'] / statistics.median(seconds):,.0f}"
+        ratios = [spread([run[what] / our[what] for run, our in pairs]) for what in ("seconds", "cpu_seconds")]
+        rows.append((name, side, f"{ours[0]['tokens']:,}", spread(seconds), speed, *ratios))
     return rows
 
 
@@ -149,7 +149,7 @@ def main(config: Command) -> None:
                     side.close()
             rows += table(name, runs_of[name])
     title = f"{config.model_dir or config.shape}: median (range) of {config.repeats} interleaved runs"
-    columns = ("work", "side", "seconds", "tokens", "tokens/s", "its seconds / ours")
+    columns = ("work", "side", "tokens", "seconds", "tokens/s", "its seconds / ours", "CPU seconds / ours")
     report(title, columns, rows, environment("torch", "transformers", "trl"), config.json, runs=runs_of)
 
 
