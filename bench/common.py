@@ -55,7 +55,7 @@ def load(config: BenchConfig, layout=None, dtype: str = "", **more) -> tuple[Qwe
     if config.model_dir:
         return load_model(config.model_dir, layout, dtype, **more)[:2]
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = shape(config.shape, dtype=dtype, **more)
+    model = shape(config.shape, dtype=dtype, mesh=layout.mesh if layout else None, **more)
     specs = jax.tree.map(lambda s: layout.sharding(*s), model.table(), is_leaf=lambda x: hasattr(x, "axes")) if layout \
         else None  # fmt: skip
     return model, jax.jit(init_params, static_argnums=0, out_shardings=specs)(model, jax.random.key(0))

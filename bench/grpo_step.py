@@ -29,7 +29,6 @@ from core.sampling import Rollouts, Sampler
 from models.qwen3 import Qwen
 from utils.config import parse
 from utils.sharding import make_layout
-from utils.train_state import init_state
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ def even_tokens(r: Rollouts) -> np.ndarray:
 def make_step(config: Config, model: Qwen, params, layout, prompts: list[list[int]]) -> Callable[[], dict[str, float]]:
     """A function that takes one step after another; returns tokens drawn and the seconds of the parts."""
     sampler = Sampler(model, config.num_generation_tokens, (), layout=layout)
-    learner, number = make_learner(config, model, layout), 0
-    state = init_state(params, learner.optimizer)
+    (learner, state), number = make_learner(config, model, params, layout), 0
 
     def step() -> dict[str, float]:
         nonlocal state, number

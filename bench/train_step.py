@@ -26,8 +26,9 @@ from models.checkpoint import load_model
 from models.distribution import entropy, log_softmax_at
 from models.qwen3 import Qwen, init_params, logits
 from utils.config import option, parse
+from utils.memory import fit_memory
 from utils.sharding import make_layout
-from utils.train_state import init_state, make_optimizer
+from utils.train_state import TrainState, init_state, make_optimizer
 
 GB = 1e9
 
@@ -40,14 +41,17 @@ class Command(BenchConfig, Config):
     memory: bool = option(False, "the memory of the compiled step instead of its time")
 
 
-def make_learner(config: Config, model: Qwen, layout) -> Learner:
-    config = replace(config, tokens_per_microbatch=config.tokens_per_microbatch or 16384)
-    return Learner(model, make_optimizer(config, 1000), layout, config)
+def make_learner(config: Config, model: Qwen, params, layout) -> tuple[Learner, TrainState]:
+    """What turns a batch into a better state, and that state at step 0; memory is divided as a run does it."""
+    optimizer = make_optimizer(config, 1000)
+    state = init_state(params, optimizer)
+    config, model, _ = fit_memory(config, model, layout, state)
+    return Learner(model, optimizer, layout, config), state
 
 
 def layers(config: Config) -> dict[str, bool | str]:
     """What the settings say of how the layers are compiled."""
-    return {"remat": "none" if config.remat == "auto" else config.remat, "unroll": config.unroll_layers}
+    return {"unroll": config.unroll_layers, "attention": config.attention}
 
 
 def make_batch(rows: list[list[int]], num_prompt_tokens: int, group_size: int, rewards=None) -> Batch:
@@ -64,8 +68,7 @@ def make_batch(rows: list[list[int]], num_prompt_tokens: int, group_size: int, r
 
 def make_update(config: Config, model: Qwen, params, layout, batch: Batch):
     """A function that learns from the batch, again and again."""
-    learner = make_learner(config, model, layout)
-    state = init_state(params, learner.optimizer)
+    learner, state = make_learner(config, model, params, layout)
 
     def update():
         nonlocal state
@@ -107,7 +110,10 @@ def gigabytes(compiled) -> float:
 def memory(config: Command, model: Qwen, layout) -> list[tuple]:
     """Rows of a table: rows x tokens, our memory, the naive step's, their ratio, and the size of the logits."""
     params, table = jax.eval_shape(lambda: init_params(model, jax.random.key(0))), []
-    learner = make_learner(config, model, layout)
+    # Nothing is allocated here that --remat auto could go by: the most careful choice stands for it.
+    config = replace(config, tokens_per_microbatch=config.tokens_per_microbatch or 8192)
+    model = replace(model, remat="full" if config.remat == "auto" else config.remat)
+    learner = Learner(model, make_optimizer(config, 1000), layout, config)
     for factor in (1, 2, 4):
         sized = replace(config, groups_per_batch=factor * config.groups_per_batch)
         batch = make_batch(some_rows(sized, model.vocab_size), config.prompt_tokens, config.group_size)
