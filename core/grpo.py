@@ -330,14 +330,15 @@ def main(config: Config):
     reference = jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params) if config.kl_coef else None
     if config.has_critic:
         params |= {CRITIC: make_critic(model, params)}
-    state, progress = run.restore(init_state(params, optimizer))
+    with user_errors():
+        state, progress = run.restore(init_state(params, optimizer))
     del params  # the state holds them, and each update replaces them
     config, model, memory = fit_memory(config, model, layout, state, reference)
     done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
     learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(run.start_logger(done if progress else -1))
-        stack.callback(run.close)
+        stack.enter_context(run)  # however the run ends, what it has reached is saved
         for each in players:
             stack.enter_context(each.scorer)
         logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}")
@@ -346,13 +347,16 @@ def main(config: Config):
         logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))
         logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
         if tester and not done:
-            metrics = held_out(tester, state.params, config, config.test_greedy)
+            with run.interruptible():
+                metrics = held_out(tester, state.params, config, config.test_greedy)
             logger.log(0, metrics)
             logger.line(0, metrics)
-        for step in range(done + 1, config.max_steps + 1):
+        step = done
+        for step in range(done + 1, config.max_steps + 1) if cursor < end else []:
             clock = time.perf_counter()
             with run.profiled(step == done + 3):
-                batch, played, cursor = collect(player, state.params, config, step, cursor)
+                with run.interruptible():
+                    batch, played, cursor = collect(player, state.params, config, step, cursor)
                 metrics = describe_play(played, config.group_size)
                 if batch is not None:
                     with out_of_memory("tokens_per_microbatch", config.tokens_per_microbatch, " or set --remat full"):
@@ -373,9 +377,7 @@ def main(config: Config):
             for name in saved:
                 save_model(run.directory / name, model, state.params, tokenizer, "", layout.fetch, layout.is_main)
             best = metrics["test_env/return"] if improved else best
-            if f"step{step}" in saved:
-                run.save(step, state, {"step": step, "cursor": cursor, "best": best})
-                run.draw()
+            run.reached(step, state, {"step": step, "cursor": cursor, "best": best}, f"step{step}" in saved)
             if last:
                 break
         logger.say(run.before_and_after(), f"model: {run.directory / f'step{step}'}")

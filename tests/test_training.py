@@ -4,10 +4,8 @@ Letters: N prompts, G rollouts of each, B = N G rows, T row length.
 """
 
 import json
-import os
 import subprocess
 import sys
-import time
 import zlib
 from dataclasses import replace
 from itertools import combinations
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import MODEL, QUICK, ROOT, Letters, on_four_devices, on_layout, random_params
+from helpers import MODEL, ROOT, Letters, on_four_devices, on_layout, random_params
 from safetensors.numpy import load_file
 
 from core import grpo
@@ -479,36 +477,6 @@ def lines(folder: Path) -> list[dict]:
     return [{k: v for k, v in r.items() if "times/" not in k and "per_second" not in k} for r in records]
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path):
-    folder, whole, subjects = tmp_path / "run", tmp_path / "whole", tmp_path / "subjects.txt"
-    subjects.write_text("\n".join("abcdefghijklmno"))  # prompts of one length: less to compile
-    argv = arguments(**FLAGS, env_options=f"subjects_file={subjects}", save_dir=folder)
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"global_step": 0}\n{"global_step": 1}\n')  # killed before it saved anything
-    train(*argv)
-    folder.rename(whole)
-    assert [line["global_step"] for line in lines(whole)] == list(range(11))
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "core" / "grpo.py", *argv],
-        cwd=tmp_path,
-        env=os.environ | QUICK,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        while not (folder / "state" / "4").exists():
-            assert process.poll() is None, process.stdout.read().decode()
-            time.sleep(0.005)
-    finally:
-        process.kill()
-        process.communicate()
-    assert not (folder / "step10").exists(), "it was too quick: raise max_steps"
-    train(*argv)
-    assert lines(folder) == lines(whole)
-    models = [(run / "step10" / "model.safetensors").read_bytes() for run in (folder, whole)]
-    assert models[0] == models[1] != (FLAGS["model_dir"] / "model.safetensors").read_bytes()
-
-
 def test_steps_without_signal_change_nothing(tmp_path):
     flags = {"env_name": "countdown", "env_options": "numbers=3,prompt=bare", "max_steps": 2, "weight_decay": 0.5}
     flags |= {"do_group_filter": 1, "test_env_name": "", "save_dir": tmp_path}
@@ -537,7 +505,8 @@ def test_presets_train(name, tmp_path):
     assert ("value/explained_variance" in records[0]) == (name == "ppo") and ("kl" in records[0]) == ("+" in name)
     before, after = (load_file(folder / "model.safetensors") for folder in (FLAGS["model_dir"], tmp_path / "step3"))
     assert before.keys() == after.keys() and any((x != after[tensor]).any() for tensor, x in before.items())
-    train("--config", f"configs/{name}.py", *arguments(**flags | {"max_steps": 4}))  # goes on where that ended
+    more = flags | {"max_steps": 4, "resume": "force"}  # forced, since some learning rates end with the steps
+    train("--config", f"configs/{name}.py", *arguments(**more))  # goes on where that ended
     assert [record["global_step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
 
 

@@ -3,13 +3,17 @@
 Only the main process speaks. The file belongs to the run, so a full disk stops it; a sink is a guest, and never may.
 """
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
+import select
+import stat
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -34,6 +38,7 @@ SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("test_env/return", "test return", "{:.3f}"),
     ("test_env/correct_answer", "test correct", "{:.1%}"),
 )
+PATIENCE = 10  # seconds that a full pipe is waited for
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; the rest of others stays as harmless text
 
 
@@ -156,3 +161,44 @@ def writable(text: str, stream: TextIO) -> str:
 def paint(text: str, colour: str) -> str:
     """Text in an ANSI colour, where that will be seen as one."""
     return f"\x1b[{colour}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+class Forgiving(io.RawIOBase):
+    """Writes to a descriptor, or drops what it does not take: its reader is gone, its disk full, its pipe stuck."""
+
+    def __init__(self, fd: int):
+        self.fd, self.poll, self.is_stuck = fd, select.poll(), False
+        self.poll.register(fd, select.POLLOUT)
+        self.is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+
+    def write(self, data: memoryview) -> int:
+        try:
+            if self.is_pipe:
+                self.is_stuck = not self.poll.poll(0 if self.is_stuck else 1000 * PATIENCE)
+                data = data[: select.PIPE_BUF]  # so much never blocks once the pipe is ready
+            return len(data) if self.is_stuck else os.write(self.fd, data)
+        except OSError:
+            return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self.fd)
+
+
+@contextlib.contextmanager
+def forgiving_output() -> Iterator[None]:
+    """What is printed inside never stops or delays the run for long: metrics.jsonl holds what counts."""
+    with contextlib.ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stream, or none at all
+                raw = Forgiving(stream.fileno())
+                with contextlib.suppress(OSError):
+                    stream.flush()
+                text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=True)
+                stack.enter_context(redirect(text))
+        yield

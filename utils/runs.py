@@ -6,21 +6,29 @@ state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 
 import contextlib
 import json
+import os
+import shutil
+import sys
 import time
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from utils.config import option, to_dict
-from utils.logger import Logger
+from utils.lmpo import LmpoConfig
+from utils.logger import Logger, forgiving_output
 from utils.plots import before_and_after, plot
 from utils.report import write_report
-from utils.sharding import Layout
+from utils.sharding import Layout, LayoutConfig
+from utils.signals import Signals, Stop
 from utils.sinks import SinkConfig, open_sinks
+from utils.train_state import fingerprint
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,10 @@ class RunConfig(SinkConfig):
     """Run folder and logging."""
 
     save_dir: str = option("", "run folder; a run found there is resumed; empty: runs/<environment>-<time>")
+    resume: str = option(
+        "auto", "a run found in --save_dir; auto: goes on unless settings have changed what it means, force: goes on "
+        "even then, never: is left alone", ["auto", "force", "never"]
+    )  # fmt: skip
     save_interval: int = option(20, "steps between saved models and states; 0: only at the end")
     save_best: bool = option(False, "keep the model with the best held-out score in best/")
     keep: int = option(2, "training states kept")
@@ -39,37 +51,162 @@ class RunConfig(SinkConfig):
             raise ValueError("--save_interval and --sample_interval must not be negative, --keep at least 1")
 
 
+MAY_CHANGE = {  # when a run goes on: where and how fast it runs, what it writes; all the rest is its meaning
+    *(field.name for cls in (LayoutConfig, RunConfig, LmpoConfig) for field in fields(cls)),  # lmpo's set other fields
+    "data_dir", "num_score_workers", "score_timeout", "max_error_share", "inference_batch_per_device",
+    "tokens_per_microbatch", "use_remat", "unroll_layers", "max_skipped_updates", "test_interval", "test_greedy",
+    "profile",
+}  # fmt: skip
+LENGTH = {"max_steps", "num_epochs"}  # the same, but where the learning rate is on its way to 0 at the end
+
+
 class Run:
     """A run folder; all processes call every method, the main one writes.
 
-    Raises: OSError when the folder cannot be made or written.
+    As a context manager, around all that may run long, it ends the run: `reached` says what there is to save. A signal
+    or a failure to write ends it with the newest state saved, in one sentence.
+
+    Raises: OSError when the folder cannot be made or written, ValueError when it holds a run that must not go on.
     """
 
     def __init__(self, config: RunConfig, layout: Layout):
         default = f"runs/{config.env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.directory = Path(config.save_dir or layout.broadcast(default)).expanduser().absolute()
-        self.config, self.layout = config, layout
+        self.config, self.layout, self.signals = config, layout, Signals()
+        self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
         self.directory.mkdir(parents=True, exist_ok=True)
-        if layout.is_main:
-            (self.directory / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-        options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True, cleanup_tmp_directories=True)
         self.states = ocp.CheckpointManager(self.directory / "state", options=options)
+        settings = self.directory / "config.json"
+        if self.states.all_steps():
+            check_settings(settings, to_dict(config), config.resume)
+        if layout.is_main:
+            draft = settings.with_name("config.json.new")
+            draft.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+            os.replace(draft, settings)
 
     def restore(self, state: Any) -> tuple[Any, dict]:
-        """The newest saved training state, laid out as `state`, and the progress saved with it; ({} for a new run)."""
-        step = self.states.latest_step()
-        if step is None:
-            return state, {}
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
-        restored = self.states.restore(step, args=args)
-        return restored.state, restored.progress
+        """The newest whole training state, laid out as `state`, and the progress saved with it; ({} for a new run).
 
-    def save(self, step: int, state: Any, progress: dict) -> None:
-        """Writes the training state in the background; a half-written one is never found by `restore`."""
-        if self.states.latest_step() != step:
-            args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
+        The arrays of `state` are gone where another is found: memory holds one. Damaged states are set aside, and told.
+
+        Raises: ValueError when there are states, and all of them are damaged.
+        """
+        damaged, steps = {}, sorted(self.states.all_steps(), reverse=True)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        if steps:
+            jax.tree.map(lambda x: x.delete(), state)
+        for step in steps:
+            found, reason = self.read(step, abstract)
+            if found:
+                self.set_aside(damaged)
+                return found
+            damaged[step] = reason
+        if damaged:
+            told = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise ValueError(f"none of the training states in {self.states.directory} can be read ({told})")
+        return state, {}
+
+    def read(self, step: int, abstract: Any) -> tuple[tuple[Any, dict] | None, str]:
+        """State and progress of a step, or None and why they cannot be used."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
+        restored, reason = None, ""
+        try:
+            restored = self.states.restore(step, args=args)
+        except Exception as error:  # noqa: BLE001 (damage has many faces: tensorstore, JSON and the file system raise)
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+        if not all(self.on_all(restored is not None)):
+            return None, reason or "another process cannot read it"
+        progress = dict(restored.progress)
+        if progress.pop("checksum", None) != self.checksum(restored.state, progress):
+            return None, "its checksum is wrong"
+        return (restored.state, progress), ""
+
+    def set_aside(self, damaged: Mapping[int, str]) -> None:
+        """Renames damaged states, since the run comes to those steps again, and says so."""
+        for step, reason in damaged.items():
+            folder = self.directory / "state" / str(step)
+            if self.layout.is_main:
+                print(f"warning: the training state of step {step} is damaged and set aside ({reason})", flush=True)
+                shutil.rmtree(folder.with_name(f"{step}.damaged"), ignore_errors=True)
+                folder.rename(folder.with_name(f"{step}.damaged"))
+        if damaged:
+            self.layout.broadcast("renamed")
+            self.states.reload()
+
+    def checksum(self, state: Any, progress: dict) -> int:
+        """One number of every bit of the state, on any mesh, and of the progress."""
+        numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
+        return zlib.crc32(json.dumps([numbers, progress], sort_keys=True).encode())
+
+    def reached(self, step: int, state: Any, progress: dict, is_due: bool) -> None:
+        """Tells what there is to save, and saves it in the background when it is due.
+
+        Raises: OSError when an earlier save has failed.
+        """
+        self.newest = (step, state, progress)
+        with write_errors():
+            self.states.check_for_errors()
+        if is_due:
+            self.draw()
+            self.save()
+
+    def save(self) -> None:
+        """Writes the newest state in the background; a half-written one is never found by `restore`."""
+        step, state, progress = self.newest
+        self.newest = None
+        progress = progress | {"checksum": self.checksum(state, progress)}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
+        with write_errors():
             self.states.save(step, args=args)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around what may be abandoned half-way, while the newest state stands: a signal ends the run here.
+
+        Several processes must stop at the same place: they finish this and the step.
+        """
+        if any(self.on_all(self.signals.received is not None)):
+            raise Stop
+        with contextlib.nullcontext() if self.layout.mesh.is_multi_process else self.signals.raising():
+            yield
+
+    def on_all(self, value: bool) -> list[bool]:
+        """The values of all processes."""
+        return self.layout.share(lambda mine: [value] * len(mine), self.layout.mesh.size)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forgiving_output())
+            stack.enter_context(self.signals)
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        """Saves what is not saved yet and waits for it.
+
+        Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1).
+        """
+        with self.stack:
+            try:
+                # After an error, the others may not come along to save; within an update, the arrays are given away.
+                together = kind in (None, Stop) or not self.layout.mesh.is_multi_process
+                if self.newest and together and not any(x.is_deleted() for x in jax.tree.leaves(self.newest[1])):
+                    self.save()
+                with write_errors():
+                    self.states.wait_until_finished()
+                    self.states.close()
+            except OSError as failure:
+                error = error if kind and kind is not Stop else failure
+            saved = f"step {self.states.latest_step()} is saved: the same command goes on from there"
+            saved = saved if self.states.latest_step() else "no step was saved"
+            if isinstance(error, OSError):
+                print(f"error: {error}; {saved}", file=sys.stderr)
+                raise SystemExit(1) from error
+            if isinstance(error, Stop):
+                if self.layout.is_main:
+                    print(f"stopped by {self.signals.received.name}; {saved}")
+                raise SystemExit(128 + self.signals.received)
 
     def write_rollouts(self, step: int, rows: list[dict]) -> None:
         """Writes one JSON object per rollout: all of them, or those of the first two groups."""
@@ -100,9 +237,13 @@ class Run:
 
     def draw(self) -> None:
         """Draws plot.png and report.html anew."""
-        if self.layout.is_main:
+        if not self.layout.is_main:
+            return
+        try:
             plot(self.directory / "metrics.jsonl", self.directory / "plot.png")
             write_report([self.directory], self.directory / "report.html")
+        except Exception as error:  # noqa: BLE001 (pictures can be drawn later, and must not stop a run)
+            print(f"warning: plot.png and report.html are not drawn ({type(error).__name__}: {error})", flush=True)
 
     def before_and_after(self) -> str:
         """The first and the last held-out scores, as a table."""
@@ -113,10 +254,47 @@ class Run:
         tracing = self.config.profile and wanted
         return jax.profiler.trace(str(self.directory / "profile")) if tracing else contextlib.nullcontext()
 
-    def close(self) -> None:
-        """Waits for what is still being written."""
-        self.states.wait_until_finished()
-        self.states.close()
+
+@contextlib.contextmanager
+def write_errors() -> Iterator[None]:
+    """Around what writes training states: whatever Orbax raises there is an OSError of one line."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (tensorstore's errors have no type of their own)
+        reason = " ".join(str(error).split())[:300]
+        raise OSError(f"the training state cannot be written ({type(error).__name__}: {reason})") from error
+
+
+def check_settings(file: Path, settings: Mapping[str, Any], resume: str) -> None:
+    """Compares the settings with those in `file`, of the run that is to go on.
+
+    Raises: ValueError naming the settings that give the run another meaning, unless `resume` is "force".
+    """
+    if resume == "never":
+        raise ValueError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
+    try:
+        before = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        print(f"warning: the settings are not compared with those of the run before ({error})")
+        return
+    free = MAY_CHANGE | (LENGTH if settings["lr_schedule"] == "constant" else set())
+    told = [
+        f"--{name} is {value!r} now and was {before[name]!r}"
+        for name, value in settings.items()
+        if name in before and name not in free and clean(before[name]) != clean(value)
+    ]
+    if told and resume != "force":
+        raise ValueError(
+            f"{file.parent} holds a run with other settings: {'; '.join(told)}; go on with the old ones, with --resume "
+            "force, or with another --save_dir"
+        )
+    if told:
+        print("warning: the run goes on with other settings:", "; ".join(told))
+
+
+def clean(value: Any) -> Any:
+    """A setting as it is compared: a folder may be written with a slash at its end."""
+    return value.rstrip("/") if isinstance(value, str) else value
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Int
+from jaxtyping import Int, UInt
 
 from utils.batching import Array
 from utils.config import option
@@ -186,3 +186,24 @@ def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainSta
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # parameters are not copied
 
     return jax.tree.map(settle, state) if mesh else state
+
+
+@jax.jit
+def fingerprint(state: Any) -> list[UInt[Array, ""]]:
+    """A number for each array that tells whether a bit of it has changed; it is the same on every mesh.
+
+    The sum, modulo 2^32, of all elements' bits mixed with their place: one wrong element always shows, more of them but
+    once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
+    """
+
+    def mixed(x: Array) -> Array:
+        x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+        stride = 0x9E3779B1
+        for axis in reversed(range(x.ndim)):
+            x += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
+            stride = stride * x.shape[axis] % 2**32
+        x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
+        return (x ^ x >> 16).sum(dtype=jnp.uint32)
+
+    return [mixed(x) for x in jax.tree.leaves(state)]

@@ -1,0 +1,146 @@
+"""Kills a small run again and again, at random moments, and compares what it becomes with one that was never killed.
+
+    python tests/kill_runs.py --kills 10 --seed 0     # minutes; test_resume.py does the same with fewer kills
+
+Metrics but for times, parameters and optimiser state must be equal to the last bit; with the last tries on four devices
+(--mesh fsdp=4), to 1e-5.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+FOUR = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+FLAGS = {
+    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2, "group_size": 4,
+    "ppo_minibatch": 4, "num_generation_tokens": 24, "tokens_per_microbatch": 256, "max_steps": 20, "save_interval": 2,
+    "lr": 1e-3, "test_env_name": "poem-test", "test_interval": 4, "num_eval_tasks": 2, "num_eval_samples": 4,
+    "do_group_filter": 0, "num_score_workers": 1, "device_type": "cpu", "sample_interval": 0,
+}  # fmt: skip
+HALF_WRITTEN = {"state": "state/*.orbax-checkpoint-tmp*", "model": ".step*.new"}
+
+
+def arguments(**flags) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def start(argv: list[str], env: dict | None = None, **options) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "core" / "grpo.py"), *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | QUICK | (env or {}), **pipes | options)
+
+
+def records(folder: Path) -> list[dict]:
+    """metrics.jsonl, but for what the clock decides and for half a line at its end."""
+    text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+    found = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return [{k: v for k, v in r.items() if "times/" not in k and "per_second" not in k} for r in found]
+
+
+def reached(folder: Path) -> int:
+    return max((r["global_step"] for r in records(folder)), default=-1)
+
+
+def checksum(folder: Path, step: int) -> int:
+    """That of the training state: all bits of parameters and optimiser, and the progress."""
+    (file,) = (path for path in (folder / "state" / str(step) / "progress").iterdir() if path.name == "metadata")
+    return json.loads(file.read_text())["checksum"]
+
+
+def half_written(folder: Path, except_for: Collection = ()) -> dict[tuple[str, int], str]:
+    """What is being written, or was when a try was killed: (name, inode) -> kind."""
+    found = {}
+    for kind, pattern in HALF_WRITTEN.items():
+        for path in folder.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.name, path.stat().st_ino] = kind
+    return {key: kind for key, kind in found.items() if key not in except_for}
+
+
+def kill_at(process: subprocess.Popen, folder: Path, moment: str, steps: int, delay: float, how=signal.SIGKILL) -> str:
+    """Kills the run while it writes a "state" or a "model", or `delay` seconds after it is `steps` on ("step").
+
+    Returns what was half-written then; "finished" where the run was quicker.
+    """
+    goal, old, deadline = reached(folder) + steps, half_written(folder).keys(), time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if moment == "step" and reached(folder) >= goal:
+            time.sleep(delay)
+            break
+        if moment in half_written(folder, except_for=old).values():
+            break
+        time.sleep(0.0005)
+    if process.poll() is not None:
+        return "finished"
+    process.send_signal(how)
+    process.wait()
+    return ", ".join(name for name, _ in half_written(folder, except_for=old)) or "nothing"
+
+
+def finish(argv: list[str], env: dict | None = None) -> None:
+    process = start(argv, env)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+
+
+def difference(found: Path, expected: Path, step: int) -> float:
+    """The largest difference of metrics and of parameters, relative to 1 + their size."""
+    worst, pairs = 0.0, list(zip(records(found), records(expected), strict=True))
+    models = [load_file(folder / f"step{step}" / "model.safetensors") for folder in (found, expected)]
+    for a, b in [*pairs, tuple(models)]:
+        assert a.keys() == b.keys()
+        for name in a:
+            x, y = np.asarray(a[name], float), np.asarray(b[name], float)
+            worst = max(worst, float(np.max(np.abs(x - y) / (1 + np.abs(y)), initial=0)))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed, moved = (Path(folder) / name for name in ("whole", "killed", "moved"))
+        flags = FLAGS | {"max_steps": options.steps}
+        finish(arguments(**flags, save_dir=whole))
+        num_kills = 0
+        while num_kills < options.kills:
+            moment, steps, delay = draw.choice(["step", "state", "model"]), draw.randint(0, 3), draw.uniform(0, 0.5)
+            before = reached(killed)
+            process = start(arguments(**flags, save_dir=killed), stdout=subprocess.DEVNULL)
+            half = kill_at(process, killed, moment, steps, delay)
+            if half == "finished":
+                assert process.returncode == 0
+                break
+            num_kills += 1
+            print(f"kill {num_kills}: step {before} -> {reached(killed)}, half-written: {half}", flush=True)
+        finish(arguments(**flags, save_dir=killed))
+        assert records(killed) == records(whole), "metrics differ"
+        assert checksum(killed, options.steps) == checksum(whole, options.steps), "training states differ"
+        assert difference(killed, whole, options.steps) == 0
+        print(f"{num_kills} kills: {options.steps} steps with equal metrics and bit-identical training state")
+        process = start(arguments(**flags, save_dir=moved), stdout=subprocess.DEVNULL)
+        kill_at(process, moved, "step", 1 + options.steps // 2, 0)
+        finish(arguments(**flags, save_dir=moved, mesh="fsdp=4"), FOUR)
+        print(f"moved to 4 devices: metrics and parameters within {difference(moved, whole, options.steps):.1e}")
+
+
+if __name__ == "__main__":
+    main()

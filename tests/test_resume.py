@@ -1,0 +1,290 @@
+"""No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import ROOT
+from kill_runs import FLAGS, FOUR, arguments, checksum, difference, finish, kill_at, records, start
+
+from core import grpo
+from core.grpo import Config
+from utils import logger
+from utils.config import parse
+from utils.logger import Forgiving
+from utils.runs import Run
+from utils.sharding import single_device
+from utils.train_state import fingerprint
+
+STEPS = 6
+FLAGS = FLAGS | {"max_steps": STEPS}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """As the runs in processes of their own."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def train(folder: Path, **flags) -> int:
+    """The command, in this process: its exit status."""
+    try:
+        grpo.main(parse(Config, arguments(**FLAGS | flags, save_dir=folder))[0])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(folder) == 0 and [r["global_step"] for r in records(folder)] == [*range(STEPS + 1)]
+    return folder
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    """Equal metrics, but for times; equal bits of parameters and optimiser."""
+    assert records(folder) == records(whole)
+    assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(whole, tmp_path):
+    folder, draw = tmp_path / "run", random.Random(0)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"global_step": 0}\n{"global_step": 1}\n')  # killed before it saved anything
+    for moment in ("state", "model"):
+        process = start(arguments(**FLAGS, save_dir=folder), stdout=subprocess.DEVNULL)
+        assert kill_at(process, folder, moment, 1, draw.uniform(0, 0.2)) != "finished"
+    process = start(arguments(**FLAGS, save_dir=folder))
+    kill_at(process, folder, "step", 1, 0, signal.SIGTERM)
+    said = process.stdout.read()
+    assert process.returncode == 128 + signal.SIGTERM and "is saved: the same command goes on from there" in said, said
+    finish(arguments(**FLAGS, save_dir=folder))
+    assert_same(folder, whole)
+    assert not [*folder.glob(".step*"), *folder.glob("state/*tmp*")], "nothing half-written stays"
+
+
+def test_a_run_goes_on_on_other_devices(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "state" / str(STEPS))
+    shutil.rmtree(folder / f"step{STEPS}")
+    finish(arguments(**FLAGS, save_dir=folder, mesh="fsdp=4"), FOUR)
+    assert 0 < difference(folder, whole, STEPS) < 1e-5
+
+
+@pytest.mark.parametrize("place", ["collect", "describe_play"], ids=["in the rollouts", "in the update"])
+def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeypatch, capsys):
+    calls, real = [], getattr(grpo, place)
+
+    def signalled(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return real(*args)
+
+    monkeypatch.setattr(grpo, place, signalled)
+    assert train(tmp_path / "run") == 128 + signal.SIGINT
+    reached = 3 if place == "collect" else 4
+    assert len(records(tmp_path / "run")) == 1 + reached, "step 4 is abandoned or finished"
+    assert f"stopped by SIGINT; step {reached} is saved" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train(tmp_path / "run") == 0
+    assert_same(tmp_path / "run", whole)
+
+
+def test_the_second_signal_ends_at_once_whatever_the_main_thread_does():
+    code = (
+        "import hashlib, os, signal, threading, time; from utils.signals import Signals\n"
+        "def twice():\n  for _ in range(2): time.sleep(0.3); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "with Signals():\n  threading.Thread(target=twice).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+    )
+    clock = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM and time.monotonic() - clock < 10
+    assert done.stdout == "SIGTERM: the run is saved and ends; once more ends it at once\n"
+
+
+def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    assert train(tmp_path / "run") == 0
+    assert_same(tmp_path / "run", whole)
+    assert f"model: {tmp_path}/run/step{STEPS}" in capsys.readouterr().out
+    assert train(tmp_path / "run", max_steps=STEPS + 1, save_interval=1, keep=1) == 0
+    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == [str(STEPS + 1)]
+
+
+# Damage
+
+
+def small_run(folder: Path) -> Run:
+    return Run(Config(save_dir=str(folder), device_type="cpu"), single_device())
+
+
+def states(step: int) -> dict:
+    rng = np.random.default_rng(step)
+    a, b = rng.normal(size=(64, 8)), rng.normal(size=100)
+    return {"a": jnp.float32(a), "b": jnp.bfloat16(b), "step": jnp.int32(step)}
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped"])
+def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
+    with small_run(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.reached(step, states(step), {"step": step, "cursor": 7 * step}, True)
+    rng, newest, told = np.random.default_rng(0), tmp_path / "run" / "state" / "2", 0
+    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
+    assert len(files) > 8
+    for i, file in enumerate(files):
+        shutil.copytree(tmp_path / "run", tmp_path / str(i))
+        path = tmp_path / str(i) / "state" / "2" / file
+        content = bytearray(path.read_bytes())
+        place = rng.integers(len(content)) if content else 0
+        if damage == "flipped" and content:
+            content[place] ^= 1 << rng.integers(8)
+        path.write_bytes(content[:place] if damage == "truncated" else content)
+        if damage == "deleted":
+            path.unlink()
+        with small_run(tmp_path / str(i)) as run:
+            state, progress = run.restore(states(0))
+        step = progress["step"]
+        assert progress == {"step": step, "cursor": 7 * step}
+        assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (state, states(step))), strict=True))
+        said = "the training state of step 2 is damaged and set aside" in capsys.readouterr().out
+        assert said == (step == 1) == (tmp_path / str(i) / "state" / "2.damaged").exists()
+        told += said
+    assert told >= len(files) // 2, "the other files hold nothing that is read"
+
+
+def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monkeypatch, capsys):
+    """And without wandb, when that raises."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    newest = folder / "state" / str(STEPS)
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+
+    def vanished(*_, **__):
+        raise RuntimeError("no network")
+
+    broken = SimpleNamespace(init=lambda **_: SimpleNamespace(log=vanished, finish=vanished), Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert train(folder) == 0
+    said = capsys.readouterr()
+    assert f"step {STEPS} is damaged" in said.out and "wandb is switched off" in said.err
+    assert_same(folder, whole)
+
+
+def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
+    with small_run(tmp_path) as run:
+        run.reached(1, states(1), {"step": 1}, True)
+    before = sorted(tmp_path.rglob("*"))
+    with small_run(tmp_path) as run, pytest.raises(ValueError, match="none of the training states in .* can be read"):
+        run.restore(states(0) | {"more": jnp.zeros(3)})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_fingerprint_sees_single_and_paired_changes():
+    x = np.random.default_rng(0).normal(size=(33, 7)).astype(np.float32)
+    before = [int(number) for number in fingerprint([x])]
+    for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
+        y = x.copy()
+        for place in flips:
+            y[place] = -y[place]
+        assert [int(number) for number in fingerprint([y])] != before
+    assert [int(number) for number in fingerprint([x[::-1]])] != before
+
+
+# Settings
+
+
+def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_path, capsys):
+    layout, config = single_device(), Config(save_dir=str(tmp_path), lr=1e-3)
+    with Run(config, layout) as run:
+        run.reached(1, states(1), {"step": 1}, True)
+    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
+        with pytest.raises(ValueError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
+            Run(replace(config, **change), layout)
+    with pytest.raises(ValueError, match="--resume never"):
+        Run(replace(config, resume="never"), layout)
+    free = {"mesh": "fsdp=1", "max_steps": 9, "save_interval": 3, "model_dir": "models/tiny/", "tensorboard": True}
+    capsys.readouterr()
+    Run(replace(config, **free), layout)
+    assert not capsys.readouterr().out
+    Run(replace(config, lr=2e-3, resume="force"), layout)
+    assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
+
+
+# Disks and pipes
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "lmpo", folder], capture_output=True).returncode:
+        pytest.skip("only root can mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, capsys):
+    folder = small_disk / "run"
+    assert train(folder) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "No space left" in error, error
+    assert "is saved: the same command goes on from there" in error or "no step was saved" in error
+    remount(small_disk, "size=50m")
+    assert train(folder) == 0
+    assert_same(folder, whole)
+    remount(small_disk, "ro")
+    assert train(folder) == 2
+    assert "Read-only file system" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["closed", "stuck", "full disk"])
+def test_output_that_nobody_takes_stops_nothing(kind, monkeypatch):
+    monkeypatch.setattr(logger, "PATIENCE", 0.01)
+    read_end, write_end = os.pipe()
+    if kind == "closed":
+        os.close(read_end)
+    if kind == "full disk":
+        write_end = os.open("/dev/full", os.O_WRONLY)
+    out = Forgiving(write_end)
+    clock = time.monotonic()
+    for _ in range(100):
+        assert 0 < out.write(b"x" * 10_000) <= 10_000
+    assert time.monotonic() - clock < 5
+    if kind == "stuck":
+        taken = os.read(read_end, 10**6)
+        assert len(taken) > 50_000 and out.write(b"again") == 5 and os.read(read_end, 10**6).endswith(b"again")
+
+
+def test_a_run_without_anyone_to_read_it_goes_on(whole, tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = start(arguments(**FLAGS, save_dir=tmp_path / "run"), stdout=write_end, stderr=write_end)
+    assert process.wait(300) == 0
+    assert_same(tmp_path / "run", whole)
