@@ -168,7 +168,7 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
         said = "the training state of step 2 is damaged and set aside" in capsys.readouterr().out
         assert said == (step == 1) == (tmp_path / str(i) / "state" / "2.damaged").exists()
         told += said
-    assert told >= len(files) // 2, "the other files hold nothing that is read"
+    assert told >= 4, "arrays, their index, the manifest, the progress; nobody reads the rest"
 
 
 def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monkeypatch, capsys):
@@ -220,7 +220,7 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
     layout, config = single_device(), Config(save_dir=str(tmp_path), lr=1e-3)
     with Run(config, layout) as run:
         run.reached(1, states(1), {"step": 1}, True)
-    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
+    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"lr_schedule": "linear", "max_steps": 9}):
         with pytest.raises(ValueError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
             Run(replace(config, **change), layout)
     with pytest.raises(ValueError, match="--resume never"):
@@ -237,10 +237,12 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
+def small_disk(whole, tmp_path):
+    """One on which the run `whole` has not quite room."""
+    folder, size = tmp_path / "disk", sum(512 * path.stat().st_blocks for path in whole.rglob("*"))
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "lmpo", folder], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size - 300_000}", "lmpo", folder]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a small tmpfs")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -255,13 +257,15 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     assert train(folder) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "No space left" in error, error
-    assert "is saved: the same command goes on from there" in error or "no step was saved" in error
+    assert "is saved: the same command goes on from there" in error, error
     remount(small_disk, "size=50m")
     assert train(folder) == 0
     assert_same(folder, whole)
+    capsys.readouterr()
     remount(small_disk, "ro")
     assert train(folder) == 2
-    assert "Read-only file system" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "Read-only file system" in error, error
 
 
 @pytest.mark.parametrize("kind", ["closed", "stuck", "full disk"])

@@ -105,7 +105,8 @@ class Logger:
     def close(self) -> None:
         """Finish the file and the sinks; a slow network delays this by a minute at most."""
         if self.file:
-            self.file.close()
+            with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `log` raised for
+                self.file.close()
         for sink in self.sinks:
             sink.close()
 

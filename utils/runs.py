@@ -6,6 +6,7 @@ state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -75,6 +76,7 @@ class Run:
         self.config, self.layout, self.signals = config, layout, Signals()
         self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
         self.directory.mkdir(parents=True, exist_ok=True)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax prints the traceback of each error it raises
         options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True, cleanup_tmp_directories=True)
         self.states = ocp.CheckpointManager(self.directory / "state", options=options)
         settings = self.directory / "config.json"
@@ -201,7 +203,7 @@ class Run:
             saved = f"step {self.states.latest_step()} is saved: the same command goes on from there"
             saved = saved if self.states.latest_step() else "no step was saved"
             if isinstance(error, OSError):
-                print(f"error: {error}; {saved}", file=sys.stderr)
+                print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
                 raise SystemExit(1) from error
             if isinstance(error, Stop):
                 if self.layout.is_main:
