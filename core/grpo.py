@@ -331,7 +331,7 @@ def main(config: Config):
     if config.has_critic:
         params |= {CRITIC: make_critic(model, params)}
     with user_errors():
-        state, progress = run.restore(init_state(params, optimizer))
+        state, progress = run.states.restore(init_state(params, optimizer))
     del params  # the state holds them, and each update replaces them
     config, model, memory = fit_memory(config, model, layout, state, reference)
     done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))

@@ -20,7 +20,7 @@ from kill_runs import FLAGS, FOUR, arguments, checksum, difference, finish, kill
 
 from core import grpo
 from core.grpo import Config
-from utils import logger
+from utils import logger, runs
 from utils.config import parse
 from utils.logger import Forgiving
 from utils.runs import Run
@@ -161,7 +161,7 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
         if damage == "deleted":
             path.unlink()
         with small_run(tmp_path / str(i)) as run:
-            state, progress = run.restore(states(0))
+            state, progress = run.states.restore(states(0))
         step = progress["step"]
         assert progress == {"step": step, "cursor": 7 * step}
         assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (state, states(step))), strict=True))
@@ -198,7 +198,7 @@ def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
         run.reached(1, states(1), {"step": 1}, True)
     before = sorted(tmp_path.rglob("*"))
     with small_run(tmp_path) as run, pytest.raises(ValueError, match="none of the training states in .* can be read"):
-        run.restore(states(0) | {"more": jnp.zeros(3)})
+        run.states.restore(states(0) | {"more": jnp.zeros(3)})
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -233,7 +233,19 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
-# Disks and pipes
+# Disks, buckets and pipes
+
+
+def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypatch):
+    """A folder plays the bucket; the files of Orbax go to it directly."""
+    bucket, names = tmp_path / "bucket", ("here", "there")
+    monkeypatch.setattr(runs, "is_bucket", lambda name: name == str(bucket))
+    for name, max_steps in zip(names, (2, STEPS), strict=True):
+        monkeypatch.setattr(runs, "local_folder", lambda _, name=name: tmp_path / name)
+        assert train(bucket, max_steps=max_steps) == 0
+    assert_same(bucket, whole)
+    assert records(tmp_path / "there") == records(whole) and not (tmp_path / "there" / "state").exists()
+    assert len([*(bucket / "rollouts").iterdir()]) == STEPS
 
 
 @pytest.fixture

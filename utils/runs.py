@@ -6,12 +6,10 @@ state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from etils import epath
 
 from utils.config import option, to_dict
 from utils.lmpo import LmpoConfig
@@ -29,14 +27,16 @@ from utils.report import write_report
 from utils.sharding import Layout, LayoutConfig
 from utils.signals import Signals, Stop
 from utils.sinks import SinkConfig, open_sinks
-from utils.train_state import fingerprint
+from utils.states import States, write_errors
 
 
 @dataclass(frozen=True)
 class RunConfig(SinkConfig):
     """Run folder and logging."""
 
-    save_dir: str = option("", "run folder; a run found there is resumed; empty: runs/<environment>-<time>")
+    save_dir: str = option(
+        "", "run folder, also gs://... or s3://...; a run found there is resumed; empty: runs/<environment>-<time>"
+    )  # fmt: skip
     resume: str = option(
         "auto", "a run found in --save_dir; auto: goes on unless settings have changed what it means, force: goes on "
         "even then, never: is left alone", ["auto", "force", "never"]
@@ -64,6 +64,9 @@ LENGTH = {"max_steps", "num_epochs"}  # the same, but where the learning rate is
 class Run:
     """A run folder; all processes call every method, the main one writes.
 
+    A bucket (gs://, s3://) cannot append to files: there the training state is written to it by Orbax, and everything
+    else to runs/gs/..., from which the bucket gets what is new whenever a state is saved.
+
     As a context manager, around all that may run long, it ends the run: `reached` says what there is to save. A signal
     or a failure to write ends it with the newest state saved, in one sentence.
 
@@ -72,74 +75,22 @@ class Run:
 
     def __init__(self, config: RunConfig, layout: Layout):
         default = f"runs/{config.env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.directory = Path(config.save_dir or layout.broadcast(default)).expanduser().absolute()
+        name = config.save_dir or layout.broadcast(default)
+        self.bucket, self.uploaded = epath.Path(name) if is_bucket(name) else None, {}
+        self.directory = local_folder(name)
         self.config, self.layout, self.signals = config, layout, Signals()
         self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
         self.directory.mkdir(parents=True, exist_ok=True)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax prints the traceback of each error it raises
-        options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True, cleanup_tmp_directories=True)
-        self.states = ocp.CheckpointManager(self.directory / "state", options=options)
+        if self.bucket:
+            self.download()
+        self.states = States((self.bucket or self.directory) / "state", config.keep, layout)
         settings = self.directory / "config.json"
-        if self.states.all_steps():
+        if self.states.steps:
             check_settings(settings, to_dict(config), config.resume)
         if layout.is_main:
             draft = settings.with_name("config.json.new")
             draft.write_text(json.dumps(to_dict(config), indent=2) + "\n")
             os.replace(draft, settings)
-
-    def restore(self, state: Any) -> tuple[Any, dict]:
-        """The newest whole training state, laid out as `state`, and the progress saved with it; ({} for a new run).
-
-        The arrays of `state` are gone where another is found: memory holds one. Damaged states are set aside, and told.
-
-        Raises: ValueError when there are states, and all of them are damaged.
-        """
-        damaged, steps = {}, sorted(self.states.all_steps(), reverse=True)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        if steps:
-            jax.tree.map(lambda x: x.delete(), state)
-        for step in steps:
-            found, reason = self.read(step, abstract)
-            if found:
-                self.set_aside(damaged)
-                return found
-            damaged[step] = reason
-        if damaged:
-            told = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-            raise ValueError(f"none of the training states in {self.states.directory} can be read ({told})")
-        return state, {}
-
-    def read(self, step: int, abstract: Any) -> tuple[tuple[Any, dict] | None, str]:
-        """State and progress of a step, or None and why they cannot be used."""
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
-        restored, reason = None, ""
-        try:
-            restored = self.states.restore(step, args=args)
-        except Exception as error:  # noqa: BLE001 (damage has many faces: tensorstore, JSON and the file system raise)
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
-        if not all(self.on_all(restored is not None)):
-            return None, reason or "another process cannot read it"
-        progress = dict(restored.progress)
-        if progress.pop("checksum", None) != self.checksum(restored.state, progress):
-            return None, "its checksum is wrong"
-        return (restored.state, progress), ""
-
-    def set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Renames damaged states, since the run comes to those steps again, and says so."""
-        for step, reason in damaged.items():
-            folder = self.directory / "state" / str(step)
-            if self.layout.is_main:
-                print(f"warning: the training state of step {step} is damaged and set aside ({reason})", flush=True)
-                shutil.rmtree(folder.with_name(f"{step}.damaged"), ignore_errors=True)
-                folder.rename(folder.with_name(f"{step}.damaged"))
-        if damaged:
-            self.layout.broadcast("renamed")
-            self.states.reload()
-
-    def checksum(self, state: Any, progress: dict) -> int:
-        """One number of every bit of the state, on any mesh, and of the progress."""
-        numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
-        return zlib.crc32(json.dumps([numbers, progress], sort_keys=True).encode())
 
     def reached(self, step: int, state: Any, progress: dict, is_due: bool) -> None:
         """Tells what there is to save, and saves it in the background when it is due.
@@ -147,20 +98,37 @@ class Run:
         Raises: OSError when an earlier save has failed.
         """
         self.newest = (step, state, progress)
-        with write_errors():
-            self.states.check_for_errors()
+        self.states.check()
         if is_due:
             self.draw()
             self.save()
 
     def save(self) -> None:
-        """Writes the newest state in the background; a half-written one is never found by `restore`."""
-        step, state, progress = self.newest
-        self.newest = None
-        progress = progress | {"checksum": self.checksum(state, progress)}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
-        with write_errors():
-            self.states.save(step, args=args)
+        """Writes the newest state in the background; what is half-written is never gone on from."""
+        newest, self.newest = self.newest, None
+        self.upload()
+        self.states.save(*newest)
+
+    def upload(self) -> None:
+        """Copies what is new to the bucket; a resumed run drops what its state does not know of."""
+        for path in self.directory.rglob("*") if self.bucket and self.layout.is_main else ():
+            name, time_written = path.relative_to(self.directory), path.stat().st_mtime_ns
+            if path.is_file() and name.parts[0][0] != "." and self.uploaded.get(name) != time_written:
+                with write_errors():
+                    copy(path, self.bucket / str(name))
+                self.uploaded[name] = time_written
+
+    def download(self) -> None:
+        """Gets what a run in the bucket needs to go on: perhaps this machine has never seen it.
+
+        Raises: ValueError when the bucket cannot be read.
+        """
+        try:
+            for name in ("config.json", "metrics.jsonl", "wandb_id", "mlflow_run_id"):
+                if (self.bucket / name).exists():
+                    copy(self.bucket / name, self.directory / name)
+        except Exception as error:  # noqa: BLE001 (each storage library has errors of its own)
+            raise ValueError(f"--save_dir {self.bucket} cannot be read ({error})") from error
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -168,14 +136,10 @@ class Run:
 
         Several processes must stop at the same place: they finish this and the step.
         """
-        if any(self.on_all(self.signals.received is not None)):
+        if any(self.layout.on_all(self.signals.received is not None)):
             raise Stop
         with contextlib.nullcontext() if self.layout.mesh.is_multi_process else self.signals.raising():
             yield
-
-    def on_all(self, value: bool) -> list[bool]:
-        """The values of all processes."""
-        return self.layout.share(lambda mine: [value] * len(mine), self.layout.mesh.size)
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -195,13 +159,11 @@ class Run:
                 together = kind in (None, Stop) or not self.layout.mesh.is_multi_process
                 if self.newest and together and not any(x.is_deleted() for x in jax.tree.leaves(self.newest[1])):
                     self.save()
-                with write_errors():
-                    self.states.wait_until_finished()
-                    self.states.close()
+                self.states.close()
             except OSError as failure:
                 error = error if kind and kind is not Stop else failure
-            saved = f"step {self.states.latest_step()} is saved: the same command goes on from there"
-            saved = saved if self.states.latest_step() else "no step was saved"
+            steps = self.states.steps
+            saved = f"step {steps[0]} is saved: the same command goes on from there" if steps else "no step is saved"
             if isinstance(error, OSError):
                 print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
                 raise SystemExit(1) from error
@@ -257,14 +219,20 @@ class Run:
         return jax.profiler.trace(str(self.directory / "profile")) if tracing else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def write_errors() -> Iterator[None]:
-    """Around what writes training states: whatever Orbax raises there is an OSError of one line."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 (tensorstore's errors have no type of their own)
-        reason = " ".join(str(error).split())[:300]
-        raise OSError(f"the training state cannot be written ({type(error).__name__}: {reason})") from error
+def is_bucket(name: str) -> bool:
+    return "://" in name
+
+
+def local_folder(name: str) -> Path:
+    """The folder of a run on this machine: the one of that name, or runs/gs/bucket/name for gs://bucket/name."""
+    return (Path("runs") / name.replace("://", "/") if is_bucket(name) else Path(name).expanduser()).absolute()
+
+
+def copy(source: Any, target: Any) -> None:
+    """Copies a file between this machine and a bucket."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, 2**24)
 
 
 def check_settings(file: Path, settings: Mapping[str, Any], resume: str) -> None:

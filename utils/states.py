@@ -1,0 +1,115 @@
+"""Training states to go on from: written by Orbax in the background, whole or not at all, and checked when read."""
+
+import contextlib
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from utils.sharding import Layout
+from utils.train_state import fingerprint
+
+
+class States:
+    """The training states in a folder, by step; all processes call every method.
+
+    Raises: OSError where one cannot be written; an error of the writing in the background is raised by a later call.
+    """
+
+    def __init__(self, folder: epath.PathLike, keep: int, layout: Layout):
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax prints the traceback of each error it raises
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self.manager, self.layout = ocp.CheckpointManager(folder, options=options), layout
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that were written to the end, newest first."""
+        return sorted(self.manager.all_steps(), reverse=True)
+
+    def save(self, step: int, state: Any, progress: dict) -> None:
+        """Starts to write a state and its progress (JSON values)."""
+        progress = progress | {"checksum": self.checksum(state, progress)}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
+        with write_errors():
+            self.manager.save(step, args=args)
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the background."""
+        with write_errors():
+            self.manager.check_for_errors()
+
+    def close(self) -> None:
+        """Waits for what is still being written."""
+        with write_errors():
+            self.manager.wait_until_finished()
+            self.manager.close()
+
+    def restore(self, state: Any) -> tuple[Any, dict]:
+        """The newest whole state, laid out as `state`, and the progress saved with it; `state` and {} without any.
+
+        The arrays of `state` are gone where another is found: memory holds one. Damaged states are set aside, and told.
+
+        Raises: ValueError when there are states, and all of them are damaged.
+        """
+        damaged, steps = {}, self.steps
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        if steps:
+            jax.tree.map(lambda x: x.delete(), state)
+        for step in steps:
+            found, reason = self.read(step, abstract)
+            if found:
+                self.set_aside(damaged)
+                return found
+            damaged[step] = reason
+        if damaged:
+            told = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise ValueError(f"none of the training states in {self.manager.directory} can be read ({told})")
+        return state, {}
+
+    def read(self, step: int, abstract: Any) -> tuple[tuple[Any, dict] | None, str]:
+        """State and progress of a step, or None and why they cannot be used."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
+        restored, reason = None, "another process cannot read it"
+        try:
+            restored = self.manager.restore(step, args=args)
+        except Exception as error:  # noqa: BLE001 (damage has many faces: tensorstore, JSON and the file system raise)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if not all(self.layout.on_all(restored is not None)):
+            return None, reason
+        progress = dict(restored.progress)
+        if progress.pop("checksum", None) != self.checksum(restored.state, progress):
+            return None, "its checksum is wrong"
+        return (restored.state, progress), ""
+
+    def set_aside(self, damaged: Mapping[int, str]) -> None:
+        """Renames damaged states, since the run comes to those steps again, and says so."""
+        for step, reason in damaged.items():
+            folder, aside = (self.manager.directory / name for name in (str(step), f"{step}.damaged"))
+            if self.layout.is_main:
+                print(f"warning: the training state of step {step} is damaged and set aside ({reason})", flush=True)
+                if aside.exists():
+                    aside.rmtree()
+                folder.rename(aside)
+        if damaged:
+            self.layout.broadcast("renamed")
+            self.manager.reload()
+
+    def checksum(self, state: Any, progress: dict) -> int:
+        """One number of every bit of the state, on any mesh, and of the progress."""
+        numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
+        return zlib.crc32(json.dumps([numbers, progress], sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def write_errors() -> Iterator[None]:
+    """Around what writes: whatever the libraries of storage raise there is an OSError of one line."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (their errors have no type of their own)
+        reason = " ".join(str(error).split())[:300]
+        raise OSError(f"the training state cannot be written ({type(error).__name__}: {reason})") from error
