@@ -341,7 +341,7 @@ def main(config: Config):
         stack.enter_context(run)  # however the run ends, what it has reached is saved
         for each in players:
             stack.enter_context(each.scorer)
-        logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe()}")
+        logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe(state.params)}")
         logger.say(*memory)
         logger.say(objectives.describe(config), describe_optimizer(config, state.params))
         logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))

@@ -170,7 +170,10 @@ def load_params(readers: Mapping, model: Qwen, layout: Layout | None, dtype: np.
         name: load(spec, [f"{LAYERS}.{i}.{name}" for i in range(model.num_hidden_layers)], True)
         for name, spec in table.pop(LAYERS).items()
     }
-    return {name: load(spec, [name], False) for name, spec in table.items()} | {LAYERS: layers}
+    params = {name: load(spec, [name], False) for name, spec in table.items()} | {LAYERS: layers}
+    if layout:
+        layout.check(params)
+    return params
 
 
 def save_model(

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from models.attention import Cache, Prompts, attend, attend_cache, attend_rows, causal_mask, choose_kernel
 from models.distribution import entropy, log_softmax_at, truncate
 from utils.batching import Array
-from utils.sharding import on_each
+from utils.sharding import constrain, on_each
 
 Params = dict  # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
 LAYERS, EMBED, NORM, HEAD = "model.layers", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -144,25 +144,27 @@ def block(model: Qwen, w: dict, x: Float[Array, "B T D"], turns, attention):
     """One decoder layer; `attention(q, k, v)` sees heads turned by `turns`, returns its output and the new cache."""
     h = rms_norm(x, w["input_layernorm.weight"], model.rms_norm_eps)
     q, k, v = (linear(w, f"self_attn.{n}_proj", h).reshape(*h.shape[:2], -1, model.head_dim) for n in "qkv")
+    q, k, v = (constrain(x, "rows", None, axis) for x, axis in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads")))
     if model.qk_norm:
         q = rms_norm(q, w["self_attn.q_norm.weight"], model.rms_norm_eps)
         k = rms_norm(k, w["self_attn.k_norm.weight"], model.rms_norm_eps)
     out, cache = attention(rope(q, *turns), rope(k, *turns), v)
-    x = x + linear(w, "self_attn.o_proj", out)
+    x = constrain(x + linear(w, "self_attn.o_proj", out), "rows")
     h = rms_norm(x, w["post_attention_layernorm.weight"], model.rms_norm_eps)
-    gate, up = linear(w, "mlp.gate_proj", h), linear(w, "mlp.up_proj", h)
-    return x + linear(w, "mlp.down_proj", jax.nn.silu(gate) * up), cache
+    gate, up = (constrain(linear(w, f"mlp.{n}_proj", h), "rows", None, "mlp") for n in ("gate", "up"))
+    return constrain(x + linear(w, "mlp.down_proj", jax.nn.silu(gate) * up), "rows"), cache
 
 
 def embed(model: Qwen, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    return params[EMBED][tokens].astype(model.dtype)
+    return constrain(params[EMBED][tokens].astype(model.dtype), "rows")
 
 
 def head(model: Qwen, params: Params, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Float32 logits of final hidden states; the weight is cast here, so that its gradient sums in float32."""
     x = rms_norm(x, params[NORM], model.rms_norm_eps)
     weight = params[EMBED if model.tie_word_embeddings else HEAD].astype(model.dtype)
-    return jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+    logits = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+    return constrain(logits, "rows", *[None] * (x.ndim - 2), "vocab")
 
 
 REMAT = {

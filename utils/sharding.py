@@ -6,7 +6,7 @@ Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of 
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from utils.config import option
 
@@ -23,7 +23,9 @@ ROWS = ("data", "fsdp")
 SHARDINGS = {  # devices on each axis, -1: all that are left
     "dp": {"data": -1}, "fsdp": {"fsdp": -1}, "tp": {"tp": -1}, "fsdp_tp": {"fsdp": -1, "tp": 2}
 }  # fmt: skip
-LOGICAL_TO_MESH = {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None}
+LOGICAL_TO_MESH = {
+    "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,28 @@ class Layout:
 
     mesh: Mesh
 
-    def describe(self) -> str:
-        """Devices and mesh in words."""
-        devices = self.mesh.devices.flat
+    def describe(self, params: Any) -> str:
+        """Devices, mesh, and what each device holds of the parameters, in words."""
+        devices, count = self.mesh.devices.flat, jax.process_count()
+        text = f"{devices[0].device_kind} x {len(devices)}" + f" of {count} processes" * (count > 1)
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1)
-        return f"{devices[0].device_kind} x {len(devices)}" + f" ({axes})" * bool(axes)
+        held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(params))
+        return text + f" ({axes}; {held / 1e6:,.0f} MB of parameters on each)" * bool(axes)
+
+    def check(self, params: Any) -> None:
+        """Raises ValueError when an axis of the mesh cuts no parameter: then they would be whole on its devices."""
+        used = {name for x in jax.tree.leaves(params) for name in x.sharding.spec}
+        for axis in {"fsdp", "tp"} - used:
+            if (size := self.mesh.shape[axis]) > 1:
+                raise ValueError(
+                    f"--mesh {axis}={size} cuts no parameter of this model, since none of their sizes is a multiple of "
+                    f"{size}: choose a divisor, and --mesh data=... for the other devices"
+                )
 
     @property
     def row_shards(self) -> int:
         """Pieces into which the rows of a batch are cut; batches are a multiple of it."""
-        return int(np.prod([self.mesh.shape[axis] for axis in ROWS]))
+        return pieces(self.mesh, "rows")
 
     @property
     def device_memory(self) -> int:
@@ -72,10 +86,7 @@ class Layout:
 
         For `rollout` weights fsdp is left out: cut weights would be gathered again for every token.
         """
-        names = [LOGICAL_TO_MESH[axis] if axis else None for axis in axes]
-        names = [None if rollout and name == "fsdp" else name for name in names]
-        spec = [n if n and size % self.mesh.shape[n] == 0 else None for n, size in zip(names, shape, strict=True)]
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
+        return cut(self.mesh, shape, [None if rollout and axis == "embed" else axis for axis in axes])
 
     @property
     def rows(self) -> NamedSharding:
@@ -146,6 +157,30 @@ def on_each(mesh: Mesh | None, f: Callable, weights: Any, rows: Any) -> Any:
     return jax.shard_map(
         f, mesh=mesh, in_specs=in_specs, out_specs=in_specs[1], axis_names=set(ROWS), check_vma=False
     )(weights, rows)
+
+
+def pieces(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
+    """Into how many pieces a logical axis is cut."""
+    names = LOGICAL_TO_MESH[axis] if axis else None
+    return math.prod(mesh.shape[name] for name in ([names] if isinstance(names, str) else names or ()))
+
+
+def cut(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: Sequence[str | None]) -> NamedSharding:
+    """The sharding of an array with these logical axes; a dimension that does not divide stays whole."""
+    fit = [axis if size % pieces(mesh, axis) == 0 else None for axis, size in zip(axes, shape, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*(LOGICAL_TO_MESH[axis] if axis else None for axis in fit)))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Inside of jit: `x` cut along these logical axes (of its first dimensions), where the arguments are on a mesh.
+
+    Left to itself, the compiler gathers the batch and cuts the products by the weights' fsdp: each device computes the
+    attention and the logits of all rows.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Manual in mesh.axis_types:  # inside of `on_each`
+        axes = [None if axis == "rows" else axis for axis in axes]
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, cut(mesh, x.shape, axes))
 
 
 @partial(jax.jit, static_argnums=1)
