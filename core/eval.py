@@ -34,7 +34,7 @@ from utils.logger import writable
 from utils.memory import out_of_memory
 from utils.rewards import RewardConfig
 from utils.scoring import Scorer
-from utils.sharding import Layout, LayoutConfig, make_layout
+from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
 from utils.show import show, tasks_that_fit
 
 
@@ -229,4 +229,6 @@ def main(config: Command):
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__, aliases={"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"})[0])
+    with ending_together():
+        aliases = {"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"}
+        main(parse(Command, sys.argv[1:], __doc__, aliases)[0])

@@ -41,7 +41,7 @@ from utils.lmpo import LmpoConfig
 from utils.memory import MemoryConfig, fit_memory, out_of_memory
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
-from utils.sharding import Layout, LayoutConfig, make_layout
+from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
 from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, init_state, make_optimizer
 
 
@@ -384,4 +384,5 @@ def main(config: Config):
 
 
 if __name__ == "__main__":
-    main(parse(Config, sys.argv[1:], __doc__, default_preset="configs/demo.py")[0])
+    with ending_together():
+        main(parse(Config, sys.argv[1:], __doc__, default_preset="configs/demo.py")[0])

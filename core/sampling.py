@@ -34,7 +34,7 @@ from utils.chat import chat
 from utils.config import option, parse, user_errors
 from utils.logger import printable
 from utils.memory import out_of_memory
-from utils.sharding import Layout, LayoutConfig, make_layout, single_device
+from utils.sharding import Layout, LayoutConfig, ending_together, make_layout, single_device
 
 SEGMENT = 32  # decode steps between two looks of the host at what has finished
 FORCED_ANSWER = ("</think>\n", "<answer>")
@@ -349,4 +349,5 @@ def main(config: Command):
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"})[0])
+    with ending_together():
+        main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"})[0])

@@ -1,6 +1,7 @@
 """What several tests share: a small random model, a tokenizer without files, and Python on four virtual devices."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -73,3 +74,26 @@ def on_four_devices(test_file: str, call: str) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=os.environ | settings | QUICK, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def start_processes(code: str, num_devices: int, num_processes: int = 1, **env: str) -> list[subprocess.Popen]:
+    """Python with the tests' names in processes of so many CPU devices; `code` knows I (its number) and ADDRESS."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}", "JAX_PLATFORMS": "cpu"} | env
+    env |= {"PYTHONPATH": paths} | QUICK
+    commands = [[sys.executable, "-c", f"I, ADDRESS = {i}, {address!r}\n{code}"] for i in range(num_processes)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen(command, env=os.environ | env, **pipes) for command in commands]
+
+
+def wait(processes: list[subprocess.Popen], timeout: float = 600) -> None:
+    """Waits for the ends of processes, which must be good."""
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(outputs)

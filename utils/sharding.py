@@ -3,17 +3,20 @@
 Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of the batch), `tp` cuts heads and MLPs.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from utils.config import option
@@ -26,14 +29,16 @@ SHARDINGS = {  # devices on each axis, -1: all that are left
 LOGICAL_TO_MESH = {
     "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None
 }  # fmt: skip
+HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as dead, and ends the job
+SHUTDOWN_TIMEOUT = 3600  # seconds that a process waits at its end for the main one, which may still be writing
 
 
 @dataclass(frozen=True)
 class LayoutConfig:
     """Devices and processes."""
 
-    sharding: str = option("fsdp", "how parameters are cut; dp: copies", list(SHARDINGS))
-    mesh: str = option("", "devices per axis, for example fsdp=4,tp=2; empty: chosen by --sharding")
+    sharding: str = option("fsdp", "how parameters are cut, on each slice or host of GPUs; dp: copies", list(SHARDINGS))
+    mesh: str = option("", "devices per axis, fsdp=4,tp=2; data=-1,fsdp=8: copies on groups of 8; empty: by --sharding")
     device_type: str = option("", "cpu, gpu or tpu; empty: the best one there is")
     coordinator_address: str = option("", "host:port of process 0; empty: one process, or what the cluster says")
     num_processes: int = option(-1, "processes in all; -1: what the cluster says")
@@ -189,33 +194,113 @@ def copy_to_all(x: jax.Array, replicated: NamedSharding) -> jax.Array:
 
 
 def make_layout(config: LayoutConfig) -> Layout:
-    """Joins the cluster when one is named, and lays all devices out as a mesh.
+    """Joins the other processes, where there are some, and lays all devices out as a mesh.
 
     Raises: ValueError when the mesh does not fit the devices.
     """
     if config.device_type:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.device_type, config.device_type))
-    if config.coordinator_address or config.num_processes > 1:
-        numbers = {"num_processes": config.num_processes, "process_id": config.process_id}
-        given = {name: number for name, number in numbers.items() if number >= 0}
-        jax.distributed.initialize(config.coordinator_address or None, **given)
-    num_devices = jax.device_count()
-    sizes = dict.fromkeys(MESH_AXES, 1)
+    join(config)
+    sizes = mesh_sizes(config, jax.device_count(), len(slices_of(jax.devices())))
+    return Layout(Mesh(arrange(sizes, jax.devices()), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+
+
+def join(config: LayoutConfig) -> None:
+    """Joins the other processes of the job: those of the flags, or those that JAX finds out from the cluster.
+
+    Raises: ValueError when the flags leave something open that no cluster tells.
+    """
+    flags = {"coordinator_address": config.coordinator_address or None}
+    flags |= {name: getattr(config, name) for name in ("num_processes", "process_id") if getattr(config, name) >= 0}
+    num_started, num_here = started_processes()
+    on_tpu = "TPU_ML_PLATFORM" in os.environ and config.device_type in ("", "tpu")  # set by JAX where it finds chips
+    if len(flags) == 1 and not config.coordinator_address and num_started == 1 and not on_tpu:
+        return
+    if num_here == 1:
+        flags["local_device_ids"] = []  # all devices of the host; JAX gives a process of Slurm or Open MPI only one
+    timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT, "shutdown_timeout_seconds": SHUTDOWN_TIMEOUT}
+    try:
+        jax.distributed.initialize(**flags, **timeouts)
+    except ValueError as error:
+        message = f"{error} Give --coordinator_address host:port, --num_processes and --process_id, or start the "
+        raise ValueError(message + "processes by srun, mpirun or Kubernetes") from None
+
+
+def started_processes() -> tuple[int, int]:
+    """Processes that a launcher started in all (1: there is none), and on this host (0: it does not say)."""
+    env = os.environ
+    if "SLURM_PROCID" in env:  # by srun; `salloc` and `sbatch` alone set it only for a single task
+        total = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+        return total, int(total == int(env.get("SLURM_STEP_NUM_NODES", 0)))
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    return (2 if "JOB_COMPLETION_INDEX" in env else 1), 0  # of an indexed Kubernetes job; JAX asks how many there are
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Around a whole program: what ends one of several processes ends all of them.
+
+    Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; where that breaks
+    no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not jax.distributed.is_initialized() or isinstance(error, SystemExit) and not error.code:
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        print(f"process {jax.process_index()} of {jax.process_count()} ends, and so do the others", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+
+
+def mesh_sizes(config: LayoutConfig, num_devices: int, num_slices: int) -> dict[str, int]:
+    """Devices on each axis: of --mesh, else of --sharding within a slice, with a copy in each slice.
+
+    Slices are joined by a slower network: hosts with GPUs, or TPU slices.
+    """
     try:
         given = {axis: int(size) for axis, _, size in (part.partition("=") for part in config.mesh.split(",") if part)}
     except ValueError:
         raise ValueError(f"--mesh {config.mesh!r} is not like fsdp=4,tp=2") from None
     if unknown := set(given) - set(MESH_AXES):
         raise ValueError(f"--mesh has no axis {', '.join(unknown)}: its axes are {', '.join(MESH_AXES)}")
-    if not given:
-        given = SHARDINGS[config.sharding]
+    flag = f"--mesh {config.mesh}" if given else f"--sharding {config.sharding}"
+    given = given or {"data": num_slices} | SHARDINGS[config.sharding]
     free = [axis for axis, size in given.items() if size == -1]
     fixed = int(np.prod([size for size in given.values() if size != -1]))
-    sizes |= given | {axis: num_devices // fixed for axis in free[:1]}
+    sizes = dict.fromkeys(MESH_AXES, 1) | given | {axis: num_devices // max(1, fixed) for axis in free[:1]}
     if fixed < 1 or len(free) > 1 or int(np.prod(list(sizes.values()))) != num_devices:
-        raise ValueError(f"--mesh {config.mesh or config.sharding} makes {sizes}, but there are {num_devices} devices")
-    mesh = jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    return Layout(mesh)
+        raise ValueError(f"{flag} makes {sizes}, but there are {num_devices} devices")
+    return sizes
+
+
+def slices_of(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
+    """The devices of each slice."""
+    slices = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    return slices
+
+
+def arrange(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array of these sizes: slices along the first axis that they divide, neighbours along the last.
+
+    Raises: ValueError when an axis would have to cross slices unevenly.
+    """
+    count = len(slices_of(devices))
+    across = next((axis for axis, size in sizes.items() if size % count == 0), None)
+    if across is None:
+        raise ValueError(f"--mesh {sizes}: one of its sizes must be a multiple of the {count} slices or hosts")
+    outer = [count if axis == across else 1 for axis in sizes]
+    inner = [size // n for size, n in zip(sizes.values(), outer, strict=True)]
+    split = dict(allow_split_physical_axes=True)  # where the physical mesh of a TPU slice has other sizes
+    if count == 1:
+        return mesh_utils.create_device_mesh(inner, devices, **split)
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **split)
 
 
 def single_device() -> Layout:

@@ -1,0 +1,186 @@
+"""Memory and communication of an update by devices, read from the compiled program; nothing is run.
+
+    python bench/scaling.py                       # Qwen3-0.6B under fsdp on 1 to 64 virtual devices, and a projection
+    python bench/scaling.py --sharding fsdp_tp --devices 8
+
+Bytes are those of one device in one micro-batch, as rings move them.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import math
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from core.grpo import Config, accumulate
+from core.objectives import Batch
+from models.qwen3 import Qwen, is_spec
+from utils.config import option, parse
+from utils.sharding import MESH_AXES, Layout, LayoutConfig, arrange, mesh_sizes
+
+QWEN3 = Qwen(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
+    vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
+ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "s64": 8, "f64": 8}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collective_bytes(hlo: str) -> Counter:
+    """Bytes that one device sends in each kind of collective; the body of a loop counts as often as it runs."""
+    bodies = dict(re.findall(r"\n(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", "\n" + hlo, re.S))
+    entry = re.search(r"\nENTRY %([\w.\-]+)", "\n" + hlo)[1]
+
+    def count(name: str) -> Counter:
+        total = Counter()
+        for line in bodies[name].splitlines():
+            if match := re.search(rf" = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line):
+                total[match[2]] += sent(match[2], match[1], line)
+            times = 1
+            if " while(" in line:
+                times = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
+            for called in re.findall(r"(?:body|calls|to_apply|computation)=%([\w.\-]+)", line):
+                if " fusion(" not in line and " reduce" not in line:
+                    total.update({kind: times * size for kind, size in count(called).items()})
+        return total
+
+    return count(entry)
+
+
+def sent(kind: str, result: str, line: str) -> float:
+    """Bytes that a ring moves out of one device, for an instruction with this result."""
+    shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    size = sum(ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in shapes)
+    if kind == "collective-permute":
+        return size
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        group = math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+    elif match := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
+        group = int(match[2])
+    else:
+        group = len(re.search(r"replica_groups=\{\{([\d,]*)\}", line)[1].split(","))
+    factor = {"all-reduce": 2, "reduce-scatter": group}.get(kind, 1)
+    return factor * size * (group - 1) / group
+
+
+@dataclass(frozen=True)
+class Command(LayoutConfig):
+    """What to compile."""
+
+    devices: str = option("1,2,4,8,16,32,64", "numbers of virtual devices, separated by commas")
+    tokens: int = option(1024, "length of a row")
+    rows: int = option(2, "rows of a micro-batch on each device")
+    efficiency: float = option(0.4, "share of the peak that matmuls reach, for the projection")
+    step_tokens: int = option(16384, "tokens of a micro-batch on each device, for the projection")
+
+
+def measure(config: Command, num_devices: int) -> dict[str, float]:
+    """Bytes on and between the devices, for one micro-batch of Qwen3-0.6B."""
+    devices = jax.devices()[:num_devices]
+    sizes = mesh_sizes(config, num_devices, num_slices=1)
+    layout = Layout(Mesh(arrange(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+
+    def rows(dtype, *shape):
+        return jax.ShapeDtypeStruct((config.rows * layout.row_shards, *shape), dtype, sharding=layout.rows)
+
+    T, shapes = config.tokens, jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=layout.sharding(*spec)),
+        QWEN3.table(), is_leaf=is_spec,
+    )  # fmt: skip
+    batch = Batch(
+        rows(np.int32, T), rows(bool, T), rows(np.float32, T), rows(np.float32), rows(np.int32), rows(np.int32),
+        old_logprobs=rows(np.float32, T), advantages=rows(np.float32, T), denominator=rows(np.float32),
+        num_tokens=rows(np.float32), group_size=2,
+    )  # fmt: skip
+    compiled = accumulate.lower(QWEN3, Config(), shapes, shapes, batch, 32).compile()
+    leaves = jax.tree.leaves(shapes)
+    whole = sum(x.size * 4 for x in leaves)
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in leaves)
+    return {"whole": whole, "held": held} | collective_bytes(compiled.as_text())
+
+
+def fsdp_minimum(whole: int, num_devices: int) -> float:
+    """Bytes that a device must send: its share of the parameters for both passes, and of the gradient to its owner."""
+    return 3 * whole * (num_devices - 1) / num_devices
+
+
+def table(config: Command) -> None:
+    """Prints what each number of devices holds and sends."""
+    counts = [int(n) for n in config.devices.split(",")]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(counts))
+    print(f"Qwen3-0.6B, float32, --sharding {config.sharding}; MB of one device and micro-batch")
+    header = ("devices", "parameters", "x devices / whole", *COLLECTIVES, "sent", "fsdp minimum", "ratio")
+    print("".join(f"{name:>19}" for name in header))
+    for n in counts:
+        found = measure(config, n)
+        sent, least = sum(found.get(kind, 0) for kind in COLLECTIVES), fsdp_minimum(found["whole"], n)
+        parts = [found["held"] / 1e6, found["held"] * n / found["whole"]]
+        parts += [found.get(kind, 0) / 1e6 for kind in COLLECTIVES] + [sent / 1e6, least / 1e6]
+        parts += [sent / least if least else 1]
+        print(f"{n:>19}" + "".join(f"{x:>19,.2f}" for x in parts), flush=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator and its links; bytes and operations a second, each way."""
+
+    peak: float  # bfloat16 operations
+    group: int  # accelerators that the fast link joins
+    fast: float  # bytes that one sends in its group
+    slow: float  # bytes that one sends beyond it
+
+
+# Sources. NVIDIA's data sheets of H100 SXM, H200 SXM and DGX: 989 TFLOP/s of dense bfloat16, NVLink 900 GB/s (both
+# directions together) among 8, one ConnectX-7 of 400 Gb/s for each GPU. docs.cloud.google.com/tpu/docs/v5e and /v5p:
+# 197 and 459 TFLOP/s, interconnect 400 and 1200 GB/s (both directions together) in pods of 256 and 8960, data-centre
+# network 6.4 Tb/s for a pod of v5e (25 Gb/s a chip) and 50 Gb/s a chip of v5p.
+MACHINES = {
+    "H100/H200": Machine(989e12, 8, 450e9, 50e9),
+    "TPU v5e": Machine(197e12, 256, 200e9, 3.1e9),
+    "TPU v5p": Machine(459e12, 8960, 600e9, 6.2e9),
+}
+
+
+def efficiency(machine: Machine, num_devices: int, config: Command, hybrid: bool) -> float:
+    """Share of the time spent computing when what is sent does not hide behind it: a lower bound.
+
+    Gathers are bfloat16, gradients float32; `hybrid` cuts within the fast group and sums gradients across groups.
+    """
+    parameters = QWEN3.num_parameters
+    compute = 8 * parameters * config.step_tokens / (machine.peak * config.efficiency)  # 6, and 2 of rematerialisation
+    inner = min(num_devices, machine.group) if hybrid else num_devices
+    outer = num_devices // inner
+    bandwidth = machine.fast if inner <= machine.group else machine.slow
+    seconds = (2 + 2 + 4) * parameters * (inner - 1) / inner / bandwidth
+    seconds += 2 * 4 * parameters / inner * (outer - 1) / outer / machine.slow
+    return compute / (compute + seconds)
+
+
+def project(config: Command) -> None:
+    """Prints the efficiency that the links allow."""
+    print(f"\nProjected efficiency: {config.step_tokens:,} tokens a device and micro-batch, matmuls at ", end="")
+    print(f"{config.efficiency:.0%} of the peak, nothing overlapped: fsdp on all | fsdp in a group, data across")
+    counts = [2**n for n in range(3, 13)]
+    print("".join(f"{name:>15}" for name in ("", *counts)))
+    for name, machine in MACHINES.items():
+        cells = [[efficiency(machine, n, config, hybrid) for hybrid in (False, True)] for n in counts]
+        print(f"{name:>15}" + "".join(f"{f'{plain:.1%} | {hybrid:.1%}':>15}" for plain, hybrid in cells))
+
+
+def main(config: Command) -> None:
+    table(config)
+    project(config)
+
+
+if __name__ == "__main__":
+    main(parse(Command, sys.argv[1:], __doc__)[0])

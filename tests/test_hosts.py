@@ -1,0 +1,95 @@
+"""Several processes: who is asked to join, and that all end when one does."""
+
+import subprocess
+import time
+
+import jax
+import pytest
+from helpers import ROOT, start_processes
+
+from core import grpo
+from utils.config import fail, parse
+from utils.sharding import LayoutConfig, ending_together, make_layout, started_processes
+
+MINUTE = 60
+FLAGS = {
+    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2,
+    "group_size": 2, "ppo_minibatch": 0, "num_generation_tokens": 4, "do_group_filter": 0, "num_score_workers": 1,
+    "device_type": "cpu", "save_interval": 1, "max_steps": 100000, "save_rollouts": "none", "keep": 1,
+}  # fmt: skip
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, (1, 0)),
+        (SLURM, (2, 1)),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, (2, 0)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, (1, 1)),  # a shell of `salloc -n 2`
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, (1, 0)),  # the script of `sbatch`, before its `srun`
+        ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (8, 4)),
+    ],
+)
+def test_what_started_this_process(env, expected, monkeypatch):
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert started_processes() == expected
+
+
+def test_one_process_joins_nothing(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("it tried to"))
+    assert make_layout(LayoutConfig()).is_main
+    with pytest.raises(ZeroDivisionError), ending_together():
+        raise ZeroDivisionError
+
+
+def train(folder: str, address: str, process_id: int, ending: str) -> None:
+    """This process's part of a run on two, which process 1 leaves in its third step."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    flags = FLAGS | {"save_dir": folder, "coordinator_address": address, "num_processes": 2, "process_id": process_id}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    collect = grpo.collect
+
+    def third(*args):
+        if process_id == 1 and args[3] == 3 and ending != "killed":
+            print(f"leaving at {time.time()}", flush=True)
+            fail("this host has no such file") if ending == "exits" else 1 / 0
+        return collect(*args)
+
+    grpo.collect = third
+    with ending_together():
+        grpo.main(parse(grpo.Config, argv)[0])
+
+
+@pytest.mark.parametrize("ending", ["raises", "exits", "killed"])
+def test_when_one_process_ends_so_do_all(ending, tmp_path):
+    code = f"from test_hosts import train; train({str(tmp_path / 'run')!r}, ADDRESS, I, {ending!r})"
+    processes = start_processes(code, num_devices=1, num_processes=2)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+            assert all(process.poll() is None for process in processes), processes[0].communicate()[0]
+            time.sleep(0.1)
+        clock = time.monotonic()
+        if ending == "killed":
+            processes[1].kill()
+        outputs = [process.communicate(timeout=3 * MINUTE)[0] for process in processes]
+        assert time.monotonic() - clock < MINUTE, outputs
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode for process in processes)
+    if ending != "killed":
+        words = "ZeroDivisionError" if ending == "raises" else "error: this host has no such file"
+        assert words in outputs[1] and "process 1 of 2 ends" in outputs[1]
+
+
+def test_slurm_runs_two_processes_as_one_job():
+    """A scheduler on this machine; what it says to them is all that they know of each other."""
+    done = subprocess.run([ROOT / "tests" / "slurm_loopback.sh"], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr

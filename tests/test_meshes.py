@@ -1,0 +1,258 @@
+"""Meshes: a step of GRPO of models/tiny is the same on all of them, what is large is cut, and little is sent."""
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import MODEL, ROOT, on_layout, start_processes, wait
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+from bench import scaling
+from core import grpo, sampling
+from core.grpo import Config, accumulate
+from core.objectives import Batch
+from core.sampling import Sampler
+from models import qwen3
+from utils import sharding
+from utils.config import parse
+from utils.sharding import LayoutConfig, arrange, cut, make_layout, mesh_sizes
+from utils.train_state import OptimizerConfig, init_state, make_optimizer
+
+SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
+FLAGS = {
+    "model_dir": ROOT / "models" / "tiny", "env_name": "poem", "test_env_name": "poem-test", "groups_per_batch": 2,
+    "group_size": 4, "ppo_minibatch": 4, "num_generation_tokens": 12, "max_steps": 1, "advantage": "group_mean",
+    "do_group_filter": 0, "num_eval_tasks": 2, "num_eval_samples": 4, "num_score_workers": 1, "device_type": "cpu",
+    "tokens_per_microbatch": 128, "use_remat": 0, "entropy_coef": 0.1, "prompt_length": 64,
+    # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
+    "lr": 1e-3, "adam_eps": 1e-2, "weight_decay": 0,
+}  # fmt: skip
+
+
+def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
+    """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
+    records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
+    expected, sample, drawn = iter(list(records)), Sampler.__call__, []
+
+    def replay(self, params, prompts, ids, num_samples, key):
+        found = sample(self, params, prompts, ids, num_samples, key)
+        drawn.append(found)
+        if not records:
+            return found
+        known = next(expected)
+        for row in np.flatnonzero((found.tokens != known.tokens).any(axis=1)):
+            at = int(np.argmax(found.tokens[row] != known.tokens[row]))
+            assert (found.prompt_lengths == known.prompt_lengths).all() and at >= found.prompt_lengths[row]
+            tokens = known.tokens[row, :at][None]
+            logits = qwen3.logits(self.model, self.layout.fetch(params), jnp.asarray(tokens))[0, -1]
+            place = int(np.asarray(ids)[row // num_samples]), row % num_samples, at - int(found.prompt_lengths[row])
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, place[0]), place[1]), place[2])
+            distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
+            assert distance < 1e-5, f"row {row}, token {place[2]}: the draw is {distance} away from the edge"
+            print(f"a draw {distance} from an edge fell on its other side: replaying the tokens")
+        same = np.logical_and.accumulate(found.tokens == known.tokens, axis=1)
+        np.testing.assert_allclose(found.logprobs[same], known.logprobs[same], atol=1e-4)
+        return known
+
+    flags = FLAGS | flags | {"save_dir": folder}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    Sampler.__call__ = replay
+    try:
+        grpo.main(parse(Config, argv)[0])
+    finally:
+        Sampler.__call__ = sample
+    if not records:
+        recorded.write_bytes(pickle.dumps(drawn))
+
+
+def from_edge(logits, key, *tokens: int) -> float:
+    """How far the uniform number that chose between two tokens lies from the edge between them, of a total of 1."""
+    mass = np.exp(np.asarray(logits, np.float64))
+    mass = np.pad(mass, (0, -len(mass) % 128)).reshape(-1, 128)
+    uniform = np.asarray(jax.random.uniform(key, (2,)), np.float64)
+    (low, high), level = sorted(t // 128 for t in tokens), 0
+    masses = mass.sum(1)
+    if low == high:
+        (low, high), level, masses = sorted(t % 128 for t in tokens), 1, mass[low]
+    edges = np.cumsum(masses)[low:high] / masses.sum()
+    return float(np.abs(edges - uniform[level]).max())
+
+
+def steps_on_meshes(folder: str, shardings: tuple[str, ...]) -> None:
+    """A step under each sharding, in this process, on all devices that there are."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    folder = Path(folder)
+    for name in shardings:
+        step_of_grpo(folder / f"{jax.device_count()}-{name}", folder / "recorded", sharding=name)
+
+
+def hosts_step(folder: str, address: str, num_processes: int, process_id: int) -> None:
+    """This process's part of a step on several."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    flags = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
+    folder = Path(folder)
+    mesh = {"mesh": "fsdp=2,tp=2"} if num_processes == 2 else {"mesh": f"data={num_processes},fsdp=-1"}
+    with sharding.ending_together():
+        step_of_grpo(folder / f"hosts-{num_processes}", folder / "recorded", **flags, **mesh)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Folders of runs: 1 device, 4 and 8 devices under each sharding, 2 and 4 processes with 2 devices each."""
+    folder = tmp_path_factory.mktemp("runs")
+    call = "from test_meshes import *; "
+    wait(start_processes(f"{call}steps_on_meshes({str(folder)!r}, ('dp',))", num_devices=1))
+    several = [start_processes(f"{call}steps_on_meshes({str(folder)!r}, {SHARDINGS})", num_devices=n) for n in (4, 8)]
+    for process in several:
+        wait(process)
+    for n in (2, 4):
+        wait(start_processes(f"{call}hosts_step({str(folder)!r}, ADDRESS, {n}, I)", num_devices=2, num_processes=n))
+    return folder
+
+
+CASES = [f"{n}-{name}" for n in (4, 8) for name in SHARDINGS] + ["hosts-2", "hosts-4"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_does_not_depend_on_the_mesh(runs, case):
+    before = load_file(ROOT / "models" / "tiny" / "model.safetensors")
+    expected, found = (load_file(runs / name / "step1" / "model.safetensors") for name in ("1-dp", case))
+    assert max(np.abs(expected[name] - before[name]).max() for name in before) > 1e-3, "a step that can be seen"
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, atol=1e-5, rtol=1e-5, err_msg=name)
+    records = [read_jsonl(runs / name / "metrics.jsonl") for name in ("1-dp", case)]
+    assert [r["global_step"] for r in records[1]] == [0, 1] and records[0][1]["grad_norm"] > 0
+    for one, other in zip(*records, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {n for n in one if n.startswith("times/") or "per_second" in n}:
+            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), name
+    texts = [[row["text"] for row in read_jsonl(runs / name / "rollouts" / "step_1.jsonl")] for name in ("1-dp", case)]
+    assert texts[0] == texts[1]
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# What lies where
+
+
+def shardings_on_eight_devices() -> None:
+    """Asserts on the arrays of a step under fsdp=4,tp=2."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    layout = make_layout(LayoutConfig(mesh="fsdp=4,tp=2"))
+    params = on_layout(layout)
+    q, norm = params["model.layers"]["self_attn.q_proj.weight"], params["model.norm.weight"]
+    assert q.sharding.spec == P(None, "tp", "fsdp") and norm.sharding.is_fully_replicated
+    assert params["model.embed_tokens.weight"].addressable_shards[0].data.size * 8 == MODEL.vocab_size * 32
+
+    def same(tree) -> None:
+        jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(x), tree, params)
+
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state, config = init_state(params, optimizer), Config(use_remat=False)
+    (moments,) = (s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
+    same(moments.mu), same(moments.nu)
+
+    B, T = 8, 32
+    ones = np.ones((B, T), np.float32)
+    batch = Batch(
+        np.ones((B, T), np.int32), ones > 0, ones, ones[:, 0], np.full(B, T), np.full(B, 1), old_logprobs=-ones,
+        advantages=ones, denominator=ones[:, 0], num_tokens=ones[:, 0],
+    )  # fmt: skip
+    batch = layout.put(batch)
+    assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
+    grads, _ = accumulate(MODEL, config, params, grads, batch, 1)
+    same(grads)
+    state, _ = grpo.apply_gradients(optimizer, state, grads)
+    same(state.params)
+
+    sampler = Sampler(MODEL, 8, (3,), layout=layout)
+    weights = sampling.rollout_weights(MODEL, state.params, layout)
+    specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
+    assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
+    caches = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
+    caches = sampling.regroup(caches, layout.put(np.arange(16, dtype=np.int32) // 2), 48)
+    by_rows = cut(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
+    assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
+    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
+    zeros = np.zeros(16, np.int32)
+    rows = layout.put((zeros, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
+    logits, _ = jax.jit(qwen3.decode, static_argnums=0)(MODEL, weights, caches, rows[0], np.int32(31), rows[1])
+    assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
+    caches, tokens, *_ = sampling.decode_segment(sampler, weights, caches, np.int32(31), np.int32(0), *rows)
+    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
+    assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)
+
+
+def test_all_that_is_large_is_cut():
+    wait(start_processes("from test_meshes import *; shardings_on_eight_devices()", num_devices=8))
+
+
+def communication_on_eight_devices() -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
+    for n in (4, 8):
+        found = scaling.measure(scaling.Command(tokens=128), n)
+        assert found["held"] * n == pytest.approx(found["whole"], rel=0.1)
+        sent = sum(found.get(kind, 0) for kind in scaling.COLLECTIVES)
+        assert 0.6 < sent / scaling.fsdp_minimum(found["whole"], n) < 1.5, found
+
+
+def test_an_update_sends_little_more_than_the_parameters():
+    """Within 1.5 of what fsdp must send, for the shape of Qwen3-0.6B."""
+    wait(start_processes("from test_meshes import *; communication_on_eight_devices()", num_devices=8))
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+    hlo = """HloModule m
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %ag = f32[100]{0} all-gather(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %ar = (f32[10]{0}, bf16[4,5]{1,0}) all-reduce(%y, %z), replica_groups=[2,4]<=[8], to_apply=%add
+  %rs = f32[6]{0} reduce-scatter(%y), replica_groups=mesh['a'=2,'b'=4] {'a'}, to_apply=%add
+}
+"""
+    found = scaling.collective_bytes(hlo)
+    assert found == {"all-gather": 5 * 400 * 3 / 4, "all-reduce": 2 * 80 * 3 / 4, "reduce-scatter": 24 * 2 / 2}
+
+
+def test_copies_stand_on_slices():
+    """Hosts of GPUs, or TPU slices, as JAX numbers them: the slow network carries the data axis alone."""
+    kind = {"platform": "gpu", "device_kind": "NVIDIA H200"}
+    devices = [SimpleNamespace(id=i, process_index=i // 4, slice_index=i // 4, **kind) for i in range(16)]
+    sizes = mesh_sizes(LayoutConfig("fsdp_tp"), 16, 4)
+    assert sizes == {"data": 4, "fsdp": 2, "tp": 2}
+    slices = np.vectorize(lambda device: device.slice_index)(arrange(sizes, devices))
+    assert slices.shape == (4, 2, 2) and all(len(set(copy.ravel())) == 1 for copy in slices)
+    asked = mesh_sizes(LayoutConfig(mesh="data=-1,fsdp=8"), 16, 4)
+    assert asked == {"data": 2, "fsdp": 8, "tp": 1}
+    slices = np.vectorize(lambda device: device.slice_index)(arrange({"data": 1, "fsdp": 16, "tp": 1}, devices))
+    assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbours first"
+    with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
+        arrange({"data": 2, "fsdp": 2, "tp": 2}, devices)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LayoutConfig(mesh="fsdp"), "--mesh 'fsdp' is not like"),
+        (LayoutConfig(mesh="rows=4"), "--mesh has no axis rows"),
+        (LayoutConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* there are 8 devices"),
+        (LayoutConfig("fsdp_tp"), "--sharding fsdp_tp makes .* there are 1 devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_by_its_flag(config, words):
+    with pytest.raises(ValueError, match=words):
+        mesh_sizes(config, 1 if config.sharding == "fsdp_tp" else 8, 1)
