@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -44,9 +45,8 @@ def collective_bytes(hlo: str) -> Counter:
         for line in bodies[name].splitlines():
             if match := re.search(rf" = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line):
                 total[match[2]] += sent(match[2], match[1], line)
-            times = 1
-            if " while(" in line:
-                times = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
+                continue
+            times = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1]) if " while(" in line else 1
             for called in re.findall(r"(?:body|calls|to_apply|computation)=%([\w.\-]+)", line):
                 if " fusion(" not in line and " reduce" not in line:
                     total.update({kind: times * size for kind, size in count(called).items()})

@@ -83,7 +83,8 @@ def start_processes(code: str, num_devices: int, num_processes: int = 1, **env: 
         address = f"localhost:{free.getsockname()[1]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}", "JAX_PLATFORMS": "cpu"} | env
-    env |= {"PYTHONPATH": paths} | QUICK
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    env |= {"PYTHONPATH": paths} | QUICK | cache
     commands = [[sys.executable, "-c", f"I, ADDRESS = {i}, {address!r}\n{code}"] for i in range(num_processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return [subprocess.Popen(command, env=os.environ | env, **pipes) for command in commands]
