@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -101,7 +101,8 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
         old_logprobs=rows(np.float32, T), advantages=rows(np.float32, T), denominator=rows(np.float32),
         num_tokens=rows(np.float32), group_size=2,
     )  # fmt: skip
-    compiled = accumulate.lower(QWEN3, Config(), shapes, shapes, batch, 32).compile()
+    model = replace(QWEN3, mesh=layout.mesh)
+    compiled = accumulate.lower(model, Config(), shapes, shapes, batch, 32).compile()
     leaves = jax.tree.leaves(shapes)
     whole = sum(x.size * 4 for x in leaves)
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in leaves)

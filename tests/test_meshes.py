@@ -74,12 +74,12 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
 def from_edge(logits, key, *tokens: int) -> float:
     """How far the uniform number that chose between two tokens lies from the edge between them, of a total of 1."""
     mass = np.exp(np.asarray(logits, np.float64))
-    mass = np.pad(mass, (0, -len(mass) % 128)).reshape(-1, 128)
+    mass = np.pad(mass, (0, -len(mass) % 128)).reshape(128, -1)
     uniform = np.asarray(jax.random.uniform(key, (2,)), np.float64)
-    (low, high), level = sorted(t // 128 for t in tokens), 0
+    (low, high), level = sorted(t // mass.shape[1] for t in tokens), 0
     masses = mass.sum(1)
     if low == high:
-        (low, high), level, masses = sorted(t % 128 for t in tokens), 1, mass[low]
+        (low, high), level, masses = sorted(t % mass.shape[1] for t in tokens), 1, mass[low]
     edges = np.cumsum(masses)[low:high] / masses.sum()
     return float(np.abs(edges - uniform[level]).max())
 
@@ -156,7 +156,7 @@ def shardings_on_eight_devices() -> None:
         jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(x), tree, params)
 
     optimizer = make_optimizer(OptimizerConfig(), 10)
-    state, config = init_state(params, optimizer), Config(use_remat=False)
+    state, config = init_state(params, optimizer), Config()
     (moments,) = (s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
     same(moments.mu), same(moments.nu)
 
