@@ -41,7 +41,9 @@ from utils.lmpo import LmpoConfig
 from utils.memory import MemoryConfig, fit_memory, out_of_memory
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
+from utils.runtime import Compilations
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
+from utils.speed import describe_speed, training_flops
 from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, init_state, make_optimizer
 
 
@@ -250,13 +252,15 @@ class Learner:
         batch = jax.tree.map(np.asarray, normalize(batch, self.config.num_generation_tokens, self.config))
         dtype = self.config.grad_dtype or "float32"
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), state.params)
-        parts = []
+        parts, num_slots = [], 0
         for _, piece, first in self.microbatches(batch):
             grads, metrics = accumulate(self.model, self.config, state.params, grads, piece, first)
             parts.append(metrics)
+            num_slots += piece.tokens.size
         metrics = objectives.total(parts)
         state, more = apply_gradients(self.optimizer, state, grads, metrics["loss"])
-        return state, metrics | more
+        work = {"padding": 1 - batch.lengths.sum() / num_slots, "flops": training_flops(self.model, batch.lengths)}
+        return state, metrics | more | {f"update/{name}": value for name, value in work.items()}
 
     def microbatches(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch, int]]:
         """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score)."""
@@ -338,6 +342,7 @@ def main(config: Config):
     learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(run.start_logger(done if progress else -1))
+        compilations = stack.enter_context(Compilations())
         stack.enter_context(run)  # however the run ends, what it has reached is saved
         for each in players:
             stack.enter_context(each.scorer)
@@ -363,6 +368,7 @@ def main(config: Config):
                         batch, assessed = learner.assess(state.params, batch)
                         state, learnt = learner.learn(state, batch, step)
                     metrics |= assessed | learnt
+            metrics |= describe_speed(model, layout, played, metrics) | compilations.take()
             metrics["times/step"] = time.perf_counter() - clock
             last = step == config.max_steps or cursor >= end
             if tester and (last or is_due(step, config.test_interval)):

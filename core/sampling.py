@@ -74,6 +74,7 @@ class Rollouts:
     lengths: Int[Array, "B"]  # prompt + completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
+    slot_steps: Float[Array, "B"]  # its share of the decode steps of all slots; its length where no slot was idle
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, -1 fills up; None: all
 
 
@@ -117,7 +118,7 @@ class Sampler:
         tokens = np.zeros((B, self.max_new_tokens), np.int32)
         logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         support = np.zeros((*tokens.shape, self.distribution.support_size(self.model.vocab_size)), np.int32)
-        lengths, done = np.full(B, self.max_new_tokens), np.zeros(B, bool)
+        lengths, done, slot_steps = np.full(B, self.max_new_tokens), np.zeros(B, bool), np.zeros(B)
 
         # The first decode step reads a prompt's last token; the others are read here, once for the group.
         filled = np.resize(np.arange(N), round_up(N, layout.row_shards))  # some twice
@@ -150,6 +151,7 @@ class Sampler:
             forced = self.forced_tokens(slots, tokens, t, steps)
             state = layout.put((starts, last[slots], keys[slots], forced))
             caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(t), *state)
+            slot_steps[live] += steps * len(slots) / live.size
 
             drawn, scores, ids_drawn_from = layout.fetch(drawn)
             rows, at = np.unique(slots, return_index=True)
@@ -168,7 +170,8 @@ class Sampler:
             bar.update(int(done.sum()) - bar.n)
         bar.close()
 
-        return assemble(prompts, owner, tokens, mask, logprobs, support if support.size else None, lengths, done)
+        columns = tokens, mask, logprobs, support if support.size else None
+        return assemble(prompts, owner, lengths, done, slot_steps, *columns)
 
     def segments(self) -> list[int]:
         """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
@@ -203,7 +206,7 @@ class Sampler:
         return any(stop in text for stop in self.stop_strings)
 
 
-def assemble(prompts, owner, tokens, mask, logprobs, support, lengths, finished) -> Rollouts:
+def assemble(prompts, owner, lengths, finished, slot_steps, tokens, mask, logprobs, support) -> Rollouts:
     """Puts each row's completion, the arrays [B, A, ...], behind its prompt."""
     prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
     columns = np.arange((prompt_lengths + lengths).max()) - prompt_lengths[:, None]  # 0: the completion's first
@@ -217,7 +220,8 @@ def assemble(prompts, owner, tokens, mask, logprobs, support, lengths, finished)
     for row, prompt in zip(rows, (prompts[i] for i in owner), strict=True):
         row[: len(prompt)] = prompt
     support = None if support is None else place(support)
-    return Rollouts(rows, place(mask), place(logprobs), prompt_lengths + lengths, prompt_lengths, finished, support)
+    lengths = prompt_lengths + lengths
+    return Rollouts(rows, place(mask), place(logprobs), lengths, prompt_lengths, finished, slot_steps, support)
 
 
 @jax.jit

@@ -20,6 +20,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from utils.config import option
+from utils.runtime import prepare
 
 MESH_AXES = ("data", "fsdp", "tp")
 ROWS = ("data", "fsdp")
@@ -198,6 +199,7 @@ def make_layout(config: LayoutConfig) -> Layout:
 
     Raises: ValueError when the mesh does not fit the devices.
     """
+    prepare()
     if config.device_type:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.device_type, config.device_type))
     join(config)

@@ -1,0 +1,87 @@
+"""Rates, against counts by loops and by the compiler; compiled programs, against a second process."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core.sampling import Sampler
+from models import qwen3
+from models.qwen3 import Qwen
+from utils.runtime import Compilations
+from utils.sharding import single_device
+from utils.speed import describe_speed, sampling_bytes, training_flops
+
+MODEL = Qwen(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
+
+
+def test_flops_of_training_are_those_that_the_compiler_counts():
+    params, tokens = qwen3.init_params(MODEL, jax.random.key(0)), jnp.zeros((2, 256), jnp.int32)
+    loss = jax.grad(lambda params: qwen3.score_tokens(MODEL, params, tokens).logprobs.sum())
+    counted = jax.jit(loss).lower(params).compile().cost_analysis()["flops"]
+    found = training_flops(MODEL, np.full(2, 256))
+    # The compiler counts both halves of the attention, and what is no matrix product.
+    masked = 2 * 6 * 3 * 4 * 32 * 256**2
+    assert 0.85 * counted < found + masked < 1.05 * counted
+
+
+def test_bytes_of_sampling_are_the_weights_for_each_step_and_the_cache_for_each_draw():
+    prompts, lengths = np.array([3, 5, 2]), np.array([4, 9, 2])  # the last has no completion
+    expected = 0
+    for column in range(4):  # the longest completion
+        expected += 4 * MODEL.num_parameters
+        for prompt, length in zip(prompts, lengths, strict=True):
+            if prompt + column < length:
+                expected += (prompt + column) * 2 * 3 * 2 * 32 * 4
+    assert sampling_bytes(MODEL, prompts, lengths) == expected
+
+
+def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
+    sampler = Sampler(MODEL, 64, tuple(range(16)), segment=8)  # one token in 32 stops
+    params = qwen3.init_params(MODEL, jax.random.key(0))
+    slots = []
+    watched = Sampler(**vars(sampler) | {"watch": lambda tokens, t: slots.append(t)})
+    rollouts = watched(params, [[1, 2], [3]], np.arange(2), 8, jax.random.key(1))
+    lengths = rollouts.lengths - rollouts.prompt_lengths
+    live = [(lengths > t - 8).sum() for t in slots]
+    num_slots = np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live])
+    np.testing.assert_allclose(rollouts.slot_steps.sum(), 8 * num_slots.sum())
+    played = [SimpleNamespace(rollouts=rollouts)]
+    speed = describe_speed(MODEL, single_device(), played, {"times/rollout": 2.0})
+    assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots.sum()))
+    assert set(speed) == {"speed/occupancy", "speed/decode_gb_per_second"}  # nothing is known of this device's limits
+
+
+def test_compilations_are_counted_once():
+    x = jnp.ones(7)
+    with Compilations() as compilations:
+        f = jax.jit(lambda x: x * 3.25)
+        f(x)
+        first = compilations.take()
+        f(x)
+        second = compilations.take()
+    jax.jit(lambda x: x * 4.25)(x)
+    assert first["compile/num_programs"] + first["compile/num_from_cache"] == 1 and first["times/compile"] > 0
+    assert second == compilations.take() == {
+        "compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0
+    }  # fmt: skip
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    program = (
+        "import jax, jax.numpy as jnp; from utils.runtime import Compilations, prepare; prepare()\n"
+        "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))); print(c.take())"
+    )
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PATH": ""}
+    root = Path(__file__).parents[1]
+    first, second = (
+        eval(subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, check=True).stdout)
+        for _ in range(2)
+    )
+    assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
+    assert second["compile/num_programs"] == 0
+    assert second["compile/num_from_cache"] == first["compile/num_programs"]
