@@ -18,9 +18,10 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Device(Layout):
-    """One device with a memory of our choice."""
+    """One accelerator with a memory of our choice."""
 
     device_memory: int = 0
+    is_cpu: bool = False
 
 
 def settings_for(**settings) -> Config:
@@ -42,6 +43,13 @@ def fit(name: str, gigabytes: float, **settings) -> tuple[Config, list[str], Siz
     found, fitted, said = fit_memory(config, model, layout, state)
     assert fitted == replace(model, remat=found.remat)
     return found, said, measure(found, model, layout, state)
+
+
+def test_a_cpu_gets_small_microbatches():
+    config, model = settings_for(num_generation_tokens=128, prompt_length=64), shape("small")
+    layout = single_device()
+    found, _, _ = fit_memory(config, replace(model, mesh=layout.mesh), layout, state_of(model, config))
+    assert (found.remat, found.tokens_per_microbatch) == ("none", 2048)
 
 
 # GB that `accumulate` needs in all, as compiled for an H200, 16 rows x 1024 tokens: bench/h200.py

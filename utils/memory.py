@@ -18,6 +18,7 @@ from utils.sharding import Layout, bytes_on_device
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
+PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 LOGITS = 3 * 4 * (1 << 27)  # bytes of a chunk of the head, its softmax and its gradient: see LOGIT_ELEMENTS
 
@@ -94,15 +95,17 @@ def fit_memory(config, model, layout: Layout, state, reference=None) -> tuple[An
     --remat recomputes as little as leaves room for ENOUGH tokens in a micro-batch.
     """
     sizes, width = measure(config, model, layout, state, reference), longest_row(config)
+    plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
+    plenty = max(plenty, width)
 
     def tokens(remat: str) -> int:
-        """The largest power of two that fits, PLENTY at most; 0: not even one row does."""
-        sums = (PLENTY >> i for i in range((PLENTY // width).bit_length()))
+        """The largest power of two that fits, `plenty` at most; 0: not even one row does."""
+        sums = (plenty >> i for i in range((plenty // width).bit_length()))
         return next((n for n in sums if update_bytes(sizes, model, remat, n, width) < sizes.available), 0)
 
     choices = [config.remat] if config.remat != "auto" else ["none", "dots", "full"]
-    wanted = config.tokens_per_microbatch or ENOUGH
-    remat = next((remat for remat in choices if tokens(remat) >= min(wanted, PLENTY)), choices[-1])
+    wanted = config.tokens_per_microbatch or enough
+    remat = next((remat for remat in choices if tokens(remat) >= min(wanted, plenty)), choices[-1])
     chosen = config.tokens_per_microbatch or tokens(remat) or width
     config = replace(config, remat=remat, tokens_per_microbatch=chosen)
     return config, replace(model, remat=remat), describe(sizes, config, model)

@@ -76,6 +76,10 @@ class Layout:
         return pieces(self.mesh, "rows")
 
     @property
+    def is_cpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def device_memory(self) -> int:
         """Bytes that JAX may use on each device; on CPU, each device's share of the machine's."""
         stats = self.mesh.local_devices[0].memory_stats() or {}
