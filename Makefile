@@ -8,6 +8,7 @@ VENV_PYTHON = .venv/bin/python
 help:
 	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
 	@echo "make test            ruff and all tests"
+	@echo "make readme          every command of README.md, cut short, in a fresh clone"
 	@echo "make lint            ruff alone"
 	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"
 
@@ -16,6 +17,9 @@ demo: .venv/installed
 
 test: lint
 	$(VENV_PYTHON) -m pytest -n 2
+
+readme: .venv/installed-test
+	$(VENV_PYTHON) tests/readme.py
 
 lint: .venv/installed-test
 	$(VENV_PYTHON) -m ruff check .
@@ -34,4 +38,4 @@ $(VENV_PYTHON):
 		echo "lmpo needs Python 3.11 or newer, and '$(PYTHON)' is not: try make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.PHONY: help demo test lint
+.PHONY: help demo test readme lint

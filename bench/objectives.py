@@ -1,7 +1,7 @@
 """Every preset on the demo's task with equal samples: learning curves and a table.
 
     python bench/objectives.py --dir runs/objectives            # an hour on two cores; run it again to go on
-    python bench/objectives.py --dir runs/objectives --draw     # imgs/objectives.png and the table, from what is there
+    python bench/objectives.py --dir runs/objectives --draw     # objectives.png and the table, from what is there
 
 Each step samples 256 completions (16 prompts x 16; sil 8 x 32) and takes four updates, each of a quarter of what is
 learnt from. All else is the preset's or, where that is silent, the demo's; `OWN` holds the exceptions.
@@ -128,7 +128,6 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
         panel.set(title=f"Correct answers, {title}", xlabel="steps of 256 completions", ylim=(0, None))
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title="preset (seeds)")
-    out.parent.mkdir(exist_ok=True)
     figure.savefig(out, dpi=100)
 
 
@@ -144,7 +143,7 @@ def main():
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.dir.resolve() / "compiled"))
         run_all(args.dir.resolve(), args.presets.split(","), args.jobs)
     runs = finished(args.dir)
-    draw(runs, ROOT / "imgs" / "objectives.png")
+    draw(runs, args.dir / "objectives.png")
     print(table(runs))
     (args.dir / "commands.json").write_text(
         json.dumps({name: " ".join(command(name, PRESETS[name][0], Path("RUN"))[1:]) for name in PRESETS}, indent=2)

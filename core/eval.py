@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
-from envs import make_env, parse_options, test_name
+from envs import ENVS, make_env, parse_options, test_name
 from envs.base import Env, Problem
 from models.checkpoint import find_model, load_model
 from models.qwen3 import Qwen
@@ -32,6 +32,7 @@ from utils.config import option, parse, user_errors
 from utils.estimates import mean_and_ci, task_estimates
 from utils.logger import writable
 from utils.memory import out_of_memory
+from utils.progress import waiting
 from utils.rewards import RewardConfig
 from utils.scoring import Scorer
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
@@ -42,8 +43,8 @@ from utils.show import show, tasks_that_fit
 class EvalConfig(RewardConfig):
     """Environment and evaluation."""
 
-    env_name: str = option("poem", "environment; eval.py plays its test split")
-    env_options: str = option("", "its options, for example numbers=3,max_number=15")
+    env_name: str = option("poem", f"environment: {', '.join(ENVS)}")
+    env_options: str = option("", "its options, for example numbers=3,max_number=15; a wrong one lists them all")
     num_eval_tasks: int = option(512, "problems of the fixed evaluation set: the first ones of the test split")
     num_eval_samples: int = option(1, "completions of each, for pass@k and best-of-n up to this number")
 
@@ -97,11 +98,12 @@ class Player:
         places = ids if places is None else places
         ids = ids if self.tasks is None else self.tasks[ids]
         problems = [self.env.problem(int(i)) for i in ids]
-        for start in range(0, len(ids), per_call):
-            some = problems[start : start + per_call]
-            prompts = [self.encode(problem) for problem in some]
-            with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
-                parts.append(self.sampler(params, prompts, places[start : start + per_call], num_samples, key))
+        with waiting("sampling", len(ids) * num_samples, "rows") as wait:
+            sampler = replace(self.sampler, watch=wait.watch)
+            for start in range(0, len(ids), per_call):
+                prompts = [self.encode(problem) for problem in problems[start : start + per_call]]
+                with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
+                    parts.append(sampler(params, prompts, places[start : start + per_call], num_samples, key))
         rollouts = concatenate(parts)
         sampled = time.perf_counter()
         rows = zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.lengths, strict=True)
@@ -117,7 +119,8 @@ class Player:
             failures.update(counts)
             return rewards
 
-        rewards = self.layout.share(score, len(texts))
+        with waiting(f"scoring {len(texts):,} replies"):
+            rewards = self.layout.share(score, len(texts))
         names = sorted({"return", "correct_answer"}.union(*rewards))  # a reply without score may lack them
         scores = {name: np.array([reward.get(name, 0.0) for reward in rewards], np.float32) for name in names}
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
@@ -179,7 +182,7 @@ def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed
 class Command(EvalConfig, SamplingConfig, LayoutConfig):
     """Model and output."""
 
-    env_name: str = option("poem", "environments, separated by commas, of which the test split is played")
+    env_name: str = option("poem", f"environments with commas between, to play their test splits: {', '.join(ENVS)}")
     model_dir: str = option("models/tiny", "Hugging Face folders, hub ids or run folders, separated by commas")
     json: str = option("", "file to write the scores to: one JSON object, or a list for several checkpoints")
     save_samples: str = option("", "file to write prompts and completions to, one JSON object for each problem")

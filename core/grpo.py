@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Int
-from tqdm import tqdm
 
 from core import objectives
 from core.eval import Episodes, EvalConfig, Player, env_options, evaluate, make_player
@@ -39,6 +38,7 @@ from utils.config import option, parse, user_errors
 from utils.estimates import explained_variance
 from utils.lmpo import LmpoConfig
 from utils.memory import MemoryConfig, fit_memory, out_of_memory
+from utils.progress import track, waiting
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
 from utils.runtime import Compilations
@@ -49,7 +49,7 @@ from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, i
 
 @dataclass(frozen=True)
 class Config(
-    LmpoConfig, ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, MemoryConfig, RunConfig, LayoutConfig
+    ObjectiveConfig, SamplingConfig, EvalConfig, OptimizerConfig, MemoryConfig, RunConfig, LayoutConfig, LmpoConfig
 ):  # fmt: skip
     """The loop."""
 
@@ -71,13 +71,13 @@ class Config(
         "auto", "of the update: cudnn on NVIDIA, splash on TPU, else plain", ["auto", "plain", "cudnn", "splash"]
     )  # fmt: skip
     dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
-    test_env_name: str = option("", "environment of the held-out evaluation, before, during and after; empty: none")
+    test_env_name: str = option("", "played before, during and after: X-test, held-out problems of X; empty: nothing")
     test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
     test_greedy: bool = option(False, "evaluate greedily too, before and after")
     profile: bool = option(False, "write a jax.profiler trace of the third step to <save_dir>/profile")
 
     def __post_init__(self):
-        for room in Config.__bases__:
+        for room in reversed(Config.__bases__):  # first lmpo's spellings, which set others' fields
             getattr(room, "__post_init__", lambda self: None)(self)
         for name in (
             "groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "max_steps", "max_skipped_updates",
@@ -171,6 +171,7 @@ class Learner:
         batch, metrics = self.credit(self.look_back(params, batch))
         return batch, metrics | {"times/logprobs": time.perf_counter() - clock, "num_rows": len(batch.rewards)}
 
+    @waiting("updating")
     def learn(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
         """All updates of a step; metrics are means over them, `updates/...` lists of each one's."""
         clock, updates = time.perf_counter(), []
@@ -189,13 +190,14 @@ class Learner:
             metrics |= {f"updates/{name}": [float(each[name]) for each in updates] for name in names}
         return state, metrics | {"times/update": time.perf_counter() - clock, "num_updates": len(updates)}
 
+    @waiting("log-probabilities")
     def look_back(self, params, batch: Batch) -> Batch:
         """What losses and advantages need to know from before the first update, from the graph that is trained."""
         config = self.config
         needs_old = config.recompute_logprobs or config.updates_per_step > 1 or config.has_kl_in_reward
         if config.has_critic or needs_old and not config.do_inference_logprobs:
             scores = self.scores(params, batch)
-            batch = batch.replace(old_logprobs=scores.logprobs, values=scores.values)
+            batch = batch.replace(old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy)
         if config.do_inference_logprobs:
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
         if config.kl_coef:
@@ -265,7 +267,7 @@ class Learner:
     def microbatches(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch, int]]:
         """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score)."""
         cut = list(pieces(batch.lengths, self.config.tokens_per_microbatch, self.layout.row_shards))
-        for rows, num_rows, width in tqdm(cut, "learning", delay=2, leave=False, disable=None):
+        for rows, num_rows, width in track(cut, "micro-batches"):
             piece = take(batch, np.resize(rows, num_rows), width)
             piece.mask[len(rows) :] = False  # rows that only fill the shape up
             yield rows, self.layout.put(piece), bucket_below(int(piece.prompt_lengths.min()))
@@ -369,7 +371,7 @@ def main(config: Config):
                         state, learnt = learner.learn(state, batch, step)
                     metrics |= assessed | learnt
             metrics |= describe_speed(model, layout, played, metrics) | compilations.take()
-            metrics["times/step"] = time.perf_counter() - clock
+            metrics |= {"times/step": time.perf_counter() - clock, "memory/peak_gb": layout.peak_memory / 1e9}
             last = step == config.max_steps or cursor >= end
             if tester and (last or is_due(step, config.test_interval)):
                 metrics |= held_out(tester, state.params, config, config.test_greedy and last)

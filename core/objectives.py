@@ -40,6 +40,7 @@ class Batch:
     values: Float[Array, "B T"] | None = None  # the critic's, of the state in which the token was chosen
     advantages: Float[Array, "B T"] | None = None
     returns: Float[Array, "B T"] | None = None  # what the critic is to learn
+    entropies: Float[Array, "B T"] | None = None  # of the old policy, nats: to be looked at, no loss reads it
     denominator: Float[Array, "B"] | None = None  # of the loss summed over a row: see `normalize`
     num_tokens: Float[Array, "B"] | None = None  # masked tokens of the whole optimiser batch
     group_size: int = struct.field(pytree_node=False, default=1)

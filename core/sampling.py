@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int, UInt32
-from tqdm import tqdm
 
 from models import qwen3
 from models.checkpoint import load_model
@@ -34,6 +33,7 @@ from utils.chat import chat
 from utils.config import option, parse, user_errors
 from utils.logger import printable
 from utils.memory import out_of_memory
+from utils.progress import waiting
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout, single_device
 
 SEGMENT = 32  # decode steps between two looks of the host at what has finished
@@ -97,7 +97,7 @@ class Sampler:
     segment: int = SEGMENT
     tokenizer: Tokenizer | None = field(default=None, compare=False)  # for stop strings and forced answers
     layout: Layout | None = field(default=None, compare=False)
-    watch: Callable[[Int[np.ndarray, "B A"], int], None] | None = field(default=None, compare=False)  # each segment
+    watch: Callable[[Array, int, Array], None] | None = field(default=None, compare=False)  # tokens, columns, lengths
 
     def __call__(self, params, prompts: list[list[int]], ids: Int[Array, "N"], num_samples: int, key) -> Rollouts:
         """Draws `num_samples` completions of each prompt; rows of a prompt stand side by side.
@@ -130,7 +130,6 @@ class Sampler:
         slots = (filled[:, None] * G + np.arange(G)).ravel()  # row of each slot
         caches = jax.tree.map(lambda x: x[:, :, :0], prefix)
         source, width, t = np.repeat(np.arange(len(filled)), G), 0, 0  # caches to continue, their columns, tokens drawn
-        bar = tqdm(total=B, desc="sampling", unit="row", delay=2, leave=False, disable=None)
         for steps in self.segments():
             live = np.flatnonzero(~done)
             if not live.size:
@@ -165,10 +164,7 @@ class Sampler:
                     lengths[row], done[row] = end, True
             t += steps
             if self.watch:
-                self.watch(tokens, t)
-            bar.set_postfix_str(f"{t}/{self.max_new_tokens} tokens", refresh=False)
-            bar.update(int(done.sum()) - bar.n)
-        bar.close()
+                self.watch(tokens, t, lengths)
 
         columns = tokens, mask, logprobs, support if support.size else None
         return assemble(prompts, owner, lengths, done, slot_steps, *columns)
@@ -338,8 +334,10 @@ def main(config: Command):
     per_call = max(1, config.inference_batch_per_device * layout.row_shards // G)
     for start in range(0, len(rows), per_call):
         ids = np.arange(start, min(start + per_call, len(rows)))
-        with user_errors(), out_of_memory("inference_batch_per_device", config.inference_batch_per_device):
-            r = sampler(params, [prompts[i] for i in ids], ids, G, jax.random.key(config.seed))
+        memory = out_of_memory("inference_batch_per_device", config.inference_batch_per_device)
+        with waiting("sampling", len(ids) * G, "rows") as wait, user_errors(), memory:
+            each = replace(sampler, watch=wait.watch)
+            r = each(params, [prompts[i] for i in ids], ids, G, jax.random.key(config.seed))
         for b, i in enumerate(np.repeat(ids, G)):
             completion = slice(int(r.prompt_lengths[b]), int(r.lengths[b]))
             drawn, logprobs = r.tokens[b, completion].tolist(), r.logprobs[b, completion].tolist()

@@ -37,8 +37,7 @@ def test_resuming_drops_the_steps_that_will_run_again_and_half_lines(tmp_path):
 
 
 def test_other_processes_write_nothing(tmp_path, capsys):
-    with Logger(tmp_path / "run", enabled=False) as logger, logger.phase("rollout", 2) as bar:
-        bar.update(2)
+    with Logger(tmp_path / "run", enabled=False) as logger:
         logger.log(1, {"x": 1})
         logger.line(1, {"entropy": 1.0})
         logger.sample(1, "prompt", "completion", 1.0)

@@ -167,13 +167,14 @@ def test_tokens_are_written_with_what_is_known_of_each():
     )  # fmt: skip
     played = [SimpleNamespace(rollouts=rollouts, texts=texts, ids=[0, 1, 2], scores={"return": np.arange(3.0)})]
     learnt = SimpleNamespace(
-        tokens=tokens[[1], :4], lengths=lengths[[1]], advantages=np.full((1, 4), 0.5), old_logprobs=None
-    )
+        tokens=tokens[[1], :4], lengths=lengths[[1]], advantages=np.full((1, 4), 0.5), old_logprobs=None,
+        entropies=np.array([[0, 0.25, 2, 0]]),
+    )  # fmt: skip
     tokenizer = SimpleNamespace(hf=SimpleNamespace(decode=lambda ids: bytes(ids).decode("utf-8", "replace")))
     first, second, third = rollout_rows(played, 1, tokenizer, learnt)
     assert first["tokens"] == ["x", "", "", "", "🙂"] and first["prompt"] == "\x01" and "advantage" not in first
     assert second["tokens"] == ["a", "b"] and list(second["logprobs"]) == [-9, -10]
-    assert second["advantage"] == 0.5 and "old_logprobs" not in second
+    assert second["advantage"] == 0.5 and "old_logprobs" not in second and list(second["entropies"]) == [0.25, 2]
     assert "tokens" not in third, "of the first two groups only"
     assert rollout_rows(played, 1)[0].keys() == {"group", "task", "text", "return", "length", "finished"}
 

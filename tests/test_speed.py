@@ -44,7 +44,7 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
     sampler = Sampler(MODEL, 64, tuple(range(16)), segment=8)  # one token in 32 stops
     params = qwen3.init_params(MODEL, jax.random.key(0))
     slots = []
-    watched = Sampler(**vars(sampler) | {"watch": lambda tokens, t: slots.append(t)})
+    watched = Sampler(**vars(sampler) | {"watch": lambda tokens, t, lengths: slots.append(t)})
     rollouts = watched(params, [[1, 2], [3]], np.arange(2), 8, jax.random.key(1))
     lengths = rollouts.lengths - rollouts.prompt_lengths
     live = [(lengths > t - 8).sum() for t in slots]

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import runpy
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ def parse(
     """
     values = make_flags(config_class)
     if {"-h", "--help", "--helpfull"} & set(argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may be `head`
         print(help_text(config_class, description))
         raise SystemExit(0)
     if default_preset and not argv:
@@ -187,13 +189,24 @@ def help_text(config_class: type, description: str) -> str:
     """Every option with its type, default and meaning, under the class that introduces it."""
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     owner = {name: cls for cls in config_class.__mro__ for name in vars(cls).get("__annotations__", {})}
-    lines = [description.strip(), "", "  --config FILE  a preset: Python with get_config(), or YAML"]
+    presets = ", ".join(sorted(path.name for path in (ROOT / "configs").glob("*.py")))
+    lines = [
+        description.strip(), "", "Options are written --name value or --name=value, bool ones also --name and "
+        "--noname.", "", "  --config FILE", *indented(
+            "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over "
+            f"presets; in configs/: {presets}"
+        ),
+    ]  # fmt: skip
     for cls in config_class.__mro__:
         own = [field for field in fields.values() if owner[field.name] is cls]
         lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]] if own else []
         for field in own:
             lines.append(f"  --{field.name} {field.type.__name__} = {field.default!r}")
             help, choices = documentation(config_class, field.name)
-            help += f" [{' | '.join(choices)}]" if choices else ""
-            lines += textwrap.wrap(help, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            help += f" [{' | '.join(filter(None, choices))}]" if choices else ""
+            lines += indented(help)
     return "\n".join(lines).strip()
+
+
+def indented(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)

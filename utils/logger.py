@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from tqdm import tqdm
-
 from utils.advice import Adviser
 from utils.sinks import Sink
 
@@ -87,11 +85,6 @@ class Logger:
             print(f"step {step:<5d} " + "  ".join(parts), flush=True)
             for advice in self.adviser.look(step, metrics):
                 print(paint(f"warning: {advice}", "33"), flush=True)
-
-    def phase(self, name: str, total: int | None = None) -> tqdm:
-        """Progress of a part of a step, gone when done: `with logger.phase("rollout", 256) as bar: bar.update(n)`."""
-        quiet = None if self.enabled else True  # None is tqdm's word for: quiet where stderr is not a terminal
-        return tqdm(total=total, desc=f"{name:>8}", leave=False, disable=quiet, dynamic_ncols=True)
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
         """Print an example: the prompt, the completion, and what it earned."""

@@ -19,8 +19,10 @@ TITLES = {
     "env/length": "Completion length (tokens)",
     "entropy": "Entropy (nats per token)",
     "grad_norm": "Gradient norm",
+    "rollout/tokens_per_second": "Sampled tokens per second",
+    "memory/peak_gb": "Peak memory (GB)",
 }
-SIDE = ("env/return", "env/length", "entropy", "grad_norm")
+SIDE = ("env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "memory/peak_gb")
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 

@@ -119,6 +119,12 @@ PANELS = (
         "Seconds spent in each part of a step: the largest is the one worth making faster.",
         {f"times/{name}": name for name in ("rollout", "score", "logprobs", "update")},
     ),
+    Panel(
+        "Memory",
+        "Most that was in use so far, in GB, on the fullest device (on CPU, by the process): a level just below the "
+        "limit is fine, a rise without end is a leak.",
+        {"memory/peak_gb": "peak"},
+    ),
 )  # fmt: skip
 
 
@@ -237,9 +243,7 @@ def render(runs: list[dict[str, Any]]) -> str:
     """The page: template, library, data and script, and a policy that names the two scripts by their hashes."""
     from plotly.offline import get_plotlyjs  # only here: nothing else of a run needs it
 
-    memory = sorted({name for run in runs for name in run["metrics"] if "memory" in name})
-    note = "Memory in use: a rise from step to step ends in a crash, a level just below the limit is fine."
-    panels = [panel._asdict() for panel in (*PANELS, Panel("Memory", note, {name: name for name in memory}))]
+    panels = [panel._asdict() for panel in PANELS]
     library, script = get_plotlyjs(), (FOLDER / "report.js").read_text(encoding="utf-8")
     parts = {
         "library": library,

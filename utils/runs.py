@@ -80,6 +80,7 @@ class Run:
         self.directory = local_folder(name)
         self.config, self.layout, self.signals = config, layout, Signals()
         self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
+        self.next_drawing = 0.0  # of plot.png and report.html, by the clock
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.bucket:
             self.download()
@@ -93,14 +94,15 @@ class Run:
             os.replace(draft, settings)
 
     def reached(self, step: int, state: Any, progress: dict, is_due: bool) -> None:
-        """Tells what there is to save, and saves it in the background when it is due.
+        """Tells what there is to save, and saves it in the background when it is due; draws then, and now and then.
 
         Raises: OSError when an earlier save has failed.
         """
         self.newest = (step, state, progress)
         self.states.check()
-        if is_due:
+        if is_due or time.monotonic() > self.next_drawing:
             self.draw()
+        if is_due:
             self.save()
 
     def save(self) -> None:
@@ -200,7 +202,9 @@ class Run:
         return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
 
     def draw(self) -> None:
-        """Draws plot.png and report.html anew."""
+        """Draws plot.png and report.html anew, and says when it is worth it again: it may cost a run a hundredth."""
+        clock = time.monotonic()
+        self.next_drawing = clock + 60
         if not self.layout.is_main:
             return
         try:
@@ -208,6 +212,7 @@ class Run:
             write_report([self.directory], self.directory / "report.html")
         except Exception as error:  # noqa: BLE001 (pictures can be drawn later, and must not stop a run)
             print(f"warning: plot.png and report.html are not drawn ({type(error).__name__}: {error})", flush=True)
+        self.next_drawing = max(self.next_drawing, clock + 100 * (time.monotonic() - clock))
 
     def before_and_after(self) -> str:
         """The first and the last held-out scores, as a table."""
@@ -323,7 +328,7 @@ def token_fields(rollouts: Any, i: int, tokenizer: Any, learnt: Any, row: int | 
     fields = {"prompt": tokenizer.hf.decode(ids[:start]), "tokens": token_texts(tokenizer, ids[columns])}
     lists = {"logprobs": rollouts.logprobs[i]}
     if row is not None:
-        known = {"advantage": learnt.advantages, "old_logprobs": learnt.old_logprobs}
+        known = {"advantage": learnt.advantages, "old_logprobs": learnt.old_logprobs, "entropies": learnt.entropies}
         lists |= {name: x[row] for name, x in known.items() if x is not None}
     lists = {name: np.round(np.asarray(x[columns], float), 4) + 0.0 for name, x in lists.items()}  # + 0.0: no "-0.0"
     if "advantage" in lists and not np.ptp(lists["advantage"]):

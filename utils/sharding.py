@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -87,9 +88,16 @@ class Layout:
         return stats.get("bytes_limit", machine // len(self.mesh.local_devices))
 
     @property
+    def peak_memory(self) -> int:
+        """Bytes in use at most so far, on the fullest device of this process; on CPU, of the process itself."""
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self.mesh.local_devices]
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return max(filter(None, peaks), default=resident)
+
+    @property
     def is_main(self) -> bool:
         """Whether this process is the one that writes files."""
-        return jax.process_index() == 0
+        return is_main_process()
 
     def sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...], rollout: bool = False) -> NamedSharding:
         """The sharding of a parameter with these logical axes; a dimension that does not divide is not cut.
@@ -148,6 +156,11 @@ class Layout:
             return value
         padded = np.frombuffer(value.encode().ljust(4096), np.uint8)
         return multihost_utils.broadcast_one_to_all(padded).tobytes().decode().rstrip()
+
+
+def is_main_process() -> bool:
+    """Whether this is the one process that speaks and writes files."""
+    return jax.process_index() == 0
 
 
 def bytes_on_device(tree: Any) -> int:

@@ -1,0 +1,77 @@
+"""Draws the pictures of README.md from recorded runs; those that are not named stay as they are.
+
+    python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
+    python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
+    python imgs/make.py --report runs/demo-0                          # needs Chromium, chromedriver and selenium
+"""
+
+import argparse
+import io
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench import objectives
+from utils import plots
+from utils.report import labelled, write_report
+
+HERE = Path(__file__).resolve().parent
+SIZE = (800, 742)  # of each half of the report's picture, pixels
+
+
+def photograph(run: Path, out: Path) -> None:
+    """The curves by day, and beside them the last step's rollouts by night, their tokens coloured by entropy."""
+    from PIL import Image
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars"):
+        options.add_argument(argument)
+    with tempfile.TemporaryDirectory() as folder:
+        write_report([run], Path(folder) / "report.html")
+        with webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))) as page:
+            metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
+            page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            page.get((Path(folder) / "report.html").as_uri())
+            page.implicitly_wait(30)
+            page.find_element("css selector", ".plot .main-svg")
+            day = page.get_screenshot_as_png()
+            page.execute_script(
+                """document.getElementById("theme").click();
+                for (const [name, value] of [["step", null], ["colour", "entropy"]]) {
+                  const select = document.getElementById(name);
+                  select.value = value ?? select.options[select.options.length - 1].value;
+                  select.dispatchEvent(new Event("input", { bubbles: true }));
+                }
+                document.documentElement.style.scrollBehavior = "auto";
+                document.getElementById("rollouts").closest("section").scrollIntoView();"""
+            )
+            page.find_element("css selector", "#rollouts pre span")
+            night = page.get_screenshot_as_png()
+    picture = Image.new("RGB", (2 * SIZE[0], SIZE[1]))
+    for i, png in enumerate((day, night)):
+        picture.paste(Image.open(io.BytesIO(png)), (i * SIZE[0], 0))
+    picture.save(out, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--demo", nargs="+", metavar="RUN", help="runs of the demo, for demo.png")
+    parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
+    parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
+    args = parser.parse_args()
+    if args.demo:
+        plots.draw({label: plots.read(file) for label, file in labelled(args.demo).items()}, HERE / "demo.png")
+    if args.objectives:
+        objectives.draw(objectives.finished(args.objectives), HERE / "objectives.png")
+    if args.report:
+        photograph(args.report, HERE / "report.png")
+
+
+if __name__ == "__main__":
+    main()

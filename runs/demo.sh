@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The tiny base model that is shipped here learns Countdown with three numbers; `make demo` installs and runs the same.
+# Hardware: two CPU cores
+# Minutes: 3 to 4, and one of evaluation
+# Score: held-out correct answers 0.227, 0.229, 0.221 -> 0.686, 0.716, 0.690 (--seed 0, 1, 2), each ± 0.017
+set -euo pipefail
+cd "$(dirname "$0")/.."
+"${PYTHON:-python}" core/grpo.py --config configs/demo.py "$@"

@@ -1,0 +1,66 @@
+"""The last line of the terminal says what is waited for, and there is none where nobody looks."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import ROOT
+
+from utils.progress import Wait
+
+WAITS = """
+import sys, time
+sys.path[0] = {root!r}
+import jax, numpy as np
+from utils.progress import terminal, track, waiting
+with waiting("sampling", 4, "rows") as wait:
+    wait.watch(None, 32, np.array([10, 20, 64, 64]))
+    time.sleep(1.5)
+    if terminal():
+        terminal().hear("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
+    time.sleep(1.5)
+    jax.jit(lambda x: x + 1)(np.ones(3))
+    time.sleep(0.5)
+with waiting("updating"):
+    for _ in track(range(3), "micro-batches"):
+        time.sleep(0.5)
+print("end")
+"""
+
+
+def test_rows_and_tokens_are_counted_over_the_calls_of_a_sampler():
+    wait = Wait("sampling", 6, "rows")
+    counted = []
+    for t, lengths in ((32, [10, 64]), (64, [10, 64]), (32, [5, 6]), (32, [64, 20]), (64, [64, 20])):
+        wait.watch(None, t, np.array(lengths))
+        counted.append((wait.done, wait.num_tokens))
+    assert counted == [(1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", WAITS.format(root=str(ROOT))]
+    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=os.environ | {"COLUMNS": "100"})
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            said += os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait(120) == 0 and process.stdout.read() == b"end\n"
+    lines = [line.strip() for line in said.decode().split("\r") if line]
+    sampling = next(i for i, line in enumerate(lines) if "sampling" in line)
+    assert "[############............]" in lines[sampling] and " 50% of 4 rows" in lines[sampling]
+    assert "tokens/s" in lines[sampling]
+    compiling = next(i for i, line in enumerate(lines) if "compiling decode" in line)
+    assert sampling < compiling < next(i for i, line in enumerate(lines) if "of 3 micro-batches" in line)
+    assert all(line.startswith("\x1b[K") for line in lines) and lines[-1] == "\x1b[K", "each replaces the one before"
+
+
+def test_without_a_terminal_nothing_is_drawn():
+    done = subprocess.run([sys.executable, "-c", WAITS.format(root=str(ROOT))], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -1,0 +1,34 @@
+"""The scripts in runs/ say what they need and give, and their command lines hold."""
+
+import os
+import subprocess
+
+import pytest
+from helpers import ROOT
+
+from core.grpo import Config
+from envs import ENVS
+from utils.config import parse
+
+SCRIPTS = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.stem not in ("slurm", "tpu_pod"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", script, "--seed", "7"]
+    said = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True, check=True)
+    program, *flags = said.stdout.splitlines()
+    config, explicit = parse(Config, flags)
+    assert program == "core/grpo.py" and config.seed == 7 and "seed" in explicit
+    assert config.test_env_name.endswith("-test"), "a result needs held-out problems"
+    assert {config.env_name, config.test_env_name.removesuffix("-test")} <= set(ENVS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_what_it_needs_and_gives(script):
+    lines = script.read_text().splitlines()
+    said = [line.split(":")[0].removeprefix("# ") for line in lines if line.startswith("# ")][1:]
+    assert said == ["Hardware", "Minutes", "Score"]
