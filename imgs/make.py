@@ -49,7 +49,7 @@ def photograph(run: Path, out: Path) -> None:
                   select.dispatchEvent(new Event("input", { bubbles: true }));
                 }
                 document.documentElement.style.scrollBehavior = "auto";
-                document.getElementById("rollouts").closest("section").scrollIntoView();"""
+                document.getElementById("rollouts-title").scrollIntoView();"""
             )
             page.find_element("css selector", "#rollouts pre span")
             night = page.get_screenshot_as_png()
