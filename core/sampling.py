@@ -28,13 +28,13 @@ from models.checkpoint import load_model
 from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
-from utils.batching import Array, bucket, round_up
+from utils.batching import Array, bucket, round_up, survivors
 from utils.chat import chat
 from utils.config import option, parse, user_errors
 from utils.logger import printable
 from utils.memory import out_of_memory
 from utils.progress import waiting
-from utils.sharding import Layout, LayoutConfig, ending_together, make_layout, single_device
+from utils.sharding import Layout, LayoutConfig, ending_together, make_layout, on_each, single_device
 
 SEGMENT = 32  # decode steps between two looks of the host at what has finished
 FORCED_ANSWER = ("</think>\n", "<answer>")
@@ -128,20 +128,16 @@ class Sampler:
         weights = rollout_weights(self.model, params, layout)
         prefix = prefill(self.model, weights, *layout.put((padded, starts)))
         slots = (filled[:, None] * G + np.arange(G)).ravel()  # row of each slot
-        caches = jax.tree.map(lambda x: x[:, :, :0], prefix)
+        caches = jax.tree.map(lambda x: x[:, :, :1], prefix)  # which the first token overwrites
         source, width, t = np.repeat(np.arange(len(filled)), G), 0, 0  # caches to continue, their columns, tokens drawn
         for steps in self.segments():
-            live = np.flatnonzero(~done)
-            if not live.size:
+            if done.all():
                 break
-            num_slots = round_up(max(8, 1 << (live.size - 1).bit_length()), layout.row_shards)
-            if self.compact and num_slots < len(slots):
-                place = np.zeros(B, int)
-                place[slots] = np.arange(len(slots))
-                rows_per_prompt, slots = len(slots) // len(starts), np.resize(live, num_slots)
-                source = place[slots]
+            kept = survivors(slots, done, layout.row_shards)
+            if self.compact and len(kept) < len(slots):
                 # Who is left shares little: from now on each row has its own copy of the prompt.
-                shared, starts = source // rows_per_prompt, starts[source // rows_per_prompt]
+                source, shared = kept, kept // (len(slots) // len(starts))
+                slots, starts = slots[kept], starts[shared]
                 prefix = regroup(prefix, layout.put(shared.astype(np.int32)), P)
             if source is not None or t + steps > width:
                 width = bucket(t + steps)
@@ -150,7 +146,7 @@ class Sampler:
             forced = self.forced_tokens(slots, tokens, t, steps)
             state = layout.put((starts, last[slots], keys[slots], forced))
             caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(t), *state)
-            slot_steps[live] += steps * len(slots) / live.size
+            slot_steps[~done] += steps * len(slots) / (~done).sum()
 
             drawn, scores, ids_drawn_from = layout.fetch(drawn)
             rows, at = np.unique(slots, return_index=True)
@@ -253,12 +249,21 @@ def prefill(model: Qwen, weights, tokens: Int[Array, "N P"], starts: Int[Array, 
 
 @partial(jax.jit, static_argnums=2)
 def regroup(caches, source: Int[Array, "S"], width: int):
-    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide."""
+    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
 
-    def move(x):
-        return jnp.pad(x[source, :, :width], ((0, 0), (0, 0), (0, max(0, width - x.shape[2])), (0, 0)))
+    Each of them stays on its device: gathered from all, caches would be whole on each device.
+    """
 
-    return jax.tree.map(move, caches)
+    def move(_, state):
+        caches, source = state
+
+        def one(x):
+            x = x[source % len(x), :, :width]
+            return jnp.pad(x, ((0, 0), (0, 0), (0, max(0, width - x.shape[2])), (0, 0)))
+
+        return jax.tree.map(one, caches)
+
+    return on_each(jax.typeof(source).sharding.mesh, move, None, (caches, source))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)

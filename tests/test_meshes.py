@@ -57,7 +57,9 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
             assert distance < 1e-5, f"row {row}, token {place[2]}: the draw is {distance} away from the edge"
             print(f"a draw {distance} from an edge fell on its other side: replaying the tokens")
         same = np.logical_and.accumulate(found.tokens == known.tokens, axis=1)
-        np.testing.assert_allclose(found.logprobs[same], known.logprobs[same], atol=1e-4)
+        # Parameters that differ by 1e-7 after an update differ in log-probability by 1e-4.
+        atol = 1e-3 if len(drawn) == len(records) else 1e-4
+        np.testing.assert_allclose(found.logprobs[same], known.logprobs[same], atol=atol)
         return known
 
     flags = FLAGS | flags | {"save_dir": folder}
@@ -178,16 +180,19 @@ def shardings_on_eight_devices() -> None:
     weights = sampling.rollout_weights(MODEL, state.params, layout)
     specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
     assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
-    caches = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
-    caches = sampling.regroup(caches, layout.put(np.arange(16, dtype=np.int32) // 2), 48)
+    prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
+    source = layout.put(np.arange(16, dtype=np.int32) // 2)
+    caches = sampling.regroup(jax.tree.map(lambda x: x[:, :, :1], prefix), source, 48)
     by_rows = cut(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
     assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
-    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
-    zeros = np.zeros(16, np.int32)
-    rows = layout.put((zeros, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
-    logits, _ = jax.jit(qwen3.decode, static_argnums=0)(MODEL, weights, caches, rows[0], np.int32(31), rows[1])
+    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
+    assert not scaling.collective_bytes(sampling.regroup.lower(prefix, source, 48).compile().as_text())
+    zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
+    starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
+    decode = jax.jit(qwen3.decode, static_argnums=0)
+    logits, _ = decode(MODEL, weights, prefix, caches, rows[0], np.int32(0), starts)
     assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
-    caches, tokens, *_ = sampling.decode_segment(sampler, weights, caches, np.int32(31), np.int32(0), *rows)
+    caches, tokens, *_ = sampling.decode_segment(sampler, weights, prefix, caches, np.int32(0), starts, *rows)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array will do where a device array will
 
@@ -41,6 +41,18 @@ def concatenate(trees: list[Any]) -> Any:
     """Pytrees of [B, ...] arrays one below the other, columns padded to the widest."""
     width = max(x.shape[1] for tree in trees for x in jax.tree.leaves(tree) if x.ndim > 1)
     return jax.tree.map(lambda *parts: np.concatenate([fit(x, width) for x in parts]), *trees)
+
+
+def survivors(slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int) -> Int[np.ndarray, "K"]:
+    """The places in `slots` (rows, cut into equal shards) to go on with: of each row that is not done, in its shard.
+
+    All shards keep the same number, a power of two: some rows stand twice, and a shard where all are done keeps one.
+    """
+    rows, places = np.unique(slots, return_index=True)
+    places, size = places[~done[rows]], len(slots) // shards
+    parts = [places[places // size == i] for i in range(shards)]
+    count = max(-(-8 // shards), 1 << (max(map(len, parts)) - 1).bit_length())
+    return np.concatenate([np.resize(part if part.size else [i * size], count) for i, part in enumerate(parts)])
 
 
 def pieces(lengths: Int[np.ndarray, "B"], tokens_per_shard: int, shards: int) -> Iterator[tuple[np.ndarray, int, int]]:
