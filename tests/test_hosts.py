@@ -1,6 +1,8 @@
 """Several processes: who is asked to join, and that all end when one does."""
 
+import signal
 import subprocess
+import sys
 import time
 
 import jax
@@ -8,7 +10,7 @@ import pytest
 from helpers import ROOT, start_processes
 
 from core import grpo
-from utils.config import fail, parse
+from utils.config import parse
 from utils.sharding import LayoutConfig, ending_together, make_layout, started_processes
 
 MINUTE = 60
@@ -54,8 +56,8 @@ def train(folder: str, address: str, process_id: int, ending: str) -> None:
     collect = grpo.collect
 
     def third(*args):
-        if process_id == 1 and args[3] == 3 and ending != "killed":
-            fail("this host has no such file") if ending == "exits" else 1 / 0
+        if process_id == 1 and args[3] == 3 and ending == "raises":
+            raise ZeroDivisionError
         return collect(*args)
 
     grpo.collect = third
@@ -64,24 +66,30 @@ def train(folder: str, address: str, process_id: int, ending: str) -> None:
 
 
 def test_when_one_process_ends_so_do_all(tmp_path):
-    """Within a minute; three runs at a time, since most of it is waiting for signs of life."""
-    runs = {}
-    for ending in ("raises", "exits", "killed"):
+    """Within a minute, also when it is process 0, and saved when it was asked to; all at a time, most is waiting."""
+    runs, ended = {}, {"killed": 1, "main killed": 0, "asked": 1}
+    for ending in ("raises", *ended):
         code = f"from test_hosts import train; train({str(tmp_path / ending)!r}, ADDRESS, I, {ending!r})"
         runs[ending] = start_processes(code, num_devices=1, num_processes=2)
     try:
-        metrics = tmp_path / "killed" / "metrics.jsonl"
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
-            assert all(process.poll() is None for process in runs["killed"])
-            time.sleep(0.1)
-        runs["killed"][1].kill()
+        for ending, process_id in ended.items():
+            metrics = tmp_path / ending / "metrics.jsonl"
+            while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+                assert all(process.poll() is None for process in runs[ending]), ending
+                time.sleep(0.1)
+            runs[ending][process_id].send_signal(signal.SIGTERM if ending == "asked" else signal.SIGKILL)
         for ending, (main, other) in runs.items():
-            output = other.communicate(timeout=5 * MINUTE)[0]
+            first, last = (main, other) if ending == "main killed" else (other, main)
+            output = first.communicate(timeout=5 * MINUTE)[0]
             clock = time.monotonic()
-            assert main.communicate(timeout=MINUTE) and main.returncode and other.returncode, ending
+            more = last.communicate(timeout=MINUTE)[0]
+            assert main.returncode and other.returncode, ending
             print(f"{ending}: the other process ended at most {time.monotonic() - clock:.0f} s later")
-            words = {"raises": "ZeroDivisionError", "exits": "error: this host has no such file", "killed": ""}[ending]
-            assert words in output and (ending == "killed" or "process 1 of 2 ends" in output)
+            if ending == "raises":
+                assert "ZeroDivisionError" in output and "process 1 of 2 ends" in output
+            if ending == "asked":
+                assert main.returncode == other.returncode == 128 + signal.SIGTERM, output + more
+                assert "stopped by SIGTERM" in more and "is saved: the same command goes on from there" in more
     finally:
         for process in [process for pair in runs.values() for process in pair]:
             process.kill()
@@ -89,7 +97,7 @@ def test_when_one_process_ends_so_do_all(tmp_path):
 
 def test_slurm_runs_two_processes_as_one_job():
     """A scheduler on this machine; what it says to them is all that they know of each other."""
-    done = subprocess.run([ROOT / "tests" / "slurm_loopback.sh"], capture_output=True, text=True)
+    done = subprocess.run([ROOT / "tests" / "slurm_loopback.sh", sys.executable], capture_output=True, text=True)
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr

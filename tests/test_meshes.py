@@ -1,6 +1,10 @@
-"""Meshes: a step of GRPO of models/tiny is the same on all of them, what is large is cut, and little is sent."""
+"""Meshes: a step of GRPO of models/tiny is the same on all of them, what is large is cut, and little is sent.
+
+`ALL_MESHES=1 pytest tests/test_meshes.py` does so on 4 devices and with 4 processes too, not only on 8 and with 2.
+"""
 
 import json
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +29,7 @@ from utils.sharding import LayoutConfig, arrange, cut, make_layout, mesh_sizes
 from utils.train_state import OptimizerConfig, init_state, make_optimizer
 
 SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
+NUM_DEVICES, NUM_PROCESSES = ((4, 8), (2, 4)) if os.environ.get("ALL_MESHES") else ((8,), (2,))
 FLAGS = {
     "model_dir": ROOT / "models" / "tiny", "env_name": "poem", "test_env_name": "poem-test", "groups_per_batch": 2,
     "group_size": 4, "ppo_minibatch": 4, "num_generation_tokens": 12, "max_steps": 1, "advantage": "group_mean",
@@ -106,19 +111,20 @@ def hosts_step(folder: str, address: str, num_processes: int, process_id: int) -
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Folders of runs: 1 device, 4 and 8 devices under each sharding, 2 and 4 processes with 2 devices each."""
+    """Folders of runs: 1 device, several under each sharding, several processes with 2 devices each."""
     folder = tmp_path_factory.mktemp("runs")
     call = "from test_meshes import *; "
     wait(start_processes(f"{call}steps_on_meshes({str(folder)!r}, ('dp',))", num_devices=1))
-    several = [start_processes(f"{call}steps_on_meshes({str(folder)!r}, {SHARDINGS})", num_devices=n) for n in (4, 8)]
+    shardings = f"{call}steps_on_meshes({str(folder)!r}, {SHARDINGS})"
+    several = [start_processes(shardings, num_devices=n) for n in NUM_DEVICES]
+    for n in NUM_PROCESSES:
+        wait(start_processes(f"{call}hosts_step({str(folder)!r}, ADDRESS, {n}, I)", num_devices=2, num_processes=n))
     for process in several:
         wait(process)
-    for n in (2, 4):
-        wait(start_processes(f"{call}hosts_step({str(folder)!r}, ADDRESS, {n}, I)", num_devices=2, num_processes=n))
     return folder
 
 
-CASES = [f"{n}-{name}" for n in (4, 8) for name in SHARDINGS] + ["hosts-2", "hosts-4"]
+CASES = [f"{n}-{name}" for n in NUM_DEVICES for name in SHARDINGS] + [f"hosts-{n}" for n in NUM_PROCESSES]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -203,7 +209,7 @@ def test_all_that_is_large_is_cut():
 
 def communication_on_eight_devices() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
-    for n in (4, 8):
+    for n in NUM_DEVICES:
         found = scaling.measure(scaling.Command(tokens=128), n)
         assert found["held"] * n == pytest.approx(found["whole"], rel=0.1)
         sent = sum(found.get(kind, 0) for kind in scaling.COLLECTIVES)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -138,7 +139,8 @@ class Run:
 
         Several processes must stop at the same place: they finish this and the step.
         """
-        if any(self.layout.on_all(self.signals.received is not None)):
+        if asked := max(self.layout.on_all(self.signals.received or 0)):
+            self.signals.received = signal.Signals(asked)
             raise Stop
         with contextlib.nullcontext() if self.layout.mesh.is_multi_process else self.signals.raising():
             yield
@@ -162,6 +164,8 @@ class Run:
                 if self.newest and together and not any(x.is_deleted() for x in jax.tree.leaves(self.newest[1])):
                     self.save()
                 self.states.close()
+                if kind is Stop:
+                    self.layout.broadcast("saved")  # before one leaves, which would end the others
             except OSError as failure:
                 error = error if kind and kind is not Stop else failure
             steps = self.states.steps

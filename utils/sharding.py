@@ -146,8 +146,8 @@ class Layout:
         padded = np.frombuffer(mine.ljust(int(sizes.max()), b" "), np.uint8)
         return [item for part in multihost_utils.process_allgather(padded) for item in json.loads(part.tobytes())]
 
-    def on_all(self, value: bool) -> list[bool]:
-        """The values of all processes, each at least once."""
+    def on_all(self, value: int) -> list[int]:
+        """The numbers (or truth values) of all processes, each at least once."""
         return self.share(lambda mine: [value] * len(mine), self.mesh.size)
 
     def broadcast(self, value: str) -> str:
