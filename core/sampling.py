@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from models import qwen3
 from models.checkpoint import load_model
-from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at
+from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at, uniform_numbers
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import Array, bucket, round_up, survivors
@@ -272,12 +272,13 @@ def decode_segment(sampler: Sampler, weights, prefix, caches, t, starts, last, k
 
     Returns the cache, tokens [S, steps], their log-probabilities, and the ids that they were drawn from.
     """
-    keys = jax.random.wrap_key_data(keys)
+    # All at once: in the loop it would be twenty small programs for a token.
+    uniforms = uniform_numbers(jax.random.wrap_key_data(keys), t + jnp.arange(forced.shape[1]))
 
     def step(i, state):
         caches, last, tokens, logprobs, support = state
         logits, caches = qwen3.decode(sampler.model, weights, prefix, caches, last, t + i, starts)
-        drawn, scores, ids = sampler.distribution.draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, t + i))
+        drawn, scores, ids = sampler.distribution.draw(logits, uniforms[i])
         if sampler.force_answer_at:
             force = forced[:, i]
             truth = log_softmax_at(logits / (sampler.distribution.temperature or 1.0), jnp.maximum(force, 0))

@@ -46,8 +46,10 @@ class Distribution:
         """The most ids that can be drawn; 0: all of them, or only the likeliest."""
         return 0 if self.is_whole or self.temperature == 0 else min(self.top_k or MAX_SUPPORT, vocab_size)
 
-    def draw(self, logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Float[Array, "R"], Int[Array, "R S"]]:
-        """A token for each row with its key, its log-probability under the distribution it came from, and the support.
+    def draw(
+        self, logits: Float[Array, "R V"], uniforms: Float[Array, "R 2"]
+    ) -> tuple[Int[Array, "R"], Float[Array, "R"], Int[Array, "R S"]]:
+        """A token for each row, its log-probability under the distribution it came from, and the support.
 
         The support are the `support_size` ids that could be drawn, filled up with -1. Greedy tokens come with their
         log-probability at temperature 1.
@@ -59,16 +61,23 @@ class Distribution:
             return tokens, log_softmax_at(logits, tokens), everything
         logits = logits / self.temperature
         if not size:
-            return *categorical(logits, keys), everything
+            return *categorical(logits, uniforms), everything
         top, ids = jax.lax.top_k(logits, size)
         normalizer = jax.nn.logsumexp(top if self.top_k else logits, axis=-1, keepdims=True)
         probs = jnp.exp(top - normalizer)
         keep = (jnp.cumsum(probs, axis=-1) - probs < self.top_p) & (probs >= self.min_p * probs[:, :1])
-        choice, logprobs = categorical(jnp.where(keep, top, -jnp.inf), keys)
+        choice, logprobs = categorical(jnp.where(keep, top, -jnp.inf), uniforms)
         return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0], logprobs, jnp.where(keep, ids, -1)
 
 
-def categorical(logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
+def uniform_numbers(keys, steps: Int[Array, "A"]) -> Float[Array, "A R 2"]:
+    """What draws of these steps are made from, for each row's key: float32 in [0, 1)."""
+    return jax.vmap(lambda t: jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, t), (2,)))(keys))(steps)
+
+
+def categorical(
+    logits: Float[Array, "R V"], uniforms: Float[Array, "R 2"]
+) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
     """Inverse-CDF draws in two levels, one of 128 blocks and then an id in it: two uniforms a row, not V Gumbels.
 
     The sum over the blocks is the softmax's denominator, so the log-probability costs nothing more. Devices that share
@@ -77,15 +86,14 @@ def categorical(logits: Float[Array, "R V"], keys) -> tuple[Int[Array, "R"], Flo
     R, V = logits.shape
     top = logits.max(-1, keepdims=True)
     mass = jnp.pad(jnp.exp(logits - top), ((0, 0), (0, -V % 128))).reshape(R, 128, -1)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
 
     def pick(mass, u):
         cumulative = jnp.cumsum(mass, axis=-1)
         return jnp.argmax((cumulative > u[:, None] * cumulative[:, -1:]) & (mass > 0), axis=-1)
 
     blocks = mass.sum(-1)
-    block = pick(blocks, uniform[:, 0])
-    tokens = block * mass.shape[2] + pick(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
+    block = pick(blocks, uniforms[:, 0])
+    tokens = block * mass.shape[2] + pick(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], uniforms[:, 1])
     return tokens, jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0] - jnp.log(blocks.sum(-1))
 
 
