@@ -2,7 +2,7 @@
 
     python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
-    python imgs/make.py --report runs/demo-0                          # needs Chromium, chromedriver and selenium
+    python imgs/make.py --report runs/demo-0    # of a run with --recompute_logprobs; Chromium, chromedriver, selenium
 """
 
 import argparse
@@ -20,7 +20,7 @@ from utils import plots
 from utils.report import labelled, write_report
 
 HERE = Path(__file__).resolve().parent
-SIZE = (800, 742)  # of each half of the report's picture, pixels
+SIZE = (1120, 1040)  # of each half of the report's picture, pixels
 
 
 def photograph(run: Path, out: Path) -> None:

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from utils.runtime import COMPILED
 from utils.sharding import is_main_process
 
-LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what JAX tells just before XLA begins with a program,
-COMPILED = "/jax/core/compile/backend_compile_duration"  # and when XLA has done it
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # told just before XLA begins with a program
 DELAY, PERIOD = 0.7, 0.2  # seconds until a wait is worth a line, and between two drawings of it
 WIDTH = 24  # characters of a bar
 
@@ -60,7 +60,7 @@ class Terminal:
 
     def hear(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
         if event == LOWERED:
-            self.compiling = Wait(f"compiling {fun_name}".strip())
+            self.compiling = Wait(f"compiling {fun_name.removeprefix('jit(').removesuffix(')')}")
         elif event == COMPILED:
             self.compiling = None
             for wait in self.waits:
