@@ -82,7 +82,8 @@ def one_by_one(
         padded = np.zeros(WIDTH, np.int32)
         padded[: len(tokens)] = tokens
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), t)
-        token, *_ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), key[None])
+        uniforms = jax.random.uniform(key, (1, 2))
+        token, *_ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), uniforms)
         tokens.append(forced.get(t, int(token[0])))
     return tokens[len(prompt) :]
 
