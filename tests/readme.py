@@ -115,8 +115,8 @@ def as_python(argv: list[str]) -> int:
     if program == "core/grpo.py" and "--save_dir" in flags and not status:
         run = Path(flags[flags.index("--save_dir") + 1]).expanduser()
         saved = sorted(run.glob("step[0-9]*"))[-1:]
-        for source, name in ((source, name) for source in saved for name in STEPS):
-            shutil.copytree(source, run / name, dirs_exist_ok=True)
+        for source, name in ((source, name) for source in saved for name in STEPS if not (run / name).exists()):
+            shutil.copytree(source, run / name)
     return status
 
 
@@ -176,6 +176,7 @@ def main() -> int:
                 apply(block, folder)
             elif language == "python" and (file := re.match(r"# ([\w/]+\.py)\n", block)):
                 (folder / file[1]).write_text(block)
+                continue
             elif language == "python":
                 block = f"python - <<'END_OF_BLOCK'\n{block}END_OF_BLOCK"
             if language in ("bash", "sh", "python"):
