@@ -104,8 +104,6 @@ def as_python(argv: list[str]) -> int:
         short = list(CUT[program])
         if re.search("gsm8k|deepscaler|aime|amc|math500|countdown34", " ".join(flags)) and "--data_dir" not in flags:
             short += ["--data_dir", str(DATA)]
-        if "--show" in flags:
-            short += ["--data_dir", str(DATA)]
         flags += short if flags else ["--config", "configs/demo.py", *short]
     if program == "utils/report.py":  # runs that the page only names
         made = next(Path("runs").glob("*/metrics.jsonl"), Path("runs/none")).parent
