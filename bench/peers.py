@@ -1,6 +1,6 @@
 """Ours against others on the same model folder and the same work, side by side: ratios of interleaved pairs of runs.
 
-    python bench/peers.py --work rollout --peers transformers
+    python bench/peers.py --work rollout --peers torch
     python bench/peers.py --work update,step --python tunix=~/venv-tunix/bin/python
 
 Every side is a process of its own, with its own interpreter where one is named. They take turns, one run of each a
