@@ -262,7 +262,7 @@ class Learner:
         metrics = objectives.total(parts)
         state, more = apply_gradients(self.optimizer, state, grads, metrics["loss"])
         work = {"padding": 1 - batch.lengths.sum() / num_slots, "flops": training_flops(self.model, batch.lengths)}
-        return state, metrics | more | {f"update/{name}": value for name, value in work.items()}
+        return state, metrics | more | {f"speed/{name}": value for name, value in work.items()}
 
     def microbatches(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch, int]]:
         """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score)."""

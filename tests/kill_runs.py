@@ -44,11 +44,17 @@ def start(argv: list[str], env: dict | None = None, **options) -> subprocess.Pop
     return subprocess.Popen(command, env=os.environ | QUICK | (env or {}), **pipes | options)
 
 
+def reproducible(metrics: dict) -> dict:
+    """What equal runs agree on: all but what was measured of the machine."""
+    measured = ("times/", "speed/", "compile/", "memory/")
+    return {k: v for k, v in metrics.items() if not k.startswith(measured) and "per_second" not in k}
+
+
 def records(folder: Path) -> list[dict]:
     """metrics.jsonl, but for what the clock decides and for half a line at its end."""
     text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
     found = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return [{k: v for k, v in r.items() if "times/" not in k and "per_second" not in k} for r in found]
+    return [reproducible(record) for record in found]
 
 
 def reached(folder: Path) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import MODEL, ROOT, on_layout, start_processes, wait
 from jax.sharding import PartitionSpec as P
+from kill_runs import reproducible
 from safetensors.numpy import load_file
 
 from bench import scaling
@@ -138,8 +139,10 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
     assert [r["global_step"] for r in records[1]] == [0, 1] and records[0][1]["grad_norm"] > 0
     for one, other in zip(*records, strict=True):
         assert one.keys() == other.keys()
-        for name in one.keys() - {n for n in one if n.startswith("times/") or "per_second" in n}:
-            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), name
+        for name in reproducible(one):
+            # How far sampler and trainer differ is rounding itself, and the largest of it at that.
+            tolerance = 1e-4 if name.startswith("inference_recompute/") else 1e-5
+            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=tolerance), name
     texts = [[row["text"] for row in read_jsonl(runs / name / "rollouts" / "step_1.jsonl")] for name in ("1-dp", case)]
     assert texts[0] == texts[1]
 

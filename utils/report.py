@@ -136,8 +136,12 @@ def write_report(runs: Sequence[str | Path], out_html: str | Path) -> None:
     budget = ROLLOUT_BYTES // len(runs)
     parts = [describe_run(label, file, budget) for label, file in labelled(runs).items()]
     page, draft = render(parts), Path(f"{out_html}.new")
-    draft.write_text(page, encoding="utf-8", newline="\n")
-    os.replace(draft, out_html)
+    try:
+        draft.write_text(page, encoding="utf-8", newline="\n")
+        os.replace(draft, out_html)
+    except OSError:
+        draft.unlink(missing_ok=True)  # what is left of a disk that is full is for metrics and states
+        raise
 
 
 def labelled(runs: Sequence[str | Path]) -> dict[str, Path]:

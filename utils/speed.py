@@ -56,7 +56,7 @@ def describe_speed(model, layout, played: list, metrics: dict[str, float]) -> di
         "speed/decode_gb_per_second": num_bytes / metrics["times/rollout"] / 1e9,
     }
     if metrics.get("num_updates"):
-        flops = metrics["num_updates"] * metrics["update/flops"]
+        flops = metrics["num_updates"] * metrics["speed/flops"]
         speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12
     if peaks:
         speed["speed/decode_bandwidth"] = speed["speed/decode_gb_per_second"] * 1e9 / peaks[1] / num_devices
