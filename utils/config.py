@@ -8,8 +8,8 @@ A script reads its own with `config, explicit = parse(Config, sys.argv[1:])`.
 import contextlib
 import dataclasses
 import difflib
+import os
 import runpy
-import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,8 +63,10 @@ def parse(
     """
     values = make_flags(config_class)
     if {"-h", "--help", "--helpfull"} & set(argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may be `head`
-        print(help_text(config_class, description))
+        try:
+            print(help_text(config_class, description), flush=True)
+        except BrokenPipeError:  # the reader may be `head`; what is still in the buffer goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     if default_preset and not argv:
         print(f"No options given: using --config {default_preset} (--help lists all options).")
