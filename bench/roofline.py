@@ -59,12 +59,6 @@ def bandwidths(num_bytes: int) -> tuple[float, float]:
     return num_bytes / read, 2 * num_bytes / copy
 
 
-def matrix_parameters(model: Qwen) -> int:
-    """Parameters that each token is multiplied by: all but an untied embedding, and norms, which are few."""
-    embedding = model.vocab_size * model.hidden_size
-    return model.num_parameters - (0 if model.tie_word_embeddings else embedding)
-
-
 def attention_flops(model: Qwen, columns: float) -> float:
     """FLOPs of both products of attention for one token that sees so many columns, forward."""
     return 4.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * columns
@@ -77,9 +71,9 @@ def decode_row(config: Command, model: Qwen, params, layout, matmul: float, read
     rollout = make_rollout(model, params, prompts, config.group_size, limit, layout=layout)
     seconds = statistics.median(seconds_of(rollout, config.repeats))
     columns, size = config.prompt_tokens + (limit + 1) / 2, jnp.dtype(model.dtype).itemsize
-    cache = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * size * columns
-    work = limit * (B * cache + matrix_parameters(model) * size)  # bytes of all tokens of all rows
-    flops = limit * B * (2 * matrix_parameters(model) + attention_flops(model, columns))
+    # Bytes of all tokens of all rows.
+    work = limit * (B * model.cache_bytes * columns + model.num_matrix_parameters * size)
+    flops = limit * B * (2 * model.num_matrix_parameters + attention_flops(model, columns))
     return f"rollout {B} x {limit}", seconds, B * limit / seconds, work / seconds / read, flops / seconds / matmul
 
 
@@ -90,7 +84,7 @@ def train_row(config: Command, model: Qwen, params, layout, matmul: float, read:
     B, T = batch.tokens.shape
     head = model.vocab_size * model.hidden_size
     # The head sees completion tokens only.
-    flops = 6 * (B * T * (matrix_parameters(model) - head) + B * config.num_generation_tokens * head)
+    flops = 6 * (B * T * (model.num_matrix_parameters - head) + B * config.num_generation_tokens * head)
     flops += 3 * B * T * attention_flops(model, (T + 1) / 2)
     state = 4 * 4 * model.num_parameters  # weights, gradient and two moments are read at least once
     return f"update {B} x {T}", seconds, B * T / seconds, state / seconds / read, flops / seconds / matmul

@@ -7,6 +7,7 @@ Letters: B rows, T tokens of a row, S cache columns, V vocabulary, L layers, H q
 a head, D width.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -100,7 +101,17 @@ class Qwen:
     @property
     def num_parameters(self) -> int:
         """Parameters in all, the tied embedding counted once."""
-        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(self, jax.random.key(0)))))
+        return sum(math.prod(spec.shape) for spec in jax.tree.leaves(self.table(), is_leaf=is_spec))
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters that each token is multiplied by: all but an untied embedding (norms are few)."""
+        return self.num_parameters - (0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values of a token, in all layers."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
 
 def init_params(model: Qwen, key) -> Params:

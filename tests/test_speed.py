@@ -1,5 +1,6 @@
 """Rates, against counts by loops and by the compiler; compiled programs, against a second process."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -73,15 +74,17 @@ def test_compilations_are_counted_once():
 
 def test_a_second_process_compiles_nothing(tmp_path):
     program = (
-        "import jax, jax.numpy as jnp; from utils.runtime import Compilations, prepare; prepare()\n"
-        "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))); print(c.take())"
+        "import json, jax, jax.numpy as jnp; from utils.runtime import Compilations, prepare; prepare()\n"
+        "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))); print(json.dumps(c.take()))"
     )
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PATH": ""}
     root = Path(__file__).parents[1]
-    first, second = (
-        eval(subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, check=True).stdout)
-        for _ in range(2)
-    )
+
+    def counts() -> dict:
+        command = [sys.executable, "-c", program]
+        return json.loads(subprocess.run(command, env=env, cwd=root, capture_output=True, check=True).stdout)
+
+    first, second = counts(), counts()
     assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
     assert second["compile/num_programs"] == 0
     assert second["compile/num_from_cache"] == first["compile/num_programs"]

@@ -75,12 +75,11 @@ def measure(config, model, layout: Layout, state, reference=None) -> Sizes:
     """The sizes of a training run; what is held is looked up, not estimated."""
     params, tp = bytes_on_device(state.params), layout.mesh.shape["tp"]
     item = jnp.dtype(model.dtype).itemsize
-    kv_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * item // tp
     return Sizes(
         bytes_on_device((state, reference)),
         params + params // 4 * jnp.dtype(config.grad_dtype or "float32").itemsize,
         model.num_parameters * item // tp,
-        kv_token * longest_row(config) * 5 // 3,
+        model.cache_bytes // tp * longest_row(config) * 5 // 3,
         int(USABLE * layout.device_memory),
     )
 

@@ -3,7 +3,6 @@
 Letters: L layers, H query heads, K key heads, C channels of a head, T row length.
 """
 
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -26,10 +25,9 @@ PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s
 
 def sampling_bytes(model, prompt_lengths: Int[Array, "B"], lengths: Int[Array, "B"]) -> float:
     """The least that sampling these rows in one batch reads: the weights for each token, and each row's cache."""
-    item = jnp.dtype(model.dtype).itemsize
     cached = (lengths * (lengths - 1) - prompt_lengths * (prompt_lengths - 1)) / 2  # tokens, summed over the draws
-    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * item
-    return float(item * model.num_parameters * (lengths - prompt_lengths).max() + per_token * cached.sum())
+    weights = jnp.dtype(model.dtype).itemsize * model.num_parameters
+    return float(weights * (lengths - prompt_lengths).max() + model.cache_bytes * cached.sum())
 
 
 def training_flops(model, lengths: Int[Array, "B"]) -> float:
@@ -37,9 +35,8 @@ def training_flops(model, lengths: Int[Array, "B"]) -> float:
 
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
-    size = model.num_parameters - model.vocab_size * model.hidden_size * (not model.tie_word_embeddings)
     width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
-    return float((6 * size * lengths + 6 * width * lengths.astype(np.float64) ** 2).sum())
+    return float((6 * model.num_matrix_parameters * lengths + 6 * width * lengths.astype(np.float64) ** 2).sum())
 
 
 def describe_speed(model, layout, played: list, metrics: dict[str, float]) -> dict[str, float]:
