@@ -213,7 +213,8 @@ def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config=CO
         advantages=floats, denominator=rewards, num_tokens=rewards,
     )  # fmt: skip
     batch = jax.tree.map(lambda x: rows(layout, *x.shape, dtype=x.dtype), batch)
-    return compile_for(grpo.accumulate, model, config, params, gradients(params, config), batch, first)
+    sums = gradients(params, config), rows(layout, dtype=jnp.float32)
+    return compile_for(grpo.accumulate, model, config, params, sums, batch, first)
 
 
 def state_shapes(model: Qwen, layout: Layout, config: grpo.Config) -> TrainState:

@@ -102,7 +102,7 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
         num_tokens=rows(np.float32), group_size=2,
     )  # fmt: skip
     model = replace(QWEN3, mesh=layout.mesh)
-    compiled = accumulate.lower(model, Config(), shapes, shapes, batch, 32).compile()
+    compiled = accumulate.lower(model, Config(), shapes, (shapes, np.float32(0)), batch, 32).compile()
     leaves = jax.tree.leaves(shapes)
     whole = sum(x.size * 4 for x in leaves)
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in leaves)

@@ -119,8 +119,8 @@ def memory(config: Command, model: Qwen, layout) -> list[tuple]:
         batch = make_batch(some_rows(sized, model.vocab_size), config.prompt_tokens, config.group_size)
         zeros = np.zeros(batch.tokens.shape, np.float32)
         batch = batch.replace(advantages=zeros, denominator=zeros[:, 0], num_tokens=zeros[:, 0])
-        pieces = [gigabytes(accumulate.lower(model, config, params, params, piece, first).compile())
-                  for _, piece, first in learner.microbatches(batch)][:1]  # fmt: skip
+        pieces = [gigabytes(accumulate.lower(model, config, params, (params, np.float32(0)), piece, first).compile())
+                  for _, piece, first in learner.microbatches(batch, len(batch.rewards))][:1]  # fmt: skip
         naive = jax.jit(naive_accumulate, static_argnums=(0, 1), donate_argnums=3)
         whole = gigabytes(naive.lower(model, config, params, params, batch).compile())
         B, T = batch.tokens.shape

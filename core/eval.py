@@ -24,6 +24,7 @@ from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
 from envs import ENVS, make_env, parse_options, test_name
 from envs.base import Env, Problem
 from models.checkpoint import find_model, load_model
+from models.distribution import Distribution
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
@@ -87,6 +88,19 @@ class Player:
         """The prompt of a problem, token ids."""
         return self.tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
 
+    def num_prompts(self, most: int, num_samples: int) -> int:
+        """Prompts that are sampled from in one call, where up to `most` are to be."""
+        return max(1, min(most, self.rows_per_call // num_samples))
+
+    def greedy(self) -> "Player":
+        return replace(self, sampler=replace(self.sampler, distribution=Distribution(temperature=0.0)))
+
+    def rehearse(self, params: Any, num_tasks: int, num_samples: int) -> None:
+        """Compiles all that `play` can need for so many tasks."""
+        per_call = self.num_prompts(num_tasks, num_samples)
+        for num_prompts in {per_call, num_tasks % per_call} - {0}:
+            self.sampler.rehearse(params, num_prompts, num_samples)
+
     def play(
         self, params: Any, ids: Int[np.ndarray, "N"], num_samples: int, key, places: Int[np.ndarray, "N"] | None = None
     ) -> Episodes:
@@ -94,7 +108,7 @@ class Player:
 
         The draws of a task are those of its number under `key`, or of its place in the run where `places` are given.
         """
-        clock, parts, per_call = time.perf_counter(), [], max(1, self.rows_per_call // num_samples)
+        clock, parts, per_call = time.perf_counter(), [], self.num_prompts(len(ids), num_samples)
         places = ids if places is None else places
         ids = ids if self.tasks is None else self.tasks[ids]
         problems = [self.env.problem(int(i)) for i in ids]

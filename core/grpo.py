@@ -31,13 +31,13 @@ from core.objectives import Batch, ObjectiveConfig, advantages, has_signal, norm
 from core.sampling import SamplingConfig
 from envs import make_env
 from models.checkpoint import load_model, save_model
-from models.distribution import Distribution
-from models.qwen3 import CRITIC, Qwen, TokenScores, make_critic, score_tokens
-from utils.batching import Array, bucket, bucket_below, concatenate, fit, pieces, take
+from models.qwen3 import CRITIC, LAYERS, Qwen, TokenScores, make_critic, score_tokens
+from utils.batching import Array, bucket, concatenate, fit, pieces, power_below, take
 from utils.config import option, parse, user_errors
 from utils.estimates import explained_variance
 from utils.lmpo import LmpoConfig
 from utils.memory import MemoryConfig, fit_memory, out_of_memory
+from utils.precompile import precompile
 from utils.progress import track, waiting
 from utils.rewards import add_length_reward
 from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
@@ -74,6 +74,7 @@ class Config(
     test_env_name: str = option("", "played before, during and after: X-test, held-out problems of X; empty: nothing")
     test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
     test_greedy: bool = option(False, "evaluate greedily too, before and after")
+    precompile: bool = option(False, "compile for all shapes of rows before the first step, instead of as they come")
     profile: bool = option(False, "write a jax.profiler trace of the third step to <save_dir>/profile")
 
     def __post_init__(self):
@@ -101,13 +102,27 @@ class Config(
             raise ValueError("--num_epochs and --target_kl must not be negative")
 
     @property
+    def num_rollouts(self) -> int:
+        """Rollouts of a full batch."""
+        return self.groups_per_batch * self.group_size
+
+    @property
     def batch_size(self) -> int:
         """Rollouts to learn from in a step."""
-        return self.groups_per_batch * (self.best_k if self.advantage == "best_k" else self.group_size)
+        return self.groups_per_batch * self.best_k if self.advantage == "best_k" else self.num_rollouts
+
+    @property
+    def most_groups(self) -> int:
+        """Groups to play in a step at most."""
+        return int(self.groups_per_batch * self.max_resampling)
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.ppo_minibatch or self.batch_size
 
     @property
     def updates_per_step(self) -> int:
-        return self.ppo_epochs * (self.batch_size // self.ppo_minibatch if self.ppo_minibatch else 1)
+        return self.ppo_epochs * (self.batch_size // self.minibatch_size)
 
 
 def task_numbers(seed: int, num_tasks: int, places: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -123,9 +138,8 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
     Returns the batch (None when nothing has signal), all that was played, and the number of the next task.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
-    per_draw = max(1, min(config.groups_per_batch, player.rows_per_call // config.group_size))
-    played, kept, missing = [], [], config.groups_per_batch
-    budget = int(config.groups_per_batch * config.max_resampling)
+    per_draw = player.num_prompts(config.groups_per_batch, config.group_size)
+    played, kept, missing, budget = [], [], config.groups_per_batch, config.most_groups
     while missing and budget:
         places = cursor + np.arange(min(per_draw, budget))
         ids = task_numbers(config.seed, player.num_tasks, places)
@@ -163,6 +177,7 @@ class Learner:
     config: Config
     reference: Any = None  # parameters of the model that the KL is measured to
     report_bad: Callable[[Batch], None] = lambda batch: None  # called with each minibatch whose update was skipped
+    first: int = 1 << 30  # columns left of it are scored, where there are so many: they need not be
 
     def assess(self, params, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with all that is known before the first update, advantages too; rows without any leave it."""
@@ -178,9 +193,9 @@ class Learner:
         for epoch in range(self.config.ppo_epochs if len(batch.rewards) else 0):
             minibatches, done = list(self.minibatches(batch, step, epoch)), []
             for minibatch in minibatches:
-                state, each = self.update(state, minibatch)
+                state, *each = self.update(state, minibatch)
                 done.append(each)
-            updates += (done := self.layout.fetch(done))
+            updates += (done := [objectives.total(parts) | each for parts, each in self.layout.fetch(done)])
             self.check(minibatches, done)
             if self.config.target_kl and np.mean([each["approx_kl"] for each in done]) > self.config.target_kl:
                 break
@@ -189,6 +204,22 @@ class Learner:
             names = ("loss", "approx_kl", "clip_fraction", "grad_norm")
             metrics |= {f"updates/{name}": [float(each[name]) for each in updates] for name in names}
         return state, metrics | {"times/update": time.perf_counter() - clock, "num_updates": len(updates)}
+
+    def rehearse(self, state: TrainState, width: int) -> None:
+        """Compiles all that learning from rows of so many columns can need, by running it on a row of zeros."""
+        config, zeros = self.config, np.zeros((1, width), np.float32)
+        support = np.zeros((1, width, config.distribution.support_size(self.model.vocab_size)), np.int32)
+        row = Batch(
+            np.int32(zeros), zeros == 0, zeros, zeros[:, 0], np.array([width]), np.array([width - 1]), zeros[:, 0] == 0,
+            support if support.size else None, group_size=config.group_size,
+        )  # fmt: skip
+        batch = take(self.look_back(state.params, row), np.zeros(config.num_rollouts, int))
+        batch, _ = self.credit(batch.replace(rewards=np.arange(config.num_rollouts, dtype=np.float32) % 2))
+        row = normalize(take(batch, np.arange(1)), config.num_generation_tokens, config)
+        for _, piece, first in self.microbatches(row, config.minibatch_size):
+            sums, _ = accumulate(self.model, config, state.params, self.zeros(state.params), piece, first)
+        apply_gradients.lower(self.optimizer, state, *sums).compile()
+        jax.tree.map(lambda x: x[0], state.params[LAYERS])  # as for a model that is saved
 
     @waiting("log-probabilities")
     def look_back(self, params, batch: Batch) -> Batch:
@@ -206,8 +237,14 @@ class Learner:
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with advantages, without the rows that leave it."""
-        advantage, keep = advantages(batch, self.config)
-        batch, metrics = batch.replace(advantages=np.asarray(advantage)), {}
+        num_rows, metrics = len(batch.rewards), {}
+        # Where groups without signal were not even taken along, some like them keep the shape, and so what is compiled.
+        may_miss = self.config.do_group_filter and self.config.is_group_relative
+        missing = max(0, self.config.num_rollouts - num_rows) * may_miss
+        whole = take(batch, np.resize(np.arange(num_rows), num_rows + missing))
+        whole.mask[num_rows:], whole.rewards[num_rows:] = False, 0.0
+        advantage, keep = (np.asarray(x)[:num_rows] for x in advantages(whole, self.config))
+        batch = batch.replace(advantages=advantage)
         if self.config.has_critic:
             returns = objectives.generalised_advantages(batch, self.config) + batch.values
             batch = batch.replace(returns=np.asarray(returns))
@@ -218,7 +255,7 @@ class Learner:
     def scores(self, params, batch: Batch) -> TokenScores:
         """What a model says of each token of the batch."""
         parts = []
-        for rows, piece, first in self.microbatches(batch):
+        for rows, piece, first in self.microbatches(batch, self.config.batch_size):
             scores = score(self.model, params, piece.tokens, self.config.temperature, first, piece.support)
             parts.append((rows, self.layout.fetch(scores)))
 
@@ -233,9 +270,8 @@ class Learner:
     def minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
         """The batch in random order, about --ppo_minibatch rollouts at a time."""
         num_rows = len(batch.rewards)
-        count = -(-num_rows // self.config.ppo_minibatch) if self.config.ppo_minibatch else 1
         order = np.random.default_rng((self.config.seed, step, epoch)).permutation(num_rows)
-        for rows in np.array_split(order, count):
+        for rows in np.array_split(order, -(-num_rows // self.config.minibatch_size)):
             yield take(batch, rows)
 
     def check(self, minibatches: list[Batch], updates: list[dict]) -> None:
@@ -249,28 +285,34 @@ class Learner:
                     "--lr, or look at the batches in bad_batches/; the parameters are those before them"
                 )
 
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        """One optimiser step on a minibatch: the gradients of its micro-batches, added up."""
-        batch = jax.tree.map(np.asarray, normalize(batch, self.config.num_generation_tokens, self.config))
-        dtype = self.config.grad_dtype or "float32"
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), state.params)
-        parts, num_slots = [], 0
-        for _, piece, first in self.microbatches(batch):
-            grads, metrics = accumulate(self.model, self.config, state.params, grads, piece, first)
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, list[dict], dict]:
+        """One optimiser step, by the gradients of a minibatch's micro-batches; returns their metrics and its own."""
+        batch = normalize(batch, self.config.num_generation_tokens, self.config)
+        sums, parts, num_slots = self.zeros(state.params), [], 0
+        for _, piece, first in self.microbatches(batch, self.config.minibatch_size):
+            sums, metrics = accumulate(self.model, self.config, state.params, sums, piece, first)
             parts.append(metrics)
             num_slots += piece.tokens.size
-        metrics = objectives.total(parts)
-        state, more = apply_gradients(self.optimizer, state, grads, metrics["loss"])
+        state, metrics = apply_gradients(self.optimizer, state, *sums)
         work = {"padding": 1 - batch.lengths.sum() / num_slots, "flops": training_flops(self.model, batch.lengths)}
-        return state, metrics | more | {f"speed/{name}": value for name, value in work.items()}
+        return state, parts, metrics | {f"speed/{name}": value for name, value in work.items()}
 
-    def microbatches(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch, int]]:
-        """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score)."""
-        cut = list(pieces(batch.lengths, self.config.tokens_per_microbatch, self.layout.row_shards))
+    def zeros(self, params) -> tuple[Any, Array]:
+        """Where the gradient and the loss of micro-batches are summed."""
+        dtype = self.config.grad_dtype or "float32"
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), params)
+        return grads, self.layout.put(np.float32(0))
+
+    def microbatches(self, batch: Batch, most: int) -> Iterator[tuple[np.ndarray, Batch, int]]:
+        """Rows of similar length, piece by piece: (their numbers, the piece on the devices, first column to score).
+
+        `most` is what the batch has rows, where none has left it.
+        """
+        cut = list(pieces(batch.lengths, self.config.tokens_per_microbatch, self.layout.row_shards, most))
         for rows, num_rows, width in track(cut, "micro-batches"):
             piece = take(batch, np.resize(rows, num_rows), width)
             piece.mask[len(rows) :] = False  # rows that only fill the shape up
-            yield rows, self.layout.put(piece), bucket_below(int(piece.prompt_lengths.min()))
+            yield rows, self.layout.put(piece), min(power_below(int(piece.prompt_lengths.min())), self.first)
 
 
 @partial(jax.jit, static_argnames=("model", "temperature", "first"))
@@ -278,9 +320,9 @@ def score(model: Qwen, params, tokens: Int[Array, "B T"], temperature: float, fi
     return score_tokens(model, params, tokens, temperature, first, support)
 
 
-@partial(jax.jit, static_argnames=("model", "config", "first"), donate_argnames="grads")
-def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: int):
-    """Adds a micro-batch's part of the gradient; its metrics are parts of sums too."""
+@partial(jax.jit, static_argnames=("model", "config", "first"), donate_argnames="sums")
+def accumulate(model: Qwen, config: Config, params, sums, batch: Batch, first: int):
+    """Adds a micro-batch's part of gradient and loss; its metrics are parts of sums too."""
 
     def loss(params):
         scores = score_tokens(model, params, batch.tokens, config.temperature, first, batch.support)
@@ -290,8 +332,8 @@ def accumulate(model: Qwen, config: Config, params, grads, batch: Batch, first: 
             loss += metrics["value/loss"]
         return loss, metrics
 
-    (_, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
-    return jax.tree.map(lambda grad, new: (grad + new).astype(grad.dtype), grads, new), metrics
+    (part, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, part)), metrics
 
 
 @partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
@@ -312,8 +354,7 @@ def held_out(tester: Player, params, config: Config, with_greedy: bool) -> dict[
     metrics, _ = evaluate(tester, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
     metrics = {f"test_env/{name}": value for name, value in metrics.items()}
     if with_greedy:
-        tester = replace(tester, sampler=replace(tester.sampler, distribution=Distribution(temperature=0.0)))
-        greedy, _ = evaluate(tester, params, config.num_eval_tasks, 1, config.seed)
+        greedy, _ = evaluate(tester.greedy(), params, config.num_eval_tasks, 1, config.seed)
         metrics |= {f"test_env_greedy/{name}": value for name, value in greedy.items()}
     return metrics
 
@@ -328,7 +369,7 @@ def main(config: Config):
         run = Run(config, layout)
         config = replace(config, save_dir=str(run.directory))
         players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
-        player, tester = players[0], players[1] if config.test_env_name else None
+        player = players[0]
         end = config.num_epochs * player.num_tasks or np.inf
         max_steps = int(min(config.max_steps, -(-end // config.groups_per_batch)))
         config = replace(config, num_generation_tokens=player.sampler.max_new_tokens, max_steps=max_steps)
@@ -344,7 +385,7 @@ def main(config: Config):
     learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(run.start_logger(done if progress else -1))
-        compilations = stack.enter_context(Compilations())
+        compilations = stack.enter_context(Compilations(run.directory / "programs.jsonl" if layout.is_main else None))
         stack.enter_context(run)  # however the run ends, what it has reached is saved
         for each in players:
             stack.enter_context(each.scorer)
@@ -353,6 +394,11 @@ def main(config: Config):
         logger.say(objectives.describe(config), describe_optimizer(config, state.params))
         logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))
         logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
+        if config.precompile:
+            players, learner = precompile(config, players, learner, state)
+            said = "compiled ahead: {compile/num_programs} programs, {compile/num_from_cache} more were in the cache"
+            logger.say(said.format_map(compilations.take()))
+        player, tester = players[0], players[1] if config.test_env_name else None
         if tester and not done:
             with run.interruptible():
                 metrics = held_out(tester, state.params, config, config.test_greedy)

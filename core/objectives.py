@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
@@ -242,6 +243,7 @@ def has_signal(rewards: Float[Array, "N G"], config: ObjectiveConfig) -> Bool[Ar
     return differ if config.is_group_relative else differ | True
 
 
+@partial(jax.jit, static_argnames="config")  # else each of its operations would compile for each width
 def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B"]]:
     """The advantage of each token, and which rows stay in the batch."""
     rewards = jnp.asarray(batch.rewards, jnp.float32) - kl_penalty(batch, config).sum(axis=1)
@@ -278,7 +280,7 @@ def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
     return config.kl_coef * jnp.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
 
 
-@partial(jax.jit, static_argnames="config")  # else each call would compile its scan
+@partial(jax.jit, static_argnames="config")
 def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
     """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
 
@@ -304,12 +306,12 @@ def normalize(batch: Batch, num_generation_tokens: int, config: ObjectiveConfig)
 
     `constant` is Dr. GRPO's: rows times the completion limit. Source: arXiv 2503.20783, section 3.2.
     """
-    row_tokens = jnp.asarray(batch.mask).sum(axis=1).astype(jnp.float32)
-    num_rows, num_tokens = len(row_tokens), jnp.full_like(row_tokens, jnp.maximum(row_tokens.sum(), 1.0))
+    row_tokens = np.asarray(batch.mask).sum(axis=1).astype(np.float32)
+    num_rows, num_tokens = len(row_tokens), np.full_like(row_tokens, max(row_tokens.sum(), 1.0))
     denominator = {
         "token_mean": num_tokens,
-        "sequence_mean": num_rows * jnp.maximum(row_tokens, 1.0),
-        "constant": jnp.full_like(row_tokens, num_rows * num_generation_tokens),
+        "sequence_mean": num_rows * np.maximum(row_tokens, 1.0),
+        "constant": np.full_like(row_tokens, num_rows * num_generation_tokens),
     }[config.loss_normalization]
     return batch.replace(denominator=denominator, num_tokens=num_tokens)
 
@@ -383,13 +385,12 @@ def value_loss(values: Float[Array, "B T"], batch: Batch, config: ObjectiveConfi
     return (jnp.where(batch.mask, 0.5 * errors, 0.0).sum(axis=1) / batch.num_tokens).sum()
 
 
-def total(parts: list[dict[str, Array]]) -> dict[str, Array]:
+def total(parts: list[dict[str, Array]]) -> dict[str, float]:
     """The metrics of an optimiser batch from those of its micro-batches: the largest of each `max`, sums of others."""
-    names = parts[0]
-    metrics = {n: jnp.stack([part[n] for part in parts]) for n in names}
-    metrics = {n: x.max() if n.endswith("_max") else x.sum() for n, x in metrics.items()}
+    reduce = {True: np.max, False: np.sum}
+    metrics = {n: float(reduce[n.endswith("_max")]([part[n] for part in parts])) for n in parts[0]}
     squared = metrics.pop("inference_recompute/ratio_squared")
-    share = metrics["inference_recompute/ratio"] ** 2 / jnp.maximum(squared, 1e-30)
+    share = metrics["inference_recompute/ratio"] ** 2 / max(squared, 1e-30)
     return metrics | {"inference_recompute/effective_sample_share": share}
 
 

@@ -95,6 +95,7 @@ class Sampler:
     max_prompt_tokens: int = 1 << 30
     compact: bool = True
     segment: int = SEGMENT
+    prompt_columns: int = 0  # prompts are padded to at least so many
     tokenizer: Tokenizer | None = field(default=None, compare=False)  # for stop strings and forced answers
     layout: Layout | None = field(default=None, compare=False)
     watch: Callable[[Array, int, Array], None] | None = field(default=None, compare=False)  # tokens, columns, lengths
@@ -122,27 +123,25 @@ class Sampler:
 
         # The first decode step reads a prompt's last token; the others are read here, once for the group.
         filled = np.resize(np.arange(N), round_up(N, layout.row_shards))  # some twice
-        P = bucket(max(map(len, prompts)) - 1)
+        P = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
         starts = np.array([P + 1 - len(prompts[i]) for i in filled], np.int32)
         padded = np.stack([np.pad(prompts[i][:-1], (P + 1 - len(prompts[i]), 0)) for i in filled]).astype(np.int32)
         weights = rollout_weights(self.model, params, layout)
         prefix = prefill(self.model, weights, *layout.put((padded, starts)))
         slots = (filled[:, None] * G + np.arange(G)).ravel()  # row of each slot
-        caches = jax.tree.map(lambda x: x[:, :, :1], prefix)  # which the first token overwrites
-        source, width, t = np.repeat(np.arange(len(filled)), G), 0, 0  # caches to continue, their columns, tokens drawn
+        caches, num_caches, width, t = prefix, len(filled), 0, 0  # its columns will be overwritten; tokens drawn
         for steps in self.segments():
             if done.all():
                 break
-            kept = survivors(slots, done, layout.row_shards)
-            if self.compact and len(kept) < len(slots):
+            while self.compact and len(kept := survivors(slots, done, layout.row_shards)) < len(slots):
                 # Who is left shares little: from now on each row has its own copy of the prompt.
-                source, shared = kept, kept // (len(slots) // len(starts))
-                slots, starts = slots[kept], starts[shared]
-                prefix = regroup(prefix, layout.put(shared.astype(np.int32)), P)
-            if source is not None or t + steps > width:
-                width = bucket(t + steps)
-                source = np.arange(len(slots)) if source is None else source
-                caches, source = regroup(caches, layout.put(source.astype(np.int32)), width), None
+                shared = kept // (len(slots) // len(starts))
+                slots, starts, num_caches = slots[kept], starts[shared], len(kept)
+                prefix, caches = (regroup(x, layout.put(np.int32(rows)), n)
+                                  for x, rows, n in ((prefix, shared, P), (caches, kept, width)))  # fmt: skip
+            if t + steps > width:
+                width, source = bucket(t + steps), np.arange(len(slots)) * num_caches // len(slots)
+                caches, num_caches = regroup(caches, layout.put(np.int32(source)), width), len(slots)
             forced = self.forced_tokens(slots, tokens, t, steps)
             state = layout.put((starts, last[slots], keys[slots], forced))
             caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(t), *state)
@@ -164,6 +163,36 @@ class Sampler:
 
         columns = tokens, mask, logprobs, support if support.size else None
         return assemble(prompts, owner, lengths, done, slot_steps, *columns)
+
+    def rehearse(self, params, num_prompts: int, num_samples: int) -> None:
+        """Runs, on zeros, all programs that a call for so many prompts of `prompt_columns` tokens can need."""
+        layout = self.layout or single_device()
+        shards, N, P = layout.row_shards, round_up(num_prompts, layout.row_shards), self.prompt_columns
+        steps, ends = self.segments(), np.cumsum(self.segments()).tolist()
+        shapes = list(dict.fromkeys(zip(steps, map(bucket, ends), strict=True)))  # steps and columns of each segment
+
+        def zeros(*shape: int, dtype=np.int32):
+            return layout.put(np.zeros(shape, dtype))
+
+        row_keys(jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
+        weights = rollout_weights(self.model, params, layout)
+        caches = prefix = prefill(self.model, weights, zeros(N, P), zeros(N))
+        size, width = N * num_samples, 0
+        while True:
+            fewer = len(survivors(np.arange(size), np.ones(size, bool), shards)) if self.compact else size
+            smaller = None
+            for steps, needed in shapes:
+                if needed > width:
+                    caches, width = regroup(caches, zeros(size), needed), needed
+                state = zeros(len(prefix[0][0])), zeros(size), zeros(size, 2, dtype=np.uint32), zeros(size, steps)
+                caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(0), *state)
+                layout.fetch(drawn)
+                if fewer < size:
+                    compacted = regroup(caches, zeros(fewer), width)
+                    smaller = smaller or compacted
+            if fewer == size:
+                break
+            prefix, caches, size, width = regroup(prefix, zeros(fewer), P), smaller, fewer, shapes[0][1]
 
     def segments(self) -> list[int]:
         """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""

@@ -180,7 +180,7 @@ def shardings_on_eight_devices() -> None:
     batch = layout.put(batch)
     assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
-    grads, _ = accumulate(MODEL, config, params, grads, batch, 1)
+    (grads, _), _ = accumulate(MODEL, config, params, (grads, np.float32(0)), batch, 1)
     same(grads)
     state, _ = grpo.apply_gradients(optimizer, state, grads)
     same(state.params)
@@ -191,7 +191,7 @@ def shardings_on_eight_devices() -> None:
     assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
     prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
     source = layout.put(np.arange(16, dtype=np.int32) // 2)
-    caches = sampling.regroup(jax.tree.map(lambda x: x[:, :, :1], prefix), source, 48)
+    caches = sampling.regroup(prefix, source, 48)
     by_rows = cut(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
     assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))

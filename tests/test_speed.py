@@ -13,6 +13,7 @@ import numpy as np
 from core.sampling import Sampler
 from models import qwen3
 from models.qwen3 import Qwen
+from tests.kill_runs import FLAGS, arguments, start
 from utils.runtime import Compilations
 from utils.sharding import single_device
 from utils.speed import describe_speed, sampling_bytes, training_flops
@@ -88,3 +89,19 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
     assert second["compile/num_programs"] == 0
     assert second["compile/num_from_cache"] == first["compile/num_programs"]
+
+
+def test_after_precompile_no_step_compiles_and_all_programs_are_listed(tmp_path):
+    flags = FLAGS | {
+        "groups_per_batch": 4, "num_generation_tokens": 40, "precompile": 1, "max_steps": 3, "test_env_name": "",
+        "save_dir": tmp_path, "num_eval_samples": 1,
+    }  # fmt: skip
+    run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0"})
+    assert not run.wait(), run.stdout.read()
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step["compile/num_programs"] for step in steps if "compile/num_programs" in step] == [0, 0, 0]
+    rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
+    segments = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(decode_segment)"]
+    assert len(segments) == len(set(segments)) == 4  # of 16 and of 8 slots, of 32 and of 48 columns
+    learning = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(accumulate)"]
+    assert len(learning) == len(set(learning)) > 1

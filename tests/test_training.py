@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from core import grpo
 from core.eval import Player, evaluate
 from core.grpo import Config, Learner, collect, task_numbers
-from core.objectives import Batch, advantages, describe
+from core.objectives import Batch, advantages, describe, total
 from core.sampling import Sampler
 from envs.base import Env, Problem
 from models import qwen3
@@ -90,8 +90,9 @@ def update(batch: Batch, layout=None, **changes) -> tuple[dict, dict]:
     """The gradient and the metrics of one update, by plain descent with rate 1."""
     layout = layout or single_device()
     learner = Learner(replace(MODEL, mesh=layout.mesh), optax.sgd(1.0), layout, replace(CONFIG, **changes))
-    state, metrics = learner.update(init_state(on_layout(layout), learner.optimizer), batch)
-    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), layout.fetch(metrics)
+    state, parts, metrics = learner.update(init_state(on_layout(layout), learner.optimizer), batch)
+    parts, metrics = layout.fetch((parts, metrics))
+    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), total(parts) | metrics
 
 
 def learn(learner: Learner, state, batch: Batch, step: int):
@@ -225,7 +226,9 @@ def test_old_logprobs(flags, expected):
     class Spy(Learner):
         def update(self, state, batch):
             seen.append(batch)
-            return state, dict.fromkeys(("loss", "approx_kl", "clip_fraction", "grad_norm", "skipped_in_a_row"), 0)
+            names = "loss", "approx_kl", "clip_fraction", "inference_recompute/ratio"
+            part = dict.fromkeys((*names, "inference_recompute/ratio_squared"), 0)
+            return state, [part], {"grad_norm": 0, "skipped_in_a_row": 0}
 
     batch = random_batch().replace(old_logprobs=None)
     state = init_state(on_layout(single_device()), optax.sgd(0.0))

@@ -20,10 +20,9 @@ def bucket(n: int) -> int:
     return power * 3 // 4 if 32 < power and n <= power * 3 // 4 else power
 
 
-def bucket_below(n: int) -> int:
-    """The last of 1, 2, 3, 4, 6, 8, 12, 16, ... up to n."""
-    power = 1 << (n.bit_length() - 1)
-    return power * 3 // 2 if power * 3 // 2 <= n else power
+def power_below(n: int) -> int:
+    """The last of 1, 2, 4, 8, ... up to n."""
+    return 1 << n.bit_length() - 1
 
 
 def fit(x: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
@@ -46,23 +45,28 @@ def concatenate(trees: list[Any]) -> Any:
 def survivors(slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int) -> Int[np.ndarray, "K"]:
     """The places in `slots` (rows, cut into equal shards) to go on with: of each row that is not done, in its shard.
 
-    All shards keep the same number, a power of two: some rows stand twice, and a shard where all are done keeps one.
+    All shards keep the same number, the next smaller power of two or all: some rows stand twice, and a shard where all
+    are done keeps one. Whoever wants fewer asks again: so few sizes follow each other that all can be compiled ahead.
     """
     rows, places = np.unique(slots, return_index=True)
     places, size = places[~done[rows]], len(slots) // shards
     parts = [places[places // size == i] for i in range(shards)]
-    count = max(-(-8 // shards), 1 << (max(map(len, parts)) - 1).bit_length())
-    return np.concatenate([np.resize(part if part.size else [i * size], count) for i, part in enumerate(parts)])
+    half = (1 << (size - 1).bit_length()) // 2
+    if max(-(-8 // shards), *map(len, parts)) > half:
+        return np.arange(len(slots))
+    return np.concatenate([np.resize(part if part.size else [i * size], half) for i, part in enumerate(parts)])
 
 
-def pieces(lengths: Int[np.ndarray, "B"], tokens_per_shard: int, shards: int) -> Iterator[tuple[np.ndarray, int, int]]:
+def pieces(
+    lengths: Int[np.ndarray, "B"], tokens_per_shard: int, shards: int, most: int
+) -> Iterator[tuple[np.ndarray, int, int]]:
     """Cuts rows into pieces of similar length and about `tokens_per_shard` tokens for each shard, longest first.
 
     Yields row numbers, and the rows and columns to pad them to. The number of rows, a power of two for each shard,
-    follows from the columns (and is no more than hold all): one compiled shape per bucket of lengths.
+    follows from the columns (and is no more than hold `most` rows): one compiled shape per bucket of lengths.
     """
     order = np.argsort(lengths, kind="stable")
-    needed = 1 << (-(-len(lengths) // shards) - 1).bit_length()
+    needed = 1 << (-(-most // shards) - 1).bit_length()
     while order.size:
         width = bucket(int(lengths[order[-1]]))
         num_rows = shards * min(needed, 1 << max(1, tokens_per_shard // width).bit_length() - 1)

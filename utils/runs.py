@@ -57,7 +57,7 @@ MAY_CHANGE = {  # when a run goes on: where and how fast it runs, what it writes
     *(field.name for cls in (LayoutConfig, RunConfig, LmpoConfig) for field in fields(cls)),  # lmpo's set other fields
     "data_dir", "num_score_workers", "score_timeout", "max_error_share", "inference_batch_per_device",
     "tokens_per_microbatch", "use_remat", "remat", "unroll_layers", "attention", "max_skipped_updates", "test_interval",
-    "test_greedy", "profile",
+    "test_greedy", "precompile", "profile",
 }  # fmt: skip
 LENGTH = {"max_steps", "num_epochs"}  # the same, but where the learning rate is on its way to 0 at the end
 

@@ -1,13 +1,17 @@
 """What JAX and the C library are told before the first array: where compiled programs stay, and that memory does."""
 
+import contextlib
 import ctypes
 import importlib.util
+import json
+import logging
 import os
 import sys
 from pathlib import Path
 
 import jax
 
+COMPILER = "jax._src.interpreters.pxla"  # whose log tells the shapes of a program that is lowered
 COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also when the cache had it
 FOUND = "/jax/compilation_cache/cache_hits"
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
@@ -35,27 +39,48 @@ def keep_memory() -> None:
 
 
 class Compilations:
-    """Counts the programs that are compiled while it is entered; those that the cache has are not."""
+    """Counts the programs that are compiled while it is entered; those that the cache has are not.
 
-    def __init__(self):
-        self.num_programs, self.num_found, self.seconds = 0, 0, 0.0
+    All are listed in `file`, one JSON object a line: name, shapes of arguments, seconds, and whether the cache had it.
+    """
+
+    def __init__(self, file: Path | None = None):
+        self.file, self.shapes = file, {}  # shapes of what is about to be compiled, by name
+        self.num_programs, self.num_found, self.seconds, self.is_found = 0, 0, 0.0, False
 
     def __enter__(self) -> "Compilations":
         jax.monitoring.register_event_duration_secs_listener(self.compiled)
         jax.monitoring.register_event_listener(self.found)
+        if self.file:
+            logging.getLogger(COMPILER).setLevel(logging.DEBUG)
+            logging.getLogger(COMPILER).addFilter(self.lowered)
         return self
 
     def __exit__(self, *_) -> None:
         jax.monitoring.unregister_event_duration_listener(self.compiled)
         jax.monitoring.unregister_event_listener(self.found)
+        logging.getLogger(COMPILER).removeFilter(self.lowered)
 
-    def compiled(self, event: str, seconds: float, **_) -> None:
-        if event == COMPILED:
-            self.num_programs += 1
-            self.seconds += seconds
+    def lowered(self, record: logging.LogRecord) -> bool:
+        """Reads the compiler's log, which is not written anywhere else for that."""
+        with contextlib.suppress(IndexError, TypeError, AttributeError):  # of another version of JAX
+            name, shapes = record.args[:2]
+            self.shapes[name] = list(dict.fromkeys(shape.str_short() for shape in shapes))
+        return record.levelno > logging.DEBUG
 
     def found(self, event: str, **_) -> None:
-        self.num_found += event == FOUND
+        if event == FOUND:
+            self.num_found += 1
+            self.is_found = True
+
+    def compiled(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
+        if event != COMPILED:
+            return
+        if self.file:
+            row = {"program": fun_name, "shapes": self.shapes.pop(fun_name, []), "seconds": round(seconds, 3)}
+            with contextlib.suppress(OSError), self.file.open("a") as file:
+                file.write(json.dumps(row | {"from_cache": self.is_found}) + "\n")
+        self.num_programs, self.seconds, self.is_found = self.num_programs + 1, self.seconds + seconds, False
 
     def take(self) -> dict[str, float]:
         """Metrics since the last call."""

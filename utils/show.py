@@ -21,10 +21,16 @@ def show(env: Any, encode: Callable[[Any], list[int]], decode: Callable[[list[in
             scores = env.score(problem, problem.prefix + reply)
             parts = ", ".join(f"{part} {value:g}" for part, value in scores.items())
             lines.append(f"{name:>10} {shorten(reply)}\n{'':>10} {parts}")
-    indices = np.unique(np.linspace(0, env.num_tasks - 1, min(MAX_MEASURED, env.num_tasks)).astype(int))
-    lengths = [len(encode(env.problem(int(i)))) for i in indices]
+    lengths = prompt_lengths(env, encode)
     quantiles = ", ".join(f"{q}% {int(np.percentile(lengths, q))}" for q in (5, 50, 95, 99))
     return "\n".join([*lines, f"======== prompts: {env.num_tasks:,}; tokens: {quantiles}, longest {max(lengths)}"])
+
+
+def prompt_lengths(env: Any, encode: Callable[[Any], list[int]], tasks: np.ndarray | None = None) -> list[int]:
+    """Tokens of the prompts of an environment, or of these tasks; of MAX_MEASURED where all would be too many."""
+    if tasks is None:
+        tasks = np.unique(np.linspace(0, env.num_tasks - 1, min(MAX_MEASURED, env.num_tasks)).astype(int))
+    return [len(encode(env.problem(int(i)))) for i in tasks]
 
 
 def shorten(value: Any, width: int = 160) -> str:
