@@ -1,4 +1,4 @@
-"""Memory and communication of an update by devices, read from the compiled program; nothing is run.
+"""Memory and communication of an update by devices: from parameters laid out on them, and from the compiled program.
 
     python bench/scaling.py                       # Qwen3-0.6B under fsdp on 1 to 64 virtual devices, and a projection
     python bench/scaling.py --sharding fsdp_tp --devices 8
@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -103,10 +104,14 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
     )  # fmt: skip
     model = replace(QWEN3, mesh=layout.mesh)
     compiled = accumulate.lower(model, Config(), shapes, (shapes, np.float32(0)), batch, 32).compile()
-    leaves = jax.tree.leaves(shapes)
-    whole = sum(x.size * 4 for x in leaves)
-    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in leaves)
-    return {"whole": whole, "held": held} | collective_bytes(compiled.as_text())
+    zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), out_shardings=jax.tree.map(
+        lambda x: x.sharding, shapes
+    ))()  # fmt: skip
+    held = Counter()
+    for shard in (shard for x in jax.tree.leaves(zeros) for shard in x.addressable_shards):
+        held[shard.device] += shard.data.nbytes
+    whole = sum(x.nbytes for x in jax.tree.leaves(zeros))
+    return {"whole": whole, "held": max(held.values())} | collective_bytes(compiled.as_text())
 
 
 def fsdp_minimum(whole: int, num_devices: int) -> float:
