@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from utils.logger import writable
 from utils.memory import out_of_memory
 from utils.progress import waiting
 from utils.rewards import RewardConfig
-from utils.scoring import Scorer
+from utils.scoring import Scorer, Stream
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
 from utils.show import show, tasks_that_fit
 
@@ -112,29 +113,35 @@ class Player:
         places = ids if places is None else places
         ids = ids if self.tasks is None else self.tasks[ids]
         problems = [self.env.problem(int(i)) for i in ids]
-        with waiting("sampling", len(ids) * num_samples, "rows") as wait:
-            sampler = replace(self.sampler, watch=wait.watch)
-            for start in range(0, len(ids), per_call):
-                prompts = [self.encode(problem) for problem in problems[start : start + per_call]]
-                with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
-                    parts.append(sampler(params, prompts, places[start : start + per_call], num_samples, key))
-        rollouts = concatenate(parts)
-        sampled = time.perf_counter()
-        rows = zip(rollouts.tokens, rollouts.prompt_lengths, rollouts.lengths, strict=True)
-        texts = [
-            problems[i // num_samples].prefix + self.tokenizer.decode(tokens[start:end])
-            for i, (tokens, start, end) in enumerate(rows)
-        ]
         ids = np.repeat(ids, num_samples)
-        failures = {}
+        texts, mine, failures = {}, self.layout.part(len(ids)), {}
+
+        def hear(first: int, tokens, t: int, lengths) -> None:
+            """Takes rows that have come to their end, and has this process's share of them scored meanwhile."""
+            wait.watch(tokens, t, lengths)
+            new = {first + b: b for b in np.flatnonzero(lengths <= t).tolist() if first + b not in texts}
+            for row, b in new.items():
+                texts[row] = problems[row // num_samples].prefix + self.tokenizer.decode(tokens[b, : lengths[b]])
+            stream.add({row: (int(ids[row]), texts[row]) for row in new if row in mine})
 
         def score(share: range) -> list[dict[str, float]]:
-            rewards, counts = self.scorer.score(ids[share.start : share.stop], texts[share.start : share.stop])
+            scored = stream.finish()
+            jobs, outcomes = ([scored[row][i] for row in share] for i in (0, 1))
+            rewards, counts = self.scorer.judge(jobs, outcomes)
             failures.update(counts)
             return rewards
 
-        with waiting(f"scoring {len(texts):,} replies"):
-            rewards = self.layout.share(score, len(texts))
+        with Stream(self.scorer) as stream:
+            with waiting("sampling", len(ids), "rows") as wait:
+                for start in range(0, len(problems), per_call):
+                    sampler = replace(self.sampler, watch=partial(hear, start * num_samples))
+                    prompts = [self.encode(problem) for problem in problems[start : start + per_call]]
+                    with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
+                        parts.append(sampler(params, prompts, places[start : start + per_call], num_samples, key))
+            rollouts, sampled = concatenate(parts), time.perf_counter()
+            with waiting(f"scoring {len(texts):,} replies"):
+                rewards = self.layout.share(score, len(texts))
+        texts = [texts[row] for row in range(len(ids))]
         names = sorted({"return", "correct_answer"}.union(*rewards))  # a reply without score may lack them
         scores = {name: np.array([reward.get(name, 0.0) for reward in rewards], np.float32) for name in names}
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
@@ -212,7 +219,8 @@ class Command(EvalConfig, SamplingConfig, LayoutConfig):
 def play_checkpoint(config: Command, name: str, folder: Path, envs: dict[str, Env], layout: Layout) -> list[Result]:
     """What a checkpoint reaches on each environment; with --show, a look at the environments instead."""
     with user_errors():
-        model, params, tokenizer = load_model(folder, layout, config.dtype, param_dtype=config.dtype)
+        given = {"param_dtype": config.dtype, "kv_dtype": config.kv_dtype}
+        model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
     results = []
     for env_name, env in envs.items():
         with user_errors():

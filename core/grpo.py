@@ -98,6 +98,11 @@ class Config(
             raise ValueError("--temperature 0 always draws the same completion: training needs one above 0")
         if self.do_inference_logprobs and self.importance_correction != "none":
             raise ValueError("--do_inference_logprobs leaves --importance_correction nothing to correct: drop one")
+        if self.kv_dtype and self.importance_correction == "none" and self.objective != "dppo":
+            raise ValueError(
+                f"--kv_dtype {self.kv_dtype} draws from probabilities that differ from those that are trained: correct "
+                "for it by --importance_correction truncate, or take --objective dppo"
+            )
         if self.num_epochs < 0 or self.target_kl < 0:
             raise ValueError("--num_epochs and --target_kl must not be negative")
 
@@ -309,6 +314,7 @@ class Learner:
         `most` is what the batch has rows, where none has left it.
         """
         cut = list(pieces(batch.lengths, self.config.tokens_per_microbatch, self.layout.row_shards, most))
+        batch = batch.replace(entropies=None)  # which no loss reads
         for rows, num_rows, width in track(cut, "micro-batches"):
             piece = take(batch, np.resize(rows, num_rows), width)
             piece.mask[len(rows) :] = False  # rows that only fill the shape up
@@ -364,7 +370,7 @@ def main(config: Config):
         layout = make_layout(config)
         names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
         envs = [make_env(name, **env_options(config, name)) for name in names]
-        given = {"unroll": config.unroll_layers, "attention": config.attention}
+        given = {"unroll": config.unroll_layers, "attention": config.attention, "kv_dtype": config.kv_dtype}
         model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, **given)
         run = Run(config, layout)
         config = replace(config, save_dir=str(run.directory))
@@ -382,6 +388,7 @@ def main(config: Config):
     del params  # the state holds them, and each update replaces them
     config, model, memory = fit_memory(config, model, layout, state, reference)
     done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
+    less_memory = " or set --remat full" * (model.remat != "full")
     learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
     with contextlib.ExitStack() as stack:
         logger = stack.enter_context(run.start_logger(done if progress else -1))
@@ -412,7 +419,7 @@ def main(config: Config):
                     batch, played, cursor = collect(player, state.params, config, step, cursor)
                 metrics = describe_play(played, config.group_size)
                 if batch is not None:
-                    with out_of_memory("tokens_per_microbatch", config.tokens_per_microbatch, " or set --remat full"):
+                    with out_of_memory("tokens_per_microbatch", config.tokens_per_microbatch, less_memory):
                         batch, assessed = learner.assess(state.params, batch)
                         state, learnt = learner.learn(state, batch, step)
                     metrics |= assessed | learnt

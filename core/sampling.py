@@ -51,6 +51,10 @@ class SamplingConfig:
     top_k: int = option(0, f"sample from the k likeliest tokens only, up to {MAX_SUPPORT}; 0: all")
     top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
     min_p: float = option(0.0, "sample from tokens with at least this fraction of the likeliest one's probability")
+    kv_dtype: str = option(
+        "", "of the KV cache; int8: about half the memory and traffic, and probabilities that differ a little from "
+        "those that are trained (--importance_correction truncate)", ["", "int8"]
+    )  # fmt: skip
     stop_strings: str = option("", "comma-separated texts that end a completion")
     inference_batch_per_device: int = option(64, "rows sampled at a time, per device")
 
@@ -177,14 +181,14 @@ class Sampler:
         row_keys(jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
         weights = rollout_weights(self.model, params, layout)
         caches = prefix = prefill(self.model, weights, zeros(N, P), zeros(N))
-        size, width = N * num_samples, 0
+        num_prefixes, size, width = N, N * num_samples, 0
         while True:
             fewer = len(survivors(np.arange(size), np.ones(size, bool), shards)) if self.compact else size
             smaller = None
             for steps, needed in shapes:
                 if needed > width:
                     caches, width = regroup(caches, zeros(size), needed), needed
-                state = zeros(len(prefix[0][0])), zeros(size), zeros(size, 2, dtype=np.uint32), zeros(size, steps)
+                state = zeros(num_prefixes), zeros(size), zeros(size, 2, dtype=np.uint32), zeros(size, steps)
                 caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(0), *state)
                 layout.fetch(drawn)
                 if fewer < size:
@@ -192,7 +196,8 @@ class Sampler:
                     smaller = smaller or compacted
             if fewer == size:
                 break
-            prefix, caches, size, width = regroup(prefix, zeros(fewer), P), smaller, fewer, shapes[0][1]
+            prefix, caches, width = regroup(prefix, zeros(fewer), P), smaller, shapes[0][1]
+            num_prefixes = size = fewer
 
     def segments(self) -> list[int]:
         """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
@@ -353,7 +358,8 @@ def main(config: Command):
     with user_errors():
         layout = make_layout(config)
         rows = read_prompts(config.prompts) if config.prompts else [{"prompt": prompt} for prompt in PROMPTS]
-        model, params, tokenizer = load_model(config.ckpt_dir, layout, config.dtype, param_dtype=config.dtype)
+        given = {"param_dtype": config.dtype, "kv_dtype": config.kv_dtype}
+        model, params, tokenizer = load_model(config.ckpt_dir, layout, config.dtype, **given)
         limit = 256 if config.num_generation_tokens < 0 else config.num_generation_tokens
         sampler = make_sampler(config, model, tokenizer, layout, limit, max(0, config.force_answer_at))
     if not config.prompts and not config.json and sys.stdin.isatty() and sys.stdout.isatty():

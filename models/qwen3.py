@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from models.attention import Cache, Prompts, attend, attend_cache, attend_rows, causal_mask, choose_kernel
+from models.attention import Cache, Prompts, attend, attend_cache, attend_rows, causal_mask, choose_kernel, compress
 from models.distribution import entropy, log_softmax_at, truncate
 from utils.batching import Array
 from utils.sharding import constrain, on_each
@@ -59,6 +59,7 @@ class Qwen:
     remat: str = "full"  # none | dots | full: what the backward pass of a layer recomputes
     unroll: bool = False  # layers of the training pass as straight code: faster for small models, slow to compile
     attention: str = "auto"  # auto | plain | cudnn | splash: of training rows
+    kv_dtype: str = ""  # of the cache: int8, or empty for that of the matmuls
     mesh: Mesh | None = None  # on which kernels run that XLA cannot cut by itself; None: plain attention
 
     def table(self) -> dict:
@@ -111,7 +112,9 @@ class Qwen:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values of a token, in all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        item = jnp.dtype(self.dtype).itemsize
+        head = self.head_dim + item if self.kv_dtype == "int8" else self.head_dim * item  # with its scale
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * head
 
 
 def init_params(model: Qwen, key) -> Params:
@@ -219,7 +222,7 @@ def prefill(model: Qwen, weights: Params, tokens: Int[Array, "B T"], starts: Int
     x, caches = embed(model, weights, tokens), []
     for w in weights[LAYERS]:
         x, cache = block(model, w, x, turns, lambda q, k, v: attend(q, k, v, mask))
-        caches.append(cache)
+        caches.append(tuple(compress(x, model.kv_dtype) for x in cache))
     return caches
 
 
@@ -234,10 +237,11 @@ def decode(
 ) -> tuple[Float[Array, "B V"], list[Cache]]:
     """Logits after one more token per row, written at `column` of its cache; B / N rows in turn share a prompt."""
     x, new = embed(model, weights, tokens[:, None]), []
-    num_left = jnp.repeat(prompts[0][0].shape[2] - starts, len(tokens) // len(starts))  # of the cache, tokens
+    num_columns = jax.tree.leaves(prompts)[0].shape[2]
+    num_left = jnp.repeat(num_columns - starts, len(tokens) // len(starts))  # tokens of each prompt
     turns = rotations(model, (num_left + column)[:, None])
     for w, prompt, old in zip(weights[LAYERS], prompts, caches, strict=True):
-        attention = partial(attend_cache, prompts=prompt, cache=old, starts=starts, column=column)
+        attention = partial(attend_cache, prompts=prompt, cache=old, starts=starts, column=column, dtype=model.kv_dtype)
         x, cache = block(model, w, x, turns, attention)
         new.append(cache)
     return head(model, weights, x[:, 0]), new

@@ -4,6 +4,7 @@ Letters: N prompts, G samples of each, V vocabulary.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
@@ -98,6 +99,24 @@ def test_logprobs_are_those_of_the_training_pass(temperature):
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, temperature)
     np.testing.assert_allclose(r.logprobs, np.where(r.mask, expected, 0.0), atol=1e-4)
     assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
+
+
+def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
+    model = replace(MODEL, kv_dtype="int8")
+    weights = qwen3.unstack(model, random_params())
+    tokens = np.array(PROMPTS[1:2], np.int32)
+    caches, exact = (qwen3.prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
+    assert sum(x.nbytes for x in jax.tree.leaves(caches)) == tokens.size * model.cache_bytes < tokens.size * (
+        MODEL.cache_bytes / 2
+    )
+    for kept, true in zip(caches[0], exact[0], strict=True):  # of the first layer, whose input is the same
+        true = np.asarray(true, np.float64)
+        step = np.abs(true).max(-1, keepdims=True) / 127
+        assert (np.abs(np.asarray(kept.integers) * np.asarray(kept.scale, np.float64) - true) <= 0.501 * step).all()
+    r = draw_all(Sampler(model, LIMIT, ()))
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, 1.0)
+    error = np.abs(r.logprobs - expected)[r.mask]
+    assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.scoring import Scorer
+from utils.scoring import Failure, Scorer, Stream
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "tests.hostile:make"
@@ -49,6 +49,33 @@ def test_scores_come_in_order_from_processes_without_jax(scorer):
 
 def test_no_replies_no_scores(scorer):
     assert scorer.score([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
+
+
+def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
+    with Stream(scorer) as stream:
+        stream.add({3: (7, "ok"), 1: (8, "ok")})
+        deadline = time.monotonic() + 20
+        while not stream.outcomes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stream.add({})
+        stream.add({0: (9, "raise"), 2: (5, "ok")})
+        outcomes = stream.finish()
+    assert [outcomes[row][0] for row in range(4)] == [(9, "raise"), (8, "ok"), (5, "ok"), (7, "ok")]
+    assert [outcomes[row][1]["index"] for row in (1, 2, 3)] == [8, 5, 7] and isinstance(outcomes[0][1], Failure)
+
+
+def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
+    with pytest.raises(ZeroDivisionError), Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        helper = scorer.process.pid
+        with Stream(scorer) as stream:
+            stream.add({0: (0, "sleep")})
+            while not stream.queue.empty():
+                time.sleep(0.01)
+            raise ZeroDivisionError
+    stream.thread.join(5)
+    wait_until_gone(helper)
+    assert not stream.thread.is_alive() and scorer.process.pid == helper, "nor starts another helper"
 
 
 @pytest.mark.parametrize("text", ["sleep", "regex", "endless"])

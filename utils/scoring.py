@@ -21,12 +21,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -79,7 +81,7 @@ class Scorer:
         num_workers = num_workers or min(os.cpu_count() or 1, 16)
         self.settings = (env_name, tuple((env_options or {}).items()), num_workers, timeout, max_error_share)
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
-        self.num_failures = 0
+        self.num_failures, self.is_closed = 0, False
         self.start()
 
     def score(self, indices: Sequence[int], texts: Sequence[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
@@ -91,7 +93,10 @@ class Scorer:
         is wrong, not the replies.
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
-        outcomes = self.ask(jobs)
+        return self.judge(jobs, self.ask(jobs))
+
+    def judge(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> tuple[list[dict[str, float]], dict[str, int]]:
+        """What `score` returns and raises, from the outcome of each job."""
         failures = [(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, Failure)]
         counts = {kind: sum(f.kind == kind for _, f in failures) for kind in ("reward_timeouts", "reward_errors")}
         self.report(failures)
@@ -115,14 +120,19 @@ class Scorer:
                     file.write(json.dumps(record) + "\n")
 
     def ask(self, jobs: list[Job]) -> list[Outcome]:
-        """Have the helper score these; a helper that is lost or broken is replaced once."""
+        """Have the helper score these; a helper that is lost or broken is replaced once. Empty when all is to end."""
         for _ in range(2):
             reply = "the helper process was lost; is there enough memory?"
             with contextlib.suppress(EOFError, OSError):
                 self.connection.send(jobs)
+                while not self.connection.poll(0.1):
+                    if self.is_closed:
+                        return []
                 reply = self.connection.recv()
             if isinstance(reply, list):
                 return reply
+            if self.is_closed:
+                return []
             self.kill()
             self.start()
         raise RuntimeError(f"Scoring failed twice in a row: {reply}")
@@ -149,6 +159,7 @@ class Scorer:
 
     def close(self) -> None:
         """Stop the workers; takes a second at most, and cannot hang."""
+        self.is_closed = True
         self.connection.close()
         try:
             self.process.wait(5)
@@ -169,6 +180,53 @@ class Scorer:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+class Stream:
+    """Scores replies of one rollout in the background, while others are sampled: a context manager.
+
+    A request takes all that have come since the one before it: however long a reply keeps it, the end waits for two.
+    """
+
+    def __init__(self, scorer: Scorer):
+        self.scorer, self.queue = scorer, SimpleQueue()
+        self.outcomes: dict[int, tuple[Job, Outcome]] = {}
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def add(self, jobs: dict[int, Job]) -> None:
+        """Replies to score, by the number of their row."""
+        self.queue.put(jobs)
+
+    def run(self) -> None:
+        try:
+            is_open = True
+            while is_open:
+                parts = [self.queue.get()]
+                while not self.queue.empty():
+                    parts.append(self.queue.get())
+                is_open = None not in parts
+                jobs = {row: job for part in parts if part for row, job in part.items()}
+                if jobs:
+                    outcomes = self.scorer.ask([*jobs.values()])
+                    self.outcomes |= zip(jobs, zip(jobs.values(), outcomes, strict=False), strict=False)
+        except BaseException as error:  # noqa: BLE001 (raised again by `finish`)
+            self.error = error
+
+    def finish(self) -> dict[int, tuple[Job, Outcome]]:
+        """The job and the outcome of each row, once all are there; raises what went wrong."""
+        self.queue.put(None)
+        self.thread.join()
+        if self.error:
+            raise self.error
+        return self.outcomes
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.queue.put(None)
 
 
 def serve(fd: int) -> None:

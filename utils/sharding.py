@@ -74,7 +74,7 @@ class Layout:
     @property
     def row_shards(self) -> int:
         """Pieces into which the rows of a batch are cut; batches are a multiple of it."""
-        return pieces(self.mesh, "rows")
+        return num_shards(self.mesh, "rows")
 
     @property
     def is_cpu(self) -> bool:
@@ -135,13 +135,16 @@ class Layout:
 
         return jax.tree.map(fetch, tree)
 
+    def part(self, num_items: int) -> range:
+        """The share of this process."""
+        count, me = jax.process_count(), jax.process_index()
+        return range(num_items * me // count, num_items * (me + 1) // count)
+
     def share(self, work: Callable[[range], list], num_items: int) -> list:
         """Each process does its share of `num_items` with `work(range) -> list` (JSON values); all get all results."""
-        count, me = jax.process_count(), jax.process_index()
-        if count == 1:
+        if jax.process_count() == 1:
             return work(range(num_items))
-        edges = [num_items * i // count for i in range(count + 1)]
-        mine = json.dumps(work(range(edges[me], edges[me + 1]))).encode()
+        mine = json.dumps(work(self.part(num_items))).encode()
         sizes = multihost_utils.process_allgather(np.int64(len(mine)))
         padded = np.frombuffer(mine.ljust(int(sizes.max()), b" "), np.uint8)
         return [item for part in multihost_utils.process_allgather(padded) for item in json.loads(part.tobytes())]
@@ -182,7 +185,7 @@ def on_each(mesh: Mesh | None, f: Callable, weights: Any, rows: Any) -> Any:
     )(weights, rows)
 
 
-def pieces(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
+def num_shards(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     """Into how many pieces a logical axis is cut."""
     names = LOGICAL_TO_MESH[axis] if axis else None
     return math.prod(mesh.shape[name] for name in ([names] if isinstance(names, str) else names or ()))
@@ -190,7 +193,7 @@ def pieces(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
 
 def cut(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array with these logical axes; a dimension that does not divide stays whole."""
-    fit = [axis if size % pieces(mesh, axis) == 0 else None for axis, size in zip(axes, shape, strict=False)]
+    fit = [axis if size % num_shards(mesh, axis) == 0 else None for axis, size in zip(axes, shape, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*(LOGICAL_TO_MESH[axis] if axis else None for axis in fit)))
 
 
