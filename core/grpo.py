@@ -442,6 +442,7 @@ def main(config: Config):
             if last:
                 break
         logger.say(run.before_and_after(), f"model: {run.directory / f'step{step}'}")
+        logger.say(f"curves and completions: {run.directory / 'report.html'}")
 
 
 if __name__ == "__main__":

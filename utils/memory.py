@@ -58,7 +58,7 @@ def activation_bytes(model, remat: str, width: int) -> tuple[int, int]:
     """
     D, F = model.hidden_size, model.intermediate_size
     heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    scores = 3 * model.num_attention_heads * width if model.kernel == "plain" else 0
+    scores = 2 * model.num_attention_heads * width if model.kernel == "plain" else 0  # in quarters
     products = heads + 3 * D + 2 * F  # results of matrix products, and the layer's input
     kept = {"none": 2 * heads + 9 * D + 9 * F + scores, "dots": products, "full": D}[remat]
     item = jnp.dtype(model.dtype).itemsize
