@@ -182,7 +182,7 @@ class Learner:
     config: Config
     reference: Any = None  # parameters of the model that the KL is measured to
     report_bad: Callable[[Batch], None] = lambda batch: None  # called with each minibatch whose update was skipped
-    first: int = 1 << 30  # columns left of it are scored, where there are so many: they need not be
+    first: int = 1 << 30  # the first column to score is this at most; fewer of them, fewer programs
 
     def assess(self, params, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with all that is known before the first update, advantages too; rows without any leave it."""
