@@ -111,5 +111,5 @@ def write_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 (their errors have no type of their own)
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:1000]  # paths first, the cause last
         raise OSError(f"the training state cannot be written ({type(error).__name__}: {reason})") from error
