@@ -116,10 +116,11 @@ class Player:
         ids = np.repeat(ids, num_samples)
         texts, mine, failures = {}, self.layout.part(len(ids)), {}
 
-        def hear(first: int, tokens, t: int, lengths) -> None:
+        def hear(call: int, first: int, tokens, t: int, lengths) -> None:
             """Takes rows that have come to their end, and has this process's share of them scored meanwhile."""
-            wait.watch(tokens, t, lengths)
-            new = {first + b: b for b in np.flatnonzero(lengths <= t).tolist() if first + b not in texts}
+            wait.watch(call, first, tokens, t, lengths)
+            ended = {call + first + b: b for b in np.flatnonzero(lengths <= t).tolist()}
+            new = {row: b for row, b in ended.items() if row not in texts}
             for row, b in new.items():
                 texts[row] = problems[row // num_samples].prefix + self.tokenizer.decode(tokens[b, : lengths[b]])
             stream.add({row: (int(ids[row]), texts[row]) for row in new if row in mine})

@@ -16,7 +16,7 @@ sys.path[0] = {root!r}
 import jax, numpy as np
 from utils.progress import terminal, track, waiting
 with waiting("sampling", 4, "rows") as wait:
-    wait.watch(None, 32, np.array([10, 20, 64, 64]))
+    wait.watch(0, 0, None, 32, np.array([10, 20, 64, 64]))
     time.sleep(1.5)
     if terminal():
         terminal().hear("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
@@ -30,13 +30,13 @@ print("end")
 """
 
 
-def test_rows_and_tokens_are_counted_over_the_calls_of_a_sampler():
-    wait = Wait("sampling", 6, "rows")
-    counted = []
-    for t, lengths in ((32, [10, 64]), (64, [10, 64]), (32, [5, 6]), (32, [64, 20]), (64, [64, 20])):
-        wait.watch(None, t, np.array(lengths))
+def test_rows_and_tokens_are_counted_over_the_calls_of_a_sampler_and_its_chains():
+    wait, counted = Wait("sampling", 6, "rows"), []
+    first_call = ((0, 0, 32, [10]), (0, 1, 32, [64]), (0, 1, 64, [64]))
+    for call, first, t, lengths in (*first_call, (2, 0, 32, [5, 6]), (4, 0, 32, [64, 20]), (4, 0, 64, [64, 20])):
+        wait.watch(call, first, None, t, np.array(lengths))
         counted.append((wait.done, wait.num_tokens))
-    assert counted == [(1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
+    assert counted == [(1, 10), (1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")

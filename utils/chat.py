@@ -30,7 +30,7 @@ def chat(sampler: Any, params: Any, key: Any, thinking: bool) -> None:
     draws, tokenizer = count(), sampler.tokenizer
 
     def reply(messages: list[Message], show: Callable[[str], None]) -> str:
-        def watch(tokens, t, lengths):
+        def watch(first, tokens, t, lengths):
             show(tokenizer.decode(tokens[0, : sampler.end_of(tokens[0], 0, t) or t]))
 
         prompt = tokenizer.chat(messages, thinking)

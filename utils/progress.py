@@ -29,14 +29,14 @@ class Wait:
     def __init__(self, name: str, total: int = 0, unit: str = ""):
         self.name, self.total, self.unit = name, total, unit
         self.done, self.num_tokens, self.compiling = 0, 0, 0.0  # compiling: seconds
-        self.start, self.before, self.t = time.perf_counter(), (0, 0), 0
+        self.start, self.parts = time.perf_counter(), {}  # finished rows and tokens, by the first row of a part
 
-    def watch(self, tokens: Int[np.ndarray, "B A"], t: int, lengths: Int[np.ndarray, "B"]) -> None:
-        """Counts finished rows and their tokens, over several calls of a sampler: its `watch`."""
-        if t <= self.t:  # another call
-            self.before = self.done, self.num_tokens
-        self.t, self.done = t, self.before[0] + int((lengths <= t).sum())
-        self.num_tokens = self.before[1] + int(np.minimum(lengths, t).sum())
+    def watch(
+        self, call: int, first: int, tokens: Int[np.ndarray, "B A"], t: int, lengths: Int[np.ndarray, "B"]
+    ) -> None:
+        """Counts finished rows and their tokens: `watch` of a sampler, for its call that begins with row `call`."""
+        self.parts[call + first] = int((lengths <= t).sum()), int(np.minimum(lengths, t).sum())
+        self.done, self.num_tokens = map(sum, zip(*self.parts.values(), strict=True))
 
     def __str__(self) -> str:
         seconds, parts = time.perf_counter() - self.start, [self.name]

@@ -7,7 +7,11 @@ import json
 import logging
 import os
 import sys
+import threading
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,6 +40,33 @@ def keep_memory() -> None:
     if hasattr(libc, "mallopt"):  # not in every C library
         for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
             libc.mallopt(option, value)
+
+
+def take_turns(jobs: Sequence[Generator[Any, None, Any]]) -> list[Any]:
+    """What generators return: run in threads, one at a time but while the device works on the arrays they yield.
+
+    A CPU computes what one thread asks for in order, and what several ask for at once.
+    """
+    lock = threading.Lock()
+
+    def run(job: Generator[Any, None, Any]) -> Any:
+        while True:
+            with lock:
+                try:
+                    arrays = next(job)
+                except StopIteration as end:
+                    return end.value
+            jax.block_until_ready(arrays)
+
+    if len(jobs) == 1:
+        return [run(jobs[0])]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        try:
+            return list(pool.map(run, jobs))
+        finally:  # an error or a signal: the others end with their next turn
+            with lock:
+                for job in jobs:
+                    job.close()
 
 
 class Compilations:
