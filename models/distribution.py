@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from utils.batching import Array
+from utils.sharding import constrain, num_shards
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
 
@@ -91,10 +92,22 @@ def categorical(
         cumulative = jnp.cumsum(mass, axis=-1)
         return jnp.argmax((cumulative > u[:, None] * cumulative[:, -1:]) & (mass > 0), axis=-1)
 
-    blocks = mass.sum(-1)
+    blocks = on_all(mass.sum(-1))
     block = pick(blocks, uniforms[:, 0])
-    tokens = block * mass.shape[2] + pick(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], uniforms[:, 1])
+    chosen = constrain(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], "rows")
+    tokens = block * mass.shape[2] + pick(chosen, uniforms[:, 1])
     return tokens, jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0] - jnp.log(blocks.sum(-1))
+
+
+def on_all(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
+    """Whole on each of the devices that share the vocabulary, as a sum of what each has.
+
+    XLA would cut what is computed from it again, and talk about every little result.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or num_shards(mesh, "vocab") == 1:
+        return x
+    return constrain((x[:, :, None] * jnp.eye(x.shape[1])).sum(1), "rows")
 
 
 def truncate(
