@@ -7,7 +7,8 @@ VENV_PYTHON = .venv/bin/python
 
 help:
 	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
-	@echo "make test            ruff and all tests"
+	@echo "make test            ruff and the tests, without those marked slow"
+	@echo "make test-all        ruff and all tests"
 	@echo "make readme          every command of README.md, cut short, in a fresh clone"
 	@echo "make lint            ruff alone"
 	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"
@@ -17,6 +18,9 @@ demo: .venv/installed
 
 test: lint
 	$(VENV_PYTHON) -m pytest -n 2
+
+test-all: lint
+	$(VENV_PYTHON) -m pytest -n 2 -m ""
 
 readme: .venv/installed-test
 	$(VENV_PYTHON) tests/readme.py
@@ -38,4 +42,4 @@ $(VENV_PYTHON):
 		echo "lmpo needs Python 3.11 or newer, and '$(PYTHON)' is not: try make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.PHONY: help demo test readme lint
+.PHONY: help demo test test-all readme lint
