@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
 from envs import ENVS, make_env, parse_options, test_name
@@ -63,7 +63,8 @@ class Episodes:
     rollouts: Rollouts
     ids: Int[np.ndarray, "B"]  # task of each row
     texts: list[str]  # as scored: the prompt's assistant prefix and the completion
-    scores: dict[str, Float[np.ndarray, "B"]]
+    scores: dict[str, Float[np.ndarray, "B"]]  # zero for rows that `failed`
+    failed: Bool[np.ndarray, "B"]  # rows without rewards: the reward timed out, raised or crashed
     failures: dict[str, int]  # rewards that timed out or raised, in this process's share
     times: dict[str, float]  # seconds
     by_task: dict[str, Float[np.ndarray, "N"]] | None = None  # estimates of each task, by `evaluate`
@@ -125,7 +126,7 @@ class Player:
                 texts[row] = problems[row // num_samples].prefix + self.tokenizer.decode(tokens[b, : lengths[b]])
             stream.add({row: (int(ids[row]), texts[row]) for row in new if row in mine})
 
-        def score(share: range) -> list[dict[str, float]]:
+        def score(share: range) -> list[dict[str, float] | None]:
             scored = stream.finish()
             jobs, outcomes = ([scored[row][i] for row in share] for i in (0, 1))
             rewards, counts = self.scorer.judge(jobs, outcomes)
@@ -143,10 +144,12 @@ class Player:
             with waiting(f"scoring {len(texts):,} replies"):
                 rewards = self.layout.share(score, len(texts))
         texts = [texts[row] for row in range(len(ids))]
-        names = sorted({"return", "correct_answer"}.union(*rewards))  # a reply without score may lack them
+        failed = np.array([reward is None for reward in rewards])
+        rewards = [reward or {} for reward in rewards]
+        names = sorted({"return", "correct_answer"}.union(*rewards))
         scores = {name: np.array([reward.get(name, 0.0) for reward in rewards], np.float32) for name in names}
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
-        return Episodes(rollouts, ids, texts, scores, failures, times)
+        return Episodes(rollouts, ids, texts, scores, failed, failures, times)
 
 
 def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:

@@ -30,8 +30,8 @@ from models import qwen3
 from models.distribution import Distribution
 from utils.config import parse
 from utils.estimates import pass_at_k
-from utils.scoring import Scorer
-from utils.sharding import LayoutConfig, make_layout, single_device
+from utils.scoring import Failure, Scorer
+from utils.sharding import Layout, LayoutConfig, make_layout, single_device
 from utils.train_state import OptimizerConfig, init_state, make_optimizer, make_schedule
 
 G = 4
@@ -446,6 +446,23 @@ def test_scores_are_those_of_the_completions():
     expected["return_ci"] = 1.96 * returns.mean(1).std(ddof=1) / 4**0.5
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert (metrics["num_tasks"], metrics["num_samples"]) == (4, 4)
+
+
+def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
+    def has_no_score(text: str) -> bool:
+        return zlib.crc32(text.encode()) % 3 == 0
+
+    def ask(self, jobs):
+        failure = Failure("reward_errors", "of a test")
+        return [failure if has_no_score(text) else {"return": 0.5} for _, text in jobs]
+
+    monkeypatch.setattr(HereScorer, "ask", ask)
+    monkeypatch.setattr(Layout, "share", lambda self, work, n: json.loads(json.dumps(work(range(n)))))
+    _, episodes = evaluate(player(7), random_params(), 4, 4, seed=3)
+    expected = np.array([has_no_score(text) for text in episodes.texts])
+    assert 0 < expected.sum() < 16 and episodes.failed.tolist() == expected.tolist()
+    assert episodes.scores["return"].tolist() == np.where(expected, 0, 0.5).tolist()
+    assert episodes.failures == {"reward_timeouts": 0, "reward_errors": expected.sum()}
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets():

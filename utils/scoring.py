@@ -55,7 +55,8 @@ class Failure(NamedTuple):
     reason: str  # may quote the reply: print its repr, lest it speaks to the terminal
 
 
-Outcome = dict[str, float] | Failure
+Rewards = dict[str, float]  # by name; "return" is what training maximises
+Outcome = Rewards | Failure
 
 
 class Scorer:
@@ -84,10 +85,10 @@ class Scorer:
         self.num_failures, self.is_closed = 0, False
         self.start()
 
-    def score(self, indices: Sequence[int], texts: Sequence[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
-        """The rewards of each reply, and how many had none: "reward_timeouts" and "reward_errors".
+    def score(self, indices: Sequence[int], texts: Sequence[str]) -> tuple[list[Rewards | None], dict[str, int]]:
+        """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
 
-        A reply that overran its time, killed its worker or made the reward raise gets {"return": 0.0} and nothing else.
+        A reply that exceeded its time limit, killed its worker or made the reward raise has None in place of rewards.
 
         Raises: RuntimeError when more than `max_error_share` of the replies (and more than 8) got none: then the reward
         is wrong, not the replies.
@@ -95,15 +96,15 @@ class Scorer:
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
         return self.judge(jobs, self.ask(jobs))
 
-    def judge(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> tuple[list[dict[str, float]], dict[str, int]]:
-        """What `score` returns and raises, from the outcome of each job."""
+    def judge(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> tuple[list[Rewards | None], dict[str, int]]:
+        """Returns (and raises) what `score` does, from the outcome of each job."""
         failures = [(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, Failure)]
         counts = {kind: sum(f.kind == kind for _, f in failures) for kind in ("reward_timeouts", "reward_errors")}
         self.report(failures)
         if len(failures) > max_failures(len(jobs), self.settings[-1]):
             reason = failures[0][1].reason
             raise RuntimeError(f"The reward failed for {len(failures)} of {len(jobs)} replies: {reason!r}")
-        return [{"return": 0.0} if isinstance(o, Failure) else o for o in outcomes], counts
+        return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
     def report(self, failures: Sequence[tuple[Job, Failure]]) -> None:
         """Warn about the first failure of the run, and keep the first ones in a file."""
