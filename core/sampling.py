@@ -105,7 +105,7 @@ class Sampler:
     segment: int = SEGMENT
     prompt_columns: int = 0  # prompts are padded to at least so many
     tokenizer: Tokenizer | None = field(default=None, compare=False)  # for stop strings and forced answers
-    layout: Layout | None = field(default=None, compare=False)
+    layout: Layout = field(default_factory=single_device, compare=False)
     # Told after each segment: the first row of those it speaks of, their tokens, columns drawn, lengths.
     watch: Callable[[int, Array, int, Array], None] | None = field(default=None, compare=False)
 
@@ -120,9 +120,9 @@ class Sampler:
                     f"prompt of task {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
-        layout, N, G = self.layout or single_device(), len(prompts), num_samples
+        N, G = len(prompts), num_samples
         keys = np.asarray(row_keys(key, np.repeat(np.asarray(ids), G), np.tile(np.arange(G), N)))
-        weights = rollout_weights(self.model, params, layout)
+        weights = rollout_weights(self.model, params, self.layout)
         P, part = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1)), N // self.num_chains(N)
         parts = [slice(first, first + part) for first in range(0, N, part)]
         chains = [self.draw(weights, prompts[each], P, keys.reshape(N, G, 2)[each], each.start * G) for each in parts]
@@ -134,15 +134,15 @@ class Sampler:
         On a CPU the products of a token are too small for several cores: two chains of them, each waiting for itself
         only, take a quarter less time. Weights that no cache holds would be read twice as often.
         """
-        layout, num_bytes = self.layout or single_device(), 4 * self.model.num_parameters
-        is_alone = layout.is_cpu and layout.mesh.size == 1 and (os.cpu_count() or 1) > 1
-        return 2 if is_alone and num_bytes < CHAIN_BYTES and num_prompts % 2 == 0 else 1
+        is_alone = self.layout.is_cpu and self.layout.mesh.size == 1 and (os.cpu_count() or 1) > 1
+        is_small = 4 * self.model.num_parameters < CHAIN_BYTES
+        return 2 if is_alone and is_small and num_prompts % 2 == 0 else 1
 
     def draw(
         self, weights, prompts: list[list[int]], P: int, keys: UInt32[Array, "N G 2"], first: int
     ) -> Generator[Any, None, Rollouts]:
         """Draws the completions of some prompts, the first of which is row `first`; yields what it waits for."""
-        layout, (N, G, _) = self.layout or single_device(), keys.shape
+        layout, (N, G, _) = self.layout, keys.shape
         B, owner = N * G, np.repeat(np.arange(N), G)  # prompt of each row
         keys, last = keys.reshape(B, 2), np.array([prompt[-1] for prompt in prompts], np.int32)[owner]
         tokens = np.zeros((B, self.max_new_tokens), np.int32)
@@ -194,9 +194,8 @@ class Sampler:
 
     def rehearse(self, params, num_prompts: int, num_samples: int) -> None:
         """Runs, on zeros, all programs that a call for so many prompts of `prompt_columns` tokens can need."""
-        layout = self.layout or single_device()
-        num_chains, shards, P = self.num_chains(num_prompts), layout.row_shards, self.prompt_columns
-        N = round_up(num_prompts // num_chains, shards)
+        layout, shards, P = self.layout, self.layout.row_shards, self.prompt_columns
+        N = round_up(num_prompts // self.num_chains(num_prompts), shards)
         steps, ends = self.segments(), np.cumsum(self.segments()).tolist()
         shapes = list(dict.fromkeys(zip(steps, map(bucket, ends), strict=True)))  # steps and columns of each segment
 

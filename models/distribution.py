@@ -92,14 +92,14 @@ def categorical(
         cumulative = jnp.cumsum(mass, axis=-1)
         return jnp.argmax((cumulative > u[:, None] * cumulative[:, -1:]) & (mass > 0), axis=-1)
 
-    blocks = on_all(mass.sum(-1))
+    blocks = replicate(mass.sum(-1))
     block = pick(blocks, uniforms[:, 0])
     chosen = constrain(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], "rows")
     tokens = block * mass.shape[2] + pick(chosen, uniforms[:, 1])
     return tokens, jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0] - jnp.log(blocks.sum(-1))
 
 
-def on_all(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
+def replicate(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
     """Whole on each of the devices that share the vocabulary, as a sum of what each has.
 
     XLA would cut what is computed from it again, and talk about every little result.

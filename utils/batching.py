@@ -37,7 +37,9 @@ def take(tree: Any, rows: Int[np.ndarray, "B"], width: int | None = None) -> Any
 
 
 def concatenate(trees: list[Any]) -> Any:
-    """Pytrees of [B, ...] arrays one below the other, columns padded to the widest."""
+    """Pytrees of [B, ...] arrays one below the other, columns padded to the widest; one alone as it is."""
+    if len(trees) == 1:
+        return trees[0]
     width = max(x.shape[1] for tree in trees for x in jax.tree.leaves(tree) if x.ndim > 1)
     return jax.tree.map(lambda *parts: np.concatenate([fit(x, width) for x in parts]), *trees)
 
