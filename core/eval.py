@@ -30,7 +30,7 @@ from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import concatenate
 from utils.comparison import Result, find_checkpoints, finish, open_files, write_samples
-from utils.config import option, parse, user_errors
+from utils.config import fail, option, parse, user_errors
 from utils.estimates import mean_and_ci, task_estimates
 from utils.logger import writable
 from utils.memory import out_of_memory
@@ -80,7 +80,8 @@ class Player:
     scorer: Scorer
     layout: Layout
     rows_per_call: int
-    tasks: Int[np.ndarray, "N"] | None = None  # those whose prompts are short enough; None: all
+    tasks: Int[np.ndarray, "N"] | None = None  # numbers of the problems whose prompts are short enough; None: all
+    name: str = ""  # of the environment
 
     @property
     def num_tasks(self) -> int:
@@ -88,7 +89,18 @@ class Player:
 
     def encode(self, problem: Problem) -> list[int]:
         """The prompt of a problem, token ids."""
-        return self.tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
+        return encode(self.tokenizer, problem)
+
+    def prompts(self, ids: Int[np.ndarray, "N"], problems: list[Problem]) -> list[list[int]]:
+        """The prompts of problems with these numbers, token ids. Ends the command where one is too long."""
+        limit, prompts = self.sampler.max_prompt_tokens, [self.encode(problem) for problem in problems]
+        for i, prompt in zip(ids, prompts, strict=True):
+            if len(prompt) > limit:
+                fail(
+                    f"the prompt of problem {i} of {self.name} has {len(prompt)} tokens, more than --prompt_length "
+                    f"{limit}: raise it (and give --resume force where a run is to go on)"
+                )
+        return prompts
 
     def num_prompts(self, most: int, num_samples: int) -> int:
         """Prompts that are sampled from in one call, where up to `most` are to be."""
@@ -114,6 +126,7 @@ class Player:
         places = ids if places is None else places
         ids = ids if self.tasks is None else self.tasks[ids]
         problems = [self.env.problem(int(i)) for i in ids]
+        all_prompts = self.prompts(ids, problems)
         ids = np.repeat(ids, num_samples)
         texts, mine, failures = {}, self.layout.part(len(ids)), {}
 
@@ -137,7 +150,7 @@ class Player:
             with waiting("sampling", len(ids), "rows") as wait:
                 for start in range(0, len(problems), per_call):
                     sampler = replace(self.sampler, watch=partial(hear, start * num_samples))
-                    prompts = [self.encode(problem) for problem in problems[start : start + per_call]]
+                    prompts = all_prompts[start : start + per_call]
                     with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
                         parts.append(sampler(params, prompts, places[start : start + per_call], num_samples, key))
             rollouts, sampled = concatenate(parts), time.perf_counter()
@@ -152,12 +165,15 @@ class Player:
         return Episodes(rollouts, ids, texts, scores, failed, failures, times)
 
 
+def encode(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    """Returns the prompt of a problem, token ids."""
+    return tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
+
+
 def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
     """A player of environment `name`, with the environment's limits where the settings leave them open.
 
     `config` holds EvalConfig and SamplingConfig; replies whose scoring failed are kept in its `save_dir`, if any.
-
-    Problems whose prompts are longer than --prompt_length are left out, and counted.
 
     Raises: ValueError when no prompt is short enough.
     """
@@ -166,19 +182,33 @@ def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, 
     if force < 0:  # the environment's, which a short limit leaves no room for
         force = env.force_answer_at if 0 < env.force_answer_at < limit else 0
     sampler = make_sampler(config, model, tokenizer, layout, limit, force)
+    tasks = find_tasks(config, name, env, tokenizer, layout)
     scorer = Scorer(
         name, env_options(config, name), num_workers=config.num_score_workers, timeout=config.score_timeout,
         max_error_share=config.max_error_share, failures_dir=getattr(config, "save_dir", None),
     )  # fmt: skip
-    player = Player(env, tokenizer, sampler, scorer, layout, config.inference_batch_per_device * layout.row_shards)
-    if env.num_tasks >= 100_000:  # made up as they are needed, all by one pattern
-        return player
-    tasks = tasks_that_fit(env, player.encode, config.prompt_length)
+    rows_per_call = config.inference_batch_per_device * layout.row_shards
+    return Player(env, tokenizer, sampler, scorer, layout, rows_per_call, tasks, name)
+
+
+def find_tasks(
+    config: SamplingConfig, name: str, env: Env, tokenizer: Tokenizer, layout: Layout
+) -> Int[np.ndarray, "N"] | None:
+    """Returns the numbers of the problems whose prompts fit into --prompt_length; None: all. Prints how many do not.
+
+    Raises: ValueError when no prompt is short enough.
+    """
+    limit = config.prompt_length
+    tasks = tasks_that_fit(env, partial(encode, tokenizer), limit)
+    if tasks is None:
+        return None
     if not tasks.size:
-        raise ValueError(f"all prompts of {name} have more than {config.prompt_length} tokens: raise --prompt_length")
-    if tasks.size < env.num_tasks and layout.is_main:
-        print(f"{name}: {env.num_tasks - tasks.size} prompts of more than {config.prompt_length} tokens are left out")
-    return replace(player, tasks=tasks)
+        raise ValueError(f"all prompts of {name} have more than {limit} tokens: raise --prompt_length")
+    num_dropped = env.num_tasks - tasks.size
+    if num_dropped and layout.is_main:
+        first = np.setdiff1d(np.arange(num_dropped + 1), tasks)[0]
+        print(f"{name}: {num_dropped:,} prompts of more than {limit} tokens are left out, from problem {first} on")
+    return tasks
 
 
 def env_options(config: EvalConfig, name: str) -> dict:

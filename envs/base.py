@@ -29,6 +29,7 @@ class Env:
     """
 
     num_tasks: int  # problems 0 .. num_tasks - 1
+    is_generated: bool = False  # problems are made up by their number, not read from rows
     tokens_per_action: int = 512  # default completion limit, tokens
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any

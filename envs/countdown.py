@@ -53,6 +53,7 @@ class Countdown(Env):
     target, shares its numbers with a test problem. Test problems are all distinct.
     """
 
+    is_generated = True
     tokens_per_action = 1024
     force_answer_at = 50
 
@@ -160,6 +161,8 @@ class CountdownData(Countdown):
     Where a folder holds a file for testing, training leaves out every row with the numbers of a test problem; where it
     does not, and on the hub, a fifth of all sets of numbers is kept for the test.
     """
+
+    is_generated = False
 
     def __init__(
         self,

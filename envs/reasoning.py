@@ -4,9 +4,8 @@
     --env_name reasoning_gym --env_options "datasets=spell_backward*2(min_word_len=3;max_word_len=10)+leg_counting"
     --env_name reasoning_gym --env_options datasets=mixture.yaml
 
-where the file lists `{name: ..., weight: ..., config: {...}}`: a list, or under `specs`, or in policy-gradients' block
-`data: {size, specs}`, whose size is the number of training problems.
-Source: github.com/open-thought/reasoning-gym, github.com/zafstojano/policy-gradients (system prompt, files).
+where the file lists `{name: ..., weight: ..., config: {...}}` (a list, or under `specs`, as in policy-gradients).
+Source: github.com/open-thought/reasoning-gym.
 """
 
 import math
@@ -39,6 +38,7 @@ class ReasoningGym(Env):
     a data set has; the two splits have seeds of their own besides.
     """
 
+    is_generated = True
     tokens_per_action = 1024
 
     def __init__(self, split: str = "train", datasets: str = "leg_counting", seed: int = 42, num_tasks: int = 0):
@@ -46,10 +46,9 @@ class ReasoningGym(Env):
             import reasoning_gym
         except ImportError as error:
             raise ValueError("the environment reasoning_gym needs `pip install reasoning-gym`") from error
-        self.split = split
-        self.specs, size = read_specs(datasets)
-        self.num_tasks = num_tasks if num_tasks > 0 else size or 10_000 if split == "train" else 512
-        self.system = reasoning_gym.utils.SYSTEM_PROMPTS["DeepSeekZero"].strip()  # as in policy-gradients
+        self.split, self.specs = split, read_specs(datasets)
+        self.num_tasks = num_tasks if num_tasks > 0 else 10_000 if split == "train" else 512
+        self.system = reasoning_gym.utils.SYSTEM_PROMPTS["default"].strip()
         self.seed = seed + (2**30 if split == "test" else 0)
         self.datasets = []
         for spec in self.specs:
@@ -89,12 +88,8 @@ class ReasoningGym(Env):
         return {name: f"<answer>{answer}</answer>" for name, answer in answers.items()}
 
 
-def read_specs(text: str) -> tuple[list[Spec], int]:
-    """Returns the mixture that a text or a YAML or JSON file describes, and its number of problems (0: not given).
-
-    Raises: ValueError for anything else.
-    """
-    size = 0
+def read_specs(text: str) -> list[Spec]:
+    """The mixture that a text or a YAML or JSON file describes. Raises ValueError for anything else."""
     if text.endswith((".yaml", ".yml", ".json")):
         import yaml
 
@@ -102,11 +97,6 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
         if not path.is_file():
             raise ValueError(f"datasets={text}: there is no such file")
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(rows, dict) and isinstance(rows.get("data"), dict):
-            rows = rows["data"]
-            size = rows.get("size", 0)
-        if type(size) is not int or size < 0:
-            raise ValueError(f"{path}: data.size must be a number of problems, not {size!r}")
         rows = rows.get("specs", rows.get("datasets")) if isinstance(rows, dict) else rows
         if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
             raise ValueError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
@@ -115,7 +105,7 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
         specs = [parse_spec(item.strip()) for item in text.split("+")]
     if not specs or any(not math.isfinite(spec.weight) or spec.weight <= 0 for spec in specs):
         raise ValueError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
-    return specs, size
+    return specs
 
 
 def parse_spec(item: str) -> Spec:

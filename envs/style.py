@@ -17,7 +17,7 @@ class Style:
     thinking: str = ""  # on or off: Qwen3's switch
     prefix: str = ""  # the beginning of the reply, put into the assistant's mouth and scored with it, as <think>
     plain: bool = False  # no chat template: the contents of the messages, for base models
-    format_reward: str = ""  # think_answer, tags or blocks: adds format_weight x this to the return
+    format_reward: str = ""  # think_answer or tags: adds format_weight x this to the return
     format_weight: float = 0.1
 
     def __post_init__(self):
@@ -36,7 +36,7 @@ class Styled(Env):
         self.env, self.style, self.system = env, style, style.system
         if style.system.startswith("@"):
             self.system = Path(style.system[1:]).expanduser().read_text(encoding="utf-8").strip()
-        self.num_tasks, self.note = env.num_tasks, env.note
+        self.num_tasks, self.is_generated, self.note, self.form = env.num_tasks, env.is_generated, env.note, env.form
         self.tokens_per_action, self.force_answer_at = env.tokens_per_action, env.force_answer_at
 
     def problem(self, index: int) -> Problem:

@@ -27,6 +27,7 @@ LAW = {
     "models.make_tiny": ("envs", "models", "utils"),
     "utils": ("utils",),
     "utils.scoring": ("envs",),  # its workers hold an environment, which imports nothing of the project
+    "utils.show": ("envs.base", "utils"),
     "envs": ("envs",),
     "configs": ("configs",),
     "bench": ("bench", "core.grpo", "core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),
