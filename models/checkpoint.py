@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+import reprlib
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.download_model import download
 from models.qwen3 import EMBED, HEAD, LAYERS, Params, Qwen, Spec
-from models.tokenizer import FILES, Tokenizer, load_tokenizer
+from models.tokenizer import FILES, Tokenizer, load_tokenizer, read_json
 from utils.sharding import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +31,37 @@ CONFIG_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
+CONFIG_TYPES = {  # field of config.json: its type, and the least and the largest number (for text and lists: length)
+    "architectures": (list, 1, 1),
+    "attention_bias": (bool, 0, 1),
+    "dtype": (str, 1, 20),
+    "head_dim": (int, 2, 1 << 16),
+    "hidden_act": (str, 1, 100),
+    "hidden_size": (int, 1, 1 << 20),
+    "intermediate_size": (int, 1, 1 << 24),
+    "layer_types": (list, 1, 1000),
+    "max_position_embeddings": (int, 1, 1 << 40),
+    "max_window_layers": (int, 0, 1000),
+    "num_attention_heads": (int, 1, 1 << 16),
+    "num_hidden_layers": (int, 1, 1000),
+    "num_key_value_heads": (int, 1, 1 << 16),
+    "rms_norm_eps": (float, 1e-12, 1),
+    "rope_parameters": (dict, 0, 100),
+    "rope_scaling": (dict, 0, 100),
+    "rope_theta": (float, 1, 10**12),
+    "sliding_window": (int, 0, 1 << 40),
+    "tie_word_embeddings": (bool, 0, 1),
+    "torch_dtype": (str, 1, 20),
+    "use_sliding_window": (bool, 0, 1),
+    "vocab_size": (int, 1, 1 << 24),
+}
+TYPE_NAMES = {
+    bool: "true or false", int: "an integer from", float: "a number from",
+    str: "text of length", list: "a list of texts, of length", dict: "an object of length",
+}  # fmt: skip
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safetensors'
+READABLE = (*DTYPES.values(), "F64")
+CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
 
 
 def load_model(
@@ -52,14 +85,14 @@ def load_model(
     where = {"dtype": dtype, "mesh": layout.mesh if layout else None}
     model = Qwen(**(read_config(config, folder / CONFIG) | where | overrides))
     assert model.kernel  # which checks that it can run
-    readers, tokenizer = open_tensors(folder, model), load_tokenizer(folder)
+    readers, tokenizer = open_tensors(folder, model), load_tokenizer(folder, model.vocab_size)
     param_dtype = jnp.dtype(param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
-    return model, load_params(readers, model, layout, param_dtype), tokenizer
+    return model, load_params(folder, readers, model, layout, param_dtype), tokenizer
 
 
 def find_model(path_or_hub_id: str | Path) -> Path:
     """The folder of that name, in the working directory or the repository, else a download."""
-    for folder in (Path(path_or_hub_id).expanduser(), ROOT / path_or_hub_id):
+    for folder in (Path(os.path.expanduser(path_or_hub_id)), ROOT / path_or_hub_id):
         if folder.is_dir():
             return folder
     if str(path_or_hub_id).count("/") != 1 or str(path_or_hub_id)[0] in "/~.":
@@ -70,18 +103,13 @@ def find_model(path_or_hub_id: str | Path) -> Path:
         raise ValueError(f"there is no folder {path_or_hub_id}, and {error}") from error
 
 
-def read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise ValueError(f"{file.parent} has no {file.name}: it is not a complete Hugging Face model folder")
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON ({error}): download it again") from error
-
-
 def read_config(config: Mapping, file: Path) -> dict:
-    """The fields of Qwen that a config.json gives, as transformers 4 and 5 write it."""
+    """The fields of Qwen that a config.json gives, as transformers 4 and 5 write it.
+
+    Raises: ValueError for a field that is missing, malformed, out of range, or not supported.
+    """
     given = {name: value for name, value in config.items() if value is not None}
+    check_types(given, file)
     architecture = given.get("architectures", [None])[0]
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kinds = set(given.get("layer_types", ()))
@@ -96,18 +124,50 @@ def read_config(config: Mapping, file: Path) -> dict:
         ("attention_bias", given.get("attention_bias", False) and architecture != "Qwen2ForCausalLM", (False,)),
         ("layer_types (see use_sliding_window)", kind, ("full_attention",)),
         ("quantization_config", given.get("quantization_config"), (None,)),
+        ("dtype", given.get("dtype", "float32"), tuple(DTYPES)),
+        ("torch_dtype", given.get("torch_dtype", "float32"), tuple(DTYPES)),
     )
     for field, value, supported in checks:
         if value not in supported:
-            raise ValueError(f"{file}: {field} is {value!r}, supported is {' or '.join(map(repr, supported))}")
-    given["rope_theta"] = float(rope.get("rope_theta") or given.get("rope_theta", 10_000))
+            choices = " or ".join(map(repr, supported))
+            raise ValueError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
+    theta = given.get("rope_theta", 10_000) if rope.get("rope_theta") is None else rope["rope_theta"]
+    check_types({"rope_theta": theta}, file)
+    given["rope_theta"] = float(theta)
     try:
         heads = given["num_attention_heads"]
+        check_heads(given, file)
         defaults = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads, "rms_norm_eps": 1e-6}
         defaults |= {"tie_word_embeddings": False, "max_position_embeddings": 32768}
         return ARCHITECTURES[architecture] | {name: (defaults | given)[name] for name in CONFIG_FIELDS}
     except KeyError as error:
         raise ValueError(f"{file} has no {error.args[0]}: it is not the config of a {architecture}") from None
+
+
+def check_types(fields: Mapping[str, Any], file: Path) -> None:
+    """Raises ValueError for the first field that has not the type and range of CONFIG_TYPES."""
+    for name, (kind, least, most) in CONFIG_TYPES.items():
+        if name not in fields:
+            continue
+        value = fields[name]
+        is_kind = type(value) in ((int, float) if kind is float else (kind,))
+        if is_kind and kind is list:
+            is_kind = all(isinstance(item, str) for item in value)
+        size = value if kind in (bool, int, float) else len(value) if is_kind else 0
+        if not is_kind or not least <= size <= most:
+            limits = f" {least:,} to {most:,}" if kind is not bool else ""
+            raise ValueError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
+
+
+def check_heads(fields: Mapping[str, Any], file: Path) -> None:
+    """Raises ValueError for heads that cannot share their keys, or halves that cannot be rotated against each other."""
+    heads = fields["num_attention_heads"]
+    key_heads = fields.get("num_key_value_heads", heads)
+    head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
+    if heads % key_heads:
+        raise ValueError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"{file}: head_dim is {head_dim}, which is not a positive even number")
 
 
 def tensor_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
@@ -120,22 +180,32 @@ def tensor_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the one, or those that its index names. Raises ValueError without any."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}: download the weights")
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files: download it again")
+    for name in set(names.values()):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX} names {reprlib.repr(name)}, which is no safetensors file of the folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is named in {INDEX} but missing: download it again")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
 def open_tensors(folder: Path, model: Qwen) -> dict:
-    """Readers of all tensors by name, `reader[slices]`, once their names and shapes are those of the model."""
-    files = [folder / WEIGHTS]
-    if not files[0].is_file():
-        if not (folder / INDEX).is_file():
-            raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}: download the weights")
-        files = [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
+    """Readers of all tensors by name, `reader[slices]`, once their names, shapes and types are those of the model."""
     readers = {}
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is named in {INDEX} but missing: download it again")
+    for file in weight_files(folder):
         try:
             opened = safe_open(file, "np")
+            readers |= {name: opened.get_slice(name) for name in opened.keys()}
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file ({error}): download it again") from error
-        readers |= {name: opened.get_slice(name) for name in opened.keys()}
     if model.tie_word_embeddings:
         readers.pop(HEAD, None)  # some writers store the tied weight twice
     expected = tensor_shapes(model)
@@ -147,20 +217,33 @@ def open_tensors(folder: Path, model: Qwen) -> dict:
     for name, shape in expected.items():
         if (found := tuple(readers[name].get_shape())) != shape:
             raise ValueError(f"{folder}: {name} has shape {found}, but {CONFIG} makes it {shape}")
+        if (dtype := readers[name].get_dtype()) not in READABLE:
+            raise ValueError(f"{folder}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
     return readers
 
 
-def load_params(readers: Mapping, model: Qwen, layout: Layout | None, dtype: np.dtype) -> Params:
-    """The arrays of `model.table()`; each process reads only the slices that its devices hold."""
+def load_params(folder: Path, readers: Mapping, model: Qwen, layout: Layout | None, dtype: np.dtype) -> Params:
+    """The arrays of `model.table()`; each process reads only the slices that its devices hold.
+
+    Raises: ValueError for a tensor with NaN or infinity.
+    """
     table = model.table()
+
+    def read_tensor(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused
+            array = readers[name][index].astype(dtype, copy=False)
+        if not is_finite(array):
+            message = f"{folder}: {name} holds NaN or infinity as {dtype.name}"
+            raise ValueError(f"{message}: the file is damaged, or its training diverged")
+        return array
 
     def load(spec: Spec, names: list[str], stacked: bool) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
             if not stacked:
-                return readers[names[0]][index].astype(dtype, copy=False)
+                return read_tensor(names[0], index)
             out = np.empty([len(range(size)[part]) for size, part in zip(spec.shape, index, strict=True)], dtype)
             for row, name in zip(out, names[index[0]], strict=True):
-                row[:] = readers[name][index[1:]]
+                row[:] = read_tensor(name, index[1:])
             return out
 
         sharding = layout.sharding(*spec) if layout else jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -174,6 +257,16 @@ def load_params(readers: Mapping, model: Qwen, layout: Layout | None, dtype: np.
     if layout:
         layout.check(params)
     return params
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """True if no number is NaN or infinite. Compares bits: NumPy's own test of bfloat16 takes four times as long."""
+    numbers = array.reshape(-1)
+    bits = numbers.view(f"uint{8 * array.itemsize}")
+    infinity = np.array(np.inf, array.dtype).view(bits.dtype)
+    magnitude = ~np.array(-0.0, array.dtype).view(bits.dtype)
+    starts = range(0, bits.size, CHECKED_AT_ONCE)
+    return all((bits[i : i + CHECKED_AT_ONCE] & magnitude).max() < infinity for i in starts)
 
 
 def save_model(

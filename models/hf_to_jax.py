@@ -16,6 +16,7 @@ import jax
 from absl import app, flags
 
 from models.checkpoint import load_model, save_model
+from utils.config import user_errors
 
 
 def main(_):
@@ -23,11 +24,9 @@ def main(_):
     if not ckpt_dir:
         sys.exit("error: --ckpt_dir is missing: the folder to write")
     jax.config.update("jax_platforms", "cpu")  # the largest models fit the host's memory, not one accelerator's
-    try:
+    with user_errors():
         model, params, tokenizer = load_model(FLAGS.hf_dir, param_dtype="")
         save_model(ckpt_dir, model, params, tokenizer)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     print(f"{FLAGS.hf_dir}: {model.num_parameters:,} parameters, complete; written to {ckpt_dir}")
 
 

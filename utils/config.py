@@ -20,6 +20,7 @@ from absl import flags
 
 Config = TypeVar("Config")
 ROOT = Path(__file__).resolve().parent.parent
+MAX_MESSAGE = 4000  # characters of an error message
 BOOLEANS = ("0", "1", "true", "false")
 
 
@@ -34,9 +35,18 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def fail(message: str) -> NoReturn:
-    """The end of a command that was used wrongly: one sentence on stderr, exit status 2, no traceback."""
-    print(f"error: {message}", file=sys.stderr)
+    """The end of a command that was used wrongly: one sentence on stderr, exit status 2, no traceback.
+
+    Names and values in it may come from foreign files: control characters become "\ufffd", a flood is cut off.
+    """
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
+    print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception of a library in one line: its type, and the first 200 characters of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import logging
 import os
+import resource
+import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,35 @@ def keep_memory() -> None:
     if hasattr(libc, "mallopt"):  # not in every C library
         for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
             libc.mallopt(option, value)
+
+
+@contextlib.contextmanager
+def limited(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Around a program that is not trusted: a limit on CPU seconds (TimeoutError), and on new memory (MemoryError).
+
+    In the main thread of a POSIX system; elsewhere without limits. It stops loops of Python, and allocations: so also
+    single operations, which no signal interrupts, are as short as their memory is small.
+    """
+
+    def stop(*_) -> None:
+        raise TimeoutError(f"it takes more than {seconds} seconds")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if not Path("/proc/self/statm").exists() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + num_bytes
+    most = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def take_turns(jobs: Sequence[Generator[Any, None, Any]]) -> list[Any]:
