@@ -25,6 +25,7 @@ import numpy as np
 import transformers
 
 from core.objectives import Batch, ObjectiveConfig, advantages, normalize, policy_loss
+from utils.batching import take
 
 try:
     import torch
@@ -37,7 +38,7 @@ N, G, LIMIT = 4, 6, 24  # LIMIT: completion tokens
 B = N * G
 SEEDS, BETA, TOLERANCE = range(4), 0.04, 1e-5  # BETA: weight of the KL
 ABSENT = -np.inf  # in the place of what is not compared
-SHARED = {"entropy_coef": 0.0, "do_group_filter": False}  # settings of ours
+SHARED = {"entropy_coef": 0.0}  # settings of ours
 SEQUENCES = {"loss_normalization": "sequence_mean"}
 WIDE = {"clip_epsilon": 0.2, "clip_epsilon_high": 0.5}  # some completions within, some out on either side
 UP_TO_5 = {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0}
@@ -55,9 +56,10 @@ LOSSES = {  # method: settings of TRL, and ours
 
 DIFFERENCES = """\
 z-score: TRL divides by std' + 1e-4, std' over G - 1 (normalize_advantages of RLOO: B - 1); ours by std, over G (B).
-equal rewards: TRL keeps such groups, rounding errors / 1e-4 included; ours are 0, and dropped by default.
+equal rewards: TRL keeps such groups, rounding errors / 1e-4 included; ours are 0, and dropped by default: the means
+  are then over the rest (TRL's times the shares of rows or tokens), while "constant" stays TRL's "dr_grpo".
 scale_rewards="batch": TRL divides r - mean of the group by the std of all rewards; ours has no such estimator.
-truncated completions: TRL masks them and counts their rows; do_truncation_filter drops the rows.
+truncated completions: TRL masks them and counts their rows; do_truncation_filter drops the rows ("constant" as above).
 default aggregation: "dapo" is TRL's, token_mean ours: the same. "bnpo" is the token mean of a micro-batch; not in ours.
 "dapo", "cispo": TRL's denominator is the generation batch's mean over optimiser steps; ours the optimiser batch's own.
 CISPO: TRL caps the ratio at epsilon_high, with no lower bound; ours at 1 + clip_epsilon_high, from 1 - clip_epsilon.
@@ -131,13 +133,24 @@ def random_rollouts(seed: int, limit: int = LIMIT, forced: bool = False) -> tupl
 
 
 def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **settings) -> tuple[float, float, float]:
-    """|Difference| of TRL's loss and `scale` times ours, the largest of gradients, and the largest gradient."""
+    """|Difference| of TRL's loss and `scale` times ours, the largest of gradients, and the largest gradient.
+
+    With the group filter, of the rows that stay, and of losses that the others add nothing to.
+    """
     value, gradient = trainer(rollouts, new)
     config = ObjectiveConfig(**SHARED, **settings)
-    advantage = jnp.where(rollouts.mask, trainer.advantages[:, None], 0.0)
-    batch = normalize(rollouts.replace(advantages=advantage), LIMIT, config)
-    ours = jax.value_and_grad(lambda x: scale * policy_loss(x, jnp.zeros_like(x), batch, config)[0])(new)
-    return abs(value - ours[0]), np.abs(gradient - ours[1]).max(), np.abs(gradient).max()
+    rows = np.flatnonzero(advantages(rollouts, config)[1])
+    share = {
+        "constant": 1.0,
+        "sequence_mean": len(rows) / B,
+        "token_mean": rollouts.mask[rows].sum() / rollouts.mask.sum(),
+    }[config.loss_normalization]
+    value, gradient = value / share, gradient[rows] / share
+    advantage = np.where(rollouts.mask, trainer.advantages[:, None], 0.0)
+    batch = normalize(take(rollouts.replace(advantages=advantage), rows), B, LIMIT, config)
+    ours = jax.value_and_grad(lambda x: scale * policy_loss(x, jnp.zeros_like(x), batch, config)[0])(new[rows])
+    has_all = len(rows) == B or not config.kl_coef
+    return abs(value - ours[0]) if has_all else ABSENT, np.abs(gradient - ours[1]).max(), np.abs(gradient).max()
 
 
 def losses(folder: str):
@@ -145,12 +158,16 @@ def losses(folder: str):
     for name, (theirs, ours) in LOSSES.items():
         for beta in (0.0, BETA):
             trainer = Trl("GRPO", folder, beta=beta, use_bias_correction_kl=False, **theirs)
-            found = [apart(trainer, *random_rollouts(seed, forced=True), kl_coef=beta, **ours) for seed in SEEDS]
-            yield name, f"loss + {beta} k3" if beta else "loss", found
+            for do_group_filter in (False, True):
+                settings = ours | {"kl_coef": beta, "do_group_filter": do_group_filter}
+                found = [apart(trainer, *random_rollouts(seed, forced=True), **settings) for seed in SEEDS]
+                what = f"loss + {beta} k3" if beta else "loss"
+                yield name, what + ", group filter" * do_group_filter, found
     trainer = Trl("RLOO", folder, beta=0.0)
-    found = [apart(trainer, *random_rollouts(seed, limit=1), **SEQUENCES) for seed in SEEDS]
+    settings = {"do_group_filter": False} | SEQUENCES
+    found = [apart(trainer, *random_rollouts(seed, limit=1), **settings) for seed in SEEDS]
     yield "RLOO", "loss, completions of one token", found
-    settings = {"scale": LIMIT, "objective": "reinforce", "loss_normalization": "constant"}
+    settings = {"scale": LIMIT, "objective": "reinforce", "loss_normalization": "constant", "do_group_filter": False}
     batches = [random_rollouts(seed)[0] for seed in SEEDS]
     found = [(ABSENT, *apart(trainer, batch, batch.old_logprobs, **settings)[1:]) for batch in batches]
     yield "RLOO", f"loss at ratio 1, ours x {LIMIT}", found
@@ -167,7 +184,7 @@ def advantages_alone(folder: str):
         trainer, found = Trl("RLOO" if name == "RLOO" else "GRPO", folder, **theirs), []
         for rollouts, new in map(random_rollouts, SEEDS):
             trainer(rollouts, new)
-            expected, _ = advantages(rollouts, ObjectiveConfig(**SHARED, **ours))
+            expected, _ = advantages(rollouts, ObjectiveConfig(do_group_filter=False, **SHARED, **ours))
             if not ours:
                 groups = rollouts.rewards.reshape(N, G)
                 expected *= np.repeat(groups.std(axis=1) / (groups.std(axis=1, ddof=1) + 1e-4), G)[:, None]

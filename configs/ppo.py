@@ -3,7 +3,8 @@
 The critic is a copy of the policy under a linear head, with its own AdamW (--critic_lr): a second training state,
 16 bytes a parameter. (A head on the policy's own trunk would be nearly free, but explains next to nothing: 7% of
 the reward's variance on the demo as a linear fit, against 43% for a copy.) No groups are compared, so every
-completion counts. Expect value/explained_variance to rise first, then the return.
+completion counts. --value_clip 0.2 suits rewards from 0 to 1: raise it with the spread of returns (0: no limit).
+Expect value/explained_variance to rise first, then the return.
 """
 
 

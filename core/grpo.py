@@ -98,6 +98,8 @@ class Config(
             raise ValueError("--temperature 0 always draws the same completion: training needs one above 0")
         if self.do_inference_logprobs and self.importance_correction != "none":
             raise ValueError("--do_inference_logprobs leaves --importance_correction nothing to correct: drop one")
+        if self.do_inference_logprobs and self.do_mask_inference_ratio:
+            raise ValueError("--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one")
         if self.kv_dtype and self.importance_correction == "none" and self.objective != "dppo":
             raise ValueError(
                 f"--kv_dtype {self.kv_dtype} draws from probabilities that differ from those that are trained: correct "
@@ -220,7 +222,7 @@ class Learner:
         )  # fmt: skip
         batch = take(self.look_back(state.params, row), np.zeros(config.num_rollouts, int))
         batch, _ = self.credit(batch.replace(rewards=np.arange(config.num_rollouts, dtype=np.float32) % 2))
-        row = normalize(take(batch, np.arange(1)), config.num_generation_tokens, config)
+        row = normalize(take(batch, np.arange(1)), 1, config.num_generation_tokens, config)
         for _, piece, first in self.microbatches(row, config.minibatch_size):
             sums, _ = accumulate(self.model, config, state.params, self.zeros(state.params), piece, first)
         apply_gradients.lower(self.optimizer, state, *sums).compile()
@@ -292,7 +294,7 @@ class Learner:
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, list[dict], dict]:
         """One optimiser step, by the gradients of a minibatch's micro-batches; returns their metrics and its own."""
-        batch = normalize(batch, self.config.num_generation_tokens, self.config)
+        batch = normalize(batch, self.config.minibatch_size, self.config.num_generation_tokens, self.config)
         sums, parts, num_slots = self.zeros(state.params), [], 0
         for _, piece, first in self.microbatches(batch, self.config.minibatch_size):
             sums, metrics = accumulate(self.model, self.config, state.params, sums, piece, first)

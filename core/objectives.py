@@ -1,14 +1,16 @@
 """What is maximised: advantages, policy losses, KL, aggregation. Pure functions; fork this file to hack the loss.
 
-A new objective is a function of about ten lines and its name in a table: `ADVANTAGES` (from the rewards of groups),
-`OBJECTIVES` (loss of each token), `KL` or `normalize` (aggregation). The first sentence of its docstring is its
-formula, which a run prints at the start. Everything is float32.
+A new objective is a function of about ten lines and its name in one table: `GROUP_ADVANTAGES` or `BATCH_ADVANTAGES`
+(from the rewards), `OBJECTIVES` (loss of each token), `KL` or `normalize` (aggregation). A run prints the `formula` of
+each at the start. Everything is float32.
 
 Letters: N prompts, G rollouts of each, B = N G rows, T row length, S ids of a truncated distribution.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from utils.batching import Array
 from utils.config import option
 
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
-GROUP_RELATIVE = ("group_zscore", "group_mean", "rloo", "maxrl", "reinforce++_baseline", "best_k")
+Function = TypeVar("Function", bound=Callable)
 
 
 @struct.dataclass
@@ -47,107 +49,143 @@ class Batch:
     group_size: int = struct.field(pytree_node=False, default=1)
 
 
+def formula(text: str) -> Callable[[Function], Function]:
+    """Attaches the formula that `describe` prints; it may name {low}, {high}, {dual_clip} and {config.<option>}."""
+
+    def attach(function: Function) -> Function:
+        function.formula = text
+        return function
+
+    return attach
+
+
 # Advantages: from the rewards [N, G], one for each row or each token
 
 
+@formula("(r - mean) / std of the group")
 def group_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """(r - mean) / std of the group. Source: GRPO, arXiv 2402.03300, section 4.1.2."""
+    """Advantage of GRPO. Source: arXiv 2402.03300, section 4.1.2."""
     deviation = rewards.std(axis=1, keepdims=True)
     return group_mean(rewards, batch, config) / jnp.where(deviation > 0, deviation, 1.0)
 
 
+@formula("r - mean of the group")
 def group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """r - mean of the group. Source: Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    """Advantage of Dr. GRPO. Source: arXiv 2503.20783, section 3.2."""
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
+@formula("r - mean of the others in the group")
 def rloo(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """r - mean of the others in the group. Source: arXiv 2402.14740."""
+    """Advantage of REINFORCE leave-one-out. Source: arXiv 2402.14740."""
     G = rewards.shape[1]
     return G / (G - 1) * group_mean(rewards, batch, config)
 
 
+@formula("(r - mean) / mean of the group, 0 where the mean is not positive")
 def maxrl(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """(r - mean) / mean of the group, 0 where the mean is not positive. Source: arXiv 2602.02710."""
+    """Advantage of MaxRL. Source: arXiv 2602.02710."""
     mean = rewards.mean(axis=1, keepdims=True)
     return jnp.where(mean > 0, (rewards - mean) / jnp.where(mean > 0, mean, 1.0), 0.0)
 
 
-def raw_rewards(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """r. Source: REINFORCE, Williams 1992."""
-    return rewards
-
-
-def batch_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """(r - mean) / std of the batch. Source: REINFORCE++, arXiv 2501.03262."""
-    return standardize(rewards, jnp.ones_like(rewards, bool))
-
-
+@formula("r - mean of the group, whitened over the tokens of the batch")
 def whitened_group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "B T"]:
-    """r - mean of the group, whitened over the tokens of the batch. Source: arXiv 2501.03262, the group variant."""
+    """Advantage of REINFORCE++ with a group baseline. Source: arXiv 2501.03262."""
     return standardize(group_mean(rewards, batch, config).reshape(-1, 1), batch.mask)
 
 
+@formula("1 for the {config.best_k} best of the group, the others leave the batch")
 def best_k(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
-    """1 for the k best of the group, the others leave the batch. Source: RAFT, arXiv 2304.06767; easy-GRPO's sil."""
-    rank = jnp.argsort(jnp.argsort(-rewards, axis=1, stable=True), axis=1)  # ties by order
+    """Advantage of self-imitation; ties go to the first. Source: RAFT, arXiv 2304.06767; easy-GRPO's sil."""
+    rank = jnp.argsort(jnp.argsort(-rewards, axis=1, stable=True), axis=1)
     return (rank < config.best_k).astype(jnp.float32)
 
 
+@formula("r")
+def raw_rewards(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+    """Advantage of REINFORCE. Source: Williams 1992."""
+    return rewards
+
+
+@formula("(r - mean) / std of the batch")
+def batch_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"] | Float[Array, "B T"]:
+    """Advantage of REINFORCE++: over completions, or with the KL in the reward over tokens.
+
+    A token pays for the KL from itself on: r - kl_coef sum over s >= t of KL_s. Source: arXiv 2501.03262, eq. 8-10.
+    """
+    if not config.has_kl_in_reward:
+        return standardize(rewards, jnp.ones_like(rewards, bool))
+    penalty = kl_penalty(batch, config)
+    penalty_to_go = jnp.cumsum(penalty[:, ::-1], axis=1)[:, ::-1]
+    return standardize(batch.rewards[:, None] - penalty_to_go, batch.mask)
+
+
+@formula("generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch")
 def gae(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "B T"]:
-    """generalised advantages from the critic's values, whitened over the batch. Source: arXiv 1506.02438."""
+    """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
     return standardize(generalised_advantages(batch, config), batch.mask)
 
 
-ADVANTAGES = {
-    "group_zscore": group_zscore, "group_mean": group_mean, "rloo": rloo, "maxrl": maxrl, "reinforce": raw_rewards,
-    "reinforce++_baseline": whitened_group_mean, "batch_zscore": batch_zscore, "best_k": best_k, "gae": gae,
+# These compare the rollouts of a group: one whose rewards are equal has no signal, and the group filter drops it.
+GROUP_ADVANTAGES = {
+    "group_zscore": group_zscore, "group_mean": group_mean, "rloo": rloo, "maxrl": maxrl,
+    "reinforce++_baseline": whitened_group_mean, "best_k": best_k,
 }  # fmt: skip
+# These do not: the group filter leaves them alone, and a group of one will do.
+BATCH_ADVANTAGES = {"reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
+ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
 
 # Policy losses: of each token, from its log-probability; gradients flow through `logprobs` alone
 
 
+@formula("max(-ratio A, -clip(ratio, {low}, {high}) A){dual_clip}")
 def ppo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """max(-ratio A, -clip(ratio) A). Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5."""
+    """Loss of PPO and GRPO. Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5."""
     ratio, A = jnp.exp(logprobs - batch.old_logprobs), batch.advantages
     losses = jnp.maximum(-ratio * A, -jnp.clip(ratio, *config.clip_range) * A)
     return jnp.where((A < 0) & (config.dual_clip > 0), jnp.minimum(losses, -config.dual_clip * A), losses)
 
 
+@formula("-clip(ratio, {low}, {high}) A")
 def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """-clip(ratio) A. No gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
+    """Loss without a gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
     return -jnp.clip(jnp.exp(logprobs - batch.old_logprobs), *config.clip_range) * batch.advantages
 
 
+@formula("-A log p")
 def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """-A log p. Source: Williams 1992."""
+    """Loss of REINFORCE. Source: Williams 1992."""
     return -batch.advantages * logprobs
 
 
+@formula("-stopgrad(clip(ratio, {low}, {high})) A log p")
 def cispo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """-stopgrad(clip(ratio)) A log p. Every token keeps a gradient. Source: arXiv 2506.13585."""
+    """Loss of CISPO: every token keeps a gradient. Source: arXiv 2506.13585."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     return -stop_gradient(jnp.clip(ratio, *config.clip_range)) * batch.advantages * logprobs
 
 
+@formula("max(-s A, -clip(s, {low}, {high}) A), s = the geometric mean of a completion's ratios")
 def gspo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """max(-s A, -clip(s) A), s = the geometric mean of a completion's ratios. Source: arXiv 2507.18071, 4.3."""
-    mask, log_ratio = batch.mask, logprobs - batch.old_logprobs
-    mean = jnp.sum(log_ratio, axis=1, where=mask) / jnp.maximum(mask.sum(axis=1), 1)
-    s = jnp.exp(stop_gradient(mean[:, None]) + logprobs - stop_gradient(logprobs))
+    """Loss of GSPO, in its token form. Source: arXiv 2507.18071, section 4.3."""
+    mean = row_mean(logprobs - batch.old_logprobs, batch.mask)
+    s = jnp.exp(stop_gradient(mean) + logprobs - stop_gradient(logprobs))
     return jnp.maximum(-s * batch.advantages, -jnp.clip(s, *config.clip_range) * batch.advantages)
 
 
+@formula("-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}")
 def dppo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """-ratio A, 0 where p - p_sample has gone too far along A; ratio = p / p_sample. Source: arXiv 2602.04879."""
+    """Loss of DPPO with binary total variation. Source: arXiv 2602.04879."""
     low, high = config.clip_range
     moved = stop_gradient(jnp.exp(logprobs)) - jnp.exp(batch.sample_logprobs)
     inside = jnp.where(batch.advantages > 0, moved <= high - 1, moved >= low - 1)
     return jnp.where(inside, -jnp.exp(logprobs - batch.sample_logprobs) * batch.advantages, 0.0)
 
 
+@formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = {config.sapo_tau:g}, {config.sapo_tau_negative:g} where A < 0")
 def sapo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A. A soft gate in the place of the clip. Source: arXiv 2511.20347."""
+    """Loss of SAPO: a soft gate in the place of the clip. Source: arXiv 2511.20347."""
     tau = jnp.where(batch.advantages > 0, config.sapo_tau, config.sapo_tau_negative)
     return -4 / tau * jax.nn.sigmoid(tau * (jnp.exp(logprobs - batch.old_logprobs) - 1)) * batch.advantages
 
@@ -178,24 +216,39 @@ class ObjectiveConfig:
     best_k: int = option(2, "advantage best_k: completions of a group to learn from")
     gamma: float = option(1.0, "advantage gae: discount of a token")
     gae_lambda: float = option(0.95, "advantage gae: 0 trusts the critic, 1 the return")
-    value_clip: float = option(0.2, "advantage gae: values move at most so far in a step")
+    value_clip: float = option(
+        0.2, "advantage gae: the most that a value moves in a step, in units of the reward: about a fifth of the "
+        "spread of returns; 0: no limit"
+    )  # fmt: skip
     kl_coef: float = option(0.0, "weight of the KL to the initial model, which is loaded when this is above 0")
     kl_estimator: str = option("", "of that KL; empty: k3 in the loss, k1 in the reward", ["", *KL])
     kl_in: str = option("loss", "where the KL counts", ["loss", "reward"])
     entropy_coef: float = option(0.001, "weight of the entropy bonus (mean nats per token)")
     importance_correction: str = option(
         "none", "for a sampler that differs from the trainer, by w = old / sampled probability: min(w, cap), or w and "
-        "0 above the cap", ["none", "truncate", "mask"]
+        "0 outside [floor, cap]", ["none", "truncate", "mask"]
     )  # fmt: skip
     importance_level: str = option("token", "w of a token, or product over the completion", ["token", "sequence"])
-    importance_cap: float = option(2.0, "of w")
-    do_group_filter: bool = option(True, "drop groups whose rewards are all equal")
+    importance_cap: float = option(2.0, "largest w: see --importance_correction")
+    importance_floor: float = option(0.0, "smallest w of --importance_correction mask; IcePop: 0.5 with a cap of 5")
+    off_policy_mask: float = option(
+        0.0, "leave completions with a negative advantage out of the policy loss whose mean log(sampled / new "
+        "probability) is above this; 0: off"
+    )  # fmt: skip
+    do_group_filter: bool = option(
+        True, "drop groups whose rewards are all equal; 0 keeps them with advantage 0 (best_k: learns from their first "
+        "k, whether right or wrong)"
+    )  # fmt: skip
     do_truncation_filter: bool = option(False, "drop completions that the limit has cut off")
     do_global_normalization: bool = option(False, "then normalise advantages over the batch")
     do_clip_advantages: bool = option(False, "then learn from positive advantages only")
     negative_advantage_multiplier: float = option(1.0, "then weigh negative advantages by this")
-    do_mask_importance_ratio: bool = option(False, "leave tokens with new/old probability above 2 out of the loss")
-    do_mask_inference_ratio: bool = option(False, "leave tokens with old/sampled probability above 2 out of the loss")
+    do_mask_importance_ratio: bool = option(
+        False, "leave tokens with a new/old probability of 2 or more out of the policy loss"
+    )
+    do_mask_inference_ratio: bool = option(
+        False, "leave tokens with a sampled/old probability of 2 or more out of the policy loss"
+    )
 
     def __post_init__(self):
         for wrong, message in (
@@ -204,6 +257,11 @@ class ObjectiveConfig:
             (self.dual_clip and self.dual_clip <= 1, "--dual_clip must be above 1, or 0 for none"),
             (min(self.sapo_tau, self.sapo_tau_negative, self.importance_cap) <= 0,
              "--sapo_tau, --sapo_tau_negative and --importance_cap must be positive"),
+            (not 0 <= self.importance_floor <= self.importance_cap,
+             "--importance_floor goes from 0 to --importance_cap"),
+            (self.importance_floor and self.importance_correction != "mask",
+             "--importance_floor has no effect without --importance_correction mask"),
+            (self.off_policy_mask < 0, "--off_policy_mask must not be negative; 0 switches it off"),
             (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
             (min(self.value_clip, self.kl_coef) < 0, "--value_clip and --kl_coef must not be negative"),
             (self.best_k < 1, "--best_k must be at least 1"),
@@ -221,7 +279,7 @@ class ObjectiveConfig:
 
     @property
     def is_group_relative(self) -> bool:
-        return self.advantage in GROUP_RELATIVE
+        return self.advantage not in BATCH_ADVANTAGES
 
     @property
     def has_critic(self) -> bool:
@@ -238,9 +296,13 @@ class ObjectiveConfig:
 
 
 def has_signal(rewards: Float[Array, "N G"], config: ObjectiveConfig) -> Bool[Array, "N"]:
-    """Whether the rewards of a group differ; all groups have signal for an advantage that does not compare them."""
+    """True for groups that can teach: their rewards differ, or the advantage does not compare them.
+
+    Without the filter best_k compares nothing either: it imitates, also where all are as good.
+    """
     differ = rewards.max(axis=1) - rewards.min(axis=1) > NO_SIGNAL
-    return differ if config.is_group_relative else differ | True
+    imitates_all = config.advantage == "best_k" and not config.do_group_filter
+    return differ | imitates_all | (not config.is_group_relative)
 
 
 @partial(jax.jit, static_argnames="config")  # else each of its operations would compile for each width
@@ -258,7 +320,8 @@ def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T
         keep &= advantage[:, 0] > 0
     advantage = jnp.where(signal[:, None], advantage, 0.0)
     if config.do_global_normalization:
-        advantage = standardize(advantage, keep[:, None])
+        is_per_token = advantage.shape[1] > 1
+        advantage = standardize(advantage, batch.mask if is_per_token else keep[:, None])
     if config.do_clip_advantages:
         advantage = jnp.maximum(advantage, 0.0)
     advantage = jnp.where(advantage < 0, config.negative_advantage_multiplier * advantage, advantage)
@@ -271,6 +334,12 @@ def standardize(x: Float[Array, "R C"], where: Bool[Array, "R D"]) -> Float[Arra
     spread = x.max(where=where, initial=-jnp.inf) - x.min(where=where, initial=jnp.inf)
     scaled = (x - x.mean(where=where)) / jnp.maximum(x.std(where=where), NO_SIGNAL / 2)
     return jnp.where(spread > NO_SIGNAL, scaled, 0.0)
+
+
+def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """Mean over the masked tokens of each row, 0 where there are none."""
+    num_tokens = mask.sum(axis=1, keepdims=True)
+    return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
 
 def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
@@ -301,17 +370,18 @@ def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[Array
     return jnp.where(mask, result.T, 0.0)
 
 
-def normalize(batch: Batch, num_generation_tokens: int, config: ObjectiveConfig) -> Batch:
+def normalize(batch: Batch, num_rollouts: int, num_generation_tokens: int, config: ObjectiveConfig) -> Batch:
     """Sets what the sum over each row is divided by, from the whole optimiser batch: micro-batches change nothing.
 
-    `constant` is Dr. GRPO's: rows times the completion limit. Source: arXiv 2503.20783, section 3.2.
+    `constant`, Dr. GRPO's, is `num_rollouts`, those of a full optimiser batch, times the completion limit: a row that
+    has left the batch changes the gradient no more than one with advantage 0. Source: arXiv 2503.20783, section 3.2.
     """
     row_tokens = np.asarray(batch.mask).sum(axis=1).astype(np.float32)
     num_rows, num_tokens = len(row_tokens), np.full_like(row_tokens, max(row_tokens.sum(), 1.0))
     denominator = {
         "token_mean": num_tokens,
         "sequence_mean": num_rows * np.maximum(row_tokens, 1.0),
-        "constant": np.full_like(row_tokens, num_rows * num_generation_tokens),
+        "constant": np.full_like(row_tokens, num_rollouts * num_generation_tokens),
     }[config.loss_normalization]
     return batch.replace(denominator=denominator, num_tokens=num_tokens)
 
@@ -334,11 +404,8 @@ def policy_loss(
         return OBJECTIVES[config.objective](logprobs, batch, config)
 
     losses, slope = jax.jvp(token_losses, (logprobs,), (jnp.ones_like(logprobs),))
-    losses *= importance_weights(old - sampled, config)
-    if config.do_mask_importance_ratio:
-        losses = jnp.where(ratio > 2, 0.0, losses)
-    if config.do_mask_inference_ratio:
-        losses = jnp.where(sample_ratio > 2, 0.0, losses)
+    weights = jnp.where(kept_tokens(logprobs, batch, config), importance_weights(old - sampled, config), 0.0)
+    losses *= weights
 
     def token_mean(x):
         return (clean(x).sum(axis=1) / batch.num_tokens).sum()
@@ -357,6 +424,7 @@ def policy_loss(
         "loss": loss,
         "approx_kl": token_mean((ratio - 1) - (logprobs - old)),  # k3 of KL(old || new)
         "clip_fraction": token_mean((slope == 0) & (batch.advantages != 0)),  # tokens without a gradient
+        "masked_fraction": token_mean(weights == 0),
         "importance_ratio": token_mean(ratio),
         "inference_recompute/logprob_diff": token_mean(jnp.abs(old - sampled)),
         "inference_recompute/logprob_diff_max": jnp.abs(old - sampled).max(),
@@ -366,8 +434,27 @@ def policy_loss(
     }
 
 
+def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Bool[Array, "B T"]:
+    """True for tokens that no mask leaves out of the policy loss.
+
+    Source: kvfrans/lmpo for the ratios of a token; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for --off_policy_mask.
+    """
+    old, sampled, keep = batch.old_logprobs, batch.sample_logprobs, jnp.asarray(batch.mask)
+    if config.do_mask_importance_ratio:
+        keep &= jnp.exp(logprobs - old) < 2
+    if config.do_mask_inference_ratio:
+        keep &= jnp.exp(sampled - old) < 2
+    if config.off_policy_mask:
+        is_near = row_mean(sampled - logprobs, batch.mask) <= config.off_policy_mask
+        keep &= is_near | (batch.advantages >= 0)
+    return keep
+
+
 def importance_weights(log_ratio: Float[Array, "B T"], config: ObjectiveConfig) -> Float[Array, "B #T"]:
-    """Weights that make up for sampling with other probabilities than old ones. Source: Ionides 2008."""
+    """Weights that make up for sampling with other probabilities than old ones.
+
+    Source: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
+    """
     if config.importance_correction == "none":
         return jnp.ones((len(log_ratio), 1))
     if config.importance_level == "sequence":
@@ -375,13 +462,16 @@ def importance_weights(log_ratio: Float[Array, "B T"], config: ObjectiveConfig) 
     w = stop_gradient(jnp.exp(log_ratio))
     if config.importance_correction == "truncate":
         return jnp.minimum(w, config.importance_cap)
-    return jnp.where(w > config.importance_cap, 0.0, w)
+    is_inside = (w >= config.importance_floor) & (w <= config.importance_cap)
+    return jnp.where(is_inside, w, 0.0)
 
 
 def value_loss(values: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Float[Array, ""]:
     """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens. Source: PPO2 of OpenAI's baselines."""
-    moved = jnp.clip(values - batch.values, -config.value_clip, config.value_clip)
-    errors = jnp.maximum((values - batch.returns) ** 2, (batch.values + moved - batch.returns) ** 2)
+    errors = (values - batch.returns) ** 2
+    if config.value_clip:
+        moved = jnp.clip(values - batch.values, -config.value_clip, config.value_clip)
+        errors = jnp.maximum(errors, (batch.values + moved - batch.returns) ** 2)
     return (jnp.where(batch.mask, 0.5 * errors, 0.0).sum(axis=1) / batch.num_tokens).sum()
 
 
@@ -396,25 +486,42 @@ def total(parts: list[dict[str, Array]]) -> dict[str, float]:
 
 def describe(config: ObjectiveConfig) -> str:
     """The resolved objective in one line."""
-
-    def formula(function) -> str:
-        return (function.__doc__ or function.__name__).partition(". ")[0].rstrip(".")
-
-    low, high = config.clip_range
-    more = {"best_k": f", k = {config.best_k}", "gae": f", gamma {config.gamma:g}, lambda {config.gae_lambda:g}"}
-    text = f"minimise {config.loss_normalization} of {formula(OBJECTIVES[config.objective])}"
-    if "clip" in text:
-        text += f", clip to [{low:g}, {high:g}]" + f", dual clip {config.dual_clip:g}" * (config.dual_clip > 0)
-    if config.objective == "dppo":
-        text += f", at most {low - 1:g} or +{high - 1:g}"
+    text = f"minimise {config.loss_normalization} of {formula_of(OBJECTIVES[config.objective], config)}"
     if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
         text += " (GSPO is that of sequence_mean only)"
-    if config.importance_correction != "none":
-        text += f", x {config.importance_correction}(w, {config.importance_cap:g}) by {config.importance_level}"
+    if config.importance_correction == "truncate":
+        text += f", x min(w, {config.importance_cap:g}) by {config.importance_level}"
+    if config.importance_correction == "mask":
+        low, high = config.importance_floor, config.importance_cap
+        text += f", x w by {config.importance_level}, 0 outside [{low:g}, {high:g}]"
+    if config.off_policy_mask:
+        text += f", 0 where A < 0 and mean log(p_sample / p) > {config.off_policy_mask:g}"
+    if config.do_mask_importance_ratio:
+        text += ", 0 where p / p_old >= 2"
+    if config.do_mask_inference_ratio:
+        text += ", 0 where p_sample / p_old >= 2"
     if config.kl_coef and config.kl_in == "loss":
         text += f" + {config.kl_coef:g} {config.kl_estimator or 'k3'}(p || p_ref)"
     if config.entropy_coef:
         text += f" - {config.entropy_coef:g} entropy"
     if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
-    return f"{text}; A = {formula(ADVANTAGES[config.advantage])}{more.get(config.advantage, '')}"
+    text += f"; A = {formula_of(ADVANTAGES[config.advantage], config)}"
+    if config.do_global_normalization:
+        text += ", normalised over the batch"
+    if config.do_clip_advantages:
+        text += ", 0 where negative"
+    if config.negative_advantage_multiplier != 1:
+        text += f", times {config.negative_advantage_multiplier:g} where negative"
+    if config.has_critic and config.value_clip:
+        text += f"; values move by at most {config.value_clip:g}"
+    return text
+
+
+def formula_of(function: Callable, config: ObjectiveConfig) -> str:
+    """The function's formula with its numbers; its name, where it has none."""
+    low, high = config.clip_range
+    dual_clip = f", at most -{config.dual_clip:g} A where A < 0" if config.dual_clip else ""
+    terms = {"low": f"{low:g}", "high": f"{high:g}", "fall": f"{low - 1:g}", "rise": f"{high - 1:g}"}
+    text = getattr(function, "formula", function.__name__)
+    return text.format(config=config, dual_clip=dual_clip, **terms)

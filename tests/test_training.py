@@ -139,6 +139,21 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
     assert 0.2 < metrics["clip_fraction"] < 0.8 and metrics["inference_recompute/ratio"] != 1
 
 
+def test_rows_that_leave_do_not_change_the_constant():
+    """Of Dr. GRPO: the group without signal adds nothing, whether it has left or not."""
+    batch = random_batch().replace(rewards=np.float32([0, 1, 0.1, 0.1, 1, 1, 1, 1]), old_logprobs=None)
+    flags = {"loss_normalization": "constant", "entropy_coef": 0.0, "ppo_minibatch": 0, "ppo_epochs": 1}
+    gradients, sizes = [], []
+    for do_group_filter in (True, False):
+        some, _ = learner(do_group_filter=do_group_filter, **flags)
+        (minibatch,) = some.minibatches(some.credit(batch)[0], 1, 0)
+        gradients.append(update(minibatch, **flags)[0])
+        sizes.append(len(minibatch.rewards))
+    assert sizes == [G, 2 * G]
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(gradients[1]))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * largest), *gradients)
+
+
 CUT = {"kl_coef": 0.1, "clip_epsilon": 0.25}  # a ratio of the batch lies within 1e-6 of 1.2
 FAMILY = {  # losses that look beyond their own token: at rows, at the whole batch, at other models
     "gspo": CUT | {"objective": "gspo", "loss_normalization": "sequence_mean", "importance_correction": "mask"},
