@@ -3,14 +3,18 @@
 import csv
 import gzip
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 READERS = ".jsonl, .json, .csv and .parquet; the first three also .gz"
+MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
+MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
+MIN_EXPANDED = 1 << 24  # ... and as much in any case
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ Convert = Callable[[dict[str, Any]], Row]  # raises KeyError, TypeError or Value
 def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool) -> tuple[list[Row], str]:
     """The rows of a source in its order, without those that repeat a prompt or lack one or an answer; and a note.
 
-    Raises: ValueError when there is no data (with what to do), and, unless `skip_bad_rows`, for the first malformed
-    row, by file and line.
+    Raises: ValueError when there is no data (with what to do), when a file cannot be read to its end, and, unless
+    `skip_bad_rows`, for the first malformed row, by file and line.
     """
     path = find_file(source, data_dir) if data_dir or not source.hub else None
     rows, seen, left_out, total = [], set(), Counter(), 0
@@ -58,14 +62,11 @@ def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_ro
         try:
             if isinstance(raw, Exception):
                 raise raw
+            check_text(raw)
             row = convert(raw)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
-                reason = f"it has no {error}" if isinstance(error, KeyError) else error
-                raise ValueError(
-                    f"{place} is malformed: {reason}. Mend it, or leave such rows out with --env_options "
-                    "skip_bad_rows=true"
-                ) from error
+                raise ValueError(f"{place} is malformed: {explain(error, raw)}") from error
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
@@ -75,15 +76,44 @@ def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_ro
             left_out[why] += 1
         else:
             rows.append(row)
-    if not rows:
-        raise ValueError(f"{name}: {path or source.hub} holds no usable row")
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
+    if not rows:
+        raise ValueError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
     return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows; left out: {reasons}" if reasons else "")
+
+
+def check_text(value: Any) -> None:
+    """Raises ValueError for text, at any depth, with a zero byte or with what UTF-8 cannot express.
+
+    That is half a surrogate pair, which JSON can hold, and which bytes of other encodings become.
+    """
+    if isinstance(value, str):
+        if "\0" in value:
+            raise ValueError("it holds a zero byte")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it holds {value[error.start]!a}, which is not UTF-8") from error
+    elif isinstance(value, dict):
+        check_text([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            check_text(item)
+
+
+def explain(error: Exception, row: dict[str, Any] | Exception) -> str:
+    """What is wrong with a row, and what to do."""
+    skip = "or leave such rows out with --env_options skip_bad_rows=true"
+    if not isinstance(error, KeyError):
+        return f"{error}. Correct it, {skip}"
+    columns = ", ".join(map(repr, row))[:200]
+    name_them = "for the environment dataset, name them by --env_options prompt=COLUMN,answer=COLUMN"
+    return f"it has no {error}; its columns are {columns}. Correct it; {name_them}; {skip}"
 
 
 def find_file(source: Source, data_dir: str) -> Path:
     """The first file of a source that is in the folder. Raises ValueError when none is."""
-    folder = Path(data_dir).expanduser()
+    folder = Path(os.path.expanduser(data_dir))
     found = next((folder / file for file in source.files if (folder / file).is_file()), None)
     if found is None:
         raise ValueError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
@@ -91,36 +121,130 @@ def find_file(source: Source, data_dir: str) -> Path:
 
 
 def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """Each row of a file with its place (file:line), or the reason why there is none. Raises ValueError, OSError."""
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind == ".parquet":
-        import pyarrow.parquet
+    """Each row of a file with its place (file:line), or the reason why there is none.
 
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        rows = enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-        yield from ((f"{path}, row {i}", row) for i, row in rows)
-        return
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        if kind == ".jsonl":
-            yield from ((f"{path}:{i}", parse_json(line)) for i, line in enumerate(file, 1) if line.strip())
-        elif kind == ".json":
-            rows = json.loads(file.read())
-            if isinstance(rows, dict) and len(rows) == 1:  # {"data": [...]}
-                rows = next(iter(rows.values()))
-            if not isinstance(rows, list):
-                raise ValueError(f"{path} must hold a list of objects")
-            yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
-        elif kind == ".csv":
-            rows = csv.DictReader((line.decode("utf-8-sig") for line in file), strict=True)
-            yield from ((f"{path}:{rows.line_num}", row) for row in rows)
-        else:
-            raise ValueError(f"{path}: a file of rows is one of {READERS}")
+    Raises: ValueError where the file, or what is left of it, cannot be read; OSError.
+    """
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    readers = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv}
+    if kind not in readers or (kind == ".parquet" and path.suffix == ".gz"):
+        raise ValueError(f"{path}: a file of rows is one of {READERS}")
+    if path.suffix == ".gz":
+        check_compressed(path)
+    yield from readers[kind](path)
+
+
+def check_compressed(path: Path) -> None:
+    """Raises ValueError for a .gz file that is damaged, cut off, or a bomb. It keeps nothing of it in memory."""
+    most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
+    try:
+        with gzip.open(path) as file:
+            while block := file.read(1 << 20):
+                size += len(block)
+                if size > most:
+                    raise ValueError(f"{path} expands to more than {most:,} bytes, which no file of rows does")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is not a whole .gz file ({error}): copy it again") from error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file to read, decompressed where it ends in .gz."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and content of each line, of which no more than MAX_ROW_BYTES + 1 are kept."""
+    with open_file(path) as file:
+        number = 0
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            number += 1
+            rest = line
+            while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_ROW_BYTES + 1)
+            yield number, line
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    yield from ((f"{path}:{i}", parse_json(line)) for i, line in read_lines(path) if line.strip())
+
+
+def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """The objects of a list, also of one that is the only value of an object: {"data": [...]}."""
+    with open_file(path) as file:
+        try:
+            rows = json.loads(file.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON ({error})") from error
+    if isinstance(rows, dict) and len(rows) == 1:
+        rows = next(iter(rows.values()))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of objects")
+    yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
+
+
+def read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """The rows below a line of names. After a line that cannot be parsed, the next one begins a new row."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    rows = csv.reader(csv_lines(path), strict=True)
+    names = None
+    while True:
+        first = rows.line_num + 1
+        try:
+            values = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if rows.line_num > first:  # a quote that is closed elsewhere, or never
+                message = f"{path}:{first} begins a quote that does not end well ({error}): correct it"
+                raise ValueError(message) from error
+            yield f"{path}:{first}", ValueError(f"it is not CSV ({error})")
+            continue
+        if names is None:
+            names = values
+        elif values:
+            yield f"{path}:{first}", check_csv_row(names, values)
+
+
+def csv_lines(path: Path) -> Iterator[str]:
+    """The lines as text, with half a surrogate pair for each byte that is not UTF-8.
+
+    Raises: ValueError for a line that is too long.
+    """
+    for i, line in read_lines(path):
+        if len(line) > MAX_ROW_BYTES:
+            raise ValueError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
+        yield line.decode("utf-8-sig", "surrogateescape")
+
+
+def check_csv_row(names: list[str], values: list[str]) -> dict[str, str] | Exception:
+    if len(values) == len(names):
+        return dict(zip(names, values, strict=True))
+    return ValueError(f"it has {len(values)} columns, where the first line names {len(names)}")
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        if file.metadata.num_rows > path.stat().st_size:
+            raise ValueError(f"it claims {file.metadata.num_rows:,} rows")
+        rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+        yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, 1))
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
 
 
 def parse_json(line: bytes) -> dict[str, Any] | Exception:
     """The object in a line, or what is wrong with it."""
+    if len(line) > MAX_ROW_BYTES:
+        return ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
     try:
-        return check_row(json.loads(line))
+        return check_row(json.loads(line.decode("utf-8-sig")))
+    except UnicodeDecodeError as error:
+        return ValueError(f"it is not UTF-8 ({error.reason} at byte {error.start})")
     except (ValueError, RecursionError) as error:
         return ValueError(f"not JSON ({error})")
 

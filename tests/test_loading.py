@@ -4,6 +4,7 @@ The tables hold the damage; the functions that load are those of the commands, a
 """
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from envs import make_env
 from models.checkpoint import load_model
 from utils.config import user_errors
 
@@ -243,3 +247,135 @@ def test_a_malformed_model_folder_ends_in_one_sentence(name, folder):
     MODELS[name](folder)
     line = outcome(lambda: load_model(folder))
     assert line.startswith("error: ") and str(folder) in line, line or "it was loaded"
+
+
+# Data files
+
+ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(30)]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
+CSV = "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in ROWS)
+LONG = "x" * 5_000_000
+
+
+def parquet(rows: list[dict]) -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+KINDS = {"jsonl": JSONL.encode(), "json": json.dumps(ROWS).encode(), "csv": CSV.encode()}
+KINDS |= {f"{kind}.gz": gzip.compress(content) for kind, content in KINDS.items()} | {"parquet": parquet(ROWS)}
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "garbage": lambda content: np.random.default_rng(0).bytes(1000),
+    "zeros": lambda content: b"\0" * 1000,
+    "zeros at the end": lambda content: content + b"\0" * 1000,
+    "spoiled": lambda content: content[:100] + b"\xff\xfe\x00\x22" + content[104:],
+}
+
+
+def bomb(line: bytes) -> bytes:
+    """A gigabyte of a line again and again, in a megabyte: parts of a .gz file may stand one after another."""
+    return gzip.compress(line * (10**7 // len(line))) * 100
+
+
+def rows_with(line: str, kind: str = "jsonl") -> bytes:
+    """The rows with a line between the third and the fourth."""
+    lines = (JSONL if kind == "jsonl" else CSV).splitlines(keepends=True)
+    place = 3 if kind == "jsonl" else 4
+    return "".join([*lines[:place], line + "\n", *lines[place:]]).encode("utf-8", "surrogateescape")
+
+
+JSONL_LINES = {
+    "half": '{"prompt": "x',
+    "list": "[1, 2]",
+    "nested": NESTED,
+    "long number": '{"prompt": "x", "answer": ' + "9" * 5000 + "}",
+    "no answer": '{"prompt": "x"}',
+    "number": '{"prompt": 5, "answer": "5"}',
+    "object": '{"prompt": {"a": 1}, "answer": "5"}',
+    "messages": '{"prompt": [{"role": "king", "content": "x"}], "answer": "5"}',
+    "messages of a role": '{"prompt": [{"role": "user"}], "answer": "5"}',
+    "surrogate": '{"prompt": "a\\ud800b", "answer": "5"}',
+    "surrogate in an answer": '{"prompt": "a", "answer": "\\udc00"}',
+    "surrogate in a message": '{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "5"}',
+    "surrogate in a name": '{"prompt": "a", "answer": "5", "\\ud800": 1}',
+    "zero byte": '{"prompt": "a\\u0000b", "answer": "5"}',
+    "latin-1": '{"prompt": "\udce9", "answer": "5"}',
+    "zeros": "\0" * 1000,
+    "long": json.dumps({"prompt": LONG, "answer": "5"}),
+}
+CSV_LINES = {
+    "latin-1": "\udce9,5",
+    "zeros": "\0" * 1000,
+    "too few": "x",
+    "too many": "x,5,6",
+    "quote in a quote": '"a"b",5',
+}
+DAMAGED = [
+    (kind, name, damage)
+    for kind in KINDS
+    for name, damage in DAMAGES.items()
+    if name != "zeros at the end" or not kind.endswith(".gz")  # which is allowed there
+]
+LEFT = {("jsonl", "cut"): 15, ("jsonl", "zeros at the end"): 30, ("jsonl", "spoiled"): 29}
+LEFT |= {("csv", "cut"): 15, ("csv", "zeros at the end"): 30, ("csv", "spoiled"): 29}
+# name: ending, content, what the sentence names, problems left with skip_bad_rows=true (0: it is refused all the same)
+DATA = {
+    **{f"{kind} {name}": (kind, damage(KINDS[kind]), "", LEFT.get((kind, name), 0)) for kind, name, damage in DAMAGED},
+    **{f"line {name}": ("jsonl", rows_with(line), ":4 ", 30) for name, line in JSONL_LINES.items()},
+    **{f"line of CSV {name}": ("csv", rows_with(line, "csv"), ":5 ", 30) for name, line in CSV_LINES.items()},
+    "CSV open quote": ("csv", rows_with('"x,5', "csv"), ":5 ", 0),
+    "CSV open quote and 5 MB": ("csv", rows_with('"x,5', "csv") + (b"x" * 500 + b",5\n") * 10_000, ":5 ", 0),
+    "CSV long line": ("csv", rows_with(f"{LONG},5", "csv"), ":5 ", 0),
+    "CSV quote closed elsewhere": ("csv", rows_with('"x,5\ny"z,5', "csv"), ":5 ", 0),
+    "CSV other columns": ("csv", CSV.replace("prompt,answer", "q,a").encode(), "'q', 'a'", 0),
+    "CSV semicolons": ("csv", CSV.replace(",", ";").encode(), "'prompt;answer'", 0),
+    "CSV utf-16": ("csv", CSV.encode("utf-16"), "", 0),
+    "JSONL utf-16": ("jsonl", JSONL.encode("utf-16"), "", 0),
+    "JSONL other columns": ("jsonl", JSONL.replace("answer", "solution").encode(), "'prompt', 'solution'", 0),
+    "JSONL messages": ("jsonl", JSONL.replace("prompt", "messages").encode(), "'messages', 'answer'", 0),
+    "JSON nested": ("json", NESTED.encode(), "", 0),
+    "JSON object": ("json", b'{"a": 1, "b": []}', "", 0),
+    "JSON number": ("json", b"5", "", 0),
+    "JSON null": ("json", b"null", "", 0),
+    "JSON list of lists": ("json", b"[[1], [2]]", ", row 1", 0),
+    "JSON surrogate": ("json", rb'[{"prompt": "\ud800", "answer": "5"}]', ", row 1", 0),
+    "gz of zeros": ("jsonl.gz", bomb(b"\0"), "", 0),
+    "gz of empty lines": ("jsonl.gz", bomb(b"\n"), "", 0),
+    "gz of lines": ("csv.gz", bomb(b"a,b\n"), "", 0),
+    "gz of JSON": ("json.gz", bomb(b"["), "", 0),
+    "gz that is none": ("jsonl.gz", JSONL.encode(), "", 0),
+    "gz with a wrong sum": ("jsonl.gz", KINDS["jsonl.gz"][:-8] + b"\0" * 8, "", 0),
+    "gz with a tail": ("jsonl.gz", KINDS["jsonl.gz"] + b"tail", "", 0),
+    "parquet without a column": ("parquet", parquet([{"prompt": "x"}]), "'prompt'", 0),
+    "parquet of text": ("parquet", JSONL.encode(), "", 0),
+    "parquet of bytes": ("parquet", parquet([{"prompt": b"x", "answer": b"5"}]), ", row 1", 0),
+    "another ending": ("txt", JSONL.encode(), ".jsonl", 0),
+    "parquet.gz": ("parquet.gz", gzip.compress(KINDS["parquet"]), ".jsonl", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_malformed_data_file_ends_in_one_sentence(name, tmp_path):
+    ending, content, place, num_left = DATA[name]
+    file, notes = tmp_path / f"rows.{ending}", []
+    file.write_bytes(content)
+    line = outcome(lambda: make_env("dataset", path=str(file)))
+    assert line.startswith("error: ") and str(file) in line and place in line, line or "it was loaded"
+    line = outcome(lambda: notes.append(make_env("dataset", path=str(file), skip_bad_rows=True).note))
+    if num_left:
+        assert notes and notes[0].startswith(f"dataset: {num_left} problems of "), line or notes
+    else:
+        assert line.startswith("error: ") and str(file) in line, line or notes
+
+
+def test_the_tables_are_long_enough():
+    assert len(MODELS) >= 100 and len(DATA) >= 80
+
+
+def test_long_fields_of_csv_are_read(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(CSV + f'"{"two lines" * 100_000}\n",5\n')  # above the 128 KB of Python's default
+    assert make_env("dataset", path=str(file)).note == "dataset: 31 problems"
