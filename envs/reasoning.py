@@ -4,19 +4,23 @@
     --env_name reasoning_gym --env_options "datasets=spell_backward*2(min_word_len=3;max_word_len=10)+leg_counting"
     --env_name reasoning_gym --env_options datasets=mixture.yaml
 
-where the file lists `{name: ..., weight: ..., config: {...}}` (a list, or under `specs`, as in policy-gradients).
-Source: github.com/open-thought/reasoning-gym.
+where the file lists `{name: ..., weight: ..., config: {...}}`: a list, or under `specs`, or in policy-gradients' block
+`data: {size, specs}`, whose size is the number of training problems.
+Source: github.com/open-thought/reasoning-gym, github.com/zafstojano/policy-gradients (system prompt, files).
 """
 
+import copy
 import math
 import random
 import re
 import zlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from envs.answers import extract_answer
 from envs.base import Env, Problem
+from envs.verifiers import AUDITED, check_release, may_be_verified
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
 MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: draws of a question do not come back to where they were
@@ -45,10 +49,12 @@ class ReasoningGym(Env):
         try:
             import reasoning_gym
         except ImportError as error:
-            raise ValueError("the environment reasoning_gym needs `pip install reasoning-gym`") from error
-        self.split, self.specs = split, read_specs(datasets)
-        self.num_tasks = num_tasks if num_tasks > 0 else 10_000 if split == "train" else 512
-        self.system = reasoning_gym.utils.SYSTEM_PROMPTS["default"].strip()
+            raise ValueError(f"the environment reasoning_gym needs `pip install reasoning-gym=={AUDITED}`") from error
+        check_release(metadata.version("reasoning-gym"))
+        self.split = split
+        self.specs, size = read_specs(datasets)
+        self.num_tasks = num_tasks if num_tasks > 0 else size or 10_000 if split == "train" else 512
+        self.system = reasoning_gym.utils.SYSTEM_PROMPTS["DeepSeekZero"].strip()  # as in policy-gradients
         self.seed = seed + (2**30 if split == "test" else 0)
         self.datasets = []
         for spec in self.specs:
@@ -74,12 +80,12 @@ class ReasoningGym(Env):
         dataset, entry = problem.answer
         answer = extract_answer(text)
         value = 0.0
-        if answer is not None:
+        if answer is not None and may_be_verified(answer, entry):
             try:
-                value = float(dataset.score_answer(answer, entry))
-            except Exception:  # noqa: BLE001 (a verifier that trips over an answer has not been convinced by it)
+                value = float(dataset.score_answer(answer, copy.deepcopy(entry)))  # some verifiers write into it
+            except Exception:  # noqa: BLE001 (a verifier that raises has not accepted the answer)
                 value = 0.0
-        value = value if math.isfinite(value) else 0.0
+        value = min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
         return {"return": value, "correct_answer": float(value >= 1), "format": float(answer is not None)}
 
     def examples(self, problem: Problem) -> dict[str, str]:
@@ -88,8 +94,12 @@ class ReasoningGym(Env):
         return {name: f"<answer>{answer}</answer>" for name, answer in answers.items()}
 
 
-def read_specs(text: str) -> list[Spec]:
-    """The mixture that a text or a YAML or JSON file describes. Raises ValueError for anything else."""
+def read_specs(text: str) -> tuple[list[Spec], int]:
+    """Returns the mixture that a text or a YAML or JSON file describes, and its number of problems (0: not given).
+
+    Raises: ValueError for anything else.
+    """
+    size = 0
     if text.endswith((".yaml", ".yml", ".json")):
         import yaml
 
@@ -97,6 +107,11 @@ def read_specs(text: str) -> list[Spec]:
         if not path.is_file():
             raise ValueError(f"datasets={text}: there is no such file")
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(rows, dict) and isinstance(rows.get("data"), dict):
+            rows = rows["data"]
+            size = rows.get("size", 0)
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{path}: data.size must be a number of problems, not {size!r}")
         rows = rows.get("specs", rows.get("datasets")) if isinstance(rows, dict) else rows
         if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
             raise ValueError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
@@ -105,7 +120,7 @@ def read_specs(text: str) -> list[Spec]:
         specs = [parse_spec(item.strip()) for item in text.split("+")]
     if not specs or any(not math.isfinite(spec.weight) or spec.weight <= 0 for spec in specs):
         raise ValueError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
-    return specs
+    return specs, size
 
 
 def parse_spec(item: str) -> Spec:

@@ -1,0 +1,184 @@
+"""Code in an answer to Reasoning Gym is never executed and never paid; right answers are paid as the library does."""
+
+import ast
+import copy
+import inspect
+import os
+import time
+from importlib import metadata
+
+import pytest
+
+from envs import make_env
+from envs.base import Env, Problem
+from envs.reasoning import ReasoningGym
+from envs.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+from reasoning_gym.composite import DatasetSpec  # noqa: E402
+from reasoning_gym.factory import DATASETS  # noqa: E402
+
+CANARY = "LMPO_CANARY"  # a variable that each of CODE would set
+SET = f"__import__('os').environ.__setitem__('{CANARY}','1')"
+CODE = [
+    SET, f"[{SET}]", f"[[{SET}]]", f"({SET})", f"[{SET} for _ in '1']", f"[1, 2][{SET} or 0]", f"f'{{{SET}}}'",
+    f"(lambda: {SET})()", f"(y := {SET})", f"1 if {SET} else 2", f"x + {SET}", f"sin({SET})", f"x.__class__({SET})",
+    f"exec({SET!r})", f"eval({SET!r})", f"ｅval({SET!r})", f"S({SET!r})", f"sympify({SET!r})", f"parse_expr({SET!r})",
+    f"Symbol({SET!r}).func", f"Lambda(x, {SET})(1)", f"lambdify(x, {SET!r})(1)", f"x**2 #\n{SET}", f"1\n{SET}",
+    f"'{{0.__class__}}'.format({SET})", f"[*{SET}]", f"{{1: {SET}}}", f"({SET})!", f"0.[{SET}]", f"{SET}, 1, 2",
+    f'{{"a": "{SET}"}}', f"!!python/object/apply:os.system ['{SET}']", "setattr(type(self), 'score_answer', print)",
+    "[setattr(type(self),'score_answer',lambda *a,**k:1.0)]", "type(self).score_answer.__globals__", "self", "entry",
+    "entry['answer']", "[entry['answer']]", "oracle_answer", "[oracle_answer]", "target_poly", "valid_solutions[0]",
+    "exit()", "quit", "breakpoint()", "print", "open('/etc/passwd')", "$(env)", r"\write18{env}", "'; DROP TABLE x",
+]  # fmt: skip
+ENDLESS = [
+    "9**9**9**9", "2**10**10", "10**10000000", "(x+1)**100000", "x**x**x**x", "exp(exp(exp(exp(9))))", "1e999999999",
+    "factorial(10**9)", "9!!!!", "[1]*10**9", "['a'*10**9]", "R999999999", "A+999999999", "A" * 100_000, "9" * 5000,
+    "(" * 5000, "[" * 5000, "-" * 5000 + "1", "(" * 100 + "1" + ")" * 100 + "**9" * 20, "1+" * 1500 + "1", "*" * 3000,
+    "sqrt(" * 90 + "2" + ")" * 90, "C" * 3000, "NaN", "[NaN]", "[" + ", ".join(["NaN"] * 5) + "]", "nan+nanj", "inf",
+]  # fmt: skip
+EVALUATED = {
+    "binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown", "puzzle24", "simple_integration",
+    "intermediate_integration", "polynomial_multiplication",
+}  # fmt: skip
+# Modules that call an evaluator on text of the library's own: the question, or the reference.
+OWN_TEXT = {"number_sorting", "bitwise_arithmetic", "basic_arithmetic", "codeio", "propositional_logic"}
+SECONDS = 10  # of the processor, for one answer: far above what any takes, far below what a tower of powers would
+
+
+def questions(name: str, number: int) -> list[Problem]:
+    """The first questions of a data set."""
+    parts = [DatasetSpec(part, 1, {}) for part in sorted(EVALUATED)]
+    config = {"datasets": parts} if name == "composite" else {}
+    dataset = reasoning_gym.create_dataset(name, seed=1, size=number, **config)
+    return [Problem([], (dataset, dataset[i])) for i in range(number)]
+
+
+@pytest.fixture(scope="module")
+def env() -> Env:
+    return make_env("reasoning_gym", datasets="leg_counting")
+
+
+def attack(env: Env, name: str) -> list[tuple[float, str]]:
+    """The return of each hostile answer. Fails where one of them is executed, or takes for ever."""
+    (problem,) = questions(name, 1)
+    dataset, entry = problem.answer
+    verifier, before, returns = type(dataset).score_answer, copy.deepcopy(entry), []
+    for answer in CODE + ENDLESS:
+        clock = time.process_time()
+        returns.append((env.score(problem, f"<answer>{answer}</answer>")["return"], answer[:80]))
+        assert time.process_time() - clock < SECONDS, (name, answer[:80])
+        assert CANARY not in os.environ, (name, answer)
+        assert type(dataset).score_answer is verifier and entry == before, (name, answer)
+    return returns
+
+
+@pytest.mark.parametrize("name", sorted(GRAMMARS))
+def test_no_code_reaches_a_verifier_that_would_execute_it(env, name):
+    returns = attack(env, name)
+    allowed = {"rush_hour": 0.01, "rubiks_cube": 1 / 3}  # what the library gives for any text
+    assert max(returns)[0] <= allowed.get(name, 0.05), max(returns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_no_code_is_executed_or_paid_by_any_data_set(env, name):
+    best = max(attack(env, name))
+    print(f"{name}: {len(CODE + ENDLESS)} answers, 0 executed, the best paid {best}")
+    assert best[0] < 1, best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_references_are_paid_as_the_library_pays_them(env, name):
+    for problem in questions(name, 20):
+        dataset, entry = problem.answer
+        assert entry["metadata"]["source_dataset"] in DATASETS
+        if isinstance(entry["answer"], str):
+            expected = dataset.score_answer(entry["answer"].strip(), copy.deepcopy(entry))
+            paid = env.score(problem, f"<answer>{entry['answer']}</answer>")["return"]
+            assert paid == pytest.approx(expected), entry["answer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rewrite", "expected"),
+    [
+        ("spiral_matrix", lambda right, _: str([int(cell) for cell in right.split()]), 0.1),
+        ("string_insertion", lambda right, _: str(list(right)), 0.1),
+        ("binary_matrix", lambda right, _: str([list(map(int, row.split())) for row in right.split("\n")]), 0.1),
+        ("n_queens", lambda right, _: str([row.split() for row in right.split("\n")]), 0.5),
+        ("n_queens", lambda _, meta: meta["valid_answers"][-1], 1),
+        ("countdown", lambda right, _: f"(({right}))", 1),
+        ("puzzle24", lambda right, _: f"+({right})", 1),
+        ("simple_integration", lambda right, _: f"7 + C/2 + ({right})", 1),
+        ("intermediate_integration", lambda right, _: f"sqrt(2)*pi - exp(3) + {right}", 1),
+        ("polynomial_multiplication", lambda right, _: f"5 + {right} - 5", 1),
+        ("coin_flip", lambda right, _: f" {float(right):.8f}", 1),
+        ("complex_arithmetic", lambda right, _: f"({right})".replace("i", "I"), 1),
+        ("number_sorting", lambda right, _: right.replace("'", ""), 1),
+        ("game_of_life_halting", lambda right, _: str(right != "True"), 0),
+        ("rush_hour", lambda right, _: right, 1),
+    ],
+)
+def test_other_spellings_are_verified(env, name, rewrite, expected):
+    for problem in questions(name, 3):
+        _, entry = problem.answer
+        if isinstance(entry["answer"], str):
+            answer = rewrite(entry["answer"], entry["metadata"])
+            assert env.score(problem, f"<answer>{answer}</answer>")["return"] == pytest.approx(expected), answer
+
+
+@pytest.mark.parametrize(
+    ("text", "arithmetic", "formula"),
+    [
+        ("1 + 2*(3 - 4)/5", True, True), ("-.5**2", True, True), ("2**50", True, True), ("x", False, True),
+        ("-34*x**8/15 - 5*x/4 + C", False, True), ("exp(2*x)*sin(3*x)", False, True), ("log(Abs(x))", False, True),
+        ("(-2*x - 8)**(3/2)", False, True), ("y", False, False), ("sin", False, False), ("x(3)", False, False),
+        ("sin(x, 2)", False, False), ("sin(x)(2)", False, False), ("sin.x", False, False), ("x.real", False, False),
+        ("2**2**2**2**2", False, False), ("2**1000", False, False), ("sin(sin(sin(x)))", False, False),
+        ("1 2", False, False), ("2x", False, False), ("0x10", False, False), ("1_0", False, False),
+        ("1e5", False, False), ("1j", False, False), ("١", False, False), ("𝐱", False, False), ("x; x", False, False),
+        ("x == x", False, False), ("x if x else x", False, False), ("[x]", False, False), ("'x'", False, False),
+        ("x and x", False, False), ("None", False, False), ("", False, False), ("x @ x", False, False),
+        ("1//2", False, False), ("5!", False, False), ("x^2", False, False), ("sin(*x)", False, False),
+    ],
+)  # fmt: skip
+def test_expressions(text, arithmetic, formula):
+    entry = {"metadata": {"variable": "x"}}
+    assert (is_arithmetic(text, entry), is_formula(text, entry)) == (arithmetic, formula)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[]", True), ("[1, -2.5, 'a']", True), ("[['Q', '_'], [1]]", True), ("1", False), ("(1, 2)", False),
+        ("{1: 2}", False), ("[[[1]]]", False), ("[None]", False), ("[b'a']", False), ("[1j]", False), ("[x]", False),
+        ("['\\x41']", False), ("[f'a']", False), ("[1]*9", False), ("[True]", False), ("[*[1]]", False),
+    ],
+)  # fmt: skip
+def test_lists(text, expected):
+    assert is_literal_list(text, {}) == expected
+
+
+def test_the_release_whose_verifiers_were_read():
+    assert metadata.version("reasoning-gym") == AUDITED and len(DATASETS) == 106
+    with pytest.raises(ValueError, match=f"pip install reasoning-gym=={AUDITED}"):
+        check_release("0.1.26")
+
+
+def test_every_verifier_that_evaluates_text_has_a_grammar():
+    """Calls of evaluators in the modules of the library's data sets: a new release may have more."""
+    found = set()
+    for name, (dataset, _) in DATASETS.items():
+        calls = [node.func for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(dataset))))
+                 if isinstance(node, ast.Call)]  # fmt: skip
+        called = {getattr(func, "attr", getattr(func, "id", "")) for func in calls}
+        found |= {name} if called & {"eval", "exec", "parse_expr", "sympify", "literal_eval"} else set()
+    assert found == EVALUATED | OWN_TEXT and set(GRAMMARS) >= EVALUATED
+
+
+def test_a_composite_data_set_has_the_grammars_of_its_parts(env):
+    assert isinstance(env, ReasoningGym)
+    for problem in questions("composite", 8):
+        assert env.score(problem, f"<answer>{SET}</answer>")["return"] == 0 and CANARY not in os.environ
