@@ -46,6 +46,7 @@ THEIR_GSPO = {"importance_sampling_level": "sequence", "epsilon": 0.2, "epsilon_
 LOSSES = {  # method: settings of TRL, and ours
     "GRPO": ({"loss_type": "grpo"}, SEQUENCES),
     "GRPO, dual clip": ({"loss_type": "grpo", "delta": 3.0}, {"dual_clip": 3.0} | SEQUENCES),
+    "GRPO, OPSM": ({"loss_type": "grpo", "off_policy_mask_threshold": 0.05}, {"off_policy_mask": 0.05} | SEQUENCES),
     "Dr. GRPO": ({"loss_type": "dr_grpo", "scale_rewards": "none"}, {"loss_normalization": "constant"}),
     "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_epsilon_high": 0.28}),
     "GSPO": ({"loss_type": "grpo"} | THEIR_GSPO, {"objective": "gspo"} | SEQUENCES | WIDE),
