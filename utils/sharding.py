@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from utils.config import option
+from utils.config import describe_error, option
 from utils.runtime import prepare
 
 MESH_AXES = ("data", "fsdp", "tp")
@@ -31,6 +31,8 @@ SHARDINGS = {  # devices on each axis, -1: all that are left
 LOGICAL_TO_MESH = {
     "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None
 }  # fmt: skip
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # --device_type: JAX's name for it
+INSTALL = {"cuda": 'pip install "jax[cuda13]" for an NVIDIA GPU', "tpu": 'pip install "jax[tpu]" on a TPU host'}
 HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as dead, and ends the job
 SHUTDOWN_TIMEOUT = 3600  # seconds that a process waits at its end for the main one, which may still be writing
 
@@ -41,7 +43,7 @@ class LayoutConfig:
 
     sharding: str = option("fsdp", "how parameters are cut, on each slice or host of GPUs; dp: copies", list(SHARDINGS))
     mesh: str = option("", "devices per axis, fsdp=4,tp=2; data=-1,fsdp=8: copies on groups of 8; empty: by --sharding")
-    device_type: str = option("", "cpu, gpu or tpu; empty: the best one there is")
+    device_type: str = option("", "cpu, gpu (an NVIDIA one, also: cuda) or tpu; empty: the best one there is")
     coordinator_address: str = option("", "host:port of process 0; empty: one process, or what the cluster says")
     num_processes: int = option(-1, "processes in all; -1: what the cluster says")
     process_id: int = option(-1, "number of this process; -1: what the cluster says")
@@ -217,14 +219,37 @@ def copy_to_all(x: jax.Array, replicated: NamedSharding) -> jax.Array:
 def make_layout(config: LayoutConfig) -> Layout:
     """Joins the other processes, where there are some, and lays all devices out as a mesh.
 
-    Raises: ValueError when the mesh does not fit the devices.
+    Raises: ValueError when there is no device of the type, or the mesh does not fit the devices.
     """
     prepare()
     if config.device_type:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.device_type, config.device_type))
+        jax.config.update("jax_platforms", platform_of(config.device_type))
     join(config)
-    sizes = mesh_sizes(config, jax.device_count(), len(slices_of(jax.devices())))
-    return Layout(Mesh(arrange(sizes, jax.devices()), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+    devices = find_devices(config.device_type)
+    sizes = mesh_sizes(config, len(devices), len(slices_of(devices)))
+    return Layout(Mesh(arrange(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+
+
+def platform_of(device_type: str) -> str:
+    """JAX's name for a --device_type. Raises ValueError for one that is not supported."""
+    if device_type not in PLATFORMS:
+        apple = "; JAX has no complete backend for Apple's GPUs, so take cpu" if device_type in ("mps", "metal") else ""
+        raise ValueError(f"--device_type {device_type} is not supported, {', '.join(PLATFORMS)} are{apple}")
+    return PLATFORMS[device_type]
+
+
+def find_devices(device_type: str) -> list[jax.Device]:
+    """All devices that JAX uses. Raises ValueError when there are none of the type that was asked for."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        asked = jax.config.jax_platforms
+        jax.config.update("jax_platforms", "")
+        there = ", ".join(sorted({device.platform for device in jax.devices()}))
+        option = f"--device_type {device_type}" if device_type else f"JAX_PLATFORMS={asked}"
+        advice = f": {INSTALL[asked]}, or leave --device_type empty" if asked in INSTALL else ""
+        message = f"{option}: JAX finds no such device here ({describe_error(error)}), but {there}{advice}"
+        raise ValueError(message) from error
 
 
 def join(config: LayoutConfig) -> None:
