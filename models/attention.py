@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 from jaxtyping import Int8 as IntegerArray
@@ -32,15 +33,16 @@ def attend(
     q: Float[Array, "B T H C"], k: Float[Array, "B S K C"], v: Float[Array, "B S K C"], mask: Bool[Array, "*B T S"]
 ) -> tuple[Float[Array, "B T H*C"], Cache]:
     """Attention of tokens of rows under `mask` (True = visible); also returns k and v in the layout of the cache."""
-    (B, T, H, C), (_, S, K, _) = q.shape, k.shape
-    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    # The G queries of a key head ride in the time axis, so that both products are plain batched matmuls.
-    q = q.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, C)
+    T, C, K = q.shape[1], q.shape[3], k.shape[2]
+    k, v = (rearrange(x, "B S K C -> B K S C") for x in (k, v))
+    # The G queries of a key head share the time axis, so that both products are plain batched matmuls.
+    q = rearrange(q, "B T (K G) C -> B K (G T) C", K=K)
     scores = (q @ k.swapaxes(2, 3)).astype(jnp.float32) * C**-0.5
-    scores = jnp.where(mask[..., None, None, :, :], scores.reshape(B, K, -1, T, S), MASKED)
-    probs = jax.nn.softmax(scores).reshape(B, K, -1, S).astype(v.dtype)
-    out = (probs @ v).reshape(B, K, -1, T, C).transpose(0, 3, 1, 2, 4)
-    return out.reshape(B, T, H * C), (k, v)
+    scores = rearrange(scores, "B K (G T) S -> B K G T S", T=T)
+    scores = jnp.where(mask[..., None, None, :, :], scores, MASKED)
+    probs = rearrange(jax.nn.softmax(scores), "B K G T S -> B K (G T) S")
+    out = probs.astype(v.dtype) @ v
+    return rearrange(out, "B K (G T) C -> B T (K G C)", T=T), (k, v)
 
 
 def causal_mask(num_tokens: int) -> Bool[Array, "T T"]:
@@ -52,7 +54,7 @@ def attend_rows(
     q: Float[Array, "B T H C"], k: Float[Array, "B T K C"], v: Float[Array, "B T K C"], kernel: str, mesh: Mesh | None
 ) -> Float[Array, "B T H*C"]:
     """Causal attention of right-padded rows."""
-    B, T, H, C = q.shape
+    T = q.shape[1]
     if kernel == "plain":
         # A quarter of the row at a time sees what stands left of its end: three eighths less than all of it.
         mask, step = causal_mask(T), -(-T // max(1, min(4, T // 32)))
@@ -62,7 +64,7 @@ def attend_rows(
     # cache otherwise.
     heads = PartitionSpec(ROWS, None, "tp")
     cut = jax.shard_map(KERNELS[kernel], mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)
-    return cut(q, k, v).reshape(B, T, H * C)
+    return rearrange(cut(q, k, v), "B T H C -> B T (H C)")
 
 
 def choose_kernel(kernel: str, mesh: Mesh | None, dtype, num_channels: int, num_key_heads: int) -> str:
@@ -104,14 +106,15 @@ def splash(
 
     T, H, C = q.shape[1:]
     length = round_up(T, 128)
-    q, k, v = (jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))).swapaxes(1, 2) for x in (q * C**-0.5, k, v))
+    padding = (0, 0), (0, length - T), (0, 0), (0, 0)
+    q, k, v = (rearrange(jnp.pad(x, padding), "B T H C -> B H T C") for x in (q * C**-0.5, k, v))
     block = next(size for size in (512, 256, 128) if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = pallas.make_splash_mha_single_device(
         pallas.MultiHeadMask([pallas.CausalMask((length, length))] * H),
         block_sizes=pallas.BlockSizes(**{f"block_{name}": block for name in names}), interpret=interpret,
     )  # fmt: skip
-    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)[:, :T]
+    return rearrange(jax.vmap(kernel)(q, k, v), "B H T C -> B T H C")[:, :T]
 
 
 KERNELS = {"cudnn": cudnn, "splash": splash}
@@ -146,19 +149,19 @@ def attend_cache(
     columns [starts, P). All rows share the column, so that the write is one dynamic_update_slice, done in place inside
     a loop.
     """
-    new = tuple(compress(x.transpose(0, 2, 1, 3), dtype) for x in (k, v))
+    new = tuple(compress(rearrange(x, "B S K C -> B K S C"), dtype) for x in (k, v))
     cache = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, column, 0)), cache, new)
     (keys, key_scale), (values, value_scale) = (expand(x, q.dtype) for x in cache)
     (first_keys, first_key_scale), (first_values, first_value_scale) = (expand(x, q.dtype) for x in prompts)
-    B, _, H, C = q.shape
-    N, K, P, _ = first_keys.shape
-    q = q.reshape(B, K, H // K, C)
+    N, K, P, C = first_keys.shape
+    q = rearrange(q, "B 1 (K G) C -> B K G C", K=K)
+    G = q.shape[2]
 
-    def by_prompt(x):  # the queries of rows that share a prompt ride in one matmul
-        return x.reshape(N, B // N, K, H // K, -1).swapaxes(1, 2).reshape(N, K, B // N * (H // K), -1)
+    def by_prompt(x):  # the queries of the R rows that share a prompt are rows of one matmul
+        return rearrange(x, "(N R) K G X -> N K (R G) X", N=N)
 
     def by_row(x):
-        return x.reshape(N, K, B // N, H // K, -1).swapaxes(1, 2).reshape(B, K, H // K, -1)
+        return rearrange(x, "N K (R G) X -> (N R) K G X", G=G)
 
     at_prompt = jnp.einsum("nkgc,nkpc->nkgp", by_prompt(q), first_keys, preferred_element_type=jnp.float32)
     if jax.default_backend() == "cpu" and C < 64:
@@ -172,4 +175,4 @@ def attend_cache(
     at_prompt, at_row = by_prompt(probs[..., :P]) * first_value_scale, probs[..., P:] * value_scale
     out = jnp.einsum("bkgs,bksc->bkgc", at_row.astype(q.dtype), values)
     out += by_row(jnp.einsum("nkgp,nkpc->nkgc", at_prompt.astype(q.dtype), first_values))
-    return out.reshape(B, 1, H * C), cache
+    return rearrange(out, "B K G C -> B 1 (K G C)"), cache

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
@@ -164,7 +165,8 @@ def linear(w: dict, name: str, x: Float[Array, "... D"]) -> Float[Array, "... F"
 def block(model: Qwen, w: dict, x: Float[Array, "B T D"], turns, attention):
     """One decoder layer; `attention(q, k, v)` sees heads turned by `turns`, returns its output and the new cache."""
     h = rms_norm(x, w["input_layernorm.weight"], model.rms_norm_eps)
-    q, k, v = (linear(w, f"self_attn.{n}_proj", h).reshape(*h.shape[:2], -1, model.head_dim) for n in "qkv")
+    q, k, v = (linear(w, f"self_attn.{n}_proj", h) for n in "qkv")
+    q, k, v = (rearrange(x, "B T (H C) -> B T H C", C=model.head_dim) for x in (q, k, v))
     q, k, v = (constrain(x, "rows", None, axis) for x, axis in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads")))
     if model.qk_norm:
         q = rms_norm(q, w["self_attn.q_norm.weight"], model.rms_norm_eps)
@@ -301,12 +303,12 @@ def score_tokens(
 
         def chunked(x):
             x = jnp.pad(x, [(0, 0), (0, num_chunks * width - (T - first))] + [(0, 0)] * (x.ndim - 2))
-            return x.reshape(B, num_chunks, width, *x.shape[2:]).swapaxes(0, 1)
+            return rearrange(x, "B (n w) ... -> n B w ...", w=width)
 
         if num_chunks == 1:
             return score(weights, rows)
         results = jax.lax.map(jax.checkpoint(partial(score, weights)), jax.tree.map(chunked, rows))
-        return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, -1)[:, : T - first], results)
+        return jax.tree.map(lambda x: rearrange(x, "n B w -> B (n w)")[:, : T - first], results)
 
     support = None if support is None else support[:, first:]
     rows = forward(model, params, tokens)[:, first - 1 : -1], tokens[:, first:], support
