@@ -34,7 +34,7 @@ lint: .venv/installed-test
 	@touch $@
 
 .venv/installed-test: requirements-test.txt requirements.txt | $(VENV_PYTHON)
-	$(VENV_PYTHON) -m pip install --disable-pip-version-check -r requirements-test.txt
+	$(VENV_PYTHON) -m pip install --disable-pip-version-check -r requirements.txt -r requirements-test.txt
 	@touch $@
 
 $(VENV_PYTHON):

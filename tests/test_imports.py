@@ -1,9 +1,12 @@
 """The import law of the house, and what importing a file must not do."""
 
 import ast
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,27 @@ def test_import_law(name):
         if within(name, prefix):
             foreign = {module.split(".")[0] for module in imported - own}
             assert foreign <= allowed, f"{prefix} may not import {foreign - allowed}"
+
+
+def requirements(file: str) -> set[str]:
+    """Names of packages in a requirements file."""
+    return set(re.findall(r"^[\w.-]+", (ROOT / file).read_text(), re.MULTILINE))
+
+
+def test_every_requirement_is_imported():
+    modules = {module.split(".")[0] for path in FILES.values() for module in imports(path)}
+    packages = importlib.metadata.packages_distributions()
+    imported = {package.replace("_", "-").lower() for module in modules for package in packages.get(module, [])}
+    unused = {name for name in requirements("requirements.txt") if name.replace("_", "-").lower() not in imported}
+    assert unused == {"jinja2"}, "which transformers imports for chat templates"
+
+
+def test_the_project_table_reads_the_requirements():
+    """setuptools reads names and ranges only, no `-r other-file`."""
+    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    files = dynamic["dependencies"]["file"], dynamic["optional-dependencies"]["test"]["file"]
+    assert files == ("requirements.txt", "requirements-test.txt")
+    assert not [line for file in files for line in (ROOT / file).read_text().splitlines() if line.startswith("-")]
 
 
 def test_no_package_takes_the_name_of_a_standard_module():
