@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from utils.logger import Logger, printable
 from utils.plots import before_and_after, plot
+from utils.report import write_report
 
 
 def lines(folder) -> list[dict]:
@@ -34,6 +36,38 @@ def test_resuming_drops_the_steps_that_will_run_again_and_half_lines(tmp_path):
     with Logger(tmp_path, resume_step=2) as logger:
         logger.log(3, {"x": "again"})
     assert [line["x"] for line in lines(tmp_path)] == [0, 1, 2, "again"]
+
+
+DAMAGE = {  # of the line of step 1
+    "a byte that is not UTF-8": lambda line: b"\xff" + line,
+    "nested": lambda line: b"[" * 100_000,
+    "not an object": lambda line: b"[1, 2]",
+    "no step": lambda line: b'{"x": 1}',
+    "a step that is text": lambda line: b'{"global_step": "1"}',
+    "half of it": lambda line: line[:8],
+    "a newline within": lambda line: line[:8] + b"\n" + line[8:],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    with Logger(tmp_path) as logger:
+        for step in range(3):
+            logger.log(step, {"env/return": step})
+    intact = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(intact[0] + DAMAGE[kind](intact[1][:-1]) + b"\n" + intact[2])
+    readers = (
+        lambda: write_report([tmp_path], tmp_path / "report.html"),
+        lambda: plot(file, tmp_path / "plot.png"),
+        lambda: before_and_after(file),
+        lambda: Logger(tmp_path, resume_step=2).close(),
+    )
+    for read in readers:
+        capsys.readouterr()
+        read()
+        assert re.search(r"warning: .*metrics.jsonl: .* damaged lines? skipped \(line 2\)", capsys.readouterr().err)
+    assert file.read_bytes() == intact[0] + intact[2]
 
 
 def test_other_processes_write_nothing(tmp_path, capsys):

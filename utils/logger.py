@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from utils.advice import Adviser
+from utils.jsonl import read_lines
 from utils.sinks import Sink
 
 SUMMARY = (  # (metric, its name in the line of a step, its format)
@@ -111,21 +112,15 @@ class Logger:
 
 
 def truncate(path: Path, last_step: int | None) -> None:
-    """Drop lines of steps after `last_step` (None: of none), and the half line that a killed run may have left."""
+    """Drops lines of steps after `last_step` (None: of none), damaged ones, and the half line that a kill may leave."""
     if not path.exists():
         return
-    text = path.read_text()
-    kept = []
-    for line in text.splitlines():
-        try:
-            step = json.loads(line)["global_step"]
-            if last_step is None or step <= last_step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    if "".join(kept) != text:
+    rows = read_lines(path, key="global_step")
+    kept = [line for line, row in rows if last_step is None or row["global_step"] <= last_step]
+    text = b"".join(kept)
+    if text != path.read_bytes():
         draft = path.with_name(path.name + ".new")
-        draft.write_text("".join(kept))
+        draft.write_bytes(text)
         os.replace(draft, path)  # at every moment there is a whole file
 
 

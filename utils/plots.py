@@ -4,12 +4,13 @@ Dots with bars are held-out scores and their 95 % intervals; lines are of the tr
 strong as a running mean.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from utils.jsonl import read_lines
 
 MAIN = (("test_env/correct_answer", "env/correct_answer"), ("test_env/return", "env/return"))  # (held out, training)
 TITLES = {
@@ -32,13 +33,9 @@ def plot(metrics_jsonl: str | Path, out_png: str | Path) -> None:
 
 
 def read(metrics_jsonl: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of each metric; null is NaN, and a line that a killed run left unfinished is skipped."""
+    """Steps and values of each metric; null is NaN, and damaged lines are skipped."""
     columns: dict[str, list[tuple[int, float]]] = {}
-    for line in Path(metrics_jsonl).read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for _, record in read_lines(metrics_jsonl, key="global_step"):
         for name, value in record.items():
             if value is None or isinstance(value, int | float):
                 columns.setdefault(name, []).append((record["global_step"], np.nan if value is None else value))

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from utils.jsonl import parse_json, read_lines
 from utils.plots import COLOURS, draw, read, running_mean
 
 POINTS = 1000  # of a curve
@@ -159,9 +160,18 @@ def describe_run(label: str, metrics_jsonl: Path, budget: int) -> dict[str, Any]
     return {
         "name": label,
         "metrics": {name: curve(*logged[name], *logged.get(f"{name}_ci", ())) for name in logged},
-        "config": load(config.read_text(encoding="utf-8")) if config.exists() else None,
+        "config": read_settings(config),
         "rollouts": read_rollouts(metrics_jsonl.parent / "rollouts", budget),
     }
+
+
+def read_settings(config_json: Path) -> dict[str, Any] | None:
+    """The settings of a run, None where the file is not there or damaged."""
+    try:
+        settings = parse_json(config_json.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
 def curve(steps: np.ndarray, values: np.ndarray, bar_steps=(), bars=()) -> dict[str, list[float | None]]:
@@ -200,23 +210,11 @@ def read_rollouts(folder: Path, budget: int) -> dict[str, Any]:
     rows, num_written = [], 0
     for place in np.linspace(0, len(found) - 1, count).round().astype(int):
         step, path = found[place]
-        written = read_lines(path)
+        written = [(len(line), row) for line, row in read_lines(path)]
         rows += [{"step": step} | row for row in whole_groups(written, budget // count)]
         num_written += len(written)
     note = f"{len(rows):,} of {num_written:,} rollouts" if len(rows) < num_written else f"{num_written:,} rollouts"
     return {"rows": rows, "note": f"{note} of {count:,}" + f" of {len(found):,}" * (count < len(found)) + " steps"}
-
-
-def read_lines(path: Path) -> list[tuple[int, dict]]:
-    """The size and the content of each line of a file; one that a killed run left unfinished is skipped."""
-    rows = []
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
-            try:
-                rows.append((len(line), load(line)))
-            except json.JSONDecodeError:
-                continue
-    return rows
 
 
 def whole_groups(sized_rows: list[tuple[int, dict]], budget: int) -> list[dict]:
@@ -236,11 +234,6 @@ def whole_groups(sized_rows: list[tuple[int, dict]], budget: int) -> list[dict]:
                 rows.append(row)
                 budget -= size
     return rows
-
-
-def load(text: str) -> Any:
-    """JSON as Python writes it, but null where a number is not finite: a browser knows no NaN."""
-    return json.loads(text, parse_constant=lambda _: None)
 
 
 def render(runs: list[dict[str, Any]]) -> str:

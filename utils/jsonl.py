@@ -1,0 +1,59 @@
+"""Reads JSON that a full disk, a bad block or another program may have damaged: whole files, and files of lines."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def parse_json(text: bytes) -> Any:
+    """Returns the value of JSON text, with null for numbers that are not finite.
+
+    Raises: ValueError for everything that is not JSON in UTF-8, nesting that is too deep included.
+    """
+    try:
+        return json.loads(text.decode(), parse_constant=finite, parse_float=finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def finite(number: str) -> float | None:
+    """Returns the number, None for NaN and infinity, which browsers and other readers of JSON do not know."""
+    value = float(number)
+    return value if math.isfinite(value) else None
+
+
+def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, Any]]]:
+    """Returns each line of a file with one object a line: as it is written (with its end), and the object.
+
+    Damaged lines are skipped with a warning: no object, or no integer under `key` (empty: not asked for). The half line
+    that a killed process leaves at the end is skipped silently.
+
+    Raises: OSError.
+    """
+    lines = Path(path).read_bytes().splitlines(keepends=True)
+    rows: list[tuple[bytes, dict[str, Any]]] = []
+    damaged: list[int] = []
+    for number, line in enumerate(lines, 1):
+        value = parse_line(line, key)
+        if value is not None:
+            rows.append((line, value))
+        elif number < len(lines) or line.endswith(b"\n"):
+            damaged.append(number)
+    if damaged:
+        count = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"
+        print(f"warning: {path}: {count} skipped (line {damaged[0]})", file=sys.stderr)
+    return rows
+
+
+def parse_line(line: bytes, key: str) -> dict[str, Any] | None:
+    """Returns the object in a line, None where there is none or it has no integer under `key`."""
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    has_key = not key or type(value.get(key)) is int
+    return value if has_key else None
