@@ -3,9 +3,12 @@
 import contextlib
 import json
 import logging
+import sys
+import traceback
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Protocol
 
 import jax
 import orbax.checkpoint as ocp
@@ -15,6 +18,13 @@ from utils.sharding import Layout
 from utils.train_state import fingerprint
 
 
+class Unraisable(Protocol):
+    """The fields that are read here of what sys.unraisablehook is called with."""
+
+    exc_value: BaseException | None
+    exc_traceback: TracebackType | None
+
+
 class States:
     """The training states in a folder, by step; all processes call every method.
 
@@ -22,7 +32,7 @@ class States:
     """
 
     def __init__(self, folder: epath.PathLike, keep: int, layout: Layout):
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax prints the traceback of each error it raises
+        silence_orbax()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         self.manager, self.layout = ocp.CheckpointManager(folder, options=options), layout
 
@@ -103,6 +113,41 @@ class States:
         """One number of every bit of the state, on any mesh, and of the progress."""
         numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
         return zlib.crc32(json.dumps([numbers, progress], sort_keys=True).encode())
+
+
+class LateCallbacks:
+    """A sys.unraisablehook that drops the error of callbacks which come to an event loop after its end.
+
+    When one of many writes fails, Orbax raises its error and closes its event loop; tensorstore still reports each of
+    the other writes to it, from threads of its own. All other errors go to the hook that was there before.
+    """
+
+    def __init__(self, previous: Callable[[Unraisable], None]):
+        self.previous = previous
+
+    def __call__(self, unraisable: Unraisable) -> None:
+        frames = traceback.extract_tb(unraisable.exc_traceback)
+        names = [frame.name for frame in frames[-2:]]
+        is_late = isinstance(unraisable.exc_value, RuntimeError) and names == ["call_soon_threadsafe", "_check_closed"]
+        if not is_late:
+            self.previous(unraisable)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """False for what asyncio logs of Orbax's tasks that fail beside the first one, whose error Orbax raises."""
+    text = record.getMessage()
+    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+    places = [text, *(frame.filename for frame in frames)]
+    is_orbax = any("orbax/checkpoint" in place for place in places)
+    return not (is_orbax and "exception was never retrieved" in text)
+
+
+def silence_orbax() -> None:
+    """Leaves the errors that Orbax raises, and drops the tracebacks that it prints besides."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # the traceback of each error that it raises
+    logging.getLogger("asyncio").addFilter(is_news)
+    if not isinstance(sys.unraisablehook, LateCallbacks):
+        sys.unraisablehook = LateCallbacks(sys.unraisablehook)
 
 
 @contextlib.contextmanager
