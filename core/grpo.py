@@ -372,9 +372,9 @@ def main(config: Config):
         layout = make_layout(config)
         names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
         envs = [make_env(name, **env_options(config, name)) for name in names]
+        run = Run(config, layout)  # before anything is loaded: its folder may be in use
         given = {"unroll": config.unroll_layers, "attention": config.attention, "kv_dtype": config.kv_dtype}
         model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, **given)
-        run = Run(config, layout)
         config = replace(config, save_dir=str(run.directory))
         players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
         player = players[0]

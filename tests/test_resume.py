@@ -1,10 +1,15 @@
 """No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
 
+import asyncio
+import logging
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +24,10 @@ from kill_runs import FLAGS, FOUR, arguments, checksum, difference, finish, kill
 
 from core import grpo
 from core.grpo import Config
-from utils import logger, runs
+from utils import lock, logger, runs, runtime
+from utils import states as states_module
 from utils.config import parse
+from utils.lock import FolderLock
 from utils.logger import Forgiving
 from utils.runs import Run
 from utils.sharding import single_device
@@ -221,6 +228,7 @@ def test_a_fingerprint_sees_single_and_paired_changes():
 def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_path, capsys):
     layout, config = single_device(), Config(save_dir=str(tmp_path), lr=1e-3)
     with Run(config, layout) as run:
+        run.start_logger(-1).close()
         run.reached(1, states(1), {"step": 1}, True)
     for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"lr_schedule": "linear", "max_steps": 9}):
         with pytest.raises(ValueError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
@@ -233,6 +241,174 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
     assert not capsys.readouterr().out
     Run(replace(config, lr=2e-3, resume="force"), layout)
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
+
+
+# Two runs in one folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All but of the lock file, since closing it would give up the lock of this process."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != lock.NAME}
+
+
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded_and_stays_as_it_is(whole, tmp_path):
+    """This process holds the lock; the refused command is a process of its own."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "state" / "9.orbax-checkpoint-tmp").mkdir()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 9}\n{"global_')
+    held = FolderLock(folder)
+    before = contents(folder)
+    flags = FLAGS | {"save_dir": folder, "model_dir": "nowhere"}
+    refused = start(arguments(**flags), stderr=subprocess.PIPE)
+    output, error = refused.communicate(timeout=240)
+    assert refused.returncode == 2 and not output
+    assert error.startswith(f"error: {folder} is in use by process {os.getpid()} on "), error
+    assert error.count("\n") == 1 and "--save_dir" in error
+    assert contents(folder) == before and (folder / "state" / "9.orbax-checkpoint-tmp").is_dir()
+    held.release()
+    assert not (folder / lock.NAME).exists()
+
+
+@pytest.mark.slow
+def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
+    for save_dir in ({"save_dir": "run"}, {}):
+        flags = arguments(**FLAGS, **save_dir)
+        pair = [start(flags, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
+        said = [process.communicate(timeout=600) for process in pair]
+        assert sorted(process.returncode for process in pair) == ([0, 2] if save_dir else [0, 0]), said
+        assert sum("is in use by process" in error for _, error in said) == len(save_dir)
+    first, *others = [records(path.parent) for path in tmp_path.glob("**/metrics.jsonl")]
+    assert len(first) == STEPS + 1 and others == [first, first]
+
+
+def test_default_folders_are_never_shared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs.time, "strftime", lambda _: "now")
+    made = [small_run("") for _ in range(3)]
+    assert [run.directory.name for run in made] == ["poem-now", "poem-now-2", "poem-now-3"]
+    with made[0]:
+        pass
+    assert not made[0].directory.exists(), "nothing was written to it"
+
+
+@pytest.fixture
+def other_machine(tmp_path, monkeypatch) -> Path:
+    """A lock file of a run on another machine, which the kernel here knows nothing of."""
+    monkeypatch.setattr(lock, "SILENCE", 1.0)
+    file = tmp_path / ".lock"
+    file.write_text('{"pid": 12, "host": "node7", "since": "noon", "machine": "another", "id": "x"}\n')
+    return file
+
+
+def test_a_lock_of_another_machine_counts_while_it_is_touched(other_machine, capsys):
+    def touch():
+        while not done.wait(0.1):
+            other_machine.touch()
+
+    done = threading.Event()
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match=r"is in use by process 12 on node7 \(since noon\)"):
+            FolderLock(other_machine.parent)
+    finally:
+        done.set()
+        thread.join()
+    assert "waiting up to" in capsys.readouterr().out
+    assert "node7" in other_machine.read_text(), "untouched"
+
+
+@pytest.mark.parametrize("kind", ["silent", "old", "damaged", "empty", "removed meanwhile"])
+def test_a_stale_lock_is_taken_over(kind, other_machine, capsys):
+    if kind == "old":
+        os.utime(other_machine, (1e9, 1e9))
+    if kind in ("damaged", "empty"):
+        other_machine.write_bytes(b"\xff" * (kind == "damaged"))
+    if kind == "removed meanwhile":
+        threading.Timer(0.3, other_machine.unlink).start()
+    held = FolderLock(other_machine.parent)
+    assert ("waiting up to" in capsys.readouterr().out) == (kind in ("silent", "removed meanwhile"))
+    assert f'"pid": {os.getpid()}' in other_machine.read_text()
+    held.release()
+    assert not other_machine.exists()
+
+
+@pytest.mark.parametrize("kind", ["written over", "replaced"])
+def test_a_run_whose_lock_was_taken_saves_nothing_more(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
+    with pytest.raises(SystemExit) as end, small_run(tmp_path) as run:
+        run.reached(1, states(1), {"step": 1}, False)
+        file = tmp_path / ".lock"
+        if kind == "replaced":
+            file.unlink()
+        file.write_text("another")
+        while not run.lock.is_lost:
+            time.sleep(0.01)
+        run.reached(2, states(2), {"step": 2}, True)
+    assert end.value.code == 1 and "another process has taken" in capsys.readouterr().err
+    assert not [*(tmp_path / "state").iterdir()] and file.read_text() == "another"
+
+
+# What stands in the way
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+OBSTACLES = {  # what is made at a path of the run folder, and the sentence about it
+    "step9 is a file": ("step9", Path.touch, "step9 is not a folder"),
+    "step9 has a folder": ("step9/.cache", Path.mkdir, r"step9/\.cache is a folder within that of a model"),
+    "best has a folder": ("best/x", Path.mkdir, "best/x is a folder within that of a model"),
+    "a state is a link": ("state/88", link, "state/88 is a link"),
+    "rollouts is a file": ("rollouts", Path.touch, "rollouts is not a folder"),
+    "metrics.jsonl is a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl is not a file"),
+    "metrics.jsonl is a pipe": ("metrics.jsonl", os.mkfifo, "metrics.jsonl is not a file"),
+    "config.json leads nowhere": ("config.json", lambda path: path.symlink_to("x"), "config.json is not a file"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys):
+    path, make, sentence = OBSTACLES[name]
+    path = tmp_path / path
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    assert train(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert re.match(rf"error: {re.escape(str(tmp_path))}/{sentence}, and is in the way", error), error
+    assert error.count("\n") == 1 and path.exists() | path.is_symlink() and not [*tmp_path.glob("step1*")]
+
+
+@pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x"])
+def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(save_dir) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --save_dir") and error.count("\n") == 1 and not [*tmp_path.iterdir()]
+
+
+def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
+    limits = []
+    monkeypatch.setattr(runtime.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    for soft, hard in ((32, 4096), (32, resource.RLIM_INFINITY), (256, 512)):
+        monkeypatch.setattr(runtime.resource, "getrlimit", lambda _, pair=(soft, hard): pair)
+        runtime.raise_file_limit()
+    assert limits == [(1024, 4096), (1024, resource.RLIM_INFINITY), (512, 512)]
+    monkeypatch.setattr(runtime.resource, "getrlimit", lambda _: (16, 16))
+    with pytest.raises(ValueError, match="may open only 16 files"):
+        runtime.raise_file_limit()
+
+
+def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
+    code = (
+        "import sys; from utils.runtime import open_closed_streams; open_closed_streams(); file = open(sys.argv[1])\n"
+        "print('lost'); print('lost', file=sys.stderr); assert file.fileno() > 2 and not sys.stdout.isatty()"
+    )
+    command = f'exec "{sys.executable}" -c "{code}" {__file__} <&- >&- 2>&-'
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
 
 
 # Disks, buckets and pipes
@@ -282,6 +458,24 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
     assert train(folder) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "Read-only file system" in error, error
+
+
+def test_of_the_errors_of_orbax_those_beside_the_first_are_not_printed(caplog):
+    """tensorstore's callbacks on a closed loop, and tasks that nobody waits for; all other errors are."""
+    seen, loop = [], asyncio.new_event_loop()
+    hook = states_module.LateCallbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
+    loop.close()
+    for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_forever(), lambda: 1 / 0):
+        try:
+            call()
+        except Exception as error:
+            hook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
+    assert seen == ["Event loop is closed", "division by zero"], "the second, and the third"
+    states_module.silence_orbax()
+    log = logging.getLogger("asyncio")
+    log.error("Task exception was never retrieved\nfuture: <Task defined at /lib/orbax/checkpoint/x.py:3>")
+    log.error("Task exception was never retrieved\nfuture: <Task defined at /home/me/reward.py:3>")
+    assert [record.getMessage()[-14:] for record in caplog.records] == ["me/reward.py:3>"[-14:]]
 
 
 @pytest.mark.parametrize("kind", ["closed", "stuck", "full disk"])

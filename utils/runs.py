@@ -5,12 +5,15 @@ state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,8 +23,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from utils.config import option, to_dict
+from utils.config import option, to_dict, user_errors
 from utils.lmpo import LmpoConfig
+from utils.lock import FolderLock
 from utils.logger import Logger, forgiving_output
 from utils.plots import before_and_after, plot
 from utils.report import write_report
@@ -29,6 +33,10 @@ from utils.sharding import Layout, LayoutConfig
 from utils.signals import Signals, Stop
 from utils.sinks import SinkConfig, open_sinks
 from utils.states import States, write_errors
+
+BUCKETS = ("gs://", "s3://")
+FOLDERS = ("state", "rollouts", "bad_batches")
+FILES = ("config.json", "metrics.jsonl", "programs.jsonl", "plot.png", "report.html")
 
 
 @dataclass(frozen=True)
@@ -75,31 +83,33 @@ class Run:
     """
 
     def __init__(self, config: RunConfig, layout: Layout):
-        default = f"runs/{config.env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        name = config.save_dir or layout.broadcast(default)
+        check_name(config.save_dir)
+        name = config.save_dir or make_default_folder(config.env_name, layout)
         self.bucket, self.uploaded = epath.Path(name) if is_bucket(name) else None, {}
         self.directory = local_folder(name)
         self.config, self.layout, self.signals = config, layout, Signals()
         self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
         self.next_drawing = 0.0  # of plot.png and report.html, by the clock
         self.directory.mkdir(parents=True, exist_ok=True)
+        check_folder(self.directory)
+        self.lock = take_lock(self.directory, layout)
+        if self.lock:  # it ends with the run, or, where that fails before it begins, with this object
+            self.release = weakref.finalize(self, self.lock.release)
         if self.bucket:
             self.download()
         self.states = States((self.bucket or self.directory) / "state", config.keep, layout)
-        settings = self.directory / "config.json"
         if self.states.steps:
-            check_settings(settings, to_dict(config), config.resume)
-        if layout.is_main:
-            draft = settings.with_name("config.json.new")
-            draft.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-            os.replace(draft, settings)
+            check_settings(self.directory / "config.json", to_dict(config), config.resume)
 
     def reached(self, step: int, state: Any, progress: dict, is_due: bool) -> None:
         """Tells what there is to save, and saves it in the background when it is due; draws then, and now and then.
 
-        Raises: OSError when an earlier save has failed.
+        Raises: OSError when an earlier save has failed, or another run has taken the folder.
         """
         self.newest = (step, state, progress)
+        if self.lock and self.lock.is_lost:
+            self.newest = None
+            raise OSError(f"another process has taken {self.directory}, after a long silence of this one")
         self.states.check()
         if is_due or time.monotonic() > self.next_drawing:
             self.draw()
@@ -147,6 +157,8 @@ class Run:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
+            if self.lock:
+                stack.callback(self.release)
             stack.enter_context(forgiving_output())
             stack.enter_context(self.signals)
             self.stack = stack.pop_all()
@@ -200,10 +212,14 @@ class Run:
         print(f"warning: an update was skipped, since its loss or gradient is not finite; its batch: {path}")
 
     def start_logger(self, resume_step: int) -> Logger:
-        """The logger of this run, which drops what an earlier try logged after `resume_step`."""
+        """Writes config.json; returns the run's logger, which drops what an earlier try logged after `resume_step`."""
         settings, is_main = to_dict(self.config), self.layout.is_main
-        sinks = open_sinks(self.config, self.directory, settings, resume_step) if is_main else []
-        return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
+        with user_errors():
+            check_models(self.directory, resume_step)
+            if is_main:
+                write_json(self.directory / "config.json", settings)
+            sinks = open_sinks(self.config, self.directory, settings, resume_step) if is_main else []
+            return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
 
     def draw(self) -> None:
         """Draws plot.png and report.html anew, and says when it is worth it again: it may cost a run a hundredth."""
@@ -226,6 +242,88 @@ class Run:
         """Traces what happens inside, when --profile asks for it and the step is past compilation."""
         tracing = self.config.profile and wanted
         return jax.profiler.trace(str(self.directory / "profile")) if tracing else contextlib.nullcontext()
+
+
+def make_default_folder(env_name: str, layout: Layout) -> str:
+    """Makes a new folder runs/<environment>-<time>, with -2, -3, ... at its end where it exists; returns its name.
+
+    Raises: OSError where it cannot be made.
+    """
+    name = f"runs/{env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not layout.is_main:
+        return layout.broadcast("")
+    for number in itertools.count(1):
+        folder = f"{name}-{number}" if number > 1 else name
+        with contextlib.suppress(FileExistsError):
+            Path(folder).mkdir(parents=True)
+            return layout.broadcast(folder)
+
+
+def check_name(save_dir: str) -> None:
+    """Raises ValueError for a --save_dir that nothing can be written to: an unknown kind of address, no UTF-8."""
+    if "://" in save_dir and not save_dir.startswith(BUCKETS):
+        raise ValueError(f"--save_dir {save_dir}: name a folder, or a bucket by {' or '.join(BUCKETS)}")
+    try:
+        str(Path(save_dir).absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--save_dir: its path {error.object!a} is not UTF-8: name another folder") from None
+
+
+def check_folder(directory: Path) -> None:
+    """Raises ValueError naming what stands in a run folder where the run is going to write something else."""
+    for name in FOLDERS:
+        path = directory / name
+        if os.path.lexists(path) and not path.is_dir():
+            raise ValueError(in_the_way(path, "is not a folder"))
+    for name in FILES:
+        path = directory / name
+        if os.path.lexists(path) and not path.is_file():
+            raise ValueError(in_the_way(path, "is not a file"))
+    for path in (directory / "state").glob("*"):
+        if path.is_symlink():  # Orbax would take the states beside it for those of another format
+            raise ValueError(in_the_way(path, "is a link"))
+
+
+def check_models(directory: Path, resume_step: int) -> None:
+    """Raises ValueError naming what stands where models of later steps than `resume_step` are going to be saved."""
+    for path in directory.iterdir():
+        step = re.fullmatch(r"step(\d+)", path.name)
+        is_later = step is not None and int(step[1]) > resume_step
+        if not is_later and path.name != "best":
+            continue
+        if not path.is_dir():
+            raise ValueError(in_the_way(path, "is not a folder"))
+        for entry in path.iterdir():
+            if entry.is_dir():
+                raise ValueError(in_the_way(entry, "is a folder within that of a model"))
+
+
+def in_the_way(path: Path, reason: str) -> str:
+    """Returns the sentence for a path that the run cannot write to."""
+    return f"{path} {reason}, and is in the way of what this run writes: move it, or name another --save_dir"
+
+
+def take_lock(folder: Path, layout: Layout) -> FolderLock | None:
+    """Locks the run folder in the main process, for all.
+
+    Raises: ValueError in every process when another run holds it.
+    """
+    lock, problem = None, ""
+    if layout.is_main:
+        try:
+            lock = FolderLock(folder)
+        except ValueError as error:
+            problem = str(error)
+    if problem := layout.broadcast(problem):
+        raise ValueError(problem)
+    return lock
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON file, whole or not at all."""
+    draft = file.with_name(file.name + ".new")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(draft, file)
 
 
 def is_bucket(name: str) -> bool:
@@ -252,9 +350,12 @@ def check_settings(file: Path, settings: Mapping[str, Any], resume: str) -> None
     if resume == "never":
         raise ValueError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
     try:
-        before = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        print(f"warning: the settings are not compared with those of the run before ({error})")
+        before = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        before = error
+    if not isinstance(before, dict):
+        reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
+        print(f"warning: the settings are not compared with those of the run before ({reason})")
         return
     free = MAY_CHANGE | (LENGTH if settings["lr_schedule"] == "constant" else set())
     told = [

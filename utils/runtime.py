@@ -20,6 +20,7 @@ import jax
 COMPILER = "jax._src.interpreters.pxla"  # whose log tells the shapes of a program that is lowered
 COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also when the cache had it
 FOUND = "/jax/compilation_cache/cache_hits"
+FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run with a few workers, and plenty
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
@@ -27,13 +28,45 @@ def prepare() -> None:
     """Keeps compiled programs in the user's cache, and, where there is no accelerator, freed memory in the process.
 
     JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing.
+
+    Raises: ValueError where the process may open too few files.
     """
+    open_closed_streams()
+    raise_file_limit()
     if not jax.config.jax_compilation_cache_dir:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if sys.platform == "linux" and not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu"))):
         keep_memory()
+
+
+def open_closed_streams() -> None:
+    """Opens the null device for standard streams that were closed (`>&-`).
+
+    Otherwise the next file that is opened takes the stream's number, and what libraries print is written into it.
+    """
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for as long as the process lives)
+
+
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to MANY_FILES where the hard limit allows that.
+
+    Raises: ValueError where even FEW_FILES are too many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = soft != resource.RLIM_INFINITY and soft < MANY_FILES
+    if is_low:
+        soft = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if is_low and soft < FEW_FILES:
+        raise ValueError(f"this process may open only {soft} files: raise that limit, as by `ulimit -n {MANY_FILES}`")
 
 
 def keep_memory() -> None:
