@@ -9,7 +9,10 @@ def get_config():
     return {
         "model_dir": "models/tiny",
         "env_name": "countdown",
-        "env_options": "numbers=3,min_number=1,max_number=15,max_target=30,max_value=30,prompt=bare",
+        "env_options": (
+            "numbers=3,min_number=1,max_number=15,max_target=30,expression=tree,max_value=30,prompt=bare,"
+            "truncation_penalty=0"
+        ),
         "test_env_name": "countdown-test",
         "num_generation_tokens": 192,
         "force_answer_at": 0,

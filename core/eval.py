@@ -35,7 +35,7 @@ from utils.estimates import mean_and_ci, task_estimates
 from utils.logger import writable
 from utils.memory import out_of_memory
 from utils.progress import waiting
-from utils.rewards import RewardConfig
+from utils.rewards import RewardConfig, add_truncation_penalty
 from utils.scoring import Scorer, Stream
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
 from utils.show import show, tasks_that_fit
@@ -161,6 +161,9 @@ class Player:
         rewards = [reward or {} for reward in rewards]
         names = sorted({"return", "correct_answer"}.union(*rewards))
         scores = {name: np.array([reward.get(name, 0.0) for reward in rewards], np.float32) for name in names}
+        if self.env.truncation_penalty:
+            is_truncated = ~rollouts.finished & ~failed
+            scores = add_truncation_penalty(scores, is_truncated, self.env.truncation_penalty)
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
         return Episodes(rollouts, ids, texts, scores, failed, failures, times)
 

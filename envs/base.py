@@ -32,6 +32,7 @@ class Env:
     is_generated: bool = False  # problems are made up by their number, not read from rows
     tokens_per_action: int = 512  # default completion limit, tokens
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
+    truncation_penalty: float = 0.0  # taken off the return of a reply that the token limit cut off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any
     note: str = ""  # for people, once at the start: how many rows were left out, and why
 

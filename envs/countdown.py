@@ -1,7 +1,9 @@
 """Countdown: combine the given numbers with + - * / so that they make the target.
 
-Source: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; "full" is that of
-github.com/kvfrans/lmpo.
+The defaults are those of github.com/kvfrans/lmpo: four numbers of 0 to 99, targets up to 1,000 made as in Reasoning
+Gym, its prompts, and 0.05 off for a reply that the token limit cut off.
+Sources: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; games/countdown.py of
+github.com/open-thought/reasoning-gym, whose expressions are "chain".
 """
 
 import random
@@ -31,6 +33,14 @@ PROMPTS = {
         "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
         "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.\nAssistant:"
     ),
+}
+SYSTEM = {
+    "full": (
+        "You are a helpful assistant. You first think about the reasoning process in your mind and then provide the "
+        "user with the answer."
+    ),
+    "tinyzero": "",
+    "bare": "",
 }
 PREFIXES = {"full": "<think>", "tinyzero": " Let me solve this step by step.\n<think>", "bare": ""}
 HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
@@ -63,10 +73,12 @@ class Countdown(Env):
         numbers: int = 4,
         min_number: int = 0,
         max_number: int = 99,
-        max_target: int = 100,
-        max_value: int = 1000,  # of the intermediate results of the expression that the problem is made from
+        max_target: int = 1000,
+        expression: str = "chain",  # that a problem is made from: chain as in lmpo, tree with positive results only
+        max_value: int = 1000,  # of the intermediate results of a tree
         prompt: str = "full",
         partial: float = 0.1,  # return of an answer that uses the numbers and misses the target
+        truncation_penalty: float = 0.05,  # taken off the return of a reply that the token limit cut off
         num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on (fewer where fewer exist)
     ):
         if split not in ("train", "test"):
@@ -75,9 +87,11 @@ class Countdown(Env):
             raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         if numbers < 1 or not 0 <= min_number <= max_number or max_target < 1:
             raise ValueError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
+        if expression not in ("chain", "tree"):
+            raise ValueError(f"Countdown has no expression {expression!r}: choose chain or tree")
         self.split, self.numbers, self.range = split, numbers, (min_number, max_number)
-        self.prompt, self.partial = prompt, partial
-        self.max_target, self.max_value = max_target, max_value
+        self.prompt, self.partial, self.truncation_penalty = prompt, partial, truncation_penalty
+        self.expression, self.max_target, self.max_value = expression, max_target, max_value
         self.num_tasks = num_tasks if num_tasks > 0 else 100_000 if split == "train" else 1024
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
         if split == "test":
@@ -89,10 +103,13 @@ class Countdown(Env):
         rng = random.Random(f"countdown {self.split} {index}")  # seeded by the text's digest: the same in every process
         for _ in range(100_000):
             numbers = tuple(rng.randint(*self.range) for _ in range(self.numbers))
+            if self.expression == "chain":
+                numbers, target = chain(numbers, rng)
             if is_test_set(numbers) != (self.split == "test"):
                 continue
-            target = self.combine(list(numbers), rng)
-            if target is not None and target <= self.max_target:
+            if self.expression == "tree":
+                target = self.combine(list(numbers), rng)
+            if target is not None and 1 <= target <= self.max_target:
                 return numbers, target
         raise ValueError("Countdown found no solvable problem: widen the range of numbers or raise max_target")
 
@@ -125,6 +142,8 @@ class Countdown(Env):
             numbers=list(numbers), bare_numbers=" ".join(map(str, numbers)), target=target
         )
         messages, prefix = [{"role": "user", "content": text}], PREFIXES[self.prompt]
+        if SYSTEM[self.prompt]:
+            messages = [{"role": "system", "content": SYSTEM[self.prompt]}, *messages]
         return Problem(messages, (numbers, target), thinking=True, prefix=prefix, plain=self.prompt == "tinyzero")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
@@ -199,6 +218,30 @@ def read_row(row: dict[str, Any]) -> Row:
     if not numbers or not isinstance(numbers, list) or any(type(x) is not int or x < 0 for x in [*numbers, target]):
         raise ValueError("nums must be a list of integers, and target one")
     return Row(f"{numbers} {target}", (tuple(numbers), target))
+
+
+def chain(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, ...], int]:
+    """Returns the numbers, in random order, and the result of an expression that goes over them from left to right.
+
+    Each step draws its operation. A division divides by one of the numbers still to come that leave no rest, which
+    then stands in the place of the next one; where none does, it is a subtraction.
+    """
+    numbers = list(numbers)
+    value = numbers[0]
+    for i in range(1, len(numbers)):
+        op = rng.choice("+-*/")
+        divisors = [number for number in numbers[i:] if number and value % number == 0]
+        if op == "/" and divisors:
+            numbers[i] = rng.choice(divisors)
+            value //= numbers[i]
+        elif op == "+":
+            value += numbers[i]
+        elif op == "*":
+            value *= numbers[i]
+        else:
+            value -= numbers[i]
+    rng.shuffle(numbers)
+    return tuple(numbers), value
 
 
 def solve(numbers: tuple[int, ...], target: int) -> str | None:

@@ -1,32 +1,19 @@
 """Poem: the reward is the number of characters written. The easiest environment: a run that fails here is broken.
 
-Source: github.com/kvfrans/lmpo (there the subjects are the 1000 ImageNet labels; `subjects_file` takes such a list).
+Source: github.com/kvfrans/lmpo, whose subjects are the labels of ImageNet too (imagenet_labels.txt says where from).
 """
 
 from pathlib import Path
 
 from envs.base import Env, Problem
 
-SUBJECTS = """
-    acorns almonds anchors ants apples attics autumn badgers balconies bakeries barns beaches bees bells bicycles
-    blackbirds boats bonfires books bread bridges butterflies candles caravans castles cats caves chairs cherries
-    chimneys clocks clouds coffee comets coral corn crickets crows dandelions dawn deserts dogs dragonflies dreams
-    drums dust eagles echoes elephants ferns ferries fields fireflies flutes fog forests foxes frogs frost gardens
-    geese glaciers gloves goats grapes hail harbours hedgehogs herons honey horses icebergs islands ivy kites ladders
-    lakes lamps lanterns lemons letters libraries lighthouses lightning lilacs maps maples markets meadows mice
-    mirrors moonlight moss moths mountains mushrooms music night oaks oceans olives orchards otters owls oysters
-    pebbles penguins pianos pigeons pines planets plums ponds poppies puddles rabbits railways rain rainbows ravens
-    rivers robins roses sailors salt sand seals shadows sheep shells silence sleep smoke snails snow songs sparrows
-    spiders spring stairs stars storms summer sunflowers swallows swans tea thunder tides tigers tortoises towers
-    trains trees tulips turtles umbrellas valleys villages violins volcanoes walls waterfalls waves weddings whales
-    wheat willows wind windmills windows winter wolves
-""".split()
+SUBJECTS = Path(__file__).with_name("imagenet_labels.txt")
 
 
 class Poem(Env):
     """Reward 1 for each character, up to `max_characters` where that is set. Every fifth subject is for the test split.
 
-    `subjects_file`: a text file with one subject a line, instead of those above.
+    `subjects_file`: a text file with one subject a line, in place of imagenet_labels.txt.
     """
 
     tokens_per_action = 128
@@ -36,13 +23,13 @@ class Poem(Env):
             raise ValueError(f"Poem has no split {split!r}: choose train or test")
         if max_characters < 0:
             raise ValueError("Poem needs max_characters >= 0 (0: no maximum)")
-        subjects = read_subjects(Path(subjects_file).expanduser()) if subjects_file else SUBJECTS
+        subjects = read_subjects(Path(subjects_file).expanduser() if subjects_file else SUBJECTS)
         self.max_characters = max_characters
         self.subjects = [subject for i, subject in enumerate(subjects) if (i % 5 == 0) == (split == "test")]
         self.num_tasks = len(self.subjects)
 
     def problem(self, index: int) -> Problem:
-        return Problem([{"role": "user", "content": f"Write a poem about {self.subjects[index]}."}])
+        return Problem([{"role": "user", "content": f"Write three sentences about {self.subjects[index]}"}])
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """The rewards and the length; "correct" is a poem that reaches `max_characters`: none where that is not set."""
@@ -55,11 +42,14 @@ class Poem(Env):
 
 
 def read_subjects(path: Path) -> list[str]:
-    """The lines of a text file, without blank ones and repeats. Raises ValueError for fewer than two, or no file."""
+    """Returns the lines of a text file, without blank ones, repeats, and comments (#).
+
+    Raises: ValueError for fewer than two, or no file.
+    """
     if not path.is_file():
         raise ValueError(f"Poem's subjects_file {path} is not there: it is a text file with one subject a line")
     lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    subjects = list(dict.fromkeys(line for line in lines if line))
+    subjects = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if len(subjects) < 2:
         raise ValueError(f"Poem's subjects_file {path} needs at least two subjects: one to train on, one to test on")
     return subjects

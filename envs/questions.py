@@ -46,7 +46,9 @@ class Questions(Env):
     def problem(self, index: int) -> Problem:
         question, answer = self.rows[index]
         system, user = self.prompts[self.form], {"role": "user", "content": question}
-        return Problem([{"role": "system", "content": system}, user] if system else [user], answer, thinking=True)
+        messages = [{"role": "system", "content": system}, user] if system else [user]
+        prefix = "<think>" if self.form == "tags" else ""  # the prompts of other forms do not ask for the tag
+        return Problem(messages, answer, thinking=True, prefix=prefix)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         answer = final_answer(text, self.form)

@@ -38,6 +38,7 @@ class Styled(Env):
             self.system = Path(style.system[1:]).expanduser().read_text(encoding="utf-8").strip()
         self.num_tasks, self.is_generated, self.note, self.form = env.num_tasks, env.is_generated, env.note, env.form
         self.tokens_per_action, self.force_answer_at = env.tokens_per_action, env.force_answer_at
+        self.truncation_penalty = env.truncation_penalty
 
     def problem(self, index: int) -> Problem:
         problem, style = self.env.problem(index), self.style
@@ -45,11 +46,12 @@ class Styled(Env):
         if self.system:
             messages = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": self.system}] * (self.system != NONE) + messages
+        prefix = style.prefix or problem.prefix * (style.thinking != "off")  # which closes the block that it begins
         return replace(
             problem,
             messages=messages,
             thinking=style.thinking == "on" if style.thinking else problem.thinking,
-            prefix="" if style.prefix == NONE else style.prefix or problem.prefix,
+            prefix="" if prefix == NONE else prefix,
             plain=style.plain or problem.plain,
         )
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 GRADERS = DATA / "graders"
 SAMPLES = ROOT / "tests" / "fixtures" / "data"  # a few rows of each data set
-DEMO = dict(numbers=3, min_number=1, max_number=15, max_target=30, max_value=30, prompt="bare")
+DEMO = dict(numbers=3, min_number=1, max_number=15, max_target=30, expression="tree", max_value=30, prompt="bare")
 NAMES = [name + suffix for name in envs.ENVS for suffix in ("", "-test")]
 LOCAL = ("countdown34", "gsm8k", "deepscaler", "aime", "aime25", "amc", "amc23", "math500")
 BENCHMARKS = ("aime", "aime25", "amc", "amc23", "math500")
@@ -334,7 +334,39 @@ def test_the_readmes_example_works(monkeypatch):
     assert env.problem(0).messages != test.problem(0).messages
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "prefix"),
+    [
+        *((name, {}, "<think>") for name in ("countdown", "gsm8k", "deepscaler", "aime-test", "math500-test")),
+        ("gsm8k", {"form": "boxed"}, ""),
+        ("gsm8k", {"thinking": "off"}, ""),
+        ("gsm8k", {"thinking": "off", "prefix": "Well"}, "Well"),
+        ("gsm8k", {"prefix": "none"}, ""),
+        ("poem", {}, ""),
+    ],
+)
+def test_who_is_asked_to_think_begins_to(name, options, prefix):
+    data = {"data_dir": str(SAMPLES)} if name.removesuffix("-test") in LOCAL else {}
+    assert envs.make_env(name, **data, **options).problem(0).prefix == prefix
+
+
 # Countdown
+
+
+def test_countdown_is_lmpos():
+    env = envs.make_env("countdown")
+    system, user = env.problem(0).messages
+    assert system["role"] == "system" and system["content"].startswith("You are a helpful assistant. You first think")
+    assert user["content"].startswith("Using the numbers [") and env.truncation_penalty == 0.05
+    targets = [env.instance(i)[1] for i in range(2000)]
+    share = sum(target > 100 for target in targets) / 2000
+    assert 0.36 < share < 0.54, "of 300 targets of lmpo 45% are above 100: within three standard errors"
+    assert min(targets) >= 1 and 900 < max(targets) <= 1000
+    ours = envs.make_env("countdown", **DEMO, truncation_penalty=0)
+    assert ours.truncation_penalty == 0 and len(ours.problem(0).messages) == 1
+    assert envs.make_env("countdown", system="none", truncation_penalty=0.1).truncation_penalty == 0.1
+    with pytest.raises(ValueError, match="choose chain or tree"):
+        envs.make_env("countdown", expression="bush")
 
 
 @pytest.mark.parametrize("numbers", [(3, 7, 2), (25, 5, 1, 4), (1, 1, 1, 1)])
@@ -433,13 +465,19 @@ def test_poem_pays_for_characters():
     assert limited.score(problem, "a" * 9) == {"return": 9.0, "correct_answer": 0.0, "characters": 9.0}
 
 
+def test_poem_has_the_labels_of_imagenet():
+    subjects = {*envs.make_env("poem").subjects, *envs.make_env("poem-test").subjects}
+    assert len(subjects) == 999, "1,000 labels, crane twice"
+    assert not any(subject.startswith("#") for subject in subjects) and "goldfish, Carassius auratus" in subjects
+
+
 def test_poem_splits_share_no_subject(tmp_path):
     (tmp_path / "subjects.txt").write_text("the sea\n\ncrane\n owl \ncrane\n")
     for options in ({}, {"subjects_file": str(tmp_path / "subjects.txt")}):
         train, test = envs.make_env("poem", **options), envs.make_env("poem-test", **options)
         assert train.subjects and test.subjects and not set(train.subjects) & set(test.subjects)
     assert {*train.subjects, *test.subjects} == {"the sea", "crane", "owl"}
-    assert test.problem(0).messages == [{"role": "user", "content": "Write a poem about the sea."}]
+    assert test.problem(0).messages == [{"role": "user", "content": "Write three sentences about the sea"}]
     for name, text in (("absent.txt", None), ("short.txt", "one\n")):
         if text:
             (tmp_path / name).write_text(text)

@@ -216,12 +216,14 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(rows) == 2 * 2 * 3 and samples.read_text().isascii()
     poem = rows[:3]
-    assert [row["task"] for row in poem] == [0, 1, 2] and all("poem about" in row["prompt"] for row in poem)
+    assert [row["task"] for row in poem] == [0, 1, 2] and all("three sentences about" in row["prompt"] for row in poem)
     completions = [x for row in poem for x in row["completions"]]
     assert len(completions) == 12 and all(x["return"] == len(x["text"]) and 0 < x["length"] <= 8 for x in completions)
     assert np.mean([x["return"] for x in completions]) == pytest.approx(found[0]["return"])
     assert np.mean([x["finished"] for x in completions]) == pytest.approx(found[0]["finished"])
     assert rows[3]["env_name"] == "countdown3-test" and len(rows[3]["reference"][0]) == 3
+    assert found[1]["truncation"] == pytest.approx(-0.05 * (1 - found[1]["finished"])) and found[1]["finished"] < 1
+    assert "truncation" not in found[0], "lmpo's Countdown alone takes 0.05 off at the limit"
 
     evaluation.main(command(**flags | {"env_name": "poem", "save_samples": ""}, model_dir=run / "step2"))
     assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import envs
-from utils.rewards import RewardConfig, add_length_reward, cosine_reward, overlong_penalty
+from utils.rewards import RewardConfig, add_length_reward, add_truncation_penalty, cosine_reward, overlong_penalty
 from utils.show import show, tasks_that_fit
 
 
@@ -34,6 +34,13 @@ def test_settings_become_options_of_the_environment():
     assert flags == {"data_dir": "d", "format_reward": "tags", "format_weight": 0.5}
     with pytest.raises(ValueError, match="overlong_buffer"):
         RewardConfig(overlong_buffer=-1)
+
+
+def test_truncated_replies_pay_what_the_environment_says():
+    scores = {"return": np.array([1.0, 0.1], np.float32), "correct_answer": np.array([1.0, 0.0], np.float32)}
+    found = add_truncation_penalty(scores, np.array([False, True]), 0.05)
+    assert np.allclose(found["return"], [1.0, 0.05]) and np.allclose(found["truncation"], [0, -0.05])
+    assert found["return"].dtype == np.float32 and found["correct_answer"] is scores["correct_answer"]
 
 
 def encode(problem) -> list[int]:

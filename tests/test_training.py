@@ -514,8 +514,8 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_steps_without_signal_change_nothing(tmp_path):
-    flags = {"env_name": "countdown", "env_options": "numbers=3,prompt=bare", "max_steps": 2, "weight_decay": 0.5}
-    flags |= {"do_group_filter": 1, "test_env_name": "", "save_dir": tmp_path}
+    flags = {"env_name": "countdown", "env_options": "prompt=bare,truncation_penalty=0", "weight_decay": 0.5}
+    flags |= {"max_steps": 2, "do_group_filter": 1, "test_env_name": "", "save_dir": tmp_path}
     train(*arguments(**FLAGS | flags))
     assert [line["env/groups_without_signal"] for line in lines(tmp_path)] == [1.0, 1.0]
     assert not any("loss" in line for line in lines(tmp_path))
@@ -527,7 +527,7 @@ RUNS = {
     "ppo": {"critic_lr": 1e-3},
     "reinforce++": {"kl_coef": 0.1},
     "nanochat": {"groups_per_batch": 4, "group_size": 8, "num_generation_tokens": 24, "top_k": 75, "temperature": 3,
-                 "seed": 1},
+                 "seed": 4},
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from utils.config import option
 
@@ -35,6 +35,18 @@ class RewardConfig:
         flags = {name: getattr(self, name) for name in ("data_dir", "reward", "format_reward")}
         flags = {name: value for name, value in flags.items() if value}
         return flags | ({"format_weight": self.format_weight} if self.format_reward else {})
+
+
+def add_truncation_penalty(
+    scores: dict[str, Float[np.ndarray, "B"]], is_truncated: Bool[np.ndarray, "B"], penalty: float
+) -> dict[str, Float[np.ndarray, "B"]]:
+    """Returns the scores with "truncation", in the return already: minus `penalty` for each truncated reply.
+
+    The environment says how much (`Env.truncation_penalty`); it cannot subtract it itself, since it sees a reply's text
+    and not whether the token limit ended it.
+    """
+    truncation = np.where(is_truncated, -penalty, 0.0).astype(np.float32)
+    return scores | {"truncation": truncation, "return": scores["return"] + truncation}
 
 
 def add_length_reward(

@@ -26,7 +26,7 @@ def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: in
         problem = env.problem(index)
         lines += [f"======== problem {index}", decode(encode(problem)), f"-------- reference {shorten(problem.answer)}"]
         for name, reply in {**env.examples(problem), "empty": ""}.items():
-            scores = env.score(problem, problem.prefix + reply)
+            scores = env.score(problem, problem.prefix + reply.removeprefix(problem.prefix))
             parts = ", ".join(f"{part} {value:g}" for part, value in scores.items())
             lines.append(f"{name:>10} {shorten(reply)}\n{'':>10} {parts}")
     lengths = prompt_lengths(env, encode)
