@@ -451,10 +451,12 @@ def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_gr
     found, sizes, expected = np.zeros((6 * G, T)), [], np.zeros((6 * G, T))
     for minibatch in learner.minibatches(learner.credit(batch)[0], 1, 0):
         sizes.append(len(minibatch.rewards))
-        new, entropy = np.where(minibatch.mask, -1.0, 0.0), np.zeros(minibatch.mask.shape)
-        normalized = normalize(minibatch, config.minibatch_size, LIMIT, config)
         rows, masks = minibatch.tokens[:, 0], batch.mask[minibatch.tokens[:, 0]]
-        found[rows] = learn(new, entropy, normalized, config)[0]
+        piece = normalize(minibatch, config.minibatch_size, LIMIT, config)
+        piece = take(piece, np.resize(np.arange(len(rows)), 8))
+        piece.mask[len(rows) :] = False  # rows that only fill the shape up
+        zeros = np.zeros(piece.mask.shape)
+        found[rows] = learn(zeros - 1, zeros, piece, config)[0][: len(rows)]
         for row in rows:
             divisor = {
                 "constant": 8 * LIMIT,

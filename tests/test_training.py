@@ -23,11 +23,12 @@ from safetensors.numpy import load_file
 from core import grpo
 from core.eval import Player, evaluate
 from core.grpo import Config, Learner, collect, task_numbers
-from core.objectives import Batch, advantages, describe, total
+from core.objectives import Batch, advantages, describe, normalize, total
 from core.sampling import Sampler
 from envs.base import Env, Problem
 from models import qwen3
 from models.distribution import Distribution
+from utils.batching import take
 from utils.config import parse
 from utils.estimates import pass_at_k
 from utils.scoring import Failure, Scorer
@@ -139,26 +140,11 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
     assert 0.2 < metrics["clip_fraction"] < 0.8 and metrics["inference_recompute/ratio"] != 1
 
 
-def test_rows_that_leave_do_not_change_the_constant():
-    """Of Dr. GRPO: the group without signal adds nothing, whether it has left or not."""
-    batch = random_batch().replace(rewards=np.float32([0, 1, 0.1, 0.1, 1, 1, 1, 1]), old_logprobs=None)
-    flags = {"loss_normalization": "constant", "entropy_coef": 0.0, "ppo_minibatch": 0, "ppo_epochs": 1}
-    gradients, sizes = [], []
-    for do_group_filter in (True, False):
-        some, _ = learner(do_group_filter=do_group_filter, **flags)
-        (minibatch,) = some.minibatches(some.credit(batch)[0], 1, 0)
-        gradients.append(update(minibatch, **flags)[0])
-        sizes.append(len(minibatch.rewards))
-    assert sizes == [G, 2 * G]
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(gradients[1]))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * largest), *gradients)
-
-
 CUT = {"kl_coef": 0.1, "clip_epsilon": 0.25}  # a ratio of the batch lies within 1e-6 of 1.2
 FAMILY = {  # losses that look beyond their own token: at rows, at the whole batch, at other models
     "gspo": CUT | {"objective": "gspo", "loss_normalization": "sequence_mean", "importance_correction": "mask"},
     "cispo": CUT | {"objective": "cispo", "loss_normalization": "constant", "importance_correction": "truncate",
-                    "importance_level": "sequence"},
+                    "importance_level": "sequence", "entropy_coef": 0.0},
     "dppo": CUT | {"objective": "dppo"},
 }  # fmt: skip
 
@@ -177,6 +163,20 @@ def test_other_objectives_do_not_depend_on_how_the_batch_is_cut(name):
     assert_same_gradient(gradient, whole)
     for metric, value in metrics.items():
         assert metrics_of_cut[metric] == pytest.approx(float(value), rel=1e-3, abs=1e-5), metric
+
+
+def test_a_row_has_the_same_gradient_whatever_leaves_the_batch(monkeypatch):
+    """By `constant`, which is Dr. GRPO's: rollouts of a full minibatch times the completion limit."""
+    batch, seen = with_reference(random_batch()), []
+
+    def spy(batch, num_rollouts, num_generation_tokens, config):
+        seen.append((num_rollouts, num_generation_tokens))
+        return normalize(batch, num_rollouts, num_generation_tokens, config)
+
+    monkeypatch.setattr(grpo, "normalize", spy)
+    parts = [update(take(batch, rows), **FAMILY["cispo"])[0] for rows in np.split(np.arange(2 * G), [3])]
+    assert_same_gradient(jax.tree.map(np.add, *parts), update(batch, **FAMILY["cispo"])[0])
+    assert seen == [(4, 50)] * 3
 
 
 def updates_on_four_devices(file: str) -> None:
