@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from envs.answers import FORMS, final_answer, parse_arithmetic, same_math, same_number
 from envs.rewards import quarter_per_tag, think_answer
+from utils.processes import descendants, tree_memory
 from utils.scoring import Scorer
 
 PIECES = [
@@ -111,9 +112,9 @@ def main():
                 assert len(scores) == len(texts)
                 totals = {kind: totals[kind] + counts[kind] for kind in totals}
                 done += len(texts)
-                memory.append(children_memory(scorer.process.pid))
+                memory.append(tree_memory(scorer.process.pid, 0))
                 if done % 10_000 < 2000:  # a worker dies now and then
-                    victim = workers(scorer.process.pid)[-1]
+                    victim = descendants(scorer.process.pid)[-1]
                     os.kill(victim, signal.SIGKILL)
         print(
             f"{name}: {done:,} texts in {time.time() - start:.0f} s, {totals}, slowest 2,000 in {slowest:.0f} s, "
@@ -121,25 +122,6 @@ def main():
             flush=True,
         )
     print(f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
-
-
-def workers(pid: int) -> list[int]:
-    """All processes below one."""
-    found = []
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        found += [child, *workers(child)]
-    return found
-
-
-def children_memory(pid: int) -> int:
-    """Resident bytes of a process and all below it."""
-    total = 0
-    for each in [pid, *workers(pid)]:
-        try:
-            total += int(Path(f"/proc/{each}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            pass  # gone meanwhile
-    return total
 
 
 if __name__ == "__main__":

@@ -2,13 +2,18 @@
 
 import asyncio
 import itertools
+import mmap
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 from envs.base import Env, Problem
+
+MEMORY = 100 * 2**20  # bytes
 
 
 class Mute(Exception):
@@ -37,6 +42,36 @@ class Hostile(Env):
             sys.exit(3)
         if text == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if text == "exit 0":
+            os._exit(0)
+        if text == "kill group":
+            os.killpg(0, signal.SIGTERM)
+        if text == "kill group 9":
+            os.killpg(0, signal.SIGKILL)
+        if text == "kill parent":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)  # the kernel ends this process too, a moment later
+        if text == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if text == "stop helper":
+            keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGSTOP)
+        if text == "close files":
+            os.closerange(3, 1000)
+        if text == "daemon":
+            daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=subprocess.DEVNULL)
+            return {"return": 1.0, "daemon": daemon.pid, "pid": os.getpid()}
+        if text == "fork":
+            os.fork()  # the child, too, returns from here
+        if text == "environment":
+            return {"return": 1.0, **{name: 1.0 for name in os.environ}}
+        if text == "shared memory":
+            fill(4 * MEMORY)
+        if text == "memory of children":
+            children = [os.fork() for _ in range(4)]
+            if 0 in children:
+                fill(MEMORY)
+            time.sleep(1000)
         if text == "cancel":
             raise asyncio.CancelledError  # no Exception, but a BaseException
         if text == "mute":
@@ -54,7 +89,21 @@ class Hostile(Env):
         return {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}
 
 
+def fill(size: int) -> None:
+    """Holds so many bytes of shared memory, which no limit of the kernel on a process counts."""
+    memory = mmap.mmap(-1, size)
+    memory.write(bytes(size))
+    time.sleep(1000)
+
+
 def make() -> Env:
+    return Hostile()
+
+
+def make_with_token() -> Env:
+    """Fails where the token for private data sets is not there while the environment is made."""
+    if os.environ["HF_TOKEN"] != "secret":
+        raise KeyError
     return Hostile()
 
 

@@ -29,7 +29,7 @@ LAW = {
     "models": ("models", "utils"),
     "models.make_tiny": ("envs", "models", "utils"),
     "utils": ("utils",),
-    "utils.scoring": ("envs",),  # its workers hold an environment, which imports nothing of the project
+    "utils.scoring_helper": ("envs", "utils.processes"),  # workers hold an environment, and never import jax
     "utils.show": ("envs.base", "utils"),
     "envs": ("envs",),
     "configs": ("configs",),

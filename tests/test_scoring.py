@@ -1,7 +1,9 @@
 """Replies that hang, crash or make the reward raise cost one score, not the run; nothing outlives the run."""
 
+import functools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,10 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile import MEMORY
+from utils import scoring
 from utils.scoring import Failure, Scorer, Stream
+from utils.scoring_helper import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "tests.hostile:make"
+FAILING = (
+    "raise", "exit", "exit 0", "kill", "kill group", "kill group 9", "kill parent", "close files", "nan", "cancel",
+    "mute", "memory", "generator",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +87,7 @@ def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
     assert not stream.thread.is_alive() and scorer.process.pid == helper, "nor starts another helper"
 
 
-@pytest.mark.parametrize("text", ["sleep", "regex", "endless"])
+@pytest.mark.parametrize("text", ["sleep", "regex", "endless", "stop"])
 def test_a_reward_that_does_not_return_is_killed(scorer, text):
     start = time.monotonic()
     scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
@@ -88,11 +97,73 @@ def test_a_reward_that_does_not_return_is_killed(scorer, text):
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("text", ["raise", "exit", "kill", "nan", "cancel", "mute", "memory", "generator"])
+@pytest.mark.parametrize("text", FAILING)
 def test_a_reward_that_fails_costs_one_score(scorer, text):
+    helper = scorer.process.pid
     scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     assert [i for i, score in enumerate(scores) if score is None] == [20]
     assert counts == {"reward_timeouts": 0, "reward_errors": 1}
+    assert scorer.process.pid == helper
+
+
+def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
+    scores, _ = scorer.score(range(40), ["fork"] * 40)
+    assert [score["index"] for score in scores] == list(range(40))
+
+
+@pytest.mark.parametrize("text", ["exit 0", "kill group", "kill parent"])
+def test_the_end_of_a_worker_is_noticed_before_the_time_limit(text):
+    start = time.monotonic()
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        assert scorer.score([0, 1], [text, "ok"])[1] == {"reward_timeouts": 0, "reward_errors": 1}
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
+@pytest.mark.parametrize("text", ["shared memory", "memory of children"])
+def test_memory_of_all_that_a_reward_starts_counts(text, monkeypatch):
+    monkeypatch.setattr(scoring, "Settings", functools.partial(Settings, max_memory=3 * MEMORY))
+    start = time.monotonic()
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        (failed, score), counts = scorer.score([0, 1], [text, "ok"])
+    assert failed is None and score["return"] == 1 and counts == {"reward_timeouts": 0, "reward_errors": 1}
+    assert time.monotonic() - start < 60
+
+
+def hanging(number: int, num_hanging: int) -> list[str]:
+    """Replies of which some hang, spread by a seeded shuffle."""
+    texts = ["sleep"] * num_hanging + ["ok"] * (number - num_hanging)
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("number", "num_hanging", "num_workers", "timeout", "limit"),
+    [(512, 16, 8, 0.5, 10), pytest.param(4096, 32, 16, 3, 15, marks=pytest.mark.slow)],
+)
+def test_replies_that_hang_are_waited_for_together(number, num_hanging, num_workers, timeout, limit):
+    texts = hanging(number, num_hanging)
+    with Scorer(HOSTILE, num_workers=num_workers, timeout=timeout) as scorer:
+        scorer.score(range(64), ["ok"] * 64)
+        start = time.monotonic()
+        scores, counts = scorer.score([i % 1000 for i in range(number)], texts)
+        seconds = time.monotonic() - start
+    print(f"{number} replies of which {num_hanging} hang, {num_workers} workers, {timeout} s: {seconds:.1f} s")
+    assert [score is None for score in scores] == [text == "sleep" for text in texts]
+    assert counts == {"reward_timeouts": num_hanging, "reward_errors": 0} and seconds < limit
+
+
+def test_workers_see_no_secrets(monkeypatch):
+    secrets = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD", "GITHUB_TOKEN")
+    for name in secrets:
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("REWARD_API_KEY", "for the reward")
+    monkeypatch.setenv("HF_HOME", str(ROOT))
+    with Scorer("tests.hostile:make_with_token", num_workers=1) as scorer:
+        variables = scorer.score([0], ["environment"])[0][0]
+        environ = Path(f"/proc/{scorer.process.pid}/environ")
+        assert not environ.exists() or b"secret" not in environ.read_bytes()
+    assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables) and not set(secrets) & set(variables)
 
 
 def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
@@ -133,6 +204,36 @@ def test_a_lost_helper_is_replaced(scorer):
     os.kill(scorer.process.pid, signal.SIGKILL)
     assert scorer.score([3], ["ok"])[0][0]["index"] == 3
     wait_until_gone(int(score["pid"]))
+
+
+def test_a_stuck_helper_is_replaced_and_ends_the_run_when_it_is_stuck_again(monkeypatch, capsys):
+    monkeypatch.setattr(scoring, "STALL", 2)
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        os.kill(scorer.process.pid, signal.SIGSTOP)
+        assert scorer.score([3], ["ok"])[0][0]["index"] == 3
+        assert "started again: the helper process gave no sign of life" in capsys.readouterr().err
+        if sys.platform == "linux":
+            with pytest.raises(RuntimeError, match="failed twice in a row: the helper process gave no sign of life"):
+                scorer.score([0], ["stop helper"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts what is left in another session")
+@pytest.mark.parametrize("ending", ["closed", "stuck", "worker lost", "keeper lost"])
+def test_what_a_reward_starts_in_another_session_ends_with_it(ending):
+    with Scorer(HOSTILE, num_workers=1, timeout=0.5) as scorer:
+        (score,), _ = scorer.score([0], ["daemon"])
+        daemon = int(score["daemon"])
+        assert is_alive(daemon)
+        if ending == "worker lost":
+            scorer.score([0], ["sleep"])
+            wait_until_gone(daemon)
+        if ending == "keeper lost":
+            scorer.score([0], ["kill parent"])
+        if ending == "stuck":
+            os.kill(scorer.process.pid, signal.SIGSTOP)
+            scorer.kill()
+            wait_until_gone(daemon)
+    wait_until_gone(daemon)
 
 
 def test_closing_leaves_no_process_behind():

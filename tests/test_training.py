@@ -32,6 +32,7 @@ from utils.batching import take
 from utils.config import parse
 from utils.estimates import pass_at_k
 from utils.scoring import Failure, Scorer
+from utils.scoring_helper import Settings
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
 from utils.train_state import OptimizerConfig, init_state, make_optimizer, make_schedule
 
@@ -384,7 +385,8 @@ class HereScorer(Scorer):
     """Scores without worker processes."""
 
     def __init__(self, env: Env):
-        self.env, self.settings, self.num_failures, self.failures_file = env, (0.5,), 0, None
+        self.env, self.num_failures, self.failures_file = env, 0, None
+        self.settings = Settings("", {}, 0, 0.0, max_error_share=0.5)
 
     def ask(self, jobs):
         return [self.env.score(self.env.problem(i), text) for i, text in jobs]

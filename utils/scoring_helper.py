@@ -1,0 +1,415 @@
+"""The helper process of utils/scoring.py: it starts workers, hands replies out to them, and enforces limits.
+
+    run -- Connection --> helper: a loop over connections, one thread, never jax
+                            |-- keeper --> worker: makes the environment, scores chunks of replies
+                            |-- keeper --> worker
+
+A worker writes into shared memory which reply it is at and since when, so a reply that exceeds its time limit or ends
+its worker is the only one that is lost: the others of its chunk go back into the queue. A keeper is the parent of one
+worker. It adopts what rewards start in sessions of their own, and ends it with the worker.
+"""
+
+import contextlib
+import functools
+import importlib
+import math
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pickle import UnpicklingError
+from typing import NamedTuple
+
+from envs import make_env
+from envs.base import Env, Problem
+from utils.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
+
+MAX_CHUNK = 32  # replies that share one message to a worker
+MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
+MAX_MEMORY = 4 * 2**30  # bytes of a worker and of all that it started
+MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
+CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers that have ended
+MEMORY_INTERVAL = 0.25  # seconds between two looks at their memory
+REPORT_INTERVAL = 0.1  # seconds after which a worker reports the outcomes that it has, in the middle of a chunk
+ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
+STALL = 60  # seconds without one after which a process at the other end of a connection is held to be stuck
+
+PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
+IDLE = (0.0, -1)
+
+Job = tuple[int, str]  # number of the problem, reply
+Rewards = dict[str, float]  # by name; "return" is what training maximises
+
+
+class Failure(NamedTuple):
+    """The reason why a reply has no rewards."""
+
+    kind: str  # "reward_timeouts" or "reward_errors"
+    reason: str  # may quote the reply: only its repr may reach a terminal
+
+
+Outcome = Rewards | Failure
+
+
+class Settings(NamedTuple):
+    """What the run sends first. `tokens` are variables that only the making of the environment needs."""
+
+    env_name: str
+    env_options: Mapping[str, str | int | float | bool]
+    num_workers: int
+    timeout: float
+    max_error_share: float
+    tokens: Mapping[str, str] = {}
+    max_memory: int = MAX_MEMORY
+
+
+class BrokenEnvironment(RuntimeError):
+    """No worker can make the environment."""
+
+
+def serve(fd: int) -> None:
+    """Starts workers, then answers requests until the other end of the pipe is closed, and ends all that it started."""
+    run = Connection(fd)
+    adopt_orphans()
+    pool = Pool(run, run.recv())
+    try:
+        while True:
+            jobs = run.recv()
+            try:
+                reply = pool.score(jobs)
+            except (BrokenEnvironment, OSError) as error:  # OSError: no process or pipe can be made
+                reply = str(error)
+            run.send(reply)
+    except (EOFError, OSError):
+        pass  # the run has ended
+    finally:
+        pool.stop()
+
+
+def max_failures(num_jobs: int, max_error_share: float) -> int:
+    """The number of replies that may have no rewards before the reward itself must be wrong."""
+    return max(int(max_error_share * num_jobs), 8)
+
+
+def limit_waits(connection: Connection) -> None:
+    """Makes a send or a receive that stands still for STALL seconds raise BlockingIOError, where it waited for ever."""
+    seconds = struct.pack("ll", STALL, 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+
+
+# the helper
+
+
+@dataclass
+class Worker:
+    """A worker as the helper sees it: its keeper's process id, and the jobs of the chunk that it is at."""
+
+    pid: int
+    connection: Connection
+    progress: mmap.mmap
+    chunk: Sequence[int] = ()
+    num_done: int = 0  # of the chunk
+    num_chunks: int = 0
+    is_ready: bool = False  # has made the environment
+    exit_code: int | None = None
+    closed: float = math.inf  # when its connection was found to be closed
+    memory_checked: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """The place in its chunk of the reply that it is at, or was at last; -1 for none."""
+        return PROGRESS.unpack_from(self.progress)[1]
+
+
+@dataclass
+class Pool:
+    """Workers, and the request that they are at."""
+
+    run: Connection
+    settings: Settings
+    workers: list[Worker] = field(default_factory=list)
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    queue: deque[int] = field(default_factory=deque)  # jobs that no worker has
+    num_left: int = 0
+    num_lost: int = 0  # replies that exceeded their time or ended their worker
+    num_idle_ends: int = 0
+    last_alive: float = 0.0
+
+    def score(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """The outcome of each job. Without jobs, waits until a worker has made the environment.
+
+        Raises: EOFError when the run has ended, BrokenEnvironment when a worker cannot make the environment.
+        """
+        self.outcomes, self.num_left = [None] * len(jobs), len(jobs)
+        self.num_lost = self.num_idle_ends = 0
+        self.queue = deque(range(len(jobs)))
+        next_check = 0.0
+        while self.num_left or not any(worker.is_ready for worker in self.workers):
+            self.hand_out(jobs)
+            self.listen()
+            if time.monotonic() >= next_check:
+                self.enforce_limits()
+                next_check = time.monotonic() + CHECK_INTERVAL
+        return self.outcomes
+
+    def hand_out(self, jobs: Sequence[Job]) -> None:
+        """Starts workers that are missing, and gives a chunk of the queue to each that has none."""
+        while len(self.workers) < self.settings.num_workers:
+            inherited = [self.run, *(worker.connection for worker in self.workers)]
+            self.workers.append(start_worker(self.settings, inherited))
+        for worker in self.workers:
+            if self.queue and worker.is_ready and not worker.chunk and worker.closed == math.inf:
+                size = math.ceil(len(self.queue) / (4 * len(self.workers)))  # 4: the last chunks are small
+                worker.chunk = [self.queue.popleft() for _ in range(min(size, MAX_CHUNK))]
+                worker.num_done = 0
+                PROGRESS.pack_into(worker.progress, 0, *IDLE)
+                try:
+                    worker.connection.send([jobs[i] for i in worker.chunk])
+                except OSError:
+                    worker.closed = time.monotonic()
+
+    def listen(self) -> None:
+        """Receives what workers have sent, after a short wait for it. Raises EOFError when the run has ended."""
+        workers = {worker.connection: worker for worker in self.workers if worker.closed == math.inf}
+        ready = wait([self.run, *workers], timeout=CHECK_INTERVAL)
+        if self.run in ready:  # the run sends nothing while it waits: this is the end of the pipe
+            raise EOFError
+        for connection in ready:
+            self.receive(workers[connection])
+        if time.monotonic() - self.last_alive > ALIVE_INTERVAL:
+            self.run.send(None)
+            self.last_alive = time.monotonic()
+
+    def receive(self, worker: Worker) -> None:
+        """Takes a message of a worker: "" or an error once the environment is made, outcomes from then on."""
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError, UnpicklingError):
+            worker.closed = time.monotonic()
+            return
+        if not worker.is_ready:
+            if message:
+                raise BrokenEnvironment(message)
+            worker.is_ready = True
+            return
+        for outcome in message:
+            self.settle(worker.chunk[worker.num_done], outcome)
+            worker.num_done += 1
+        if worker.num_done == len(worker.chunk):
+            worker.chunk = ()
+            worker.num_chunks += 1
+            if worker.num_chunks >= MAX_CHUNKS:
+                self.remove(worker)
+
+    def settle(self, job: int, outcome: Outcome) -> None:
+        """Notes the outcome of a job."""
+        self.outcomes[job] = outcome
+        self.num_left -= 1
+
+    def enforce_limits(self) -> None:
+        """Replaces workers that have ended or exceed a limit."""
+        self.reap()
+        for worker in list(self.workers):
+            failure = self.find_failure(worker)
+            if failure:
+                self.lose(worker, failure)
+
+    def reap(self) -> None:
+        """Notes which keepers have ended. Orphans that were adopted end here too."""
+        workers = {worker.pid: worker for worker in self.workers}
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                if pid in workers:
+                    workers[pid].exit_code = os.waitstatus_to_exitcode(status)
+
+    def find_failure(self, worker: Worker) -> Failure | None:
+        """The reason why a worker must be replaced, if there is one."""
+        now = time.monotonic()
+        if worker.exit_code is not None:
+            return Failure("reward_errors", f"it ended its process with exit code {worker.exit_code}")
+        if now - worker.closed > 1:  # a worker that ends closes its connection, a moment before its exit code is known
+            return Failure("reward_errors", "it closed the connection of its process")
+        started, position = PROGRESS.unpack_from(worker.progress)
+        if worker.chunk and position >= worker.num_done and now - started > self.settings.timeout:
+            return Failure("reward_timeouts", f"it took longer than {self.settings.timeout:g} seconds")
+        if worker.chunk and now - worker.memory_checked > MEMORY_INTERVAL:
+            worker.memory_checked = now
+            limit = self.settings.max_memory
+            if tree_memory(worker.pid, limit) > limit:
+                return Failure("reward_errors", f"its processes took more than {limit >> 20} MiB of memory")
+        return None
+
+    def lose(self, worker: Worker, failure: Failure) -> None:
+        """Replaces a worker: the reply that it was at fails, what it had not begun or not reported is queued again."""
+        if not worker.is_ready:
+            raise BrokenEnvironment(f"the environment could not be made: {failure.reason}")
+        kill_tree(worker.pid)
+        while worker.closed == math.inf and worker.connection.poll():
+            self.receive(worker)
+        if worker not in self.workers:  # it had just reported its last chunk
+            return
+        left = worker.chunk[worker.num_done :]
+        lost = worker.chunk[worker.position] if worker.position >= worker.num_done else None
+        self.queue.extendleft(job for job in reversed(left) if job != lost)
+        self.remove(worker)
+        if lost is None:
+            self.num_idle_ends += 1
+            if self.num_idle_ends > MAX_IDLE_ENDS:
+                raise BrokenEnvironment(f"processes end while they score nothing: {failure.reason}")
+            return
+        self.settle(lost, failure)
+        self.num_lost += 1
+        if self.num_lost > max_failures(len(self.outcomes), self.settings.max_error_share):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Fails what is queued: where a reward always hangs, trying the rest would take hours."""
+        while self.queue:
+            self.settle(self.queue.popleft(), Failure("reward_timeouts", "too many other replies had failed to try it"))
+
+    def remove(self, worker: Worker) -> None:
+        """Ends a worker and all that it started."""
+        kill_tree(worker.pid)
+        worker.connection.close()
+        self.workers.remove(worker)
+
+    def stop(self) -> None:
+        """Ends all workers, and what rewards have started in sessions of their own."""
+        for worker in list(self.workers):
+            self.remove(worker)
+        kill_descendants(os.getpid())
+
+
+# keepers and workers
+
+
+def start_worker(settings: Settings, inherited: Sequence[Connection]) -> Worker:
+    """Forks a keeper, which forks a worker; both close `inherited`, the connections of the helper."""
+    ours, theirs = Pipe()
+    limit_waits(ours)
+    progress = mmap.mmap(-1, PROGRESS.size)  # shared with what is forked
+    PROGRESS.pack_into(progress, 0, *IDLE)
+    helper = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return Worker(pid, ours, progress)
+    try:
+        end_with_parent(helper)
+        for connection in (ours, *inherited):
+            connection.close()
+        keep(theirs, progress, settings)
+    finally:
+        os._exit(1)
+
+
+def keep(connection: Connection, progress: mmap.mmap, settings: Settings) -> None:
+    """Life of a keeper: forks a worker, waits for its end, kills what it leaves, and ends with its exit code.
+
+    An exit code of 128 + n means signal n, as in shells.
+    """
+    os.setsid()  # rewards that signal their process group reach this one, and no other worker
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    keeper = os.getpid()
+    worker = os.fork()
+    if not worker:
+        try:
+            end_with_parent(keeper)
+            work(connection, progress, settings)
+        finally:
+            os._exit(1)
+    connection.close()
+    pid = status = 0
+    while pid != worker:
+        pid, status = os.wait()
+    kill_descendants(keeper)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def work(connection: Connection, progress: mmap.mmap, settings: Settings) -> None:
+    """Life of a worker: makes the environment, then scores chunks until the connection is closed."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
+        resource.setrlimit(resource.RLIMIT_DATA, (settings.max_memory, settings.max_memory))
+    try:
+        with temporary_variables(settings.tokens):
+            env = make_environment(settings.env_name, settings.env_options)
+    except BaseException as error:  # noqa: BLE001 (environments are other people's code)
+        connection.send(describe(error))
+        return
+    connection.send("")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            score_chunk(env, connection.recv(), connection, progress)
+
+
+@contextlib.contextmanager
+def temporary_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables, and removes them at the end."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+def score_chunk(env: Env, jobs: Sequence[Job], connection: Connection, progress: mmap.mmap) -> None:
+    """Scores replies and reports their outcomes: all in one message if that takes no longer than REPORT_INTERVAL."""
+    problem = functools.cache(env.problem)  # the replies of a group share theirs
+    outcomes, reported = [], time.monotonic()
+    for place, (index, text) in enumerate(jobs):
+        now = time.monotonic()
+        if now - reported > REPORT_INTERVAL:
+            connection.send(outcomes)
+            outcomes, reported = [], now
+        PROGRESS.pack_into(progress, 0, now, place)
+        outcomes.append(score_reply(env, problem, index, text))
+    connection.send(outcomes)
+
+
+def score_reply(env: Env, problem: Callable[[int], Problem], index: int, text: str) -> Outcome:
+    """The rewards of a reply, or why it has none."""
+    worker = os.getpid()
+    try:
+        scores = {str(key): float(value) for key, value in env.score(problem(index), text).items()}
+        if not math.isfinite(scores["return"]):
+            raise ValueError(f"the return is {scores['return']}")
+        outcome = scores
+    except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
+        outcome = Failure("reward_errors", describe(error))
+    if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
+        os._exit(0)
+    return outcome
+
+
+def describe(error: BaseException) -> str:
+    """An error in a few words, even one that cannot be printed."""
+    try:
+        return f"{type(error).__name__}: {error}"[:500]
+    except Exception:
+        return type(error).__name__
+
+
+def make_environment(name: str, options: Mapping[str, str | int | float | bool]) -> Env:
+    """The environment of this name, or what a function "module:function" returns."""
+    if ":" not in name:
+        return make_env(name, **options)
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)(**options)
