@@ -108,9 +108,10 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     folder = Path(os.path.expanduser(folder))
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
-    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    for name in files:
+    names = [name for name in FILES if (folder / name).is_file()]
+    for name in names:
         check_file(folder, name)
+    files = {name: (folder / name).read_bytes() for name in names}
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
@@ -141,7 +142,7 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
 def check_file(folder: Path, name: str) -> None:
     """Raises ValueError for a file of a tokenizer that is a link to some other place, or malformed JSON.
 
-    It would be copied into saved models. Links into the hub's cache, where all files are in `blobs`, are what they say.
+    It would be copied into saved models. Links into the hub's cache, whose files are all in `blobs`, are allowed.
     """
     target = (folder / name).resolve()
     if target.parent != folder.resolve() and target.parent.name != "blobs":
