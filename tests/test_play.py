@@ -41,6 +41,7 @@ def in_letters(problem: Problem) -> list[int]:
         (Rows(30, 3, is_generated=True), 10),
         (Rows(MAX_MADE_UP + 100, MAX_MADE_UP + 1, is_generated=True), None),  # so rare that the sample holds none
         (Rows(MAX_MADE_UP + 2, 1, is_generated=True), MAX_MADE_UP + 2),
+        (Rows(MAX_MADE_UP + 2, 2, is_generated=True), MAX_MADE_UP // 2 + 1),
     ],
 )
 def test_long_prompts_are_dropped_by_the_kind_of_environment(env, num_dropped):

@@ -52,11 +52,14 @@ def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Int[np.ndarray, "N"]
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 
     Rows of files are all measured, whatever their number. Where problems are made up, of more than MAX_MADE_UP a sample
-    of them is measured first, and the others only where one of the sample is too long.
+    of them is measured first, and the others only where a part of the sample is too long.
     """
-    is_large = env.is_generated and env.num_tasks > MAX_MADE_UP
-    if is_large and max(prompt_lengths(env, encode)) <= limit:
-        return None
+    if env.is_generated and env.num_tasks > MAX_MADE_UP:
+        sample = prompt_lengths(env, encode)
+        if max(sample) <= limit:
+            return None
+        if min(sample) > limit:
+            return np.array([], int)
     bound = TokenBound(encode)
     problems = (env.problem(i) for i in range(env.num_tasks))
     fits = [bound(problem) <= limit or len(encode(problem)) <= limit for problem in problems]
