@@ -13,17 +13,19 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from core.sampling import Rollouts, Sampler, SamplingConfig, make_sampler
-from envs import ENVS, make_env, parse_options, test_name
-from envs.base import Env, Problem
+from core.sampling import ForcedAnswer, Rollouts, Sampler, SamplingConfig, make_sampler
+from envs import ENVS, Options, Value, make_env, option_names, parse_options, split_name, test_name
+from envs.base import ANSWER_STARTS, Env, Problem
 from models.checkpoint import find_model, load_model
 from models.distribution import Distribution
 from models.qwen3 import Qwen
@@ -38,7 +40,11 @@ from utils.progress import waiting
 from utils.rewards import RewardConfig, add_truncation_penalty
 from utils.scoring import Scorer, Stream
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
-from utils.show import show, tasks_that_fit
+from utils.show import shorten, show, tasks_that_fit
+
+LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
+STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
+FILES = ("data_dir", "reward")  # flags that go to each environment with such an option
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,13 @@ class EvalConfig(RewardConfig):
 
     env_name: str = option("poem", f"environment: {', '.join(ENVS)}")
     env_options: str = option("", "its options, for example numbers=3,max_number=15; a wrong one lists them all")
-    num_eval_tasks: int = option(512, "problems of the fixed evaluation set: the first ones of the test split")
+    num_eval_tasks: int = option(-1, "first problems of the test split to evaluate; 0: all, -1: 512, or all of gsm8k")
     num_eval_samples: int = option(1, "completions of each, for pass@k and best-of-n up to this number")
 
     def __post_init__(self):
         RewardConfig.__post_init__(self)
-        if min(self.num_eval_tasks, self.num_eval_samples) < 1:
-            raise ValueError("--num_eval_tasks and --num_eval_samples must be positive")
+        if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
+            raise ValueError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,43 @@ class Episodes:
     failures: dict[str, int]  # rewards that timed out or raised, in this process's share
     times: dict[str, float]  # seconds
     by_task: dict[str, Float[np.ndarray, "N"]] | None = None  # estimates of each task, by `evaluate`
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How an environment is played: resolved once from options, environment and, for a test environment, training."""
+
+    name: str  # with its split, as countdown-test
+    options: Options  # of the environment
+    env: Env = field(compare=False)
+    max_new_tokens: int  # completion limit
+    force_answer_at: int  # tokens before the limit at which an unfinished reply gets `forced_answer`; 0: never
+    forced_answer: ForcedAnswer
+    form: str  # in which answers stand
+    system: str  # system prompt of the first problem, as the next three
+    thinking: bool
+    prefix: str
+    plain: bool  # without chat template
+
+    @property
+    def split(self) -> str:
+        return split_name(self.name)[1]
+
+    def describe(self) -> str:
+        """Returns one line for people."""
+        forced = f"{self.forced_answer.start.strip()} forced {self.force_answer_at} tokens before it"
+        system = shorten(" ".join(self.system.split()), 60)
+        parts = [
+            f"{self.name}: {self.split} split",
+            f"completions of at most {self.max_new_tokens} tokens",
+            forced if self.force_answer_at else "no forced answer",
+            f"form {self.form}",
+            f"thinking {'on' if self.thinking else 'off'}",
+            f"prefix {self.prefix!r}" if self.prefix else "no prefix",
+            f"system prompt {system}" if self.system else "no system prompt",
+            "no chat template" if self.plain else "",
+        ]
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -105,6 +148,11 @@ class Player:
     def num_prompts(self, most: int, num_samples: int) -> int:
         """Prompts that are sampled from in one call, where up to `most` are to be."""
         return max(1, min(most, self.rows_per_call // num_samples))
+
+    def num_eval_tasks(self, wanted: int) -> int:
+        """Returns the problems of an evaluation of `wanted` ones; 0: all, -1: as many as the environment says."""
+        num_tasks = self.env.num_eval_tasks if wanted < 0 else wanted
+        return min(num_tasks or self.num_tasks, self.num_tasks)
 
     def greedy(self) -> "Player":
         return replace(self, sampler=replace(self.sampler, distribution=Distribution(temperature=0.0)))
@@ -173,25 +221,106 @@ def encode(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     return tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
 
 
-def make_player(config, name: str, env: Env, model: Qwen, tokenizer: Tokenizer, layout: Layout) -> Player:
-    """A player of environment `name`, with the environment's limits where the settings leave them open.
+def resolve_settings(
+    config: EvalConfig,
+    name: str,
+    training: RolloutSettings | None = None,
+    overrides: Mapping[str, Value] = MappingProxyType({}),
+) -> RolloutSettings:
+    """Returns how an environment is played; `config` is a SamplingConfig, too.
 
-    `config` holds EvalConfig and SamplingConfig; replies whose scoring failed are kept in its `save_dir`, if any.
+    A test environment of `training` takes over its limits, and its style by `env_options`. `overrides` are what
+    --test_env_options says otherwise: options of the environment, num_generation_tokens and force_answer_at.
+
+    Raises: ValueError for what the environment does not take.
+    """
+    for key in LIMITS:
+        if type(overrides.get(key, 0)) is not int:
+            raise ValueError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}")
+    options = env_options(config, name) | {key: value for key, value in overrides.items() if key not in LIMITS}
+    env = make_env(name, **options)
+
+    limit = training.max_new_tokens if training else config.num_generation_tokens
+    limit = overrides.get("num_generation_tokens", limit)
+    limit = env.tokens_per_action if limit < 0 else limit
+
+    force = training.force_answer_at if training else config.force_answer_at
+    force = overrides.get("force_answer_at", force)
+    is_asked_for = force > 0 and (training is None or "force_answer_at" in overrides)
+    force = env.force_answer_at if force < 0 else force
+    answer = forced_answer(env)
+    if is_asked_for and not answer.start:
+        raise ValueError(f"--force_answer_at {force}: the prompts of {name} ask for no form of answer to be forced")
+    if not is_asked_for and (not answer.start or not 0 < force < limit):
+        force = 0
+
+    problem = env.problem(0)
+    system = "\n".join(message["content"] for message in problem.messages if message["role"] == "system")
+    style = (system, problem.thinking, problem.prefix, problem.plain)
+    return RolloutSettings(name, options, env, limit, force, answer, env.form, *style)
+
+
+def env_options(config: EvalConfig, name: str) -> Options:
+    """Returns the options of an environment, as --env_options and other flags set them.
+
+    A test environment of another kind than --env_name takes over the options of style that it has. Files go to each
+    environment that reads such files.
+    """
+    names = option_names(name)
+    flags = {key: value for key, value in config.env_flags.items() if key in names or key not in FILES}
+    options = parse_options(config.env_options) | flags
+    if split_name(name)[0] == split_name(config.env_name)[0]:
+        return options
+    return {key: value for key, value in options.items() if key in names and key in (*STYLE, *FILES)}
+
+
+def check_files(config: EvalConfig, names: Iterable[str]) -> None:
+    """Raises ValueError for --data_dir or --reward where none of the environments takes it."""
+    for flag in FILES:
+        if getattr(config, flag) and not any(flag in option_names(name) for name in names):
+            raise ValueError(f"--{flag}: no environment of {', '.join(names)} has such an option")
+
+
+def forced_answer(env: Env) -> ForcedAnswer:
+    """Returns the beginning of an answer in the form of the environment, an empty one where it asks for no form.
+
+    In the form `any` a reply may give its answer in every form, and the one that the prompt shows is forced.
+    """
+    signs = {form: start.strip(" {") for form, start in ANSWER_STARTS.items()}
+    if env.form in ANSWER_STARTS:
+        return ForcedAnswer(ANSWER_STARTS[env.form], (signs[env.form],))
+    prompt = "".join(message["content"] for message in env.problem(0).messages)
+    form = next((form for form, sign in signs.items() if sign in prompt), "")
+    return ForcedAnswer(ANSWER_STARTS.get(form, ""), tuple(signs.values()))
+
+
+def make_player(
+    config: EvalConfig, settings: RolloutSettings, model: Qwen, tokenizer: Tokenizer, layout: Layout
+) -> Player:
+    """Returns a player of an environment.
+
+    `config` is a SamplingConfig, too; replies whose scoring failed are kept in its `save_dir`, if any.
 
     Raises: ValueError when no prompt is short enough.
     """
-    limit = env.tokens_per_action if config.num_generation_tokens < 0 else config.num_generation_tokens
-    force = config.force_answer_at
-    if force < 0:  # the environment's, which a short limit leaves no room for
-        force = env.force_answer_at if 0 < env.force_answer_at < limit else 0
-    sampler = make_sampler(config, model, tokenizer, layout, limit, force)
-    tasks = find_tasks(config, name, env, tokenizer, layout)
+    env, answer = settings.env, settings.forced_answer
+    answer = replace(answer, opening=reply_opening(tokenizer, env.problem(0)))
+    limits = settings.max_new_tokens, settings.force_answer_at
+    sampler = make_sampler(config, model, tokenizer, layout, *limits, answer)
+    tasks = find_tasks(config, settings.name, env, tokenizer, layout)
     scorer = Scorer(
-        name, env_options(config, name), num_workers=config.num_score_workers, timeout=config.score_timeout,
+        settings.name, settings.options, num_workers=config.num_score_workers, timeout=config.score_timeout,
         max_error_share=config.max_error_share, failures_dir=getattr(config, "save_dir", None),
     )  # fmt: skip
     rows_per_call = config.inference_batch_per_device * layout.row_shards
-    return Player(env, tokenizer, sampler, scorer, layout, rows_per_call, tasks, name)
+    return Player(env, tokenizer, sampler, scorer, layout, rows_per_call, tasks, settings.name)
+
+
+def reply_opening(tokenizer: Tokenizer, problem: Problem) -> str:
+    """Returns what stands behind the last message of a prompt: the end of the chat template, and the prefix."""
+    prompt = tokenizer.decode(encode(tokenizer, problem))
+    _, message, opening = prompt.rpartition(problem.messages[-1]["content"].strip())
+    return opening if message else problem.prefix
 
 
 def find_tasks(
@@ -214,16 +343,12 @@ def find_tasks(
     return tasks
 
 
-def env_options(config: EvalConfig, name: str) -> dict:
-    """The options of an environment; a test environment of another kind than --env_name shares --data_dir alone."""
-    if test_name(name) == test_name(config.env_name):
-        return parse_options(config.env_options) | config.env_flags
-    return {"data_dir": config.data_dir} if config.data_dir else {}
-
-
 def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed: int = 0) -> tuple[dict, Episodes]:
-    """Scores on the first `num_tasks` problems: means over tasks, and half-widths of their 95% intervals (`_ci`)."""
-    ids = np.arange(min(num_tasks, player.num_tasks))
+    """Scores on the first problems: means over tasks, and half-widths of their 95% intervals (`_ci`).
+
+    `num_tasks`: how many; 0: all, -1: as many as the environment says.
+    """
+    ids = np.arange(player.num_eval_tasks(num_tasks))
     episodes = player.play(params, ids, num_samples, jax.random.key(seed))
     scores = {name: x.reshape(len(ids), num_samples) for name, x in episodes.scores.items()}
     by_task = task_estimates(scores, [player.env.answer(text) for text in episodes.texts])
@@ -253,21 +378,24 @@ class Command(EvalConfig, SamplingConfig, LayoutConfig):
         SamplingConfig.__post_init__(self)
 
 
-def play_checkpoint(config: Command, name: str, folder: Path, envs: dict[str, Env], layout: Layout) -> list[Result]:
+def play_checkpoint(
+    config: Command, name: str, folder: Path, environments: list[RolloutSettings], layout: Layout
+) -> list[Result]:
     """What a checkpoint reaches on each environment; with --show, a look at the environments instead."""
     with user_errors():
         given = {"param_dtype": config.dtype, "kv_dtype": config.kv_dtype}
         model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
     results = []
-    for env_name, env in envs.items():
+    for settings in environments:
         with user_errors():
-            player = make_player(replace(config, env_name=env_name), env_name, env, model, tokenizer, layout)
+            player = make_player(config, settings, model, tokenizer, layout)
         with player.scorer:
             if config.show:
-                print(show(env, player.encode, tokenizer.hf.decode, config.show))
+                print(show(player.env, player.encode, tokenizer.hf.decode, config.show))
                 continue
             metrics, episodes = evaluate(player, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
-        results.append(Result(name, env_name, metrics, episodes.ids[:: config.num_eval_samples], episodes.by_task))
+        ids = episodes.ids[:: config.num_eval_samples]
+        results.append(Result(name, settings.name, metrics, ids, episodes.by_task))
         if layout.is_main:
             print(writable(results[-1].describe(config.temperature), sys.stdout), flush=True)
         if layout.is_main and config.save_samples:
@@ -279,13 +407,16 @@ def main(config: Command):
     with user_errors():
         layout = make_layout(config)
         names = dict.fromkeys(test_name(name.strip()) for name in config.env_name.split(","))
-        envs = {name: make_env(name, **env_options(replace(config, env_name=name), name)) for name in names}
+        environments = [resolve_settings(replace(config, env_name=name), name) for name in names]
+        check_files(config, names)
         checkpoints = [found for name in config.model_dir.split(",") for found in find_checkpoints(name, find_model)]
         if layout.is_main:
             open_files(config.json, config.save_samples)
+    if layout.is_main:
+        print(writable("\n".join(settings.describe() for settings in environments), sys.stdout), flush=True)
     if config.show:
-        return play_checkpoint(config, *checkpoints[0], envs, layout)
-    results = [result for found in checkpoints for result in play_checkpoint(config, *found, envs, layout)]
+        return play_checkpoint(config, *checkpoints[0], environments, layout)
+    results = [result for found in checkpoints for result in play_checkpoint(config, *found, environments, layout)]
     if layout.is_main:
         finish(results, config.seed, config.json)
 

@@ -26,13 +26,23 @@ import optax
 from jaxtyping import Int
 
 from core import objectives
-from core.eval import Episodes, EvalConfig, Player, env_options, evaluate, make_player
+from core.eval import (
+    Episodes,
+    EvalConfig,
+    Player,
+    RolloutSettings,
+    check_files,
+    evaluate,
+    make_player,
+    resolve_settings,
+)
 from core.objectives import Batch, ObjectiveConfig, advantages, has_signal, normalize, policy_loss, value_loss
 from core.sampling import SamplingConfig
-from envs import make_env
-from models.checkpoint import load_model, save_model
+from envs import parse_options, test_name
+from models.checkpoint import find_model, load_model, save_model
 from models.qwen3 import CRITIC, LAYERS, Qwen, TokenScores, make_critic, score_tokens
 from utils.batching import Array, bucket, concatenate, fit, pieces, power_below, take
+from utils.comparison import find_checkpoints
 from utils.config import option, parse, user_errors
 from utils.estimates import explained_variance
 from utils.lmpo import LmpoConfig
@@ -53,7 +63,7 @@ class Config(
 ):  # fmt: skip
     """The loop."""
 
-    model_dir: str = option("models/tiny", "Hugging Face folder or hub id of the model to train")
+    model_dir: str = option("models/tiny", "Hugging Face folder, hub id or run folder (its last step) to train")
     seed: int = option(0, "of the tasks' order and of the draws")
     max_steps: int = option(10000, "steps: each collects a batch and learns from it")
     num_epochs: int = option(0, "passes over the environment's problems after which the run ends too; 0: no limit")
@@ -71,7 +81,10 @@ class Config(
         "auto", "of the update: cudnn on NVIDIA, splash on TPU, else plain", ["auto", "plain", "cudnn", "splash"]
     )  # fmt: skip
     dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
-    test_env_name: str = option("", "played before, during and after: X-test, held-out problems of X; empty: nothing")
+    test_env_name: str = option("", "played before, during and after: held-out problems of X; empty: nothing")
+    test_env_options: str = option(
+        "", "its options where they differ from training's, and num_generation_tokens and force_answer_at"
+    )  # fmt: skip
     test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
     test_greedy: bool = option(False, "evaluate greedily too, before and after")
     precompile: bool = option(False, "compile for all shapes of rows before the first step, instead of as they come")
@@ -105,6 +118,8 @@ class Config(
                 f"--kv_dtype {self.kv_dtype} draws from probabilities that differ from those that are trained: correct "
                 "for it by --importance_correction truncate, or take --objective dppo"
             )
+        if self.test_env_options and not self.test_env_name:
+            raise ValueError("--test_env_options are those of --test_env_name: name one")
         if self.num_epochs < 0 or self.target_kl < 0:
             raise ValueError("--num_epochs and --target_kl must not be negative")
 
@@ -367,16 +382,28 @@ def held_out(tester: Player, params, config: Config, with_greedy: bool) -> dict[
     return metrics
 
 
+def resolve_environments(config: Config) -> list[RolloutSettings]:
+    """Returns how the environment is played, and the held-out problems of --test_env_name, where there is one."""
+    training = resolve_settings(config, config.env_name)
+    environments = [training]
+    if config.test_env_name:
+        overrides = parse_options(config.test_env_options, "--test_env_options")
+        environments.append(resolve_settings(config, test_name(config.test_env_name), training, overrides))
+    check_files(config, [settings.name for settings in environments])
+    return environments
+
+
 def main(config: Config):
     with user_errors():
         layout = make_layout(config)
-        names = [config.env_name] + [config.test_env_name] * bool(config.test_env_name)
-        envs = [make_env(name, **env_options(config, name)) for name in names]
+        environments = resolve_environments(config)
+        model_name, folder = find_checkpoints(config.model_dir, find_model)[-1]  # the last one of a run folder
+        config = replace(config, model_dir=model_name)
         run = Run(config, layout)  # before anything is loaded: its folder may be in use
         given = {"unroll": config.unroll_layers, "attention": config.attention, "kv_dtype": config.kv_dtype}
-        model, params, tokenizer = load_model(config.model_dir, layout, config.dtype, **given)
+        model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
         config = replace(config, save_dir=str(run.directory))
-        players = [make_player(config, *named, model, tokenizer, layout) for named in zip(names, envs, strict=True)]
+        players = [make_player(config, settings, model, tokenizer, layout) for settings in environments]
         player = players[0]
         end = config.num_epochs * player.num_tasks or np.inf
         max_steps = int(min(config.max_steps, -(-end // config.groups_per_batch)))
@@ -399,6 +426,7 @@ def main(config: Config):
         for each in players:
             stack.enter_context(each.scorer)
         logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe(state.params)}")
+        logger.say(*(settings.describe() for settings in environments))
         logger.say(*memory)
         logger.say(objectives.describe(config), describe_optimizer(config, state.params))
         logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))

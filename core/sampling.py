@@ -26,12 +26,13 @@ from flax import struct
 from jaxtyping import Bool, Float, Int, UInt32
 
 from models import qwen3
-from models.checkpoint import load_model
+from models.checkpoint import find_model, load_model
 from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at, uniform_numbers
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.batching import Array, bucket, concatenate, round_up, survivors
 from utils.chat import chat
+from utils.comparison import find_checkpoints
 from utils.config import option, parse, user_errors
 from utils.logger import printable
 from utils.memory import out_of_memory
@@ -41,7 +42,6 @@ from utils.sharding import Layout, LayoutConfig, ending_together, make_layout, o
 
 SEGMENT = 32  # decode steps between two looks of the host at what has finished
 CHAIN_BYTES = 1 << 27  # of weights, below which two chains of small products are faster than one on a CPU
-FORCED_ANSWER = ("</think>\n", "<answer>")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SamplingConfig:
     """Sampling."""
 
     num_generation_tokens: int = option(-1, "completion limit, tokens; -1: the environment's")
-    force_answer_at: int = option(-1, "tokens before the limit where <answer> is forced; 0: never, -1: environment's")
+    force_answer_at: int = option(-1, "tokens before the limit where an answer is forced; 0: never, -1: environment's")
     prompt_length: int = option(256, "longest prompt accepted, tokens")
     temperature: float = option(1.0, "of sampling and of the policy that is trained; 0: greedy")
     top_k: int = option(0, f"sample from the k likeliest tokens only, up to {MAX_SUPPORT}; 0: all")
@@ -59,7 +59,7 @@ class SamplingConfig:
         "", "of the KV cache; int8: about half the memory and traffic, and probabilities that differ a little from "
         "those that are trained (--importance_correction truncate)", ["", "int8"]
     )  # fmt: skip
-    stop_strings: str = option("", "comma-separated texts that end a completion")
+    stop_strings: str = option("", "comma-separated texts or special tokens that end a completion")
     inference_batch_per_device: int = option(64, "rows sampled at a time, per device")
 
     def __post_init__(self):
@@ -70,6 +70,24 @@ class SamplingConfig:
     @property
     def distribution(self) -> Distribution:
         return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True)
+class ForcedAnswer:
+    """The beginning of an answer, written for a reply that comes near its limit without one."""
+
+    start: str = "<answer>"
+    signs: tuple[str, ...] = ("<answer>",)  # texts that show that an answer has begun
+    opening: str = ""  # the end of the prompt, which the reply continues; it may have opened a think block
+
+    def text_after(self, reply: str) -> str:
+        """Returns what to write after this reply, on a new line; empty where it has begun its answer."""
+        text = self.opening + reply
+        if any(sign in text for sign in self.signs):
+            return ""
+        if text.rfind("<think>") > text.rfind("</think>"):
+            return "</think>\n" + self.start
+        return self.start if text.endswith("\n") else "\n" + self.start
 
 
 @struct.dataclass
@@ -100,6 +118,7 @@ class Sampler:
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
     force_answer_at: int = 0
+    forced_answer: ForcedAnswer = field(default=ForcedAnswer(), compare=False)
     max_prompt_tokens: int = 1 << 30
     compact: bool = True
     segment: int = SEGMENT
@@ -232,15 +251,13 @@ class Sampler:
         return lengths
 
     def forced_tokens(self, slots, tokens, t: int, steps: int) -> Int[Array, "S steps"]:
-        """Tokens to write in place of drawn ones, -1 elsewhere: the way to an answer, for rows without one."""
+        """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
         forced = np.full((len(slots), steps), -1, np.int32)
         if self.force_answer_at and t == self.max_new_tokens - self.force_answer_at:
             for i, row in enumerate(slots):
-                text = self.tokenizer.decode(tokens[row, :t])
-                if FORCED_ANSWER[1] not in text:
-                    thinking = "" if FORCED_ANSWER[0].strip() in text else FORCED_ANSWER[0]
-                    ids = self.tokenizer.encode(thinking + FORCED_ANSWER[1])[:steps]
-                    forced[i, : len(ids)] = ids
+                text = self.forced_answer.text_after(self.tokenizer.decode(tokens[row, :t]))
+                ids = self.tokenizer.encode(text)[:steps]
+                forced[i, : len(ids)] = ids
         return forced
 
     def end_of(self, tokens: Int[Array, "A"], start: int, stop: int) -> int | None:
@@ -288,15 +305,44 @@ def rollout_weights(model: Qwen, params, layout: Layout):
     return jax.jit(qwen3.unstack, static_argnums=0, out_shardings=shardings)(model, policy)
 
 
-def make_sampler(config: SamplingConfig, model, tokenizer, layout, max_new_tokens: int, force_at: int) -> Sampler:
-    """The sampler that these settings ask for."""
+def make_sampler(
+    config: SamplingConfig,
+    model: Qwen,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    max_new_tokens: int,
+    force_at: int,
+    forced_answer: ForcedAnswer = ForcedAnswer(),
+) -> Sampler:
+    """Returns the sampler that these settings ask for."""
     if not 0 <= force_at < max_new_tokens:
         raise ValueError(f"--force_answer_at {force_at} must be below the {max_new_tokens} tokens of a completion")
+    stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
     return Sampler(
-        model, max_new_tokens, tokenizer.stop_ids, config.distribution,
-        tuple(filter(None, config.stop_strings.split(","))), force_at, config.prompt_length,
-        tokenizer=tokenizer, layout=layout,
+        model, max_new_tokens, stop_ids, config.distribution, stop_strings, force_at, forced_answer,
+        config.prompt_length, tokenizer=tokenizer, layout=layout,
     )  # fmt: skip
+
+
+def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the ids and the texts that end a completion: the tokenizer's ids, and those of --stop_strings.
+
+    A special token counts by its id, since it is not part of the text that is searched for stop strings.
+    Raises: ValueError for a stop string that holds a special token and more.
+    """
+    stop_ids, stop_strings, special_ids = [*tokenizer.stop_ids], [], tokenizer.special_ids
+    for stop in filter(None, text.split(",")):
+        special = next((token for token in special_ids if token in stop), None)
+        if special is None:
+            stop_strings.append(stop)
+        elif stop == special:
+            stop_ids.append(special_ids[stop])
+        else:
+            raise ValueError(
+                f"--stop_strings {stop!r} can never match, since {special} is a special token and not text: "
+                f"give {special} alone, or text without it"
+            )
+    return tuple(dict.fromkeys(stop_ids)), tuple(stop_strings)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -355,7 +401,7 @@ def decode_segment(sampler: Sampler, weights, prefix, caches, t, starts, last, k
 class Command(SamplingConfig, LayoutConfig):
     """Prompts and output."""
 
-    ckpt_dir: str = option("models/tiny", "Hugging Face folder or hub id")
+    ckpt_dir: str = option("models/tiny", "Hugging Face folder, hub id or run folder (its last step)")
     prompts: str = option("", 'JSONL file of {"prompt": text} or {"messages": [...]}; empty: a few built-in prompts')
     json: str = option("", "JSONL file to write: the same rows with the completions")
     raw: bool = option(False, "continue plain prompts as they are, without chat template")
@@ -383,7 +429,8 @@ def main(config: Command):
         layout = make_layout(config)
         rows = read_prompts(config.prompts) if config.prompts else [{"prompt": prompt} for prompt in PROMPTS]
         given = {"param_dtype": config.dtype, "kv_dtype": config.kv_dtype}
-        model, params, tokenizer = load_model(config.ckpt_dir, layout, config.dtype, **given)
+        _, folder = find_checkpoints(config.ckpt_dir, find_model)[-1]  # the last one of a run folder
+        model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
         limit = 256 if config.num_generation_tokens < 0 else config.num_generation_tokens
         sampler = make_sampler(config, model, tokenizer, layout, limit, max(0, config.force_answer_at))
     if not config.prompts and not config.json and sys.stdin.isatty() and sys.stdout.isatty():

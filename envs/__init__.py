@@ -8,6 +8,10 @@ from collections.abc import Callable
 from envs.base import Env
 from envs.style import Style, Styled
 
+Value = int | float | bool | str
+Options = dict[str, Value]
+
+HELD_OUT = ("test",)  # splits besides "train", the ends of names
 # name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
 # that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems.
 ENVS = {
@@ -28,41 +32,61 @@ ENVS = {
 }
 
 
-def make_env(name: str, **options) -> Env:
+def make_env(name: str, **options: Value) -> Env:
     """The environment of this name (in any case; "X-test" for the test split of X).
 
     Its options are those of its constructor, and those of `Style`, which every environment takes. Raises ValueError for
     a name that is not in the table, and for an option that the environment does not take.
     """
-    base_name = name.lower().removesuffix("-test")
-    if base_name not in ENVS:
-        raise ValueError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
-    module, class_name, preset = ENVS[base_name]
-    env_class = getattr(importlib.import_module(module), class_name)
+    base_name, split = split_name(name)
+    env_class, preset = find_class(name)
     style = {field.name: options.pop(field.name) for field in dataclasses.fields(Style) if field.name in options}
     check_options(base_name, env_class, options)
     check_options(base_name, Style, style)
-    env = env_class(split="test" if name.lower() == test_name(name) else "train", **{**preset, **options})
+    env = env_class(split=split, **{**preset, **options})
     return Styled(env, Style(**style)) if style else env
 
 
+def find_class(name: str) -> tuple[type[Env], Options]:
+    """Returns the class of an environment and the options that its name sets. Raises ValueError for an unknown name."""
+    base_name, _ = split_name(name)
+    if base_name not in ENVS:
+        raise ValueError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
+    module, class_name, preset = ENVS[base_name]
+    return getattr(importlib.import_module(module), class_name), preset
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Returns the environment and the split that a name stands for: "X-test" is the test split of x."""
+    base_name, dash, split = name.lower().rpartition("-")
+    return (base_name, split) if dash and split in HELD_OUT else (name.lower(), "train")
+
+
 def test_name(name: str) -> str:
-    """The name under which the held-out problems of this environment go."""
-    return name.lower().removesuffix("-test") + "-test"
+    """Returns the name of an environment's held-out problems: its own, where it is a held-out split already."""
+    base_name, split = split_name(name)
+    return f"{base_name}-{split if split in HELD_OUT else 'test'}"
 
 
-def parse_options(text: str) -> dict[str, int | float | bool | str]:
+def option_names(name: str) -> set[str]:
+    """Returns the options that an environment takes. Raises ValueError for an unknown name."""
+    env_class, _ = find_class(name)
+    own = inspect.signature(env_class).parameters
+    return {*own, *(field.name for field in dataclasses.fields(Style))} - {"split"}
+
+
+def parse_options(text: str, flag: str = "--env_options") -> Options:
     """Options as typed on a command line: "numbers=3,prompt=bare" gives {"numbers": 3, "prompt": "bare"}."""
     options = {}
     for item in filter(None, map(str.strip, text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not key or not equals or key in options:
-            raise ValueError(f"--env_options {text!r}: {item!r} is not a new key=value")
+            raise ValueError(f"{flag} {text!r}: {item!r} is not a new key=value")
         options[key] = parse_value(value)
     return options
 
 
-def parse_value(text: str) -> int | float | bool | str:
+def parse_value(text: str) -> Value:
     """An int, else a float, else a bool (true, false), else the text as it is."""
     for convert in (int, float):
         try:
@@ -72,7 +96,7 @@ def parse_value(text: str) -> int | float | bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def check_options(name: str, constructor: Callable, options: dict) -> None:
+def check_options(name: str, constructor: Callable[..., Env | Style], options: Options) -> None:
     """Raises ValueError for an option that the constructor does not have, or a value not of its default's type."""
     defaults = {key: p.default for key, p in inspect.signature(constructor).parameters.items() if key != "split"}
     for key, value in options.items():

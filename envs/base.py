@@ -5,6 +5,8 @@ from typing import Any
 
 from envs.answers import final_answer
 
+ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -30,10 +32,11 @@ class Env:
 
     num_tasks: int  # problems 0 .. num_tasks - 1
     is_generated: bool = False  # problems are made up by their number, not read from rows
+    num_eval_tasks: int = 512  # problems of an evaluation, where the settings leave it open; 0: all
     tokens_per_action: int = 512  # default completion limit, tokens
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
     truncation_penalty: float = 0.0  # taken off the return of a reply that the token limit cut off
-    form: str = "tags"  # in which answers stand: tags, boxed, hash or any
+    form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
     note: str = ""  # for people, once at the start: how many rows were left out, and why
 
     def problem(self, index: int) -> Problem:

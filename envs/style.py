@@ -39,6 +39,7 @@ class Styled(Env):
         self.num_tasks, self.is_generated, self.note, self.form = env.num_tasks, env.is_generated, env.note, env.form
         self.tokens_per_action, self.force_answer_at = env.tokens_per_action, env.force_answer_at
         self.truncation_penalty = env.truncation_penalty
+        self.num_eval_tasks = env.num_eval_tasks
 
     def problem(self, index: int) -> Problem:
         problem, style = self.env.problem(index), self.style

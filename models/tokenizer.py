@@ -44,6 +44,11 @@ class Tokenizer:
         """The id that fills unused columns; masks and lengths, never this id, tell what is padding."""
         return next((i for i in (self.hf.pad_token_id, *self.stop_ids) if i is not None), 0)
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of special tokens, which `decode` drops, by their text."""
+        return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text; nothing is added before or after it."""
         return self.hf.encode(text, add_special_tokens=False)

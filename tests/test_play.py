@@ -1,6 +1,9 @@
 """How environments are played: which problems, under which limits and options, and what is forced at the end."""
 
+import json
+import re
 import unicodedata
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -8,14 +11,17 @@ import pytest
 from helpers import MODEL, ROOT, Letters
 
 from core import eval as evaluation
+from core import grpo, sampling
 from core.sampling import Sampler, SamplingConfig
-from envs import make_env
+from envs import make_env, split_name
 from envs.base import Env, Problem
 from models.tokenizer import load_tokenizer
+from utils.config import fail, parse
 from utils.sharding import single_device
 from utils.show import MAX_MADE_UP, TokenBound, show, tasks_that_fit
 
 LIMIT = 40  # tokens of a prompt
+DATA = str(ROOT / "tests" / "fixtures" / "data")
 
 
 class Rows(Env):
@@ -68,9 +74,9 @@ def test_the_bound_on_tokens_is_one(folder):
 
 
 def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
-    config = SamplingConfig(prompt_length=64)
-    for name in ("countdown", "countdown-test"):
-        with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 64 tokens: raise --prompt_length"):
+    config = SamplingConfig(prompt_length=20)
+    for name in ("countdown", "poem-test"):
+        with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 20 tokens: raise --prompt_length"):
             evaluation.find_tasks(config, name, make_env(name), Letters(), single_device())
 
 
@@ -104,3 +110,179 @@ def test_show_sends_no_control_characters_to_the_terminal():
     text = show(Hostile(3, 4), in_letters, lambda ids: "".join(map(chr, ids)), 2)
     assert not any(unicodedata.category(c) in ("Cc", "Cf") for c in text if c != "\n"), repr(text)
     assert text.splitlines()[1] == "]52;c;cm0=a]0;titlebcd31me", repr(text)
+
+
+# What is forced into replies without an answer
+
+THINK, BOTH = "<think>\nlet me see", "<think>\nlet me see\n</think>\nso"
+REPLIES = {  # form: replies before and after which its answer is forced, with the text that is forced
+    "tags": [(THINK, "</think>\n<answer>"), (BOTH, "\n<answer>"), ("so\n", "<answer>"), ("so <answer>5", "")],
+    "boxed": [(THINK, "</think>\n\\boxed{"), (BOTH, "\n\\boxed{"), (THINK + " \\boxed{5}", ""), ("so", "\n\\boxed{")],
+    "hash": [(THINK, "</think>\n#### "), (BOTH, "\n#### "), ("so\n#### 5", ""), ("\\boxed{5}", "\n#### ")],
+}  # fmt: skip
+OPENINGS = {  # thinking and prefix: what the reply continues opens a think block
+    ("on", "none"): False, ("off", "none"): False, ("on", "<think>"): True, ("off", "<think>"): True,
+    ("on", "<think>\nFirst,"): True,
+}  # fmt: skip
+
+
+def settings_of(name: str, test: str = "", **flags: str | int) -> list[evaluation.RolloutSettings]:
+    """How training and testing are played under these settings."""
+    flags |= {"env_name": name, "test_env_name": test}
+    argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return grpo.resolve_environments(parse(grpo.Config, argv)[0])
+
+
+@pytest.mark.parametrize("style", OPENINGS, ids=str)
+@pytest.mark.parametrize("form", REPLIES)
+@pytest.mark.parametrize("name", ["gsm8k", "math500", "dataset"])
+def test_the_forced_text_follows_form_and_thinking(name, form, style):
+    thinking, prefix = style
+    options = f"form={form},thinking={thinking},prefix={prefix}"
+    options += f",path={DATA}/gsm8k/train.jsonl,prompt=question" if name == "dataset" else ""
+    flags = {} if name == "dataset" else {"data_dir": DATA}
+    (settings,) = settings_of(name, env_options=options, force_answer_at=20, **flags)
+    assert (settings.force_answer_at, settings.form) == (20, form)
+    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    opening = evaluation.reply_opening(tokenizer, settings.env.problem(0))
+    answer = replace(settings.forced_answer, opening=opening)
+    for reply, expected in REPLIES[form]:
+        is_open = OPENINGS[style] and "</think>" not in reply and expected
+        assert answer.text_after(reply) == (REPLIES[form][0][1] if is_open else expected), (opening, reply)
+    assert answer.text_after("so").startswith("</think>") == OPENINGS[style]
+    reply = "so" + answer.text_after("so") + {"tags": "5</answer>", "boxed": "5}", "hash": "5"}[form]
+    assert settings.env.answer(reply) == "5", "what is forced is what the environment reads"
+
+
+def test_without_a_form_nothing_is_forced_unless_the_prompt_shows_one(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    starts = {"Name a river.": "", "End with \\boxed{ANSWER}.": "\\boxed{", "Write <answer>X</answer>.": "<answer>"}
+    for prompt, start in starts.items():
+        path.write_text("".join(json.dumps({"prompt": f"{i} {prompt}", "answer": "5"}) + "\n" for i in range(30)))
+        flags = {"env_options": f"path={path}"}
+        if start:
+            (settings,) = settings_of("dataset", **flags, force_answer_at=20)
+            assert (settings.force_answer_at, settings.forced_answer.start) == (20, start)
+            assert not any(map(settings.forced_answer.text_after, ("<answer>5", "\\boxed{5}", "#### 5")))
+        else:
+            with pytest.raises(ValueError, match="--force_answer_at 20: the prompts of dataset ask for no form"):
+                settings_of("dataset", **flags, force_answer_at=20)
+        training, test = settings_of("countdown", "dataset", test_env_options=f"path={path}")
+        assert (training.force_answer_at, test.force_answer_at) == (50, 50 if start else 0)
+
+
+# The test environment
+
+
+BOXED, FEW = "form=boxed,thinking=off", "num_tasks=64"
+PLAYS = [
+    # training, test, further flags; then of the test environment: limit, forced at, form, thinking, prefix, split
+    ("deepscaler", "aime", {"data_dir": DATA}, (4096, 50, "tags", True, "test")),
+    ("deepscaler", "aime", {"data_dir": DATA, "num_generation_tokens": 40}, (40, 0, "tags", True, "test")),
+    ("deepscaler", "aime", {"data_dir": DATA, "force_answer_at": 9}, (4096, 9, "tags", True, "test")),
+    ("aime", "deepscaler", {"data_dir": DATA}, (512, 50, "tags", True, "test")),
+    ("gsm8k", "math500-test", {"data_dir": DATA, "env_options": BOXED}, (512, 50, "boxed", False, "test")),
+    ("gsm8k", "gsm8k", {"data_dir": DATA, "env_options": BOXED}, (512, 50, "boxed", False, "test")),
+    ("gsm8k", "math500", {"data_dir": DATA, "env_options": BOXED, "test_env_options": "form=hash,thinking=on"},
+     (512, 50, "hash", True, "test")),
+    ("gsm8k", "countdown", {"data_dir": DATA, "env_options": BOXED, "test_env_options": FEW},
+     (512, 50, "tags", False, "test")),
+    ("countdown", "gsm8k", {"data_dir": DATA, "env_options": "numbers=3,thinking=off,partial=0.0"},
+     (1024, 50, "tags", False, "test")),
+    ("countdown", "countdown", {"env_options": FEW}, (1024, 50, "tags", True, "test")),
+    ("Countdown", "Countdown-Test",
+     {"env_options": FEW, "test_env_options": "num_generation_tokens=2048,force_answer_at=100"},
+     (2048, 100, "tags", True, "test")),
+    ("countdown", "countdown", {"env_options": FEW, "test_env_options": "num_generation_tokens=30"},
+     (30, 0, "tags", True, "test")),
+    ("countdown", "poem", {"test_env_options": "num_generation_tokens=-1,force_answer_at=-1"},
+     (128, 0, "tags", False, "test")),
+    ("poem", "countdown", {"test_env_options": FEW}, (128, 0, "tags", True, "test")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "test", "flags", "expected"), PLAYS, ids=lambda x: x if isinstance(x, str) else "")
+def test_the_test_environment_is_played_as_training_is(name, test, flags, expected):
+    training, tester = settings_of(name, test, **flags)
+    found = (tester.max_new_tokens, tester.force_answer_at, tester.form, tester.thinking, tester.split)
+    assert found == expected, tester.describe()
+    assert training.split == "train" and training.name == name
+    if not flags.get("test_env_options"):
+        assert tester.max_new_tokens == training.max_new_tokens
+    problem = tester.env.problem(0)
+    assert (problem.thinking, problem.prefix) == (tester.thinking, tester.prefix)
+    assert make_env(tester.name, **tester.options).problem(0) == problem, "what scores it is made from the same options"
+    if split_name(name)[0] == split_name(test)[0] == "countdown":
+        sets = [{tuple(sorted(x.env.problem(i).answer[0])) for i in range(30)} for x in (training, tester)]
+        assert not sets[0] & sets[1]
+
+
+def test_every_option_of_style_reaches_another_environment():
+    options = "form=hash,system=Be brief.,thinking=off,prefix=Well: ,plain=true,partial=0.3"
+    for settings in settings_of("gsm8k", "math500", data_dir=DATA, env_options=options):
+        assert (settings.form, settings.thinking, settings.plain) == ("hash", False, True)
+        assert (settings.system, settings.prefix) == ("Be brief.", "Well:")
+    assert "partial" not in settings.options, "what is paid is the environment's own"
+
+
+@pytest.mark.parametrize(
+    ("name", "test", "flags", "message"),
+    [
+        ("countdown", "", {"data_dir": DATA}, "--data_dir: no environment of countdown has such an option"),
+        ("countdown", "poem", {"reward": "r.py:f"}, "--reward: no environment of countdown, poem-test has"),
+        ("countdown", "gsm8k", {"data_dir": DATA, "test_env_options": "numbers=3"}, "gsm8k has no option 'numbers'"),
+        ("countdown", "", {"env_options": "form=boxed"}, "countdown has no option 'form'"),
+        ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_options 'max_characters': "),
+        ("countdown", "poem", {"test_env_options": "num_generation_tokens=x"}, "num_generation_tokens is a number"),
+        ("countdown", "nowhere", {}, "no environment 'nowhere-test'"),
+    ],
+)  # fmt: skip
+def test_options_that_no_environment_takes_are_refused(name, test, flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings_of(name, test, **flags)
+
+
+def test_how_it_is_played_is_one_line():
+    _, tester = settings_of("gsm8k", "math500", data_dir=DATA, env_options="form=boxed,system=\x1b[2J")
+    assert tester.describe() == (
+        "math500-test: test split, completions of at most 512 tokens, \\boxed{ forced 50 tokens before it, "
+        "form boxed, thinking on, no prefix, system prompt '\\x1b[2J'"
+    )
+
+
+def test_all_of_gsm8k_is_evaluated():
+    env = make_env("gsm8k-test", data_dir=DATA, system="none")
+    player = evaluation.Player(env, None, None, None, None, 4)
+    assert [player.num_eval_tasks(n) for n in (-1, 0, 3)] == [env.num_tasks, env.num_tasks, 3]
+    player = evaluation.Player(Rows(1024, 5), None, None, None, None, 4)
+    assert [player.num_eval_tasks(n) for n in (-1, 0, 3)] == [512, 1024, 3]
+
+
+# Model folders and stop strings
+
+
+def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
+    for step in (9, 10):
+        (tmp_path / f"step{step}").mkdir()
+    seen = []
+    for module, config in (
+        (grpo, parse(grpo.Config, ["--model_dir", str(tmp_path)])[0]),
+        (sampling, parse(sampling.Command, ["--ckpt_dir", str(tmp_path)])[0]),
+    ):
+        monkeypatch.setattr(module, "load_model", lambda folder, *_, **__: seen.append(folder) or fail("seen"))
+        with pytest.raises(SystemExit):
+            module.main(config)
+    assert seen == [tmp_path / "step10"] * 2
+
+
+@pytest.mark.parametrize("folder", ["models/tiny", "tests/fixtures/qwen2-tied"])
+def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
+    tokenizer = load_tokenizer(ROOT / folder)
+    (special, number), *_ = tokenizer.special_ids.items()
+    assert tokenizer.decode([number]) == "", "so it is never found in the text"
+    stop_ids, stop_strings = sampling.read_stops(f"END,{special},\n\n", tokenizer)
+    assert set(stop_ids) == {*tokenizer.stop_ids, number} and stop_strings == ("END", "\n\n")
+    assert sampling.read_stops("", tokenizer) == (tokenizer.stop_ids, ())
+    for stop in (special + "\n", "a" + special):
+        with pytest.raises(ValueError, match="can never match, since"):
+            sampling.read_stops(f"END,{stop}", tokenizer)

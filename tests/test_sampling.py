@@ -15,7 +15,7 @@ import pytest
 from helpers import MODEL, Letters, on_four_devices, on_layout, random_params
 
 from core import sampling
-from core.sampling import Rollouts, Sampler
+from core.sampling import ForcedAnswer, Rollouts, Sampler
 from models import qwen3
 from models.distribution import Distribution, categorical, uniform_numbers
 from utils.sharding import LayoutConfig, make_layout
@@ -203,13 +203,14 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     drawn = [rows[row][0][:at] for row in ROWS if not set(rows[row][0][:at]) & set(stop_ids())]
     think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
     tokenizer = Letters({think: "</think>", answer: "<answer>"})
-    sampler = Sampler(MODEL, LIMIT, stop_ids(), force_answer_at=LIMIT - at, tokenizer=tokenizer)
+    forcing = {"force_answer_at": LIMIT - at, "forced_answer": ForcedAnswer(opening="<think>\n")}
+    sampler = Sampler(MODEL, LIMIT, stop_ids(), **forcing, tokenizer=tokenizer)
     r = draw_all(sampler)
     found, forced, kinds = completions(r), {}, []
     for number, ((task, sample), x) in enumerate(rows.items()):
         kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
         if kind == "needs":
-            ids = [answer] if think in x[0][:at] else [think, 10, answer]
+            ids = [10, answer] if think in x[0][:at] else [think, 10, answer]
             forced[number] = dict(enumerate(ids, at))
             kind = f"needs {len(ids)}"
             prompt = PROMPTS[IDS.index(task)]
@@ -218,7 +219,7 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
         ends = [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()]
         assert found[task, sample][0] == x[0][: min(ends, default=LIMIT)], kind
         assert found[task, sample][2] == bool(ends)
-    assert set(kinds) == {"finished", "answers", "needs 1", "needs 3"}, "change KEY"
+    assert set(kinds) == {"finished", "answers", "needs 2", "needs 3"}, "change KEY"
     assert_well_formed(r, lambda row, t: t in forced.get(row, {}))
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens)
     columns = np.arange(r.tokens.shape[1])

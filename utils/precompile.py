@@ -29,7 +29,7 @@ def precompile(config: Any, players: list, learner: Any, state: Any) -> tuple[li
     for num_prompts in {draw, most % draw} - {0}:
         player.rehearse(state.params, num_prompts, config.group_size)
     for tester in players[1:]:
-        num_tasks = min(config.num_eval_tasks, tester.num_tasks)
+        num_tasks = tester.num_eval_tasks(config.num_eval_tasks)
         tester.rehearse(state.params, num_tasks, config.num_eval_samples)
         if config.test_greedy:
             tester.greedy().rehearse(state.params, num_tasks, 1)
