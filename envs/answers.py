@@ -10,12 +10,14 @@ import logging
 import math
 import re
 from fractions import Fraction
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
+
+from envs.numerals import find_number, parse_number
 
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
 MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and the limit bounds the work below
-MAX_NUMBER = 200
 MAX_MATH = 2000  # characters that math-verify gets to see
 MAX_OPERATORS = 200  # in what math-verify gets to see
 MAX_BOX = 5000
@@ -54,10 +56,31 @@ def extract_hash(text: str) -> str | None:
     return rest.lstrip(" \t").split("\n", 1)[0].strip() if found else None
 
 
+NUMBERS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
+CLAUSE_END = re.compile(r"[;\n]|[,.:?](?=\s)")
+SEPARATE = re.compile(rf"[^\W\d_]{{2}}|{CLAUSE_END.pattern}")  # between numbers that do not belong together
+
+
 def extract_last_number(text: str) -> str | None:
-    """The last number in the last 2000 characters of a text, with its sign; None where there is none."""
-    numbers = re.findall(r"-?(?:\d[\d,]*\d|\d)(?:\.\d+)?|-?\.\d+", text[-2000:])
-    return numbers[-1] if numbers else None
+    """Returns the last number in the last 2000 characters of a text, with its sign; None where there is none.
+
+    Its sign, scale and fraction belong to it ("18 thousand", "1 1/2"). Where something else changes it ("half of 18")
+    all of its clause is returned.
+    """
+    text = text[-2000:]
+    numbers = [*NUMBERS.finditer(text)]
+    if not numbers:
+        return None
+    start = 0
+    for before, number in pairwise(numbers):
+        if SEPARATE.search(text[before.end() : number.start() + 1]):
+            start = before.end()
+    last = numbers[-1]
+    clauses = [end.end() for end in CLAUSE_END.finditer(text, start, last.start())]
+    end = CLAUSE_END.search(text, last.end())
+    clause = text[max([start, *clauses]) : end.start() if end else len(text)].strip()
+    found = find_number(clause, words=True)
+    return found[1] if found else clause
 
 
 def final_answer(text: str, form: str) -> str | None:
@@ -74,82 +97,6 @@ def final_answer(text: str, form: str) -> str | None:
             answer = next((answer for answer in found if answer is not None), None)
     boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
     return answer if boxed is None else boxed
-
-
-# numbers
-
-
-class Number(NamedTuple):
-    """An exact number; `percent` tells that a percent sign followed it (25% has the value 25)."""
-
-    value: Fraction
-    percent: bool = False
-
-    def equals(self, other: "Number") -> bool:
-        """Whether both are the same; 25% is both 25 and 1/4."""
-        if self.percent == other.percent:
-            return self.value == other.value
-        percent, plain = (self, other) if self.percent else (other, self)
-        return plain.value in (percent.value, percent.value / 100)
-
-
-REWRITE = [  # LaTeX and typography to plain characters; each pattern takes linear time
-    (re.compile(r"\\[!,;: ]|\\left|\\right|\\displaystyle|\\[()\[\]]|\*\*(?!\s*-?\d)|[{}](?=,)|(?<=,)\}"), ""),
-    (re.compile(r"\\?[$£€¥₹]|\bUSD\b|\bRs\.?(?=\s*\d)"), ""),
-    (re.compile(r"[−–]"), "-"),
-    (re.compile(r"\\[dtc]?frac\s*\{\s*(-?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}"), r" \1/\2"),
-    (re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)"), r" \1/\2"),
-    (re.compile(r"\s*(?:\\times|\\cdot|[*×·])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,3})\b\s*\}?"), r"e\1"),
-    (re.compile(r"\\?%|\\?\bpercent\b|\bpct\b"), "%"),
-    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree"), ""),
-    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}"), r"\1"),
-]  # fmt: skip
-DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|[1-9]\d{0,2}(?: \d{3})+(?![\d/])|\d+)"
-PLAIN_NUMBER = re.compile(
-    r"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s+(?=\d+/))?"
-    rf"(?P<value>{DIGITS}(?:\.\d*)?|\.\d+)(?P<comma>,\d+)?(?:\s*/\s*(?P<below>\d+))?"
-    r"(?:[eE](?P<exponent>[-+]?\d{1,3}))?(?![\d.,]*\d)(?P<percent>\s*%)?"
-)
-FIRST_NUMBER = re.compile(r"(?<![\w.,])[-+]?\s*[\d.]")
-AROUND = " \t\n.*!,;:'\"()"  # may stand around a number among words
-WORDS = re.compile(r"[^\W\d_ ]+[²³]?(?:[\s./'()-]+[^\W\d_]+[²³]?)*")  # units: "dollars per day", "km/h"
-
-
-def parse_number(text: str, words: bool = False) -> Number | None:
-    r"""The number that a text is: "1,000", "-$5.50", "25%", "3/4", "1 1/2", "\frac{3}{4}", "1.5e3", "1.5 \times 10^3".
-
-    With `words` there may be some around it ("x = 18", "about 18 dollars per day"), but no second number. None for
-    anything else, and for more than MAX_NUMBER characters.
-    """
-    return None if len(text) > MAX_NUMBER else _number(text, words)
-
-
-@functools.lru_cache(maxsize=4096)
-def _number(text: str, words: bool) -> Number | None:
-    for pattern, plain in REWRITE:
-        text = pattern.sub(plain, text)
-    text, before = text.strip().rstrip(".").strip(), ""
-    if words:
-        text = text.rpartition("=")[2]
-        start = FIRST_NUMBER.search(text)
-        before, text = (text[: start.start()], text[start.start() :]) if start else ("", text)
-    found = PLAIN_NUMBER.match(text)
-    rest = (before.strip(AROUND), text[found.end() :].strip(AROUND) if words else text[found.end() :]) if found else ()
-    if not found or any(part and not (words and WORDS.fullmatch(part)) for part in rest):
-        return None
-    digits = re.sub("[ ,]", "", found["value"]) + (found["comma"] or "").replace(",", ".")
-    below = int(found["below"] or 1)
-    if below == 0 or digits.count(".") > 1 or (found["comma"] and not found["value"].isdigit()):
-        return None
-    value = int(found["whole"] or 0) + Fraction(digits.rstrip(".")) / below
-    value *= Fraction(10) ** int(found["exponent"] or 0)
-    return Number(-value if found["sign"] == "-" else value, bool(found["percent"]))
-
-
-def same_number(reference: str, answer: str) -> bool:
-    """Whether an answer is the number of the reference, exactly; units and words around it do not count."""
-    expected, given = parse_number(reference, words=True), parse_number(answer, words=True)
-    return expected is not None and given is not None and expected.equals(given)
 
 
 # arithmetic
@@ -249,9 +196,7 @@ def is_tame(text: str) -> bool:
 
 
 # What takes for ever before there is anything to weigh.
-HUGE = re.compile(
-    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!", re.DOTALL
-)
+HUGE = re.compile(r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!", re.DOTALL)
 
 
 def nesting(text: str) -> int:

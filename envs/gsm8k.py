@@ -5,8 +5,8 @@ Source: github.com/openai/grade-school-math.
 
 from typing import Any
 
-from envs.answers import same_number
 from envs.data import Row, Source, load, text_answer, text_prompt
+from envs.numerals import same_number
 from envs.questions import Questions
 
 URL = "https://github.com/openai/grade-school-math/tree/master/grade_school_math/data"

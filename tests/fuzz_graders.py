@@ -21,7 +21,8 @@ if __name__ == "__main__":
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from envs.answers import FORMS, final_answer, parse_arithmetic, same_math, same_number
+from envs.answers import FORMS, final_answer, parse_arithmetic, same_math
+from envs.numerals import same_number
 from envs.rewards import quarter_per_tag, think_answer
 from utils.processes import descendants, tree_memory
 from utils.scoring import Scorer

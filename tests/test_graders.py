@@ -14,10 +14,9 @@ from envs.answers import (
     final_answer,
     nesting,
     parse_math,
-    parse_number,
     same_math,
-    same_number,
 )
+from envs.numerals import parse_number, same_number
 from envs.rewards import quarter_per_tag, think_answer
 
 GRADERS = Path(__file__).parents[2] / "shared" / "data" / "graders"

@@ -1,0 +1,311 @@
+r"""Exact numbers in text: "1,000", "-$5.50", "25%", "1 1/2", "1.5 million", "\frac{3}{4}", "18 dollars per day".
+
+A number that something before or after it changes is not that number; units and harmless words do not count. The rule
+is written out in docs/environments.md. Text is split into tokens of one-letter kinds, and only the sequences of kinds
+in PHRASE and SENTENCE are a number. Every function takes any text whatever and never raises.
+"""
+
+import functools
+import re
+import unicodedata
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_NUMBER = 200  # characters of a text that may be a number
+
+
+class Number(NamedTuple):
+    """An exact number; `percent` tells that a percent sign followed it (25% has the value 25)."""
+
+    value: Fraction
+    percent: bool = False
+
+    def equals(self, other: "Number") -> bool:
+        """True if both are the same; 25% is both 25 and 1/4."""
+        if self.percent == other.percent:
+            return self.value == other.value
+        percent, plain = (self, other) if self.percent else (other, self)
+        return plain.value in (percent.value, percent.value / 100)
+
+
+class Token(NamedTuple):
+    """A piece of a text: a kind of one letter (see TOKENS and KINDS), and the number or factor it stands for."""
+
+    kind: str
+    text: str
+    value: Fraction = Fraction(0)
+
+
+# words
+
+
+def word_set(text: str) -> frozenset[str]:
+    """Returns the words of a text as a set."""
+    return frozenset(text.split())
+
+
+SCALES = {
+    10: word_set("十"),
+    12: word_set("dozen dozens dutzend docenas"),
+    100: word_set("hundred hundreds 百"),
+    10**3: word_set(
+        "thousand thousands grand k K mil mille milliers tausend mila tusen duizend тыс тысяч тысячи ألف 千 천"
+    ),
+    10**4: word_set("万 萬 만"),
+    10**5: word_set("lakh lakhs"),
+    10**6: word_set(
+        "million millions mn mio mln M millionen millón millones milhão milhões milione milioni miljoen miljoner"
+        " млн миллион миллиона миллионов مليون"
+    ),
+    10**7: word_set("crore crores"),
+    10**8: word_set("亿 億 억"),
+    10**9: word_set(
+        "billion billions bn B mrd milliard milliards milliarde milliarden miliardo miliardi miljard млрд миллиардов"
+        " مليار"
+    ),
+    10**12: word_set("trillion trillions 兆 조"),
+    10**15: word_set("quadrillion"),
+}
+SCALE_OF = {word: factor for factor, names in SCALES.items() for word in names}
+SPELLED = word_set(
+    "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety 一 二 两 三 四 五 六 七 八 九 半"
+)
+PARTS = word_set(
+    "half halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths"
+    " tenth tenths hundredth hundredths thousandth thousandths millionth millionths quarter"
+)
+FUNCTIONS = word_set(
+    "sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan log ln lg exp abs max min floor ceil ceiling gcd lcm mod"
+    " modulo det root square cube reciprocal inverse opposite absolute double triple quadruple twice thrice power base"
+    " factor factors multiple multiples divisor divisors"
+)
+COMPARISONS = word_set("than over under above below beyond exceeds exceed exceeding up without except but between")
+FILLERS = word_set(
+    "of to by the a an be is are was were equal equals exactly about around approximately roughly only just her his its"
+    " their our my your this that these those I"
+)
+KINDS = {
+    # kind: its words
+    "r": word_set("not no never cannot neither nor nicht kein pas не 不是 wrong incorrect false untrue unequal"),
+    "o": SPELLED,
+    "m": word_set("minus negative moins negativ 负 負"),
+    "h": PARTS | word_set("least most or plus factorial choose pi binary hex hexadecimal octal"),
+    "b": FUNCTIONS | COMPARISONS | word_set("times divided multiplied raised point dot per out subtract add"),
+    "%": word_set("percent pct"),
+    "&": word_set("and"),
+    "a": FILLERS,
+}
+AFTER = word_set("squared cubed doubled tripled halved th st nd rd divided multiplied raised point dot mod modulo power"
+              " factors")  # fmt: skip
+KIND_OF = {word: kind for kind, names in KINDS.items() for word in names}
+UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
+
+
+def word_kind(word: str, after_number: bool) -> str:
+    """Returns the kind of a word: `w` when it is harmless, as units are."""
+    lower = word if len(word) == 1 else word.lower()
+    parts = lower.split("-")
+    if not re.sub(r"[-.'’()23]", "", word).isalpha() or not unicodedata.is_normalized("NFKC", word):  # as "ⁿ" is
+        return "o"
+    if len(parts) > 1:
+        return "o" if {word_kind(part, after_number) for part in parts} & set("rosmhe") else "w"
+    if lower in SCALE_OF:
+        return "s"
+    if lower.endswith(("n't", "n’t")):
+        return "r"
+    if after_number and lower in AFTER:
+        return "e"
+    if lower in KIND_OF:
+        return KIND_OF[lower]
+    if word in UNIT_LETTERS:
+        return "u"
+    if len(word) == 1 and (word.isascii() or "α" <= lower <= "ω"):
+        return "l"
+    return "w"
+
+
+# tokens
+
+SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+VULGAR = "".join(map(chr, [0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189]))  # one half and its like
+CJK = "十百千万萬亿億兆천만억조一二两三四五六七八九半负負"  # words of one character, which stand without spaces
+LETTER = rf"[^\W\d_{SUPERSCRIPTS}{VULGAR}{CJK}]"
+D = "[0-9]"
+DECIMAL = rf"(?:{D}+(?:\.{D}+)?|\.{D}+)"
+GROUPED = rf"[1-9]{D}{{0,2}}(?:,{D}{{3}}|\s{D}{{3}}|['’]{D}{{3}})+|{D}{{1,2}}(?:,{D}{{2}})+,{D}{{3}}"
+PLAIN = rf"(?:(?:{GROUPED})(?:\.{D}+)?|{D}+,{D}+|{DECIMAL})(?:[eE][-+]?{D}{{1,3}})?(?![.,]?\d)"
+FRACTION = rf"\\[dtc]?frac\s*(?:\{{\s*(-?{DECIMAL})\s*\}}|({D}))\s*(?:\{{\s*({DECIMAL})\s*\}}|({D})(?!\d))"
+REPEATING = rf"({D}*)\.({D}*)\\overline\s*\{{({D}+)\}}"
+EXPONENT = rf"\{{\s*[-+]?{D}{{1,3}}\s*\}}|[-+]?{D}{{1,3}}"
+TOKENS = {
+    # kind: pattern. The first that matches counts, and where none does the character is its own kind.
+    "M": r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|emph|f?boxed|left|right|displaystyle|rm|bf)(?![a-zA-Z])"
+    r"|\\[()\[\]]|[{}]",  # markup, which is dropped
+    "_": r"(?:\s|~(?!~)|\\quad)+",
+    "d": r"[°º]|\\degree|\^\s*\{?\s*\\circ\s*\}?",
+    "v": rf"{FRACTION}|[{VULGAR}]",
+    "t": rf"10(?:\s*(?:\^|\*\*)\s*(?:{EXPONENT})|⁻?[{SUPERSCRIPTS}]{{1,3}})(?![\d.{SUPERSCRIPTS}])",
+    "n": rf"{REPEATING}|{PLAIN}",
+    "^": rf"⁻?[{SUPERSCRIPTS}]+|\^\s*(?:\{{\s*-?{D}\s*\}}|-?{D}(?!\d))",
+    "c": r"(?:\b(?:US|AU?|CA?|HK|NT|S|R|NZ))?\\?[$£€¥₹₽₩₫₺₱₪¢]|\b(?:USD|EUR|GBP|INR|CNY|JPY|Rs\.?)(?=\s*\d)",
+    "r": r"!=|=/=|[<>≠≤≥≮≯]=?|=<|/=|\\(?:neq?|leq?|geq?|lt|gt|not)(?![a-zA-Z])",
+    "%": r"\\?%",
+    "=": r"[=-]>|:?=+|[≈≅≃→⇒]|\\(?:approx|implies|Rightarrow|to)(?![a-zA-Z])",
+    "x": rf"\\times|\\cdot|\*|[×·]|x(?=\s*10\s*[\^*{SUPERSCRIPTS}])",
+    "i": r"\.\.+|…|\\[lc]?dots",
+    "q": r"[\"'“”‘’„«»`]",
+    "p": r"[,;:.?]|—(?=\s)|\#{2,}(?=\s)",
+    "w": rf"(?:[kcdm]?m|ft|in)[23](?!\w)|[ap]\.m\b\.?|{LETTER}+(?:['’-]{LETTER}+)*(?:\(e?s\))?|[{CJK}]",
+    "+": r"[-+/()!]",
+    "o": r".",
+}
+NAMES = {f"k{ord(kind)}": kind for kind in TOKENS}
+LEXER = re.compile("|".join(f"(?P<{name}>{TOKENS[kind]})" for name, kind in NAMES.items()), re.DOTALL)
+SPELLINGS = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\xad\u200e\u200f"))  # not seen: dropped
+SPELLINGS |= {0xFF01 + k: 0x21 + k for k in range(94)}  # of full width
+SPELLINGS |= str.maketrans("−–‐‑⁄∕", "----//")
+MARKUP = [
+    (re.compile(r"</?(?:b|i|em|strong|u|p|br|span|div|code|mark|big|small|center)\s*/?>", re.IGNORECASE), ""),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"&nbsp;|\\[,;: ]|^\s*[*•](?=\s)"), " "),
+    (re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?![\w*_`])"), r"\2"),
+]
+
+
+def tokenize(text: str) -> list[Token]:
+    """Splits a text into tokens."""
+    text = text.translate(SPELLINGS)
+    for pattern, plain in MARKUP:
+        text = pattern.sub(plain, text)
+    tokens: list[Token] = []
+    after_number = False
+    for match in LEXER.finditer(re.sub(r"(?<!\.)\.$", "", text.strip())):
+        token = make_token(NAMES[match.lastgroup], match[0], after_number)
+        after_number = (after_number or token.kind in "nvt") and token.kind != "="
+        is_second_space = token.kind == "_" and tokens and tokens[-1].kind == "_"
+        if token.kind != "M" and not is_second_space:
+            tokens.append(token)
+    return tokens
+
+
+def make_token(kind: str, text: str, after_number: bool) -> Token:
+    """Returns the token of a piece of text that one of the patterns in TOKENS matched."""
+    match kind:
+        case "+":
+            return Token(text, text)
+        case "w":
+            kind = word_kind(text, after_number)
+            return Token(kind, text, Fraction(SCALE_OF.get(text, SCALE_OF.get(text.lower(), 0))))
+        case "v" | "t" | "n":
+            value = {"v": fraction_value, "t": power_value, "n": plain_value}[kind](text)
+            return Token("o", text) if value is None else Token(kind, text, value)
+    return Token(kind, text)
+
+
+def fraction_value(text: str) -> Fraction | None:
+    r"""Returns the value of a vulgar fraction or of \frac{a}{b}; None where b is zero."""
+    if len(text) == 1:
+        return Fraction(unicodedata.numeric(text)).limit_denominator(10)
+    above, below = (Fraction(number) for number in re.fullmatch(FRACTION, text).groups() if number)
+    return above / below if below else None
+
+
+def power_value(text: str) -> Fraction:
+    """Returns the value of a power of ten."""
+    exponent = re.sub(r"[\s^*{}]", "", text.removeprefix("10"))
+    return Fraction(10) ** int(unicodedata.normalize("NFKC", exponent).replace("−", "-"))
+
+
+def plain_value(text: str) -> Fraction:
+    """Returns the value of digits with their separators, a decimal mark, an exponent or a repeating part."""
+    if repeating := re.fullmatch(REPEATING, text):
+        whole, first, period = repeating.groups()
+        ninths = Fraction(int(whole + first + period) - int(whole + first or 0), 10 ** len(period) - 1)
+        return ninths / 10 ** len(first)
+    digits = re.sub(r"[\s'’]", "", text)
+    if re.match(rf"(?:{GROUPED})(?!{D})", text):
+        return Fraction(digits.replace(",", ""))
+    return Fraction(digits.replace(",", "."))
+
+
+# the grammar, over kinds
+
+SIGNED = r"(?:c_?)?(?P<sign>[-+m])?_?(?:c_?)?"
+VALUE = (
+    r"(?:(?:(?P<factor>n)_?x_?)?(?P<power>t)"
+    r"|(?:(?P<whole>n)_?(?:&_)?)?(?P<part>v)"
+    r"|(?:(?P<all>n)_(?:&_)?)?(?P<above>n)_?/_?(?P<below>n)"
+    r"|(?P<number>n))"
+)
+PHRASE = rf"{SIGNED}{VALUE}(?P<scales>(?:_?s)*)_?(?P<mark>[%d])?"
+BEFORE = r"(?:[abehilpquw&_)!]|(?<![abehluw])\(|(?<=[uw])[/^])*(?<![abehluw&)^])"
+NEXT = r"(?![ai(]|_?[e!^i])(?:-(?=w))?"
+REST = r"(?:[abceipquw&_()!]|/(?=_?[auw])|(?<=[uw])\^)*"
+ALONE = re.compile(rf"_?(?P<phrase>{PHRASE})_?")
+SENTENCE = re.compile(rf"(?P<before>{BEFORE})(?P<phrase>{PHRASE}){NEXT}{REST}")
+CHANGED = re.compile(r"[bh][ahlqu&_(]*$|l(?!p|_?a)|u(?![p^]|_?a)")  # before a number: a word for it, a variable
+
+
+def parse_number(text: str, words: bool = False) -> Number | None:
+    r"""Returns the number that a text is: "1,000", "-$5.50", "25%", "1 1/2", "\frac{3}{4}", "1.5 million", "10^3".
+
+    With `words` there may be some around it ("x = 18", "about 18 dollars per day"), but no second number and nothing
+    that changes it. None for anything else, and for more than MAX_NUMBER characters.
+    """
+    found = find_number(text, words)
+    return found and found[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def find_number(text: str, words: bool) -> tuple[Number, str] | None:
+    """Returns the number that a text is, as `parse_number` does, and how it is written, without words around it."""
+    if len(text) > MAX_NUMBER:
+        return None
+    tokens = tokenize(text)
+    kinds = "".join(token.kind for token in tokens)
+    if words and "r" not in kinds:
+        start = kinds.rfind("=") + 1
+        tokens, kinds = tokens[start:], kinds[start:]
+    match = (SENTENCE if words else ALONE).fullmatch(kinds)
+    if match is None or (words and (CHANGED.search(match["before"]) or is_short_scale(tokens, match))):
+        return None
+    value = phrase_value(tokens, match)
+    if value is None:
+        return None
+    written = "".join(token.text for token in tokens[match.start("phrase") : match.end("phrase")])
+    return Number(value, match["mark"] == "%"), written.strip()
+
+
+def is_short_scale(tokens: list[Token], match: re.Match[str]) -> bool:
+    """True for "$18m" and "$18t", where a letter that is a unit elsewhere means millions or trillions."""
+    following = [token.text for token in tokens[match.end("scales") :] if token.kind != "_"]
+    return "c" in match[0] and following[:1] in (["m"], ["t"])
+
+
+def phrase_value(tokens: list[Token], match: re.Match[str]) -> Fraction | None:
+    """Returns the value of the number that PHRASE matched in these tokens; None where it is none, as in "1 5/2"."""
+
+    def value_of(group: str, default: int = 0) -> Fraction:
+        return tokens[match.start(group)].value if match[group] else Fraction(default)
+
+    below = value_of("below", 1)
+    if below == 0:
+        return None
+    value = value_of("factor", 1) * value_of("power")
+    value += value_of("part") + value_of("number") + value_of("above") / below
+    if match["whole"] or match["all"]:
+        whole = value_of("whole") + value_of("all")
+        if whole.denominator != 1 or not 0 <= value < 1:
+            return None
+        value += whole
+    for token in tokens[match.start("scales") : match.end("scales")]:
+        value *= token.value if token.kind == "s" else 1
+    return -value if match["sign"] in ("-", "m") else value
+
+
+def same_number(reference: str, answer: str) -> bool:
+    """True if an answer is the number of the reference, exactly; units and words around it do not count."""
+    expected, given = parse_number(reference, words=True), parse_number(answer, words=True)
+    return expected is not None and given is not None and expected.equals(given)
