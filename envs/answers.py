@@ -9,11 +9,23 @@ import functools
 import logging
 import math
 import re
+import unicodedata
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from envs.numerals import find_number, parse_number
+from envs.numerals import (
+    CHANGING,
+    REPEATING,
+    SUPERSCRIPTS,
+    VULGAR,
+    Number,
+    find_number,
+    fraction_value,
+    parse_number,
+    plain_value,
+)
 
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
@@ -21,7 +33,8 @@ MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and
 MAX_MATH = 2000  # characters that math-verify gets to see
 MAX_OPERATORS = 200  # in what math-verify gets to see
 MAX_BOX = 5000
-MAX_DEPTH = 12  # brackets within brackets; the parser's time doubles with each level
+MAX_DEPTH = 10  # brackets within brackets; the parser's time doubles with each level
+MAX_DEGREE = 20  # of powers beside functions of something unknown
 MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
 
@@ -145,47 +158,214 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 
 def same_math(reference: str, answer: str) -> bool:
-    """Whether two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, else math-verify.
+    """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, else math-verify.
 
-    False for what is too long, too deeply nested or too large to be computed, unless both are written alike.
+    False for what does not parse and for what is too long, too deeply nested or too large to be computed, unless both
+    are written alike. It never raises.
     """
+    try:
+        return _same_math(reference, answer)
+    except Exception:  # of the parser or of sympy: OverflowError, RecursionError, MemoryError and others
+        return False
+
+
+def _same_math(reference: str, answer: str) -> bool:
     if (written := simplified(reference)) and written == simplified(answer):
         return True
+    if not (is_tame(reference) and is_tame(answer)):
+        return False
+    (reference, expected_unit), (answer, given_unit) = split_unit(reference), split_unit(answer)
+    if expected_unit and given_unit and expected_unit != given_unit:
+        return False
     expected, given = parse_number(reference), parse_number(answer)
     if expected and given:
         if expected.equals(given):
             return True
         if expected.value.denominator == given.value.denominator == 1:  # fractions may be meant as roundings
             return False
-    expressions = [*map(parse_math, (reference, answer))]
-    if not all(expressions):
+    if not may_be_same(reference, answer):
+        return False
+    expected_math, given_math = parse_math(reference, is_reference=True), parse_math(answer)
+    if not (expected_math and given_math):
         return False
     from math_verify import verify
 
-    return verify(*expressions, timeout_seconds=None)
+    return verify(expected_math, given_math, timeout_seconds=None)
 
 
 def simplified(text: str) -> str:
-    """A piece of LaTeX without what does not change its meaning, for a first look."""
+    """Returns a piece of LaTeX without what does not change its meaning, for a first look."""
     if len(text) > 2 * MAX_BOX:
         return ""
-    return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text.strip())
+    text = re.sub(r"\\text\s*\{([^{}\\$]*)\}", r"\1", text.strip())
+    return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text)
 
 
-def parse_math(text: str) -> list[Any]:
-    """What math-verify reads in a text, as sympy's expressions; nothing where that could take for ever."""
-    return _expressions(text) if is_tame(text) else []
+# what math-verify does not tell apart
+
+UNITS = {
+    "cm": "cm centimeter centimeters centimetre centimetres",
+    "mm": "mm millimeter millimeters millimetre millimetres",
+    "m": "m meter meters metre metres",
+    "km": "km kilometer kilometers kilometre kilometres",
+    "in": "in inch inches",
+    "ft": "ft foot feet",
+    "yd": "yd yard yards",
+    "mi": "mi mile miles",
+    "g": "g gram grams",
+    "kg": "kg kilogram kilograms",
+    "lb": "lb lbs pound pounds",
+    "s": "s sec second seconds",
+    "min": "min minute minutes",
+    "h": "h hr hour hours",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "year years",
+    "dollar": "dollar dollars USD",
+    "cent": "cent cents",
+    "euro": "euro euros EUR",
+    "rad": "rad radian radians",
+    "degree": "degree degrees",
+    "percent": "percent",
+}
+UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
+POWER_OF = {"sq": 2, "square": 2, "squared": 2, "2": 2, "²": 2, "cu": 3, "cubic": 3, "cubed": 3, "3": 3, "³": 3}
+UNIT = re.compile(
+    r"(?<=[\d})])(?:\s|\\[,;: ]|~)*(?P<wrapper>\\(?:text|mbox|mathrm|textnormal)\s*\{\s*)?"
+    r"(?:(?P<kind>sq|square|cu|cubic)\.?\s+)?(?P<name>[a-zA-Z]+)\.?\s*(?:\}\s*)?"
+    r"(?P<power>squared|cubed|\^?\{?[23²³]\}?)?\s*\}?\s*$"
+)
+MARKS = [  # signs that are units
+    (re.compile(r"\s*(?:\\[$]|[$](?=[^$]*$))"), "dollar"),
+    (re.compile(r".*\\?%$", re.DOTALL), "percent"),
+    (re.compile(r".*(?:°|\\circ\s*\}?|\\degree)$", re.DOTALL), "degree"),
+]
+
+
+def split_unit(text: str) -> tuple[str, tuple[str, int] | None]:
+    r"""Returns a text without the unit at its end, and that unit with its power; None for an unknown unit or none.
+
+    "15\text{ cm}^2" is ("15", ("cm", 2)). A bare letter stays, as it may be a variable, and so do signs ($, %, °).
+    """
+    text = text.strip()
+    for mark, unit in MARKS:
+        if mark.match(text):
+            return text, (unit, 1)
+    match = UNIT.search(text)
+    if match is None or match["name"] not in UNIT_OF:
+        return text, None
+    power = match["kind"] or re.sub(r"[\^{}]", "", match["power"] or "")
+    is_variable = len(match["name"]) == 1 and not match["wrapper"]
+    return text if is_variable else text[: match.start()], (UNIT_OF[match["name"]], POWER_OF.get(power, 1))
+
+
+ENVIRONMENT = re.compile(r"\$|\\boxed|\\\(|\\\[")
+WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}|\.\.\.|…|\\[lc]?dots")
+LIST = re.compile(r"\d\s*(?:,|,?\s*(?:and|or))\s+\d")
+SENTENCE = re.compile(r"(?:\b(?!and\b|or\b)[^\W\d_]{3,}.*?){2}", re.DOTALL)  # two words that are no mathematics
+BASE = re.compile(r"\d_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+)[\s}]*$")
+
+
+def may_be_same(reference: str, answer: str) -> bool:
+    """False where math-verify overlooks a difference: another base, a word that changes the number, 4 = 5."""
+    bases = [base[1] for base in map(BASE.search, (reference, answer)) if base]
+    if len(bases) == 2 and bases[0] != bases[1]:
+        return False
+    sides = re.split(r"(?<![<>!:=])=(?![=>])", answer)
+    if any(not side.strip(" $") for side in sides[1:]):
+        return False
+    numbers = [*map(parse_number, sides)]
+    if all(numbers) and not all(number.equals(numbers[0]) for number in numbers):
+        return False
+    starts = [mark.start() for mark in ENVIRONMENT.finditer(answer.rstrip(" .$"))]
+    clauses = [end.end() for end in CLAUSE_END.finditer(answer, 0, starts[-1] if starts else 0)]
+    clause = answer[clauses[-1] if clauses else 0 :]  # the one of the last formula
+    changing = {word.lower() for word in WORD.findall(clause) if is_changing(word)}
+    known = {word.lower() for word in WORD.findall(reference)}
+    return changing <= known or sentence_number(answer) is not None
+
+
+def is_changing(word: str) -> bool:
+    """True for a word that makes another number of the one beside it, and for dots that go on."""
+    return word.lower() in CHANGING or not word.isalpha()
+
+
+def sentence_number(text: str) -> Number | None:
+    """Returns the number that a sentence gives, as in "it is not 10, it is 12 dollars"; None where there is none."""
+    if re.search(r"[\\{}\[\]()+*=^<>|!#&_/@]", text):
+        return None
+    if number := parse_number(text, words=True):
+        return number
+    return None if LIST.search(text) else parse_number(extract_last_number(text) or "")
+
+
+# math-verify
+
+VULGAR_FRACTION = re.compile(f"[{VULGAR}]")
+SUPERSCRIPT = re.compile(f"⁻?[{SUPERSCRIPTS}]+")
+REPEATING_DECIMAL = re.compile(REPEATING)
+ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{)?\s*\\(?:text|mathrm|mbox)\s*\{\s*(?:st|nd|rd|th)\s*\}(?:\s*\})?")
+DEGREES = r"(\d+(?:\.\d+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree)"
+ANGLE = re.compile(rf"\\(sin|cos|tan|cot|sec|csc)\s*(?:\(\s*{DEGREES}\s*\)|\{{\s*{DEGREES}\s*\}}|{DEGREES})")
+SYMBOLS = str.maketrans(
+    {"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "−": "-", "–": "-",
+     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^{\circ}", "⁄": "/"}
+)  # fmt: skip
+
+
+def to_latex(text: str) -> str:
+    """Returns a text with its symbols, superscripts and vulgar fractions as LaTeX, and degrees in functions as radians.
+
+    Raises ValueError for other characters that stand for a number, as circled digits do.
+    """
+    text = VULGAR_FRACTION.sub(lambda match: to_frac(fraction_value(match[0])), text.translate(SYMBOLS))
+    text = SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}".replace("−", "-"), text)
+    text = REPEATING_DECIMAL.sub(lambda match: to_frac(plain_value(match[0])), text)
+    text = re.sub(ORDINAL, "", re.sub(r"\\text\s*\{\s*(\d+)\s*\}", r"\1", text))
+    if any(unicodedata.category(character) in ("No", "Nl") for character in text):
+        raise ValueError("a character that is a number of its own")
+    return ANGLE.sub(lambda match: rf"\{match[1]}(\frac{{{match[2] or match[3] or match[4]}\pi}}{{180}})", text)
+
+
+def to_frac(value: Fraction) -> str:
+    """Returns a fraction as LaTeX."""
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def parse_math(text: str, is_reference: bool = False) -> list[Any]:
+    """Returns what math-verify reads in a text, as sympy's expressions; nothing where that could take for ever.
+
+    What does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
+    """
+    return _expressions(text, is_reference) if is_tame(text) else []
 
 
 @functools.lru_cache(maxsize=1024)  # a reference is compared with every reply of its group
-def _expressions(text: str) -> list[Any]:
+def _expressions(text: str, is_reference: bool) -> list[Any]:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit, a signal, is off
-    if not re.search(r"\$|\\boxed|\\\(|\\\[", text):
-        text = f"${text}$"
-    found = math_verify.parse(text, parsing_timeout=None)
-    return [x for x in found if isinstance(x, str) or weight(x) <= MAX_WEIGHT]
+    number = sentence_number(text)
+    if number and SENTENCE.search(text):
+        return [to_rational(number)]
+    latex = to_latex(text)
+    if not ENVIRONMENT.search(latex):
+        latex = f"${' '.join(latex.split()).rstrip('., ')}$"
+    # LaTeX only: among plain numbers it would find the last one of a formula that does not parse.
+    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], parsing_timeout=None)
+    if all(isinstance(expression, str) for expression in found):
+        if is_reference and not number:
+            number = parse_number(extract_last_number(text) or "")
+        found += [to_rational(number)] if number else []
+    return [x for x in found if isinstance(x, str) or is_light(x)]
+
+
+def to_rational(number: Number) -> Any:
+    """Returns a number as sympy has it."""
+    import sympy
+
+    return sympy.Rational(number.value.numerator, number.value.denominator)
 
 
 def is_tame(text: str) -> bool:
@@ -211,19 +391,76 @@ def nesting(text: str) -> int:
     return deepest
 
 
+INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity")
+SEARCHED = ("Integral", "Derivative", "Limit")  # sympy looks for their value by trying
+
+
+def is_light(expression: Any) -> bool:
+    """True if sympy can compare an expression in reasonable time."""
+    if weight(expression) > MAX_WEIGHT:
+        return False
+    if isinstance(expression, str) or not hasattr(expression, "atoms"):
+        return True
+    nodes = [*preorder(expression)]
+    functions = [x for x in nodes if x.free_symbols and (getattr(x, "is_Function", False) or kind_of(x) in SEARCHED)]
+    return not functions or max(map(degree, nodes)) <= MAX_DEGREE  # their powers become long sums
+
+
+def preorder(expression: Any) -> Iterator[Any]:
+    """Yields an expression and all in it."""
+    import sympy
+
+    return (x for x in sympy.preorder_traversal(expression) if isinstance(x, sympy.Basic))
+
+
+def kind_of(expression: Any) -> str:
+    """Returns the name of an expression's class."""
+    return type(expression).__name__
+
+
+def degree(expression: Any) -> int:
+    """Returns the size of the exponent of a power of something unknown, 0 for any other expression."""
+    if kind_of(expression) != "Pow" or not expression.args[0].free_symbols:
+        return 0
+    return math.ceil(abs(expression.args[1])) if expression.args[1].is_Rational else 1
+
+
 def weight(expression: Any) -> float:
-    """Roughly the bits of the largest number (or 64 for each term of an expanded power) in an evaluated expression."""
+    """Returns about the bits of the largest number (or 8 for each term of an expanded power) in an expression.
+
+    It looks at the parts first and evaluates nothing.
+    """
     parts = [weight(part) for part in getattr(expression, "args", expression)]  # a matrix is a sequence
     if not parts:
-        return math.log2(2 + abs(expression)) if getattr(expression, "is_Rational", False) else 1.0
-    match type(expression).__name__:
-        case "Pow" | "MatPow" if expression.args[1].is_infinite:
-            return math.inf
-        case "Sum" | "Product" | "Integral" | "Limit" if "oo" in str(expression.args[1:]):
-            return math.inf  # nobody's final answer, and sympy may look for its value for ever
+        is_rational = getattr(expression, "is_Rational", False)
+        return float(max(expression.p.bit_length(), expression.q.bit_length(), 1)) if is_rational else 1.0
+    if max(parts) > MAX_WEIGHT:
+        return math.inf
+    match kind_of(expression):
         case "Pow" | "MatPow":
-            terms = 64 if expression.args[0].is_Add and expression.args[0].free_symbols else 1
-            return terms * parts[0] * 2 ** min(parts[1], 64)
+            return power_weight(*expression.args, *parts)
+        case "Sum" | "Product" | "Integral" | "Limit" if any(map(is_endless, expression.args[1:])):
+            return math.inf  # nobody's final answer, and sympy may look for its value for ever
         case "factorial" | "gamma" | "binomial" | "Sum" | "Product" | "factorial2" | "subfactorial":
             return sum(parts) * 2 ** min(max(parts), 64)
+    if getattr(expression, "is_Function", False):
+        return 4 * sum(parts)  # each is rewritten in several ways, and what is in it again each time
     return sum(parts)
+
+
+def is_endless(limits: Any) -> bool:
+    """True if something infinite occurs in the limits of a sum or an integral."""
+    return any(kind_of(atom) in INFINITIES for atom in limits.atoms())
+
+
+def power_weight(base: Any, exponent: Any, base_weight: float, exponent_weight: float) -> float:
+    """Returns the weight of a power from its parts and their weights."""
+    if kind_of(exponent) in INFINITIES:
+        return math.inf
+    size = math.ceil(abs(exponent)) if exponent.is_Rational else math.ceil(2 ** min(exponent_weight, 64))
+    addends = len(base.args) if getattr(base, "is_Add", False) else 1
+    if addends == 1 or size > 10**6:
+        return base_weight * (size + 1)
+    terms = math.comb(size + addends - 1, addends - 1)
+    per_term = max(8, terms / 12) if base.free_symbols else 1
+    return base_weight * terms * per_term

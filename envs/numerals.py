@@ -99,6 +99,9 @@ KINDS = {
 AFTER = word_set("squared cubed doubled tripled halved th st nd rd divided multiplied raised point dot mod modulo power"
               " factors")  # fmt: skip
 KIND_OF = {word: kind for kind, names in KINDS.items() for word in names}
+# Words that change a number in mathematics too, where others (or, sin, over) belong to the formula.
+CHANGING = KINDS["r"] | PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
+CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1 and name.isascii()}
 UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
 
 
@@ -261,7 +264,7 @@ def parse_number(text: str, words: bool = False) -> Number | None:
 @functools.lru_cache(maxsize=4096)
 def find_number(text: str, words: bool) -> tuple[Number, str] | None:
     """Returns the number that a text is, as `parse_number` does, and how it is written, without words around it."""
-    if len(text) > MAX_NUMBER:
+    if len(text) > MAX_NUMBER or text.count("{") != text.count("}"):
         return None
     tokens = tokenize(text)
     kinds = "".join(token.kind for token in tokens)

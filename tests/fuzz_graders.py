@@ -2,8 +2,10 @@
 
     python tests/fuzz_graders.py --number 100000 --data_dir FOLDER
 
+    python tests/fuzz_graders.py --slow 600
+
 Prints how many replies each environment scored, timed out or failed, and the memory before and after. FOLDER holds
-gsm8k/ and math500/.
+gsm8k/ and math500/. With --slow it prints the random formulas that cost same_math most.
 """
 
 import argparse
@@ -51,7 +53,8 @@ def completions(rng: random.Random, number: int):
 def formula(rng: random.Random, depth: int) -> str:
     """Well-formed LaTeX that is not meant to be computed: towers of large numbers, powers of sums, endless products."""
     if depth == 0:
-        return rng.choice(("1", "9", "x", "y", "n", "99999", "1000000007", "0.5", r"\pi", "e", "i", r"\infty", "-3"))
+        numbers = ("1", "9", "20", "150", "500", "99999", "1000000007", "0.5", "-3")
+        return rng.choice((*numbers, "x", "y", "n", r"\pi", "e", "i", r"\infty"))
     a, b = formula(rng, depth - 1), formula(rng, rng.randrange(depth))
     templates = (
         f"{a}^{{{b}}}", f"({a})^{{{b}}}", rf"\frac{{{a}}}{{{b}}}", rf"\sqrt{{{a}}}", rf"\sqrt[3]{{{a}}}", f"({a})!",
@@ -59,7 +62,9 @@ def formula(rng: random.Random, depth: int) -> str:
         rf"\sum_{{k=1}}^{{{b}}} {a}", rf"\prod_{{k=1}}^{{{b}}} {a}", rf"\int_0^{{{b}}} {a} dx", rf"|{a}|",
         rf"\lim_{{x \to {b}}} {a}", f"{a}={b}", f"{a}<{b}", rf"\{{{a},{b}\}}", f"({a},{b})", rf"{a} \pm {b}",
         rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}", rf"{a} \mod {b}", rf"\lfloor {a} \rfloor", f"[{a},{b}]",
-        rf"\gcd({a},{b})", rf"{a} \cup {b}", f"{a}**{b}",
+        rf"\gcd({a},{b})", rf"{a} \cup {b}", f"{a}**{b}", rf"\log({a})", rf"\tan {a}", rf"\arctan({a})",
+        rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}", rf"\frac{{d}}{{dx}} {a}", rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
+        rf"(\sqrt2+\sqrt3+{a})^{{{b}}}", rf"(x+{a})^{{{b}}}", rf"\lceil {a} \rceil", rf"\max({a},{b})",
     )  # fmt: skip
     return rng.choice(templates)
 
@@ -72,6 +77,36 @@ def grade(text: str) -> None:
         same_math(r"\frac{x}{2}", answer or "")
     parse_arithmetic(text)
     think_answer(text), quarter_per_tag(text)
+
+
+def find_slow(seconds: float, start: int) -> None:
+    """Compares random formulas with 5 for so many CPU seconds, and prints the slowest and what raised."""
+    rng, slowest = random.Random(start), []
+    signal.signal(signal.SIGALRM, stop)
+    same_math("x+1", "1+x")
+    begin = time.process_time()
+    while (clock := time.process_time()) < begin + seconds:
+        text = formula(rng, rng.choice((1, 2, 2, 3, 3, 4)))
+        signal.alarm(60)
+        try:
+            same_math("5", text)
+        except Stopped:
+            print("more than 60 s:", text, flush=True)
+        signal.alarm(0)
+        slowest.append((time.process_time() - clock, text))
+    slowest.sort(reverse=True)
+    above = sum(taken > 1 for taken, _ in slowest)
+    print(f"{len(slowest):,} formulas in {seconds:.0f} CPU s; {above} of them above 1 s; the slowest:")
+    for taken, text in slowest[:20]:
+        print(f"{taken:6.2f} s  {text}")
+
+
+class Stopped(BaseException):
+    """Raised by the alarm; no Exception, so that a grader does not catch it."""
+
+
+def stop(*_: object) -> None:
+    raise Stopped
 
 
 def hypothesis_texts(number: int, start: int) -> list[str]:
@@ -92,9 +127,13 @@ def hypothesis_texts(number: int, start: int) -> list[str]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=100_000, help="texts for each environment, in all")
-    parser.add_argument("--data_dir", required=True)
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--slow", type=float, default=0.0, help="only look for slow formulas, for so many CPU seconds")
+    parser.add_argument("--seed", type=int, default=0, help="of --slow")
     parser.add_argument("--timeout", type=float, default=10.0)
     args = parser.parse_args()
+    if args.slow:
+        return find_slow(args.slow, args.seed)
     names = {
         "countdown": {}, "poem": {}, "gsm8k": {"data_dir": args.data_dir, "form": "any"},
         "math500": {"data_dir": args.data_dir},

@@ -24,7 +24,6 @@ needs_labels = pytest.mark.skipif(not GRADERS.is_dir(), reason="needs the shared
 
 # Rows of answer_equivalence whose label is not ours: their sources follow rules that contradict math-verify's default.
 DISAGREEMENTS = {
-    "test_latex_notation:6": r"math-verify's regex wants \( and \) on one line; we read what stands between",
     "test_complex_math_expressions:7": "equal at 2 decimals only",
     "test_complex_math_expressions:13": "equal at 2 decimals only",
     "test_math_equal:8": "75 for 0.75 without a percent sign",

@@ -108,7 +108,8 @@ WRONG = {
         # magnitudes
         "18 thousand", "$18 billion", "18k", "18K", "18 k", "18万", "18 million", "18M", "$18m", "$18 m", "18 bn",
         "18 hundred", "18 dozen", "18 lakh", "18 crore", "18 万", "18亿", "18千", "18 mille", "18 Millionen",
-        "18 тысяч", "18 млн", "thousand 18", "18 (thousand)", "in thousands: 18", "18 hundred thousand", "18 trillion", "18百",
+        "18 тысяч", "18 млн", "thousand 18", "18 (thousand)", "in thousands: 18", "18 hundred thousand", "18 trillion",
+        "18百",
         "18十", r"18\text{ million}", "18 dollars thousand", "18 grand", "18 Mio", "18 Mrd", "18만", "18 mila",
         "18 duizend", "18ⁿ", "18{}{}½", "18th-century", "ninety-18", "18 Thousand", "18-thousand",
         # signs, negations, comparisons

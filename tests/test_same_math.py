@@ -1,0 +1,276 @@
+"""Mathematics (docs/environments.md) on a table: what equals a reference, what does not, what does not parse."""
+
+import time
+
+import pytest
+
+from envs.answers import same_math
+
+RIGHT = {
+    "5": [
+        "5", "5.0", "$5$", r"\boxed{5}", r"5\text{ dollars}", r"5 \text{ cm}", "x=5", "x = 5", r"\frac{10}{2}",
+        r"\sqrt{25}", "2+3", r"5^\circ", r"\$5", r"5\%", r"\left(5\right)", r"\text{5}", "5.", "the answer is $5$",
+        "The answer is 5", "so 2 + 3 = 5", r"\(5\)", r"\[5\]", r"\mathbf{5}", r"5\,\text{cm}", "5 units",
+        r"5\text{ cm}^2", "y = 2+3 = 5", "5!-115", "|-5|", r"\log_2 32", r"5\text{ square units}", r"\frac{5}{1}",
+        "5 cm", r"5 \mathrm{km}",
+    ],
+    "5000": [
+        r"5\text{ thousand}", "5k", "5,000", r"5\times10^3", r"5 \cdot 10^{3}", "5{,}000", r"5\,000",
+    ],
+    r"\frac{11}{2}": [
+        "5½", "5.5", r"5\frac12", r"5\frac{1}{2}", "11/2", "5 1/2",
+    ],
+    "25": [
+        "5²", "5^2", "5^{2}",
+    ],
+    "x^2": [
+        "x²", "x^{2}", r"x\cdot x",
+    ],
+    r"2\pi": [
+        "2π", r"\pi+\pi", r"2 \pi", r"2\cdot\pi",
+    ],
+    r"\sqrt{2}": [
+        "√2", r"\sqrt2", "2^{1/2}", r"\frac{2}{\sqrt2}", r"\sqrt{2}\text{ cm}",
+    ],
+    "1011_2": [
+        "1011_2", "1011_{2}", "1011", r"1011_{\text{2}}",
+    ],
+    "204_5": [
+        "204_5", "204_{5}", "204",
+    ],
+    r"10^\circ": [
+        "10", "10°", r"10^{\circ}", r"10 \text{ degrees}", r"10\text{ degrees}", r"10\degree",
+    ],
+    r"3\text{ cm}": [
+        r"3\text{ cm}", "3 cm", "3", r"3\text{ centimeters}", r"3\,\mathrm{cm}", r"3 \mbox{ cm}",
+    ],
+    r"15\mbox{ cm}^2": [
+        r"15\text{ cm}^2", "15", r"15\text{ square centimeters}", "15 cm^2", r"15 \text{ cm}^{2}", r"15\text{ sq cm}",
+        "15 cm²",
+    ],
+    r"\$18.90": [
+        "18.90", "18.9", r"\$18.9", "$18.90", "18.90 dollars", r"18.90\text{ dollars}",
+    ],
+    r"25\%": [
+        "25", "25%", "0.25", r"\frac14", "25 percent", r"25\text{ percent}",
+    ],
+    r"9 \text{ inches}": [
+        "9", "9 in", r"9\text{ in}", r"9\text{ inches}", r"9\text{ inch}",
+    ],
+    r"8\text{ months}": [
+        "8", "8 months", r"8\text{ month}",
+    ],
+    r"\frac{1}{2}": [
+        "½", "0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".5", "2^{-1}", r"50\%", r"\frac{2}{4}",
+    ],
+    r"\frac{1}{3}": [
+        r"0.\overline{3}", "1/3", r"\frac13",
+    ],
+    "1": [
+        r"\tan 45^\circ", r"\tan(45^\circ)", r"\sin^2 x+\cos^2 x", r"\tan{45^\circ}",
+    ],
+    r"\frac12": [
+        r"\cos 60^\circ", r"\sin 30^\circ", r"\cos(60^\circ)",
+    ],
+    "(1,2)": [
+        "(1,2)", "(1, 2)", r"\left(1,2\right)", "$(1,2)$",
+    ],
+    "1,2": [
+        "2,1", r"1 \text{ and } 2", "1, 2", r"\{1,2\}", "1 and 2",
+    ],
+    r"-3 \text{ and } 5": [
+        "-3,5", r"5 \text{ and } -3",
+    ],
+    r"x>\frac{1}{2} \text{ or } x<-\frac{1}{3}": [
+        r"x>\frac{1}{2} \text{ or } x<-\frac{1}{3}",
+    ],
+    r"\text{Evelyn}": [
+        "Evelyn", r"\text{Evelyn}", "evelyn",
+    ],
+    "C": [
+        "C", r"\text{C}", "(C)", r"\text{(C)}",
+    ],
+    r"\text{even}": [
+        "even",
+    ],
+    "[0,1)": [
+        "[0,1)", r"x \in [0,1)",
+    ],
+    "x<3": [
+        "3>x", "x<3",
+    ],
+    "x^2-1": [
+        "(x-1)(x+1)",
+    ],
+    r"11^{\text{th}}": [
+        "11", r"11^{\text{th}}", r"11\text{th}",
+    ],
+    "-5": [
+        "-5", "minus 5", "−5", "x=-5", "negative 5",
+    ],
+    r"\infty": [
+        "∞", r"+\infty",
+    ],
+    r"x \neq 3": [
+        "x != 3", r"x \ne 3", "x≠3",
+    ],
+    r"x \ge 5": [
+        "x ≥ 5", "x >= 5",
+    ],
+    r"0.4\mbox{ miles}": [
+        "0.4", "0.4 miles", r"\frac25",
+    ],
+    r"\text{no solution}": [
+        "no solution", r"\text{No solution}",
+    ],
+    r"\text{all real numbers}": [
+        "all real numbers",
+    ],
+    r"67.\overline{3}": [
+        r"67.\overline{3}", r"\frac{202}{3}", r"67\frac13",
+    ],
+    "3-2i": [
+        "-2i+3",
+    ],
+    "6 - 5i": [
+        "6-5i",
+    ],
+    r"\begin{pmatrix}1\\2\end{pmatrix}": [
+        r"\begin{bmatrix}1\\2\end{bmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+    ],
+    "7:32": [
+        "7:32", r"\frac{7}{32}",
+    ],
+    r"\frac{\sqrt{3}}{3}": [
+        r"\frac{1}{\sqrt3}", r"\frac{\sqrt{3}}{3} \approx 0.577",
+    ],
+    r"10\text{ radians}": [
+        "10", r"10\text{ rad}",
+    ],
+}  # fmt: skip
+WRONG = {
+    "5": [
+        "5½", "5²", "5³", "5¼", "5①", "5 ½", "5!", "5i", "5x", r"5\text{ squared}", r"5 \text{ million}",
+        r"5\text{ million}", "5 thousand", "5k", "5 million", "-5", "minus 5", r"\neq 5", r"x \neq 5", "not 5",
+        "the answer is not 5", "> 5", "x > 5", r"x \le 5", r"\pm 5", "5^{2}", r"\sqrt{5}", r"5\pi",
+        r"5^\circ \text{ F squared}", r"5\text{ hundredths}", r"5\text{ factorial}", r"5 \text{ and a half}",
+        r"\text{half of }5", r"\text{minus }5", r"\text{not }5", r"5\text{ dozen}", r"5\text{ thousand}", "4=5",
+        "2+2=5x", "3=5", "5.5", r"5\%5", "0.5", "5e5", r"5\text{ billion}", r"\frac{5}{2}", r"5\frac12", "5_5!",
+        r"\log 5", r"5\ldots", "the answer is 4, not $5$", r"5\text{ or }6", "5 or 6", "5,6", "(5,6)", r"5+\infty",
+        r"5\cdot 10^3", r"5 \times 10^{2}", "50%", r"5\text{ tenths}", r"5 \text{ cubed}",
+        r"\text{square root of } 5", "5 squared", "half of 5", "twice 5", r"\text{twice } 5", "5th root",
+        "more than 5", r"5\text{th power}", r"\lfloor 5.5", r"5 \text{ times } 2",
+    ],
+    "1011_2": [
+        "1011_3", "1011_{8}", "1011_{10}!", "1010_2", "1011_4",
+    ],
+    "204_5": [
+        "204_6", "204_{7}",
+    ],
+    r"10^\circ": [
+        r"10\text{ radians}", "10 radians", r"10 \text{ rad}", r"11^\circ",
+    ],
+    r"10\text{ radians}": [
+        r"10^\circ",
+    ],
+    r"3\text{ cm}": [
+        r"3\text{ m}", "3 m", r"3\text{ km}", r"3\text{ cm}^2", r"3 \text{ inches}", r"3\text{ kg}", r"3\mbox{ mm}",
+        r"3\text{ feet}", r"3 \mathrm{m}",
+    ],
+    r"15\mbox{ cm}^2": [
+        r"15\mbox{ cm}^3", r"15\text{ m}^2", r"15\text{ cm}", r"15 \text{ cubic cm}",
+    ],
+    r"\$18.90": [
+        r"18.9\%", r"18.90\text{ euros}", r"18.90\text{ cents}", r"18.9^\circ",
+    ],
+    r"18.9\%": [
+        r"\$18.90",
+    ],
+    r"25\%": [
+        r"\$25", r"25^\circ", r"25\text{ cm}",
+    ],
+    r"8\text{ months}": [
+        r"8\text{ years}", r"8\text{ days}",
+    ],
+    r"\frac{1}{2}": [
+        r"\frac{1}{3}", "½²", "2", "1.2", r"\frac{1}{2}x", r"-\frac12", r"\frac{1}{2}\text{ million}", "0.51",
+    ],
+    "x^2": [
+        "x^3", "x²+1", "x_2", "x^{-2}", "2^x",
+    ],
+    "(1,2)": [
+        "(2,1)", "(1,3)", "(1,2,3)", "[1,3]", "(1,2",
+    ],
+    "x=5": [
+        "x=6", "x>5", r"x \ne 5",
+    ],
+    r"\text{Evelyn}": [
+        "Eve", "Evelyn's", "Briana",
+    ],
+    "C": [
+        "D", "B",
+    ],
+    r"\text{even}": [
+        "odd",
+    ],
+    r"\sqrt{2}": [
+        "2", "1.4", r"\sqrt{3}", "2^{1/3}", "√3",
+    ],
+    r"\pi": [
+        "3.14", r"2\pi", "π²",
+    ],
+    "[0,1)": [
+        "(0,1)", "[0,1]", "[0,2)",
+    ],
+    "x<3": [
+        "x>3", r"x\le 3", r"(-\infty,3]",
+    ],
+    r"\frac{1}{3}": [
+        "0.33", "0.3", r"0.\overline{4}", "0.4",
+    ],
+    "1": [
+        r"\tan 45", r"\tan 1^\circ", r"\sin 45^\circ",
+    ],
+}  # fmt: skip
+BROKEN = [  # against 5: the last number of what does not parse is no answer
+    r"-\foo 5", "3 + * 5", "10 - - * 5", "1, 2, 3, # 4, 5", "(3, 5", r"\left(3, 5", r"\begin{pmatrix} 3 \\ 5",
+    r"2 \cdot # 5", "#### ( 7 + ( 3 * 5 ) )", "(3+(7 and 5))", r"3 \& 5", r"\sum 5", r"\frac{3}{ 5",
+    r"\frac{1}{2} + 5 }", r"\sqrt{25 = 5", r"\sqrt{ 5", r"\frac 5", r"\frac{} 5", r"\binom{10}{ 5", "x = = 5",
+    "x = + * 5", "3 + / 5", "3 ^ ^ 5", "3 _ _ 5", "2 ** ** 5", "(( 3 + 2 ) = 5", "[ 3 , 5", r"\{ 3, 5",
+    r"\begin{cases} x = 5", r"\begin{matrix} 1 & 5", r"\int_0 5", r"\prod 5", r"\lim 5", r"\foo{3} 5", r"\bar \bar 5",
+    r"\unknown 5", r"5 \foo", r"\left\{ 5", r"\right) 5", r"3 \times \times 5", r"3 \div 5 \div", "+ + * 5", "/ 5",
+    "^ 5", "^{5", "_ 5", "! 5", "& 5", r"\\ & 5", "# 5", "3 @ 5", "3 ? + 5", "3 + 2 = = = 5", "| 3 - 5", r"\log_ 5",
+    r"\sin ( 5", "f( 5", r"\mathbb{ 5", r"\text{ 5", r"\operatorname{ 5", "$ 3 + * 5 $", r"\boxed{3 + * 5}",
+    r"$-\foo 5$", r"\[ 3 + * 5 \]", r"\( (3, 5 \)", "then $3$ and so $3 + * 5$", r"3 + * \frac{5}{1}",
+    r"-\foo \frac{5}{1}", r"x = \frac{1}{2} + * \frac{10}{2}", "3 + *\n5", "-\\foo\n\\frac{5}{1}", "\\foo\n$5",
+]  # fmt: skip
+TOO_LARGE = [  # each cost seconds to minutes, or raised
+    r"(\sqrt2+\sqrt3+\sqrt5)^{500}", r"\log(\log(\log(\log(\log(\log(\log(\log(\log(\log(\log(2)))))))))))",
+    r"\frac{d^{150}}{dx^{150}}\tan x", r"\int_0^{\pi}\sin^{500}x dx", "2**2**2**2**2**2**2**2**2",
+    "99^{99^{99^{99^{99^{99^{99^{99^{99}}}}}}}}", "(x+1)^{900}", "(x+y+z+1)^{200}",
+    r"\left(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7\right)^{60}", r"x^{400}\cos x", r"\frac{d}{dx}\sin^{300} x",
+    r"\sin(\sin(\sin(\sin(\sin(\sin(\sin(\sin(x))))))))^{30}",
+]  # fmt: skip
+
+
+def test_right_mathematics():
+    assert not [(a, b) for a, texts in RIGHT.items() for b in texts if not same_math(a, b)]
+
+
+def test_wrong_mathematics():
+    assert not [(a, b) for a, texts in WRONG.items() for b in texts if same_math(a, b)]
+
+
+def test_broken_latex_has_no_answer():
+    assert len(BROKEN) >= 40
+    assert not [text for text in BROKEN if same_math("5", text)]
+
+
+@pytest.mark.parametrize("text", TOO_LARGE)
+def test_too_large_to_be_compared(text):
+    same_math("5", "5 + x")  # loads the grader
+    start = time.process_time()
+    assert not same_math("5", text)
+    assert not same_math(text, "5")
+    assert time.process_time() - start < 3
+    assert same_math(text, f"${text}$"), "alike, so nothing is to be computed"
