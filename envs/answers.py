@@ -35,6 +35,7 @@ MAX_OPERATORS = 200  # in what math-verify gets to see
 MAX_BOX = 5000
 MAX_DEPTH = 10  # brackets within brackets; the parser's time doubles with each level
 MAX_DEGREE = 20  # of powers beside functions of something unknown
+MAX_BESIDE_LOGS = 10_000
 MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
 
@@ -376,7 +377,11 @@ def is_tame(text: str) -> bool:
 
 
 # What takes for ever before there is anything to weigh.
-HUGE = re.compile(r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!", re.DOTALL)
+HUGE = re.compile(
+    r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
+    r"|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",
+    re.DOTALL,
+)
 
 
 def nesting(text: str) -> int:
@@ -402,8 +407,13 @@ def is_light(expression: Any) -> bool:
     if isinstance(expression, str) or not hasattr(expression, "atoms"):
         return True
     nodes = [*preorder(expression)]
-    functions = [x for x in nodes if x.free_symbols and (getattr(x, "is_Function", False) or kind_of(x) in SEARCHED)]
-    return not functions or max(map(degree, nodes)) <= MAX_DEGREE  # their powers become long sums
+    if any(kind_of(node) == "log" for node in nodes) and largest_beside_logs(expression) > MAX_BESIDE_LOGS:
+        return False
+    is_function = [getattr(node, "is_Function", False) and bool(node.free_symbols) for node in nodes]
+    is_searched = any(kind_of(node) in SEARCHED for node in nodes)
+    if is_searched and (any(is_function) or not all(map(is_polynomial, nodes))):
+        return False
+    return not (is_searched or any(is_function)) or max(map(degree, nodes)) <= MAX_DEGREE
 
 
 def preorder(expression: Any) -> Iterator[Any]:
@@ -416,6 +426,19 @@ def preorder(expression: Any) -> Iterator[Any]:
 def kind_of(expression: Any) -> str:
     """Returns the name of an expression's class."""
     return type(expression).__name__
+
+
+def largest_beside_logs(expression: Any) -> int:
+    """Returns the largest integer outside of logarithms: sympy draws it into them, as an exponent."""
+    if kind_of(expression) == "log":
+        return 0
+    own = abs(expression.p) if getattr(expression, "is_Rational", False) else 0
+    return max([own, *map(largest_beside_logs, getattr(expression, "args", expression))])
+
+
+def is_polynomial(expression: Any) -> bool:
+    """False for a power with another exponent than a natural number."""
+    return kind_of(expression) != "Pow" or bool(expression.args[1].is_Integer and expression.args[1] > 0)
 
 
 def degree(expression: Any) -> int:

@@ -248,7 +248,8 @@ TOO_LARGE = [  # each cost seconds to minutes, or raised
     r"(\sqrt2+\sqrt3+\sqrt5)^{500}", r"\log(\log(\log(\log(\log(\log(\log(\log(\log(\log(\log(2)))))))))))",
     r"\frac{d^{150}}{dx^{150}}\tan x", r"\int_0^{\pi}\sin^{500}x dx", "2**2**2**2**2**2**2**2**2",
     "99^{99^{99^{99^{99^{99^{99^{99^{99}}}}}}}}", "(x+1)^{900}", "(x+y+z+1)^{200}",
-    r"\left(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7\right)^{60}", r"x^{400}\cos x", r"\frac{d}{dx}\sin^{300} x",
+    r"\left(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7\right)^{60}", r"x^{400}\cos x", r"\log_{9}(e)+1000000007",
+    r"\int_0^{\pi} \sin^{n} x dx", r"\frac{d}{dx}\sin^{300} x",
     r"\sin(\sin(\sin(\sin(\sin(\sin(\sin(\sin(x))))))))^{30}",
 ]  # fmt: skip
 
