@@ -225,7 +225,7 @@ def state_shapes(model: Qwen, layout: Layout, config: grpo.Config) -> TrainState
         same = [each.sharding for each in jax.tree.leaves(params) if each.shape == x.shape]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=same[0] if same else layout.replicated)
 
-    opt_state = jax.tree.map(shape, jax.eval_shape(make_optimizer(config, 100).init, params))
+    opt_state = jax.tree.map(shape, jax.eval_shape(make_optimizer(config).init, params))
     return TrainState(params, opt_state, rows(layout), rows(layout))
 
 
@@ -233,7 +233,7 @@ def apply_gradients(model: Qwen, layout: Layout, config: grpo.Config) -> Program
     """An optimiser step."""
     state = state_shapes(model, layout, config)
     grads, loss = gradients(state.params, config), rows(layout, dtype=jnp.float32)
-    return compile_for(grpo.apply_gradients, make_optimizer(config, 100), state, grads, loss)
+    return compile_for(grpo.apply_gradients, make_optimizer(config), state, grads, loss, np.float32(1))
 
 
 def gradients(params, config: grpo.Config):

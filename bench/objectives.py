@@ -10,6 +10,7 @@ learnt from. All else is the preset's or, where that is silent, the demo's; `OWN
 import argparse
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,9 @@ PRESETS = {  # seeds of each
     **dict.fromkeys(("maxrl", "sapo", "dppo"), (0,)),
 }
 STEPS = 16
+DEMO = runpy.run_path(str(ROOT / "configs" / "demo.py"))["get_config"]()
 COMMON = {
+    "env_name": "countdown", "env_options": DEMO["env_options"], "test_env_name": "countdown-test", "num_epochs": 0,
     "groups_per_batch": 16, "group_size": 16, "max_resampling": 1, "ppo_minibatch": 64, "entropy_coef": 0,
     "num_generation_tokens": 192, "max_steps": STEPS, "test_interval": 4, "num_eval_tasks": 512, "num_eval_samples": 1,
     "test_greedy": 0, "save_interval": 4, "sample_interval": 0, "save_rollouts": "none", "wandb_mode": "disabled",

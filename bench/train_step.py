@@ -43,7 +43,7 @@ class Command(BenchConfig, Config):
 
 def make_learner(config: Config, model: Qwen, params, layout) -> tuple[Learner, TrainState]:
     """What turns a batch into a better state, and that state at step 0; memory is divided as a run does it."""
-    optimizer = make_optimizer(config, 1000)
+    optimizer = make_optimizer(config)
     state = init_state(params, optimizer)
     config, model, _ = fit_memory(config, model, layout, state)
     return Learner(model, optimizer, layout, config), state
@@ -113,7 +113,7 @@ def memory(config: Command, model: Qwen, layout) -> list[tuple]:
     # Nothing is allocated here that --remat auto could go by: the most careful choice stands for it.
     config = replace(config, tokens_per_microbatch=config.tokens_per_microbatch or 8192)
     model = replace(model, remat="full" if config.remat == "auto" else config.remat)
-    learner = Learner(model, make_optimizer(config, 1000), layout, config)
+    learner = Learner(model, make_optimizer(config), layout, config)
     for factor in (1, 2, 4):
         sized = replace(config, groups_per_batch=factor * config.groups_per_batch)
         batch = make_batch(some_rows(sized, model.vocab_size), config.prompt_tokens, config.group_size)

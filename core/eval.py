@@ -71,7 +71,7 @@ class Episodes:
     texts: list[str]  # as scored: the prompt's assistant prefix and the completion
     scores: dict[str, Float[np.ndarray, "B"]]  # zero for rows that `failed`
     failed: Bool[np.ndarray, "B"]  # rows without rewards: the reward timed out, raised or crashed
-    failures: dict[str, int]  # rewards that timed out or raised, in this process's share
+    failures: dict[str, int]  # numbers of rewards that timed out or raised, by kind
     times: dict[str, float]  # seconds
     by_task: dict[str, Float[np.ndarray, "N"]] | None = None  # estimates of each task, by `evaluate`
 
@@ -204,6 +204,7 @@ class Player:
             rollouts, sampled = concatenate(parts), time.perf_counter()
             with waiting(f"scoring {len(texts):,} replies"):
                 rewards = self.layout.share(score, len(texts))
+        failures = {kind: self.layout.total(count) for kind, count in failures.items()}
         texts = [texts[row] for row in range(len(ids))]
         failed = np.array([reward is None for reward in rewards])
         rewards = [reward or {} for reward in rewards]
@@ -358,6 +359,8 @@ def evaluate(player: Player, params: Any, num_tasks: int, num_samples: int, seed
     rollouts = episodes.rollouts
     metrics["length"] = float((rollouts.lengths - rollouts.prompt_lengths).mean())
     metrics["finished"] = float(rollouts.finished.mean())
+    if episodes.failed.any():
+        metrics["reward_failures"] = int(episodes.failed.sum())
     return metrics, replace(episodes, by_task=by_task)
 
 

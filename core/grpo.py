@@ -13,6 +13,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from core import objectives
 from core.eval import (
@@ -41,7 +42,7 @@ from core.sampling import SamplingConfig
 from envs import parse_options, test_name
 from models.checkpoint import find_model, load_model, save_model
 from models.qwen3 import CRITIC, LAYERS, Qwen, TokenScores, make_critic, score_tokens
-from utils.batching import Array, bucket, concatenate, fit, pieces, power_below, take
+from utils.batching import Array, bucket, concatenate, draw_sizes, fit, pieces, power_below, take
 from utils.comparison import find_checkpoints
 from utils.config import option, parse, user_errors
 from utils.estimates import explained_variance
@@ -54,7 +55,7 @@ from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_r
 from utils.runtime import Compilations
 from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
 from utils.speed import describe_speed, training_flops
-from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, init_state, make_optimizer
+from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, init_state, lr_multiplier, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Config(
     test_env_name: str = option("", "played before, during and after: held-out problems of X; empty: nothing")
     test_env_options: str = option(
         "", "its options where they differ from training's, and num_generation_tokens and force_answer_at"
+    )
+    valid_env_name: str = option(
+        "", "environment played whenever the test environment is, by whose return --save_best chooses, for example "
+        "X-valid; empty: --save_best chooses by the test environment"
     )  # fmt: skip
     test_interval: int = option(10, "steps between held-out evaluations; 0: only before and after")
     test_greedy: bool = option(False, "evaluate greedily too, before and after")
@@ -118,10 +123,12 @@ class Config(
                 f"--kv_dtype {self.kv_dtype} draws from probabilities that differ from those that are trained: correct "
                 "for it by --importance_correction truncate, or take --objective dppo"
             )
-        if self.test_env_options and not self.test_env_name:
+        if self.test_env_options and not (self.test_env_name or self.valid_env_name):
             raise ValueError("--test_env_options are those of --test_env_name: name one")
-        if self.num_epochs < 0 or self.target_kl < 0:
-            raise ValueError("--num_epochs and --target_kl must not be negative")
+        if self.save_best and not (self.test_env_name or self.valid_env_name):
+            raise ValueError("--save_best needs held-out scores: give --valid_env_name or --test_env_name")
+        if min(self.num_epochs, self.target_kl, self.seed) < 0:
+            raise ValueError("--num_epochs, --target_kl and --seed must not be negative")
 
     @property
     def num_rollouts(self) -> int:
@@ -160,32 +167,51 @@ def collect(player: Player, params, config: Config, step: int, cursor: int) -> t
     Returns the batch (None when nothing has signal), all that was played, and the number of the next task.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
-    per_draw = player.num_prompts(config.groups_per_batch, config.group_size)
+    largest = player.num_prompts(config.groups_per_batch, config.group_size)
     played, kept, missing, budget = [], [], config.groups_per_batch, config.most_groups
+    share = 1.0  # of the groups that can be learnt from, so far
     while missing and budget:
-        places = cursor + np.arange(min(per_draw, budget))
+        places = cursor + np.arange(min(num_groups_to_draw(missing, share, largest), budget))
         ids = task_numbers(config.seed, player.num_tasks, places)
         # Keys go by the place in the run: where a new epoch begins, a task may come twice in a step.
         episodes = player.play(params, ids, config.group_size, key, places)
         lengths = episodes.rollouts.lengths - episodes.rollouts.prompt_lengths
         scores = add_length_reward(episodes.scores, lengths, config.num_generation_tokens, config)
         episodes = replace(episodes, scores=scores)
-        rewards = scores["return"].reshape(len(ids), -1)
+        drawn = make_batch(episodes, config)
+        rewards = drawn.rewards.reshape(len(ids), -1)
         groups = np.flatnonzero(has_signal(rewards, config) | (not config.do_group_filter))[:missing]
         played.append(episodes)
         rows = np.arange(rewards.size).reshape(rewards.shape)[groups].ravel()
-        kept.append(take(make_batch(episodes, config.group_size), rows))
+        kept.append(take(drawn, rows))
         missing, budget = missing - len(groups), budget - len(ids)
+        share = (config.groups_per_batch - missing) / (config.most_groups - budget)
         # Tasks behind the last one that is needed come again: a step's batch does not depend on `rows_per_call`.
         cursor += len(ids) if missing else groups[-1].item() + 1
     return concatenate(kept) if missing < config.groups_per_batch else None, played, cursor
 
 
-def make_batch(episodes: Episodes, group_size: int) -> Batch:
-    """What learning needs of what was played."""
-    r, rewards = episodes.rollouts, episodes.scores["return"]
+def num_groups_to_draw(missing: int, share: float, largest: int) -> int:
+    """Returns how many groups to sample at once, for about `missing` of them to have signal where `share` of them do.
+
+    The number is one of `draw_sizes`; what is drawn does not depend on it, only how much of it is thrown away.
+    """
+    return min((size for size in draw_sizes(largest) if size * share >= missing), default=largest)
+
+
+def make_batch(episodes: Episodes, config: Config) -> Batch:
+    """Returns the batch of all rollouts that were played; the reward of one whose grader failed is NaN."""
+    r, is_dropped = episodes.rollouts, episodes.failed & (config.on_reward_failure == "drop")
     return Batch(
-        r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, r.finished, r.support, group_size=group_size
+        r.tokens,
+        r.mask,
+        r.logprobs,
+        np.where(is_dropped, np.float32(np.nan), episodes.scores["return"]),
+        r.lengths,
+        r.prompt_lengths,
+        r.finished,
+        r.support,
+        group_size=config.group_size,
     )
 
 
@@ -209,14 +235,21 @@ class Learner:
         return batch, metrics | {"times/logprobs": time.perf_counter() - clock, "num_rows": len(batch.rewards)}
 
     @waiting("updating")
-    def learn(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
-        """All updates of a step; metrics are means over them, `updates/...` lists of each one's."""
+    def learn(
+        self, state: TrainState, batch: Batch, step: int, progress: float = 0.0
+    ) -> tuple[TrainState, dict[str, float]]:
+        """Makes all updates of a step; metrics are means over them, `updates/...` lists of each one's.
+
+        `progress` of the run, from 0 to 1, is what the learning rate follows.
+        """
         clock, updates = time.perf_counter(), []
+        num_updates = int(self.layout.fetch(state.step))
         for epoch in range(self.config.ppo_epochs if len(batch.rewards) else 0):
             minibatches, done = list(self.minibatches(batch, step, epoch)), []
             for minibatch in minibatches:
-                state, *each = self.update(state, minibatch)
-                done.append(each)
+                multiplier = lr_multiplier(self.config, progress, num_updates + len(updates) + len(done))
+                state, parts, metrics = self.update(state, minibatch, multiplier)
+                done.append((parts, metrics))
             updates += (done := [objectives.total(parts) | each for parts, each in self.layout.fetch(done)])
             self.check(minibatches, done)
             if self.config.target_kl and np.mean([each["approx_kl"] for each in done]) > self.config.target_kl:
@@ -240,7 +273,7 @@ class Learner:
         row = normalize(take(batch, np.arange(1)), 1, config.num_generation_tokens, config)
         for _, piece, first in self.microbatches(row, config.minibatch_size):
             sums, _ = accumulate(self.model, config, state.params, self.zeros(state.params), piece, first)
-        apply_gradients.lower(self.optimizer, state, *sums).compile()
+        apply_gradients.lower(self.optimizer, state, *sums, np.float32(1)).compile()
         jax.tree.map(lambda x: x[0], state.params[LAYERS])  # as for a model that is saved
 
     @waiting("log-probabilities")
@@ -267,6 +300,9 @@ class Learner:
         whole.mask[num_rows:], whole.rewards[num_rows:] = False, 0.0
         advantage, keep = (np.asarray(x)[:num_rows] for x in advantages(whole, self.config))
         batch = batch.replace(advantages=advantage)
+        batch = batch.replace(mask=batch.mask & keep[:, None])
+        if batch.mask.any():
+            metrics = describe_advantages(advantage[keep], batch.mask[keep])
         if self.config.has_critic:
             returns = objectives.generalised_advantages(batch, self.config) + batch.values
             batch = batch.replace(returns=np.asarray(returns))
@@ -307,15 +343,21 @@ class Learner:
                     "--lr, or look at the batches in bad_batches/; the parameters are those before them"
                 )
 
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, list[dict], dict]:
-        """One optimiser step, by the gradients of a minibatch's micro-batches; returns their metrics and its own."""
+    def update(
+        self, state: TrainState, batch: Batch, multiplier: float = 1.0
+    ) -> tuple[TrainState, list[dict], dict]:
+        """Makes one optimiser step by the gradients of a minibatch's micro-batches; returns their metrics and its own.
+
+        `multiplier` scales the learning rates.
+        """
         batch = normalize(batch, self.config.minibatch_size, self.config.num_generation_tokens, self.config)
         sums, parts, num_slots = self.zeros(state.params), [], 0
         for _, piece, first in self.microbatches(batch, self.config.minibatch_size):
             sums, metrics = accumulate(self.model, self.config, state.params, sums, piece, first)
             parts.append(metrics)
             num_slots += piece.tokens.size
-        state, metrics = apply_gradients(self.optimizer, state, *sums)
+        state, metrics = apply_gradients(self.optimizer, state, *sums, np.float32(multiplier))
+        metrics["lr"] = multiplier * self.config.init_lr_frac * self.config.lr
         work = {"padding": 1 - batch.lengths.sum() / num_slots, "flops": training_flops(self.model, batch.lengths)}
         return state, parts, metrics | {f"speed/{name}": value for name, value in work.items()}
 
@@ -336,6 +378,18 @@ class Learner:
             piece = take(batch, np.resize(rows, num_rows), width)
             piece.mask[len(rows) :] = False  # rows that only fill the shape up
             yield rows, self.layout.put(piece), min(power_below(int(piece.prompt_lengths.min())), self.first)
+
+
+def describe_advantages(advantages: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> dict[str, float]:
+    """Returns the metrics of the advantages of the tokens that are learnt from, and their number per rollout."""
+    x = advantages[mask]
+    return {
+        "advantage/mean": float(x.mean()),
+        "advantage/magnitude": float(np.abs(x).mean()),
+        "advantage/max": float(x.max()),
+        "advantage/min": float(x.min()),
+        "tokens_per_rollout": x.size / len(mask),
+    }
 
 
 @partial(jax.jit, static_argnames=("model", "temperature", "first"))
@@ -360,36 +414,53 @@ def accumulate(model: Qwen, config: Config, params, sums, batch: Batch, first: i
 
 
 @partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
-def apply_gradients(optimizer, state: TrainState, grads, loss=0.0) -> tuple[TrainState, dict[str, Array]]:
-    """One optimiser step, or none where the loss or the gradient is not finite."""
+def apply_gradients(
+    optimizer, state: TrainState, grads, loss=0.0, multiplier=1.0
+) -> tuple[TrainState, dict[str, Array]]:
+    """Makes one optimiser step, or none where the loss or the gradient is not finite.
+
+    `multiplier` scales the updates, which are linear in the learning rates, weight decay included.
+    """
     grads = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, state.params)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates = jax.tree.map(lambda x: (multiplier * x).astype(x.dtype), updates)
     new = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.num_skipped)
     state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, state)
     num_skipped = jnp.where(is_finite, 0, state.num_skipped + 1)
-    return state.replace(num_skipped=num_skipped), {"grad_norm": norm, "skipped_in_a_row": num_skipped + 0}
+    return state.replace(num_skipped=num_skipped), {"grad_norm": norm, "skipped_in_a_row": num_skipped + 0} | {
+        "update_norm": optax.tree.norm(updates),
+        "param_norm": optax.tree.norm(state.params),
+    }
 
 
-def held_out(tester: Player, params, config: Config, with_greedy: bool) -> dict[str, float]:
-    """Scores on the held-out problems, under the metric names of the log."""
-    metrics, _ = evaluate(tester, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
-    metrics = {f"test_env/{name}": value for name, value in metrics.items()}
-    if with_greedy:
-        greedy, _ = evaluate(tester.greedy(), params, config.num_eval_tasks, 1, config.seed)
-        metrics |= {f"test_env_greedy/{name}": value for name, value in greedy.items()}
+def held_out(testers: dict[str, Player], params, config: Config, with_greedy: bool) -> dict[str, float]:
+    """Returns the scores on held-out problems under the names of the log, "test_env/..." and "valid_env/..."."""
+    metrics = {}
+    for role, tester in testers.items():
+        scores, _ = evaluate(tester, params, config.num_eval_tasks, config.num_eval_samples, config.seed)
+        metrics |= {f"{role}/{name}": value for name, value in scores.items()}
+    if with_greedy and "test_env" in testers:
+        scores, _ = evaluate(testers["test_env"].greedy(), params, config.num_eval_tasks, 1, config.seed)
+        metrics |= {f"test_env_greedy/{name}": value for name, value in scores.items()}
     return metrics
 
 
-def resolve_environments(config: Config) -> list[RolloutSettings]:
-    """Returns how the environment is played, and the held-out problems of --test_env_name, where there is one."""
+def selection_score(metrics: dict[str, float]) -> float | None:
+    """Returns the held-out return by which --save_best chooses, None where nothing was evaluated."""
+    return metrics.get("valid_env/return", metrics.get("test_env/return"))
+
+
+def resolve_environments(config: Config) -> dict[str, RolloutSettings]:
+    """Returns how each environment is played, by role: "env" trains, "test_env" and "valid_env" are held out."""
     training = resolve_settings(config, config.env_name)
-    environments = [training]
-    if config.test_env_name:
-        overrides = parse_options(config.test_env_options, "--test_env_options")
-        environments.append(resolve_settings(config, test_name(config.test_env_name), training, overrides))
-    check_files(config, [settings.name for settings in environments])
+    overrides = parse_options(config.test_env_options, "--test_env_options")
+    environments = {"env": training}
+    for role, name in (("test_env", config.test_env_name), ("valid_env", config.valid_env_name)):
+        if name:
+            environments[role] = resolve_settings(config, test_name(name), training, overrides)
+    check_files(config, [settings.name for settings in environments.values()])
     return environments
 
 
@@ -403,47 +474,56 @@ def main(config: Config):
         given = {"unroll": config.unroll_layers, "attention": config.attention, "kv_dtype": config.kv_dtype}
         model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
         config = replace(config, save_dir=str(run.directory))
-        players = [make_player(config, settings, model, tokenizer, layout) for settings in environments]
-        player = players[0]
-        end = config.num_epochs * player.num_tasks or np.inf
-        max_steps = int(min(config.max_steps, -(-end // config.groups_per_batch)))
-        config = replace(config, num_generation_tokens=player.sampler.max_new_tokens, max_steps=max_steps)
-    optimizer = make_optimizer(config, config.max_steps * config.updates_per_step, config.has_critic)
+        players = {
+            role: make_player(config, settings, model, tokenizer, layout) for role, settings in environments.items()
+        }
+        player = players["env"]
+        end = config.num_epochs * player.num_tasks or math.inf  # cursor behind the last problem
+        config = replace(config, num_generation_tokens=player.sampler.max_new_tokens)
+    optimizer = make_optimizer(config, config.has_critic)
     reference = jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params) if config.kl_coef else None
     if config.has_critic:
         params |= {CRITIC: make_critic(model, params)}
     with user_errors():
-        state, progress = run.states.restore(init_state(params, optimizer))
+        state, restored = run.states.restore(init_state(params, optimizer))
     del params  # the state holds them, and each update replaces them
     config, model, memory = fit_memory(config, model, layout, state, reference)
-    done, cursor, best = (progress.get(name, 0) for name in ("step", "cursor", "best"))
+    done, cursor, num_rollouts = (restored.get(name, 0) for name in ("step", "cursor", "num_rollouts"))
+    best = restored.get("best")
     less_memory = " or set --remat full" * (model.remat != "full")
     learner = Learner(model, optimizer, layout, config, reference, run.write_bad_batch)
+
+    def save(name: str) -> None:
+        save_model(run.directory / name, model, state.params, tokenizer, "", layout.fetch, layout.is_main)
+
     with contextlib.ExitStack() as stack:
-        logger = stack.enter_context(run.start_logger(done if progress else -1))
+        logger = stack.enter_context(run.start_logger(done if restored else -1))
         compilations = stack.enter_context(Compilations(run.directory / "programs.jsonl" if layout.is_main else None))
         stack.enter_context(run)  # however the run ends, what it has reached is saved
-        for each in players:
+        for each in players.values():
             stack.enter_context(each.scorer)
         logger.say(f"{config.model_dir}: {model.num_parameters:,} parameters on {layout.describe(state.params)}")
-        logger.say(*(settings.describe() for settings in environments))
+        logger.say(*(settings.describe() for settings in environments.values()))
         logger.say(*memory)
         logger.say(objectives.describe(config), describe_optimizer(config, state.params))
-        logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players))))
+        logger.say(*filter(None, (config.distribution.note, *(each.env.note for each in players.values()))))
         logger.say(f"{f'resuming at step {done} in' if done else 'writing to'} {run.directory}")
         if config.precompile:
             players, learner = precompile(config, players, learner, state)
             said = "compiled ahead: {compile/num_programs} programs, {compile/num_from_cache} more were in the cache"
             logger.say(said.format_map(compilations.take()))
-        player, tester = players[0], players[1] if config.test_env_name else None
-        if tester and not done:
+        player, testers = players["env"], {role: players[role] for role in players if role != "env"}
+        if testers and not done:
             with run.interruptible():
-                metrics = held_out(tester, state.params, config, config.test_greedy)
+                metrics = held_out(testers, state.params, config, config.test_greedy)
             logger.log(0, metrics)
             logger.line(0, metrics)
+            best = selection_score(metrics)
+            if config.save_best:
+                save("best")
         step = done
         for step in range(done + 1, config.max_steps + 1) if cursor < end else []:
-            clock = time.perf_counter()
+            clock, progress = time.perf_counter(), max((step - 1) / config.max_steps, cursor / end)
             with run.profiled(step == done + 3):
                 with run.interruptible():
                     batch, played, cursor = collect(player, state.params, config, step, cursor)
@@ -451,24 +531,31 @@ def main(config: Config):
                 if batch is not None:
                     with out_of_memory("tokens_per_microbatch", config.tokens_per_microbatch, less_memory):
                         batch, assessed = learner.assess(state.params, batch)
-                        state, learnt = learner.learn(state, batch, step)
+                        state, learnt = learner.learn(state, batch, step, progress)
                     metrics |= assessed | learnt
+            num_rollouts += metrics["rollout/num_rollouts"]
+            metrics |= {"rollout/total_rollouts": num_rollouts, "env/epochs": cursor / player.num_tasks}
             metrics |= describe_speed(model, layout, played, metrics) | compilations.take()
             metrics |= {"times/step": time.perf_counter() - clock, "memory/peak_gb": layout.peak_memory / 1e9}
             last = step == config.max_steps or cursor >= end
-            if tester and (last or is_due(step, config.test_interval)):
-                metrics |= held_out(tester, state.params, config, config.test_greedy and last)
+            if testers and (last or is_due(step, config.test_interval)):
+                metrics |= held_out(testers, state.params, config, config.test_greedy and last)
             logger.log(step, metrics)
             logger.line(step, metrics)
-            run.write_rollouts(step, rollout_rows(played, config.group_size, tokenizer, batch))
+            rows = rollout_rows(played, config.group_size, tokenizer, batch)
+            run.write_rollouts(step, rows)
             if last or step == done + 1 or is_due(step, config.sample_interval):
                 logger.sample(step, *example(played[0], tokenizer))
-            improved = config.save_best and metrics.get("test_env/return", -np.inf) > (best or -np.inf)
-            saved = [f"step{step}"] * (last or is_due(step, config.save_interval)) + ["best"] * improved
-            for name in saved:
-                save_model(run.directory / name, model, state.params, tokenizer, "", layout.fetch, layout.is_main)
-            best = metrics["test_env/return"] if improved else best
-            run.reached(step, state, {"step": step, "cursor": cursor, "best": best}, f"step{step}" in saved)
+                logger.rollouts(step, [row for row in rows if row["group"] < 2])
+            score = selection_score(metrics)
+            if config.save_best and score is not None and (best is None or score > best):
+                best = score
+                save("best")
+            is_saved = last or is_due(step, config.save_interval)
+            if is_saved:
+                save(f"step{step}")
+            reached = {"step": step, "cursor": cursor, "num_rollouts": num_rollouts, "best": best}
+            run.reached(step, state, reached, is_saved)
             if last:
                 break
         logger.say(run.before_and_after(), f"model: {run.directory / f'step{step}'}")

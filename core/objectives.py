@@ -33,7 +33,7 @@ class Batch:
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]  # tokens that the policy chose
     sample_logprobs: Float[Array, "B T"]  # under the distribution that was sampled
-    rewards: Float[Array, "B"]
+    rewards: Float[Array, "B"]  # NaN: the grader failed
     lengths: Int[Array, "B"]  # prompt + completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"] | None = None  # not cut off by the limit
@@ -65,27 +65,27 @@ def formula(text: str) -> Callable[[Function], Function]:
 @formula("(r - mean) / std of the group")
 def group_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
     """Advantage of GRPO. Source: arXiv 2402.03300, section 4.1.2."""
-    deviation = rewards.std(axis=1, keepdims=True)
+    deviation = jnp.nanstd(rewards, axis=1, keepdims=True)
     return group_mean(rewards, batch, config) / jnp.where(deviation > 0, deviation, 1.0)
 
 
 @formula("r - mean of the group")
 def group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
     """Advantage of Dr. GRPO. Source: arXiv 2503.20783, section 3.2."""
-    return rewards - rewards.mean(axis=1, keepdims=True)
+    return rewards - jnp.nanmean(rewards, axis=1, keepdims=True)
 
 
 @formula("r - mean of the others in the group")
 def rloo(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
     """Advantage of REINFORCE leave-one-out. Source: arXiv 2402.14740."""
-    G = rewards.shape[1]
-    return G / (G - 1) * group_mean(rewards, batch, config)
+    G = jnp.isfinite(rewards).sum(axis=1, keepdims=True)
+    return G / jnp.maximum(G - 1, 1) * group_mean(rewards, batch, config)
 
 
 @formula("(r - mean) / mean of the group, 0 where the mean is not positive")
 def maxrl(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
     """Advantage of MaxRL. Source: arXiv 2602.02710."""
-    mean = rewards.mean(axis=1, keepdims=True)
+    mean = jnp.nanmean(rewards, axis=1, keepdims=True)
     return jnp.where(mean > 0, (rewards - mean) / jnp.where(mean > 0, mean, 1.0), 0.0)
 
 
@@ -115,7 +115,7 @@ def batch_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Ar
     A token pays for the KL from itself on: r - kl_coef sum over s >= t of KL_s. Source: arXiv 2501.03262, eq. 8-10.
     """
     if not config.has_kl_in_reward:
-        return standardize(rewards, jnp.ones_like(rewards, bool))
+        return standardize(rewards, jnp.isfinite(rewards))
     penalty = kl_penalty(batch, config)
     penalty_to_go = jnp.cumsum(penalty[:, ::-1], axis=1)[:, ::-1]
     return standardize(batch.rewards[:, None] - penalty_to_go, batch.mask)
@@ -300,22 +300,31 @@ def has_signal(rewards: Float[Array, "N G"], config: ObjectiveConfig) -> Bool[Ar
 
     Without the filter best_k compares nothing either: it imitates, also where all are as good.
     """
-    differ = rewards.max(axis=1) - rewards.min(axis=1) > NO_SIGNAL
+    is_graded = rewards == rewards  # not NaN, of NumPy and of JAX arrays
+    highest = rewards.max(axis=1, where=is_graded, initial=-jnp.inf)
+    lowest = rewards.min(axis=1, where=is_graded, initial=jnp.inf)
+    differ = highest - lowest > NO_SIGNAL
     imitates_all = config.advantage == "best_k" and not config.do_group_filter
     return differ | imitates_all | (not config.is_group_relative)
 
 
 @partial(jax.jit, static_argnames="config")  # else each of its operations would compile for each width
 def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B"]]:
-    """The advantage of each token, and which rows stay in the batch."""
+    """Returns the advantage of each token, and which rows stay in the batch.
+
+    A rollout whose reward is NaN, since its grader failed, leaves its group before the baseline is formed; where an
+    advantage function does not provide for that (nanmean), its whole group leaves.
+    """
     rewards = jnp.asarray(batch.rewards, jnp.float32) - kl_penalty(batch, config).sum(axis=1)
     rewards = rewards.reshape(-1, batch.group_size)
     signal = jnp.repeat(has_signal(rewards, config), batch.group_size)
-    keep = signal if config.do_group_filter else jnp.ones_like(signal)
+    is_graded = jnp.isfinite(rewards).ravel()
+    keep = signal & is_graded if config.do_group_filter else is_graded
     if config.do_truncation_filter:
         keep &= jnp.asarray(batch.finished)
     batch = batch.replace(mask=batch.mask & keep[:, None])
     advantage = ADVANTAGES[config.advantage](rewards, batch, config).reshape(len(keep), -1)  # [B, 1] or [B, T]
+    keep &= jnp.isfinite(advantage).all(axis=1)
     if config.advantage == "best_k":
         keep &= advantage[:, 0] > 0
     advantage = jnp.where(signal[:, None], advantage, 0.0)
@@ -325,7 +334,7 @@ def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T
     if config.do_clip_advantages:
         advantage = jnp.maximum(advantage, 0.0)
     advantage = jnp.where(advantage < 0, config.negative_advantage_multiplier * advantage, advantage)
-    return jnp.where(batch.mask & signal[:, None], advantage, 0.0), keep
+    return jnp.where(batch.mask & (signal & keep)[:, None], advantage, 0.0), keep
 
 
 def standardize(x: Float[Array, "R C"], where: Bool[Array, "R D"]) -> Float[Array, "R _"]:

@@ -32,7 +32,7 @@ def state_of(model, config: Config) -> TrainState:
     """Shapes where a run has arrays."""
     here = single_device().replicated
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), model.table(), is_leaf=is_spec)
-    state = TrainState(params, jax.eval_shape(make_optimizer(config, 1).init, params), (), ())
+    state = TrainState(params, jax.eval_shape(make_optimizer(config).init, params), (), ())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), state)
 
 

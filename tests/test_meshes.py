@@ -166,7 +166,7 @@ def shardings_on_eight_devices() -> None:
     def same(tree) -> None:
         jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(x), tree, params)
 
-    optimizer = make_optimizer(OptimizerConfig(), 10)
+    optimizer = make_optimizer(OptimizerConfig())
     state, config = init_state(params, optimizer), Config()
     (moments,) = (s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
     same(moments.mu), same(moments.nu)

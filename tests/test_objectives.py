@@ -562,6 +562,41 @@ def test_best_k_imitates_groups_that_are_all_right_without_the_filter(do_group_f
     assert (found[best] == batch.mask[best]).all()
 
 
+@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}, {"do_global_normalization": True}], ids=in_words)
+@pytest.mark.parametrize("advantage", CHOICES["advantage"])
+def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
+    """The others are valued as if it had never been sampled."""
+    if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
+        return
+    config = ObjectiveConfig(advantage=advantage, best_k=2, **flags)
+    rewards = np.float32([0, 1, 0.1, 1, 0.1, 0.6, 0, 1, 1, 0, 0, 0.6])
+    failed = np.array([1, 4, 11])
+    batch = random_batch(7, rewards)
+    batch.rewards[failed] = np.nan
+    others = np.setdiff1d(np.arange(len(rewards)), failed)
+    found, keep = map(np.asarray, advantages(batch, config))
+    expected, expected_keep = map(np.asarray, advantages(take(batch, others).replace(group_size=G - 1), config))
+    assert not keep[failed].any() and not found[failed].any() and np.isfinite(found).all()
+    assert keep[others].tolist() == expected_keep.tolist()
+    np.testing.assert_allclose(found[others], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
+    config = ObjectiveConfig()
+    rewards = np.float32([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
+    assert np.asarray(objectives.has_signal(rewards, config)).tolist() == [False, False, True, True]
+    found, keep = advantages(random_batch(0, rewards.ravel()), config)
+    assert np.asarray(keep).tolist() == [False] * 8 + [False, True, True, False] + [True, True, False, True]
+
+
+def test_a_group_leaves_where_an_advantage_does_not_know_of_failed_graders(monkeypatch):
+    mine = lambda rewards, batch, config: rewards - rewards.mean(axis=1, keepdims=True)  # noqa: E731
+    monkeypatch.setitem(objectives.ADVANTAGES, "rloo", mine)
+    batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
+    found, keep = map(np.asarray, advantages(batch, ObjectiveConfig(advantage="rloo")))
+    assert keep.tolist() == [True] * 4 + [False] * 4 and np.isfinite(found).all()
+
+
 def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
     """A function and its name in the table are enough."""
 

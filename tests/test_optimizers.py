@@ -14,7 +14,7 @@ from helpers import on_four_devices, on_layout
 
 from core import grpo
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
-from utils.train_state import OptimizerConfig, describe_optimizer, init_state, make_optimizer
+from utils.train_state import OptimizerConfig, describe_optimizer, init_state, lr_multiplier, make_optimizer
 
 EMBED, LAYERS, HEAD, VALUE = "model.embed_tokens.weight", "model.layers", "lm_head.weight", "v_head.weight"
 L, D = 2, 12
@@ -47,12 +47,13 @@ def by_name(tree) -> dict[str, np.ndarray]:
 
 def train(config: OptimizerConfig, params: dict, gradients, total_steps: int = 10) -> list[dict[str, np.ndarray]]:
     """Parameters by name, before and after each jitted update; `gradients`: trees, or a function of the parameters."""
-    optimizer = make_optimizer(config, total_steps)
+    optimizer = make_optimizer(config)
     state = init_state(jax.tree.map(jnp.array, params), optimizer)
     history = [by_name(state.params)]
-    for gradient in [gradients] * total_steps if callable(gradients) else gradients:
+    for i, gradient in enumerate([gradients] * total_steps if callable(gradients) else gradients):
         gradient = gradient(state.params) if callable(gradient) else gradient
-        state, _ = grpo.apply_gradients(optimizer, state, gradient)
+        multiplier = np.float32(lr_multiplier(config, i / total_steps, i))
+        state, _ = grpo.apply_gradients(optimizer, state, gradient, multiplier=multiplier)
         history.append(by_name(state.params))
     return history
 
@@ -159,7 +160,7 @@ def test_adafactor_factors_each_layer_by_rows_and_columns():
     direction /= max(1, np.sqrt(np.square(direction).mean()))
     expected = before["mlp.up_proj.weight"] - 0.1 * (direction + 0.2 * before["mlp.up_proj.weight"])
     np.testing.assert_allclose(after["mlp.up_proj.weight"], expected, atol=1e-5)
-    states = [jax.eval_shape(make_optimizer(OptimizerConfig(name), 10).init, params) for name in ("adafactor", "adamw")]
+    states = [jax.eval_shape(make_optimizer(OptimizerConfig(name)).init, params) for name in ("adafactor", "adamw")]
     assert 20 * num_bytes(states[0]) < num_bytes(states[1])
 
 
@@ -170,7 +171,7 @@ def test_a_quadratic_loss_falls(optimizer):
     def run(mu_dtype):
         rates = {"lr": 0.05, "matrix_lr": 0.2, "embedding_lr": 0.005, "unembedding_lr": 0.005}
         config = OptimizerConfig(optimizer, mu_dtype=mu_dtype, weight_decay=0, **rates)
-        moments = jax.eval_shape(make_optimizer(config, 20).init, params)
+        moments = jax.eval_shape(make_optimizer(config).init, params)
         wide = {x.dtype.name for path, x in jax.tree.leaves_with_path(moments) if ".mu" in jax.tree_util.keystr(path)}
         assert wide == (set() if optimizer == "adafactor" else {mu_dtype or "float32"})
         return train(config, params, lambda params: jax.tree.map(lambda x: x - 1, params), total_steps=20)
@@ -190,7 +191,7 @@ def test_a_quadratic_loss_falls(optimizer):
 
 def assert_compiled_once(layout, **flags) -> None:
     """Two updates are one compilation, and moments are laid out like their parameters."""
-    optimizer = make_optimizer(OptimizerConfig(**flags), 10)
+    optimizer = make_optimizer(OptimizerConfig(**flags))
     state = init_state(on_layout(layout), optimizer)
     shardings = {path[-1].key: x.sharding for path, x in jax.tree.leaves_with_path(state.params)}
     for _, moments in optax.tree.get_all_with_path(state.opt_state, "mu"):

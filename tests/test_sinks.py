@@ -105,6 +105,21 @@ def test_wandb_offline_holds_the_same_numbers(tmp_path):
     assert found == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
+def test_rollouts_reach_wandb_and_tensorboard(tmp_path):
+    """With text that Markdown, HTML and CSV would read as their own."""
+    text = "<script>alert(1)</script> | # a\n\nb"
+    row = {"group": 0, "task": np.int64(7), "prompt": "p", "text": text, "return": np.float32(0.5), "finished": True}
+    options = {"tensorboard": True, "wandb_mode": "offline"}
+    with start(tmp_path, **options) as logger:
+        logger.log(3, {"env/return": 0.5})
+        logger.rollouts(3, [row])
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")
+    table = json.loads(table.read_text())
+    assert dict(zip(table["columns"], table["data"][0], strict=True)) == row
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"    p<script>alert(1)</script>" in events.read_bytes()
+
+
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
 def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypatch, capsys):
     calls = []
@@ -118,7 +133,7 @@ def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypa
 
         return call
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=step("init"), Settings=dict))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=step("init"), Settings=dict, Table=list))
     monkeypatch.setenv("WANDB_API_KEY", "x")
     with start(tmp_path) as logger:
         for i in range(2):
@@ -144,7 +159,7 @@ def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, opt
 def test_when_wandb_is_on(tmp_path, options, mode, monkeypatch):
     modes = []
     fake_run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
-    fake = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or fake_run, Settings=dict)
+    fake = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or fake_run, Settings=dict, Table=list)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(sinks_module, "has_wandb_login", lambda wandb: False)
     start(tmp_path, **options).close()

@@ -22,19 +22,20 @@ from safetensors.numpy import load_file
 
 from core import grpo
 from core.eval import Player, evaluate
-from core.grpo import Config, Learner, collect, task_numbers
+from core.grpo import Config, Learner, collect, num_groups_to_draw, task_numbers
 from core.objectives import Batch, advantages, describe, normalize, total
 from core.sampling import Sampler
 from envs.base import Env, Problem
 from models import qwen3
 from models.distribution import Distribution
-from utils.batching import take
+from utils.batching import draw_sizes, take
 from utils.config import parse
 from utils.estimates import pass_at_k
+from utils.runs import describe_play
 from utils.scoring import Failure, Scorer
 from utils.scoring_helper import Settings
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
-from utils.train_state import OptimizerConfig, init_state, make_optimizer, make_schedule
+from utils.train_state import OptimizerConfig, init_state, lr_multiplier, make_optimizer
 
 G = 4
 CONFIG = Config(
@@ -97,10 +98,10 @@ def update(batch: Batch, layout=None, **changes) -> tuple[dict, dict]:
     return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), total(parts) | metrics
 
 
-def learn(learner: Learner, state, batch: Batch, step: int):
+def learn(learner: Learner, state, batch: Batch, step: int, progress: float = 0.0):
     """A step of training after its rollouts."""
     batch, assessed = learner.assess(state.params, batch)
-    state, learnt = learner.learn(state, batch, step)
+    state, learnt = learner.learn(state, batch, step, progress)
     return state, assessed | learnt
 
 
@@ -240,7 +241,7 @@ def test_old_logprobs(flags, expected):
     seen = []
 
     class Spy(Learner):
-        def update(self, state, batch):
+        def update(self, state, batch, multiplier):
             seen.append(batch)
             names = "loss", "approx_kl", "clip_fraction", "inference_recompute/ratio"
             part = dict.fromkeys((*names, "inference_recompute/ratio_squared"), 0)
@@ -262,9 +263,9 @@ def learner(**changes) -> tuple[Learner, list[Batch]]:
     seen = []
 
     class Spy(Learner):
-        def update(self, state, batch):
+        def update(self, state, batch, multiplier):
             seen.append(batch)
-            return super().update(state, batch)
+            return super().update(state, batch, multiplier)
 
     return Spy(MODEL, optax.sgd(1.0), single_device(), replace(CONFIG, **changes)), seen
 
@@ -323,7 +324,7 @@ def test_the_kl_is_that_to_the_reference():
 def step(config: OptimizerConfig, gradient: float, model=MODEL) -> tuple[dict, dict]:
     """Parameters before and after one update with the same gradient everywhere, by name."""
     params = random_params(model)
-    optimizer = make_optimizer(config, 10)
+    optimizer = make_optimizer(config)
     grads = jax.tree.map(lambda x: jnp.full(x.shape, gradient), params)
     state, _ = grpo.apply_gradients(optimizer, init_state(jax.tree.map(jnp.array, params), optimizer), grads)
 
@@ -355,13 +356,41 @@ def test_weight_decay_spares_norms_and_biases():
         ("constant", 0, [1, 1, 1, 1, 1, 1, 1, 1]),
         ("constant", 4, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         ("linear", 0, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-        ("linear", 4, [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]),
+        ("linear", 4, [0.25, 0.4375, 0.5625, 0.625, 0.5, 0.375, 0.25, 0.125]),  # warm-up x schedule
         ("cosine", 0, [(1 + np.cos(np.pi * i / 8)) / 2 for i in range(8)]),
     ],
 )
 def test_learning_rates(schedule, warmup_steps, expected):
-    rate = make_schedule(OptimizerConfig(lr=2.0, lr_schedule=schedule, warmup_steps=warmup_steps), 8)
-    assert [float(rate(i)) for i in range(8)] == pytest.approx([2 * x for x in expected], rel=1e-5)
+    config = OptimizerConfig(lr_schedule=schedule, warmup_steps=warmup_steps)
+    assert [lr_multiplier(config, i / 8, i) for i in range(8)] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_live", "is_early_end", "expected"),
+    [("constant", 8, False, 6), ("linear", 8, True, 2), ("linear", 4, False, 3), ("cosine", 4, True, 2)],
+)
+def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(schedule, num_live, is_early_end, expected):
+    """Groups that leave the batch and epochs that --target_kl ends make updates fewer, not the schedule longer."""
+    rates = []
+
+    class Spy(Learner):
+        def update(self, state, batch, multiplier):
+            rates.append(multiplier)
+            return super().update(state, batch, multiplier)
+
+    config = replace(CONFIG, lr_schedule=schedule, ppo_epochs=3, target_kl=1e-9 if is_early_end else 0.0)
+    spy = Spy(MODEL, optax.sgd(0.1), single_device(), config)
+    batch = random_batch().replace(old_logprobs=None)
+    batch.rewards[num_live:] = 0.0  # the second group has no signal
+    state, num_updates = fresh_state(spy), []
+    for step in range(1, 4):
+        already = len(rates)
+        state, metrics = learn(spy, state, batch, step, (step - 1) / 3)
+        num_updates.append(len(rates) - already)
+        assert metrics["lr"] == pytest.approx(config.lr * np.mean(rates[already:]))
+    assert num_updates == 3 * [expected]
+    last = {"constant": 1, "linear": 1 / 3, "cosine": (1 + np.cos(np.pi * 2 / 3)) / 2}[schedule]
+    assert rates[-1] == pytest.approx(last) and rates[0] == 1
 
 
 # Collecting and evaluating
@@ -431,6 +460,21 @@ def test_a_step_without_signal_has_no_batch():
     assert batch is None and sum(len(episodes.ids) for episodes in played) == 3 * 4 * G == cursor * G
 
 
+def test_refilling_draws_about_what_is_missing():
+    """Simulated: a draw at a time, groups with signal by chance; a whole second draw would throw half of it away."""
+    rng = np.random.default_rng(0)
+    for probability, most in ((0.95, 1.2), (0.9, 1.3), (0.5, 2.4), (0.1, 12)):
+        for largest in (256, 64, 7):
+            num_played, missing, share = 0, 256, 1.0
+            while missing > 0:
+                size = num_groups_to_draw(missing, share, largest)
+                assert size in draw_sizes(largest)
+                num_played += size
+                missing -= int(rng.binomial(size, probability))
+                share = (256 - missing) / num_played
+            assert num_played <= most * 256, (probability, largest)
+
+
 @pytest.mark.parametrize("max_resampling", [1.0, 3.0])
 def test_a_batch_does_not_depend_on_how_many_rows_are_sampled_at_a_time(max_resampling):
     config = replace(COLLECT, max_resampling=max_resampling)
@@ -482,6 +526,37 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
     assert episodes.failures == {"reward_timeouts": 0, "reward_errors": expected.sum()}
 
 
+@pytest.mark.parametrize("on_failure", ["drop", "zero"])
+def test_a_failed_grader_is_no_reward_of_zero(on_failure, monkeypatch):
+    """The sample is not learnt from, and a group with fewer than two graded samples is replaced by another one."""
+
+    def ask(self, jobs):
+        scores = HereScorer.ask(self, jobs)
+        failure = Failure("reward_timeouts", "of a test")
+        is_failing = [i % 4 == 1 or zlib.crc32(text.encode()) % 4 == 0 for i, text in jobs]
+        return [failure if fails else score for fails, score in zip(is_failing, scores, strict=True)]
+
+    some = player(12)
+    some = replace(some, scorer=type("Failing", (HereScorer,), {"ask": ask})(some.env))
+    some.scorer.settings = some.scorer.settings._replace(max_error_share=1.0)
+    config = replace(COLLECT, on_reward_failure=on_failure)
+    batch, played, _ = collect(some, random_params(), config, step=1, cursor=0)
+    failed = np.concatenate([episodes.failed for episodes in played])
+    metrics = describe_play(played, G)
+    assert metrics["env/reward_timeouts"] == failed.sum() > 0
+    returns = np.concatenate([episodes.scores["return"] for episodes in played])
+    assert metrics["env/return"] == pytest.approx(returns[~failed].mean(), rel=1e-5)
+    if on_failure == "zero":
+        assert np.isfinite(batch.rewards).all()
+        return
+    graded = np.isfinite(batch.rewards).reshape(-1, G)
+    assert not graded.all() and (graded.sum(axis=1) >= 2).all()
+    spy, seen = learner(ppo_minibatch=0, ppo_epochs=1)
+    _, metrics = learn(spy, fresh_state(spy), batch, step=1)
+    assert np.isfinite(metrics["loss"]) and np.isfinite(seen[0].rewards).all()
+    assert metrics["num_rows"] == graded.sum()
+
+
 def test_pass_at_k_is_the_mean_over_all_subsets():
     rng = np.random.default_rng(0)
     correct = np.concatenate([rng.random((6, 7)) < 0.3, np.zeros((1, 7), bool), np.ones((1, 7), bool)])
@@ -528,8 +603,10 @@ def test_steps_without_signal_change_nothing(tmp_path):
 RUNS = {
     "ppo": {"critic_lr": 1e-3},
     "reinforce++": {"kl_coef": 0.1},
-    "nanochat": {"groups_per_batch": 4, "group_size": 8, "num_generation_tokens": 24, "top_k": 75, "temperature": 3,
-                 "seed": 4},
+    "nanochat": {
+        "env_options": "", "num_epochs": 0, "num_eval_tasks": 2, "groups_per_batch": 4, "group_size": 8,
+        "num_generation_tokens": 24, "top_k": 75, "temperature": 3, "seed": 4,
+    },
 }  # fmt: skip
 
 
@@ -552,12 +629,14 @@ def test_an_epoch_is_every_problem_once(tmp_path):
     subjects = tmp_path / "subjects.txt"
     subjects.write_text("\n".join("abcdefghijklmno"))
     options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "test_env_name": ""}
+    options |= {"lr_schedule": "linear", "max_steps": 10000}
     train(*arguments(**FLAGS | options | {"save_dir": tmp_path / "run", "save_rollouts": "all"}))
     rollouts = [json.loads(line) for file in (tmp_path / "run" / "rollouts").iterdir() for line in file.open()]
     num_tasks = len({row["task"] for row in rollouts})
-    assert len(lines(tmp_path / "run")) == -(-num_tasks // 4) and {row["task"] for row in rollouts} == {
-        *range(num_tasks)
-    }
+    records = lines(tmp_path / "run")
+    assert len(records) == -(-num_tasks // 4) and {row["task"] for row in rollouts} == {*range(num_tasks)}
+    shares = [1 - 4 * i / num_tasks for i in range(len(records))]
+    assert [record["lr"] / FLAGS["lr"] for record in records] == pytest.approx(shares), "by problems"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -578,6 +657,8 @@ MISTAKES = [
     ({"model_dir": "/nowhere/model"}, "there is no folder /nowhere/model"),
     ({"force_answer_at": 12}, "--force_answer_at 12 must be below the 12 tokens"),
     ({"mesh": "fsdp=3"}, "--mesh fsdp=3 makes"),
+    ({"seed": -1}, "--seed must not be negative"),
+    ({"save_best": 1, "test_env_name": ""}, "--save_best needs held-out scores"),
 ]
 
 

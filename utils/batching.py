@@ -20,6 +20,11 @@ def bucket(n: int) -> int:
     return power * 3 // 4 if 32 < power and n <= power * 3 // 4 else power
 
 
+def draw_sizes(largest: int) -> list[int]:
+    """Returns the numbers of groups that may be sampled at once: few, since each has programs of its own."""
+    return [-(-largest // divisor) for divisor in (1, 2, 4, 8)]
+
+
 def power_below(n: int) -> int:
     """The last of 1, 2, 4, 8, ... up to n."""
     return 1 << n.bit_length() - 1

@@ -96,6 +96,11 @@ class Logger:
                 sep="\n", flush=True,
             )  # fmt: skip
 
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send example rollouts to the sinks."""
+        for sink in self.sinks if self.enabled else ():
+            sink.log_rollouts(step, rows)
+
     def close(self) -> None:
         """Finish the file and the sinks; a slow network delays this by a minute at most."""
         if self.file:

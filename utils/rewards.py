@@ -21,6 +21,10 @@ class RewardConfig:
     overlong_buffer: int = option(0, "tokens before the limit in which the overlong penalty grows; 0: a fifth of it")
     score_timeout: float = option(10.0, "for the scoring of one completion, seconds")
     max_error_share: float = option(0.5, "the run stops when more of the completions than this (and 8) get no score")
+    on_reward_failure: str = option(
+        "drop", "rollouts whose reward failed or timed out: drop leaves them out of their group's baseline and out of "
+        "the loss, zero gives them a reward of 0", ["drop", "zero"]
+    )  # fmt: skip
     num_score_workers: int = option(0, "processes that score; 0: one for each core, 16 at most")
 
     def __post_init__(self):

@@ -51,7 +51,7 @@ class RunConfig(SinkConfig):
         "even then, never: is left alone", ["auto", "force", "never"]
     )  # fmt: skip
     save_interval: int = option(20, "steps between saved models and states; 0: only at the end")
-    save_best: bool = option(False, "keep the model with the best held-out score in best/")
+    save_best: bool = option(False, "keep the model with the best held-out return so far in best/, from step 0 on")
     keep: int = option(2, "training states kept")
     save_rollouts: str = option("sample", "rollouts written per step", ["all", "sample", "none"])
     sample_interval: int = option(10, "steps between example completions on the terminal; 0: none")
@@ -383,20 +383,22 @@ def plain(value: Any) -> Any:
 
 
 def describe_play(played: list, group_size: int) -> dict[str, float]:
-    """Means over everything that was played in a step, whether it is learnt from or not."""
-    metrics = {}
+    """Returns means over all rollouts of a step that were graded, whether they are learnt from or not."""
+    metrics, graded = {}, np.concatenate([~e.failed for e in played])
     for name in sorted(set().union(*(e.scores for e in played))):
         parts = [e.scores.get(name, np.zeros(len(e.ids))) for e in played]
-        metrics[f"env/{name}"] = float(np.concatenate(parts).mean())
+        metrics[f"env/{name}"] = float(np.concatenate(parts)[graded].sum() / max(graded.sum(), 1))
     lengths = np.concatenate([e.rollouts.lengths - e.rollouts.prompt_lengths for e in played])
-    groups = np.concatenate([e.scores["return"] for e in played]).reshape(-1, group_size)
+    returns = np.concatenate([e.scores["return"] for e in played])
+    groups = np.where(graded, returns, np.nan).reshape(-1, group_size)
+    spreads = np.fmax.reduce(groups, axis=1) - np.fmin.reduce(groups, axis=1)  # of rollouts that were graded
     for name in played[0].failures:
         metrics[f"env/{name}"] = sum(e.failures[name] for e in played)
     times = {f"times/{name}": sum(e.times[name] for e in played) for name in played[0].times}
     return metrics | times | {
         "env/length": float(lengths.mean()),
         "env/finished": float(np.concatenate([e.rollouts.finished for e in played]).mean()),
-        "env/groups_without_signal": float((np.ptp(groups, axis=1) <= 1e-6).mean()),
+        "env/groups_without_signal": float((~(spreads > 1e-6)).mean()),
         "rollout/num_rollouts": len(lengths),
         "rollout/tokens_per_second": float(lengths.sum() / times["times/rollout"]),
     }  # fmt: skip
@@ -415,6 +417,7 @@ def rollout_rows(played: list, group_size: int, tokenizer: Any = None, learnt: A
             scores = {name: x[i] for name, x in e.scores.items()}
             completion = {"length": r.lengths[i] - r.prompt_lengths[i], "finished": r.finished[i]}
             row = {"group": len(rows) // group_size, "task": e.ids[i], "text": text} | scores | completion
+            row |= {"reward_failed": True} if e.failed[i] else {}
             if tokenizer and row["group"] < 2:
                 row |= token_fields(r, i, tokenizer, learnt, learnt_rows.get(identity(r, i)))
             rows.append(row)

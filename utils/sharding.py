@@ -155,6 +155,12 @@ class Layout:
         """The numbers (or truth values) of all processes, each at least once."""
         return self.share(lambda mine: [value] * len(mine), self.mesh.size)
 
+    def total(self, value: int) -> int:
+        """Returns the sum of the processes' numbers."""
+        if jax.process_count() == 1:
+            return value
+        return int(multihost_utils.process_allgather(np.int64(value)).sum())
+
     def broadcast(self, value: str) -> str:
         """Process 0's text, on every process."""
         if jax.process_count() == 1:

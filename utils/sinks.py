@@ -9,15 +9,20 @@ import netrc
 import os
 import secrets
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
+import numpy as np
+
 from utils.config import option
+
+ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the metrics of a step: JSON values, None where a number is not finite."""
 
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Records example rollouts of a step, as they stand in rollouts/step_N.jsonl."""
+
     def close(self) -> None:
         """Finishes what is still being written."""
 
@@ -50,6 +58,10 @@ class Guarded:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self.sink:
             self.attempt(self.sink.log, step, metrics)
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self.sink:
+            self.attempt(self.sink.log_rollouts, step, rows)
 
     def close(self) -> None:
         if self.sink:
@@ -97,6 +109,7 @@ class Wandb:
         place = {"dir": str(directory), "id": remembered(directory / "wandb_id", lambda: secrets.token_hex(4))}
         # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
         limits = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60)
+        self.table = wandb.Table
         self.run = wandb.init(
             config=dict(settings), mode=mode, settings=limits, resume="allow", group=config.wandb_group or None,
             **place, **names,
@@ -104,6 +117,11 @@ class Wandb:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.run.log(dict(metrics), step=step)
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = [name for name in ROLLOUT_COLUMNS if all(name in row for row in rows)]
+        table = self.table(columns=columns, data=[[plain(row[name]) for name in columns] for row in rows])
+        self.run.log({"rollouts": table}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -121,6 +139,11 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in numbers(metrics).items():
             self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        texts = [f"return {row['return']:g}\n\n{indented(row['prompt'] + row['text'])}" for row in rows]
+        self.writer.add_text("rollouts", "\n\n".join(texts), step)
         self.writer.flush()
 
     def close(self) -> None:
@@ -151,6 +174,9 @@ class Mlflow:
         now, found = int(1000 * time.time()), numbers(metrics).items()
         self.client.log_batch(self.id, [self.metric(name, x, now, step) for name, x in found])
 
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Records nothing: a store without a server would put files into the current folder."""
+
     def close(self) -> None:
         self.client.set_terminated(self.id)
 
@@ -159,6 +185,16 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are one finite number, by names without "@"."""
     found = {name: x for name, x in metrics.items() if isinstance(x, int | float) and math.isfinite(x)}
     return {name.replace("@", "_at_"): x for name, x in found.items()}
+
+
+def plain(value: Any) -> Any:
+    """Returns NumPy values as Python's."""
+    return value.tolist() if isinstance(value, np.generic) else value
+
+
+def indented(text: str) -> str:
+    """Returns text as a literal block of Markdown, which TensorBoard renders."""
+    return textwrap.indent(text, "    ")
 
 
 def remembered(file: Path, make: Callable[[], str]) -> str:

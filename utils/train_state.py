@@ -1,8 +1,8 @@
 """Parameters, optimiser state and step; the optimisers."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -45,8 +45,11 @@ class OptimizerConfig:
     unembedding_lr: float = option(0.004, "with --optimizer muon: that of an untied head, x (width / 768)^-0.5")
     critic_lr: float = option(1e-5, "with --advantage gae: that of the critic, by AdamW")
     init_lr_frac: float = option(1.0, "all learning rates are multiplied by it")
-    lr_schedule: str = option("constant", "of all rates, after the warm-up", ["constant", "linear", "cosine"])
-    warmup_steps: int = option(0, "optimiser steps from 0 to the peak")
+    lr_schedule: str = option(
+        "constant", "course of all learning rates: constant, or down to 0 at the end of the run (by its steps, or by "
+        "its problems with --num_epochs)", ["constant", "linear", "cosine"]
+    )  # fmt: skip
+    warmup_steps: int = option(0, "optimiser steps in which the learning rate rises linearly to its peak")
     weight_decay: float = option(1e-2, "x learning rate, per step; not on norms and biases")
     b1: float = option(0.9, "AdamW's")
     b2: float = option(0.95, "AdamW's")
@@ -73,17 +76,15 @@ class TrainState:
     num_skipped: Int[Array, ""]  # updates in a row that were not finite
 
 
-def make_schedule(config: OptimizerConfig, total_steps: int, name: str = "lr") -> optax.Schedule:
-    """The learning rate `name` by optimiser step: warm-up, then constant, or down to 0 at `total_steps`."""
-    peak, rest = config.init_lr_frac * getattr(config, name), max(1, total_steps - config.warmup_steps)
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest),
-    }[config.lr_schedule]
-    # The step number of the first update is 0: starting the ramp there would waste it.
-    ramp = optax.linear_schedule(peak / max(1, config.warmup_steps), peak, max(1, config.warmup_steps - 1))
-    return optax.join_schedules([ramp, after], [config.warmup_steps])
+def lr_multiplier(config: OptimizerConfig, progress: float, num_updates: int) -> float:
+    """Returns the share of the peak learning rates at which an update is made: warm-up times schedule.
+
+    The warm-up counts optimiser steps (`num_updates` were made before this one). The schedule follows the progress of
+    the run, from 0 to 1, and so reaches its end however many updates a step makes.
+    """
+    warmup = min(1.0, (num_updates + 1) / max(1, config.warmup_steps))
+    schedules = {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return warmup * schedules[config.lr_schedule]
 
 
 def rate_name(path: tuple, x: Array) -> str:
@@ -100,8 +101,10 @@ def width_factor(x: Array) -> float:
     return (x.shape[-1] / 768) ** -0.5
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int, has_critic: bool = False) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.GradientTransformation:
     """AdamW, Adafactor, or Muon with AdamW, behind a clip of the global norm; the critic has an AdamW of its own.
+
+    All learning rates are at their peaks: `lr_multiplier` scales the updates.
 
     Muon: momentum 0.95 with Nesterov's look-ahead, orthogonalised in each layer by 5 steps of Newton-Schulz, times
     max(1, rows / columns)^0.5. Sources: kellerjordan.github.io/posts/muon; arXiv 1711.05101 (AdamW), 1804.04235
@@ -111,17 +114,19 @@ def make_optimizer(config: OptimizerConfig, total_steps: int, has_critic: bool =
     def is_decayed(params):
         return jax.tree.map_with_path(lambda path, x: "norm" not in path[-1].key and "bias" not in path[-1].key, params)
 
-    rate = partial(make_schedule, config, total_steps)
+    def rate(name: str) -> float:
+        return config.init_lr_frac * getattr(config, name)
+
     decay, moment = config.weight_decay, config.mu_dtype or "float32"
 
-    def adamw(name="lr"):
+    def adamw(name: str = "lr"):
         return optax.adamw(
             rate(name), config.b1, config.b2, config.adam_eps, mu_dtype=moment, weight_decay=decay, mask=is_decayed
         )
 
     def adafactor():
         # The parts of optax.adafactor, whose own weight decay does not follow the learning rate.
-        decayed, scaled = optax.add_decayed_weights(decay, is_decayed), optax.scale_by_learning_rate(rate())
+        decayed, scaled = optax.add_decayed_weights(decay, is_decayed), optax.scale_by_learning_rate(rate("lr"))
         return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), decayed, scaled)
 
     def muon():
