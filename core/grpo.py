@@ -471,6 +471,7 @@ def main(config: Config):
         model_name, folder = find_checkpoints(config.model_dir, find_model)[-1]  # the last one of a run folder
         config = replace(config, model_dir=model_name)
         run = Run(config, layout)  # before anything is loaded: its folder may be in use
+        run.check_data({settings.name: settings.env for settings in environments.values()})
         given = {"unroll": config.unroll_layers, "attention": config.attention, "kv_dtype": config.kv_dtype}
         model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
         config = replace(config, save_dir=str(run.directory))
@@ -543,7 +544,7 @@ def main(config: Config):
             logger.log(step, metrics)
             logger.line(step, metrics)
             rows = rollout_rows(played, config.group_size, tokenizer, batch)
-            run.write_rollouts(step, rows)
+            run.write_rollouts(step, rows, played)
             if last or step == done + 1 or is_due(step, config.sample_interval):
                 logger.sample(step, *example(played[0], tokenizer))
                 logger.rollouts(step, [row for row in rows if row["group"] < 2])

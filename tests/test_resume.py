@@ -1,6 +1,7 @@
 """No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,9 @@ from kill_runs import FLAGS, FOUR, arguments, checksum, difference, finish, kill
 
 from core import grpo
 from core.grpo import Config
-from utils import lock, logger, runs, runtime
+from envs import make_env
+from envs.base import Env
+from utils import fingerprints, lock, logger, runs, runtime
 from utils import states as states_module
 from utils.config import parse
 from utils.lock import FolderLock
@@ -202,6 +206,33 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_byte_flipped_in_any_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
+    """The run is at step 4 and goes on to the end; what it then is equals the run that nothing happened to."""
+    short, rng, counts = tmp_path / "short", np.random.default_rng(seed), Counter()
+    assert train(short, max_steps=4) == 0
+    files = sorted(path.relative_to(short) for path in short.rglob("*") if path.is_file() and path.stat().st_size)
+    for file in files:
+        folder = tmp_path / "run"
+        shutil.copytree(short, folder)
+        content = bytearray((folder / file).read_bytes())
+        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        (folder / file).write_bytes(content)
+        capsys.readouterr()
+        status, said = train(folder), capsys.readouterr()
+        assert "Traceback" not in said.err + said.out, file
+        if status:
+            assert status == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1, (file, said.err)
+            counts[f"refused in one sentence: {file}"] += 1
+        else:
+            assert checksum(folder, STEPS) == checksum(whole, STEPS), file
+            assert [record for record in records(whole) if record in records(folder)][-2:] == records(whole)[-2:], file
+            counts["resumed, older state" if "is damaged and set aside" in said.out else "resumed"] += 1
+        shutil.rmtree(folder)
+    print(f"{len(files)} files: {dict(counts)}")
+
+
 def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
     with small_run(tmp_path) as run:
         run.reached(1, states(1), {"step": 1}, True)
@@ -241,6 +272,64 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
     assert not capsys.readouterr().out
     Run(replace(config, lr=2e-3, resume="force"), layout)
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
+
+
+# Data
+
+
+def rows(*numbers: int) -> list[dict]:
+    return [{"prompt": f"Write {i}.", "answer": str(i)} for i in numbers]
+
+
+CHANGED = {  # the rows of the file of a run whose file had rows(*range(20))
+    "a row more": rows(*range(21)),
+    "a row less": rows(*range(19)),
+    "another order": rows(*reversed(range(20))),
+    "other answers": [row | {"answer": "0"} for row in rows(*range(20))],
+}
+
+
+def data_env(path: Path, content: list[dict]) -> Env:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return make_env("dataset", path=str(path))
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
+    run = small_run(tmp_path / "run")
+    run.check_data({"dataset": data_env(tmp_path / "a.jsonl", rows(*range(20)))})
+    with run:
+        run.start_logger(-1).close()
+        run.reached(1, states(1), {"step": 1}, True)
+    small_run(tmp_path / "run").check_data({"dataset": data_env(tmp_path / "moved.jsonl", rows(*range(20)))})
+    changed = {"dataset": data_env(tmp_path / "a.jsonl", CHANGED[kind])}
+    with pytest.raises(ValueError, match="other data: dataset is .* problems, digest .* and was .* problems, digest"):
+        small_run(tmp_path / "run").check_data(changed)
+    forced = Config(save_dir=str(tmp_path / "run"), device_type="cpu", resume="force")
+    Run(forced, single_device()).check_data(changed)
+    assert "goes on with other data: dataset is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["countdown3", "poem"])
+def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(name):
+    envs = [make_env(each) for each in (name, name, f"{name}-test")]
+    first, again, other = map(fingerprints.fingerprint, envs)
+    assert first == again != other
+
+
+def test_processes_that_see_different_data_stop():
+    class Other:
+        """A layout of two processes, of which the other one's fingerprint is broadcast."""
+
+        def broadcast(self, text: str) -> str:
+            return "5 problems, digest 0"
+
+        def on_all(self, value: int) -> list[int]:
+            return [1, value]
+
+    fingerprints.compare_processes({"a": "5 problems, digest 0"}, Other())
+    with pytest.raises(ValueError, match=r"processes see different problems of a \(here: 6 problems"):
+        fingerprints.compare_processes({"a": "6 problems, digest 0"}, Other())
 
 
 # Two runs in one folder

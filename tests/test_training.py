@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -631,12 +632,35 @@ def test_an_epoch_is_every_problem_once(tmp_path):
     options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "test_env_name": ""}
     options |= {"lr_schedule": "linear", "max_steps": 10000}
     train(*arguments(**FLAGS | options | {"save_dir": tmp_path / "run", "save_rollouts": "all"}))
-    rollouts = [json.loads(line) for file in (tmp_path / "run" / "rollouts").iterdir() for line in file.open()]
+    files = sorted((tmp_path / "run" / "rollouts").glob("*.jsonl"))
+    steps = [[json.loads(line) for line in file.open()] for file in files]
+    rollouts = [row for rows in steps for row in rows]
     num_tasks = len({row["task"] for row in rollouts})
     records = lines(tmp_path / "run")
     assert len(records) == -(-num_tasks // 4) and {row["task"] for row in rollouts} == {*range(num_tasks)}
     shares = [1 - 4 * i / num_tasks for i in range(len(records))]
     assert [record["lr"] / FLAGS["lr"] for record in records] == pytest.approx(shares), "by problems"
+    for file, rows in zip(files, steps, strict=True):
+        check_arrays(np.load(file.with_suffix(".npz"), allow_pickle=False), rows)
+
+
+def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
+    """rollouts/step_N.npz holds what step_N.jsonl says, and the tokens."""
+    tokens, starts, ends = arrays["tokens"], arrays["prompt_lengths"], arrays["lengths"]
+    is_completion = (np.arange(tokens.shape[1]) >= starts[:, None]) & (np.arange(tokens.shape[1]) < ends[:, None])
+    same = {"tasks": "task", "groups": "group", "finished": "finished", "returns": "return"}
+    for array, field in same.items():
+        np.testing.assert_array_equal(arrays[array], np.array([row[field] for row in rows]).astype(arrays[array].dtype))
+    assert (ends - starts).tolist() == [row["length"] for row in rows]
+    assert (arrays["mask"] == is_completion).all() and not arrays["failed"].any()
+    assert (arrays["logprobs"][is_completion] < 0).all() and not arrays["logprobs"][~is_completion].any()
+    parts = {"scores/" + field for field in rows[0]} & arrays.keys()
+    assert "scores/correct_answer" in parts and tokens.dtype == np.int32 and len(tokens) == len(rows)
+    _, first = np.unique(arrays["groups"], return_index=True)
+    assert all((tokens[i, : starts[i]] == tokens[j, : starts[j]]).all() for i in first for j in (i, i + 1))
+    for i, row in enumerate(rows):
+        if "logprobs" in row:
+            np.testing.assert_allclose(arrays["logprobs"][i, starts[i] : ends[i]], row["logprobs"], atol=6e-5)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)

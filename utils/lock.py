@@ -32,8 +32,9 @@ class FolderLock:
     Raises: ValueError naming the process that holds the lock, OSError where the file cannot be written.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, is_new: bool = False):
         self.path = folder / NAME
+        self.is_new = is_new  # this process has made the folder
         self.pid = os.getpid()
         self.is_lost = False
         self.released = threading.Event()
@@ -75,7 +76,7 @@ class FolderLock:
         return is_replaced or os.pread(self.file.fileno(), 4096, 0) != self.holder
 
     def release(self) -> None:
-        """Removes the lock file, and the folder where nothing was written to it."""
+        """Removes the lock file, and a new folder that nothing was written to."""
         is_child = os.getpid() != self.pid
         if is_child or self.released.is_set():
             return
@@ -84,7 +85,7 @@ class FolderLock:
             if self.is_taken():
                 return
             self.path.unlink()
-        for folder in (self.path.parent / "state", self.path.parent):
+        for folder in (self.path.parent / "state", self.path.parent) if self.is_new else ():
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

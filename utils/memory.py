@@ -32,7 +32,8 @@ class MemoryConfig:
         ["auto", "none", "dots", "full"],
     )  # fmt: skip
     tokens_per_microbatch: int = option(
-        0, "tokens, with padding, per device in one forward and backward pass; 0: by the memory there is"
+        0, "tokens, with padding, per device in one forward and backward pass; changes results by rounding, since sums "
+        "have another order; 0: by the memory there is"
     )
     grad_dtype: str = option("", "of gradients summed over micro-batches; empty: float32", ["", "bfloat16", "float32"])
 

@@ -1,6 +1,6 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
-config.json  metrics.jsonl  plot.png  report.html  rollouts/step_N.jsonl
+config.json  data.json  metrics.jsonl  plot.png  report.html  rollouts/step_N.jsonl and .npz
 state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,20 +22,19 @@ import jax
 import numpy as np
 from etils import epath
 
+from utils.batching import concatenate
 from utils.config import option, to_dict, user_errors
+from utils.fingerprints import Environment, compare_processes, compare_runs, fingerprint
 from utils.lmpo import LmpoConfig
 from utils.lock import FolderLock
 from utils.logger import Logger, forgiving_output
+from utils.obstacles import check_folder, check_models, check_name
 from utils.plots import before_and_after, plot
 from utils.report import write_report
 from utils.sharding import Layout, LayoutConfig
 from utils.signals import Signals, Stop
 from utils.sinks import SinkConfig, open_sinks
 from utils.states import States, write_errors
-
-BUCKETS = ("gs://", "s3://")
-FOLDERS = ("state", "rollouts", "bad_batches")
-FILES = ("config.json", "metrics.jsonl", "programs.jsonl", "plot.png", "report.html")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,9 @@ class RunConfig(SinkConfig):
     save_interval: int = option(20, "steps between saved models and states; 0: only at the end")
     save_best: bool = option(False, "keep the model with the best held-out return so far in best/, from step 0 on")
     keep: int = option(2, "training states kept")
-    save_rollouts: str = option("sample", "rollouts written per step", ["all", "sample", "none"])
+    save_rollouts: str = option(
+        "sample", "rollouts written per step; all: also their token ids, masks and returns", ["all", "sample", "none"]
+    )
     sample_interval: int = option(10, "steps between example completions on the terminal; 0: none")
 
     def __post_init__(self):
@@ -88,11 +88,13 @@ class Run:
         self.bucket, self.uploaded = epath.Path(name) if is_bucket(name) else None, {}
         self.directory = local_folder(name)
         self.config, self.layout, self.signals = config, layout, Signals()
+        self.fingerprints: dict[str, str] = {}  # of the environments, by name
         self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
         self.next_drawing = 0.0  # of plot.png and report.html, by the clock
+        is_new = not config.save_dir or not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)
         check_folder(self.directory)
-        self.lock = take_lock(self.directory, layout)
+        self.lock = take_lock(self.directory, is_new, layout)
         if self.lock:  # it ends with the run, or, where that fails before it begins, with this object
             self.release = weakref.finalize(self, self.lock.release)
         if self.bucket:
@@ -100,6 +102,13 @@ class Run:
         self.states = States((self.bucket or self.directory) / "state", config.keep, layout)
         if self.states.steps:
             check_settings(self.directory / "config.json", to_dict(config), config.resume)
+
+    def check_data(self, envs: Mapping[str, Environment]) -> None:
+        """Raises ValueError when processes see different problems, or others than the run before them did."""
+        self.fingerprints = {name: fingerprint(env) for name, env in envs.items()}
+        compare_processes(self.fingerprints, self.layout)
+        if self.states.steps:
+            compare_runs(self.directory / "data.json", self.fingerprints, self.config.resume)
 
     def reached(self, step: int, state: Any, progress: dict, is_due: bool) -> None:
         """Tells what there is to save, and saves it in the background when it is due; draws then, and now and then.
@@ -137,7 +146,7 @@ class Run:
         Raises: ValueError when the bucket cannot be read.
         """
         try:
-            for name in ("config.json", "metrics.jsonl", "wandb_id", "mlflow_run_id"):
+            for name in ("config.json", "data.json", "metrics.jsonl", "wandb_id", "mlflow_run_id"):
                 if (self.bucket / name).exists():
                     copy(self.bucket / name, self.directory / name)
         except Exception as error:  # noqa: BLE001 (each storage library has errors of its own)
@@ -190,15 +199,18 @@ class Run:
                     print(f"stopped by {self.signals.received.name}; {saved}")
                 raise SystemExit(128 + self.signals.received)
 
-    def write_rollouts(self, step: int, rows: list[dict]) -> None:
-        """Writes one JSON object per rollout: all of them, or those of the first two groups."""
+    def write_rollouts(self, step: int, rows: list[dict], played: list) -> None:
+        """Writes one JSON object per rollout: of all, with the arrays of all, or of the first two groups."""
         if not self.layout.is_main or self.config.save_rollouts == "none":
             return
-        if self.config.save_rollouts == "sample":
+        folder = self.directory / "rollouts"
+        folder.mkdir(exist_ok=True)
+        if self.config.save_rollouts == "all":
+            np.savez_compressed(folder / f"step_{step}.npz", **rollout_arrays(played, self.config.group_size))
+        else:
             rows = [row for row in rows if row["group"] < 2]
-        path = self.directory / "rollouts" / f"step_{step}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row, default=plain) + "\n" for row in rows))
+        lines = (json.dumps(row, default=plain) + "\n" for row in rows)
+        (folder / f"step_{step}.jsonl").write_text("".join(lines))
 
     def write_bad_batch(self, batch: Any) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
@@ -212,12 +224,13 @@ class Run:
         print(f"warning: an update was skipped, since its loss or gradient is not finite; its batch: {path}")
 
     def start_logger(self, resume_step: int) -> Logger:
-        """Writes config.json; returns the run's logger, which drops what an earlier try logged after `resume_step`."""
+        """Writes config.json and data.json; returns the logger, which drops what was logged after `resume_step`."""
         settings, is_main = to_dict(self.config), self.layout.is_main
         with user_errors():
             check_models(self.directory, resume_step)
             if is_main:
                 write_json(self.directory / "config.json", settings)
+                write_json(self.directory / "data.json", self.fingerprints)
             sinks = open_sinks(self.config, self.directory, settings, resume_step) if is_main else []
             return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
 
@@ -259,51 +272,7 @@ def make_default_folder(env_name: str, layout: Layout) -> str:
             return layout.broadcast(folder)
 
 
-def check_name(save_dir: str) -> None:
-    """Raises ValueError for a --save_dir that nothing can be written to: an unknown kind of address, no UTF-8."""
-    if "://" in save_dir and not save_dir.startswith(BUCKETS):
-        raise ValueError(f"--save_dir {save_dir}: name a folder, or a bucket by {' or '.join(BUCKETS)}")
-    try:
-        str(Path(save_dir).absolute()).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"--save_dir: its path {error.object!a} is not UTF-8: name another folder") from None
-
-
-def check_folder(directory: Path) -> None:
-    """Raises ValueError naming what stands in a run folder where the run is going to write something else."""
-    for name in FOLDERS:
-        path = directory / name
-        if os.path.lexists(path) and not path.is_dir():
-            raise ValueError(in_the_way(path, "is not a folder"))
-    for name in FILES:
-        path = directory / name
-        if os.path.lexists(path) and not path.is_file():
-            raise ValueError(in_the_way(path, "is not a file"))
-    for path in (directory / "state").glob("*"):
-        if path.is_symlink():  # Orbax would take the states beside it for those of another format
-            raise ValueError(in_the_way(path, "is a link"))
-
-
-def check_models(directory: Path, resume_step: int) -> None:
-    """Raises ValueError naming what stands where models of later steps than `resume_step` are going to be saved."""
-    for path in directory.iterdir():
-        step = re.fullmatch(r"step(\d+)", path.name)
-        is_later = step is not None and int(step[1]) > resume_step
-        if not is_later and path.name != "best":
-            continue
-        if not path.is_dir():
-            raise ValueError(in_the_way(path, "is not a folder"))
-        for entry in path.iterdir():
-            if entry.is_dir():
-                raise ValueError(in_the_way(entry, "is a folder within that of a model"))
-
-
-def in_the_way(path: Path, reason: str) -> str:
-    """Returns the sentence for a path that the run cannot write to."""
-    return f"{path} {reason}, and is in the way of what this run writes: move it, or name another --save_dir"
-
-
-def take_lock(folder: Path, layout: Layout) -> FolderLock | None:
+def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
     """Locks the run folder in the main process, for all.
 
     Raises: ValueError in every process when another run holds it.
@@ -311,7 +280,7 @@ def take_lock(folder: Path, layout: Layout) -> FolderLock | None:
     lock, problem = None, ""
     if layout.is_main:
         try:
-            lock = FolderLock(folder)
+            lock = FolderLock(folder, is_new)
         except ValueError as error:
             problem = str(error)
     if problem := layout.broadcast(problem):
@@ -422,6 +391,38 @@ def rollout_rows(played: list, group_size: int, tokenizer: Any = None, learnt: A
                 row |= token_fields(r, i, tokenizer, learnt, learnt_rows.get(identity(r, i)))
             rows.append(row)
     return rows
+
+
+def rollout_arrays(played: list, group_size: int) -> dict[str, np.ndarray]:
+    """The arrays of rollouts/step_N.npz: B rollouts in the order of step_N.jsonl, T columns.
+
+    tokens          int32 [B, T]    prompt, completion, padding
+    mask            bool [B, T]     tokens that the policy chose: the completion without forced tokens
+    logprobs        float32 [B, T]  of the completion's tokens under the distribution they were drawn from, nats
+    lengths, prompt_lengths  int32 [B]  tokens of prompt and completion, and of the prompt
+    finished        bool [B]        ended by a stop token or string
+    failed          bool [B]        the reward failed: its scores are 0 and mean nothing
+    tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
+    returns         float32 [B]     what training maximises; scores/NAME: each part of it
+    """
+    rollouts = concatenate([episodes.rollouts.replace(support=None) for episodes in played])
+    names = sorted(set().union(*(episodes.scores for episodes in played)))
+    arrays = {
+        "tokens": np.asarray(rollouts.tokens, np.int32),
+        "mask": np.asarray(rollouts.mask, bool),
+        "logprobs": np.asarray(rollouts.logprobs, np.float32),
+        "lengths": np.asarray(rollouts.lengths, np.int32),
+        "prompt_lengths": np.asarray(rollouts.prompt_lengths, np.int32),
+        "finished": np.asarray(rollouts.finished, bool),
+        "failed": np.concatenate([episodes.failed for episodes in played]),
+        "tasks": np.concatenate([episodes.ids for episodes in played]).astype(np.int32),
+    }
+    arrays["groups"] = np.arange(len(arrays["tasks"]), dtype=np.int32) // group_size
+    for name in names:
+        parts = [episodes.scores.get(name, np.zeros(len(episodes.ids), np.float32)) for episodes in played]
+        arrays[f"scores/{name}"] = np.concatenate(parts).astype(np.float32)
+    arrays["returns"] = arrays.pop("scores/return")
+    return arrays
 
 
 def identity(rollouts: Any, i: int) -> bytes:

@@ -1,0 +1,81 @@
+"""Fingerprints of environments: whether processes, or a run and what goes on with it, see the same problems."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from utils.sharding import Layout
+
+NUM_SAMPLED = 64  # problems that stand for an environment that makes them up; of rows, all count
+
+
+class Problem(Protocol):
+    messages: Sequence[Mapping[str, str]]
+    answer: Any
+
+
+class Environment(Protocol):
+    num_tasks: int
+    is_generated: bool
+
+    def problem(self, index: int) -> Problem:
+        """Returns the problem with this number."""
+
+
+def fingerprint(env: Environment) -> str:
+    """Returns the number of problems and a digest of their messages and answers."""
+    count = min(env.num_tasks, NUM_SAMPLED) if env.is_generated else env.num_tasks
+    digest = hashlib.blake2b(digest_size=8)
+    for index in np.linspace(0, env.num_tasks - 1, count).astype(int).tolist():
+        problem = env.problem(index)
+        digest.update(json.dumps([problem.messages, problem.answer], sort_keys=True, default=stable).encode())
+    return f"{env.num_tasks:,} problems, digest {digest.hexdigest()}"
+
+
+def stable(value: Any) -> Any:
+    """Returns what stands for a value that JSON lacks, the same in every process: no addresses, no order of a set."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
+    """Raises ValueError, on all processes, when one of them sees other problems than process 0."""
+    for name, here in fingerprints.items():
+        is_same = layout.broadcast(here) == here
+        if not all(layout.on_all(is_same)):
+            raise ValueError(
+                f"processes see different problems of {name} (here: {here}): give all hosts the same files, library "
+                "versions and revision of the data set"
+            )
+
+
+def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> None:
+    """Compares with the fingerprints in a file, of the run that is resumed; environments that it lacks are new.
+
+    Raises: ValueError naming what has changed, unless `resume` is "force".
+    """
+    try:
+        old = json.loads(before.read_bytes())
+    except FileNotFoundError:  # a run of an earlier version
+        return
+    except (OSError, ValueError, RecursionError) as error:
+        old = error
+    if not isinstance(old, dict):
+        reason = f": {old}" if isinstance(old, Exception) else ""
+        print(f"warning: {before} cannot be read, so the data are not compared with those of the run before{reason}")
+        return
+    changes = [
+        f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new
+    ]
+    if changes and resume != "force":
+        raise ValueError(
+            f"{before.parent} holds a run with other data: {'; '.join(changes)}; use the old data, --resume "
+            "force, or another --save_dir"
+        )
+    if changes:
+        print("warning: the run goes on with other data:", "; ".join(changes))
