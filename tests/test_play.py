@@ -130,7 +130,7 @@ def settings_of(name: str, test: str = "", **flags: str | int) -> list[evaluatio
     """How training and testing are played under these settings."""
     flags |= {"env_name": name, "test_env_name": test}
     argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return grpo.resolve_environments(parse(grpo.Config, argv)[0])
+    return list(grpo.resolve_environments(parse(grpo.Config, argv)[0]).values())
 
 
 @pytest.mark.parametrize("style", OPENINGS, ids=str)
