@@ -339,7 +339,7 @@ def find_tasks(
         raise ValueError(f"all prompts of {name} have more than {limit} tokens: raise --prompt_length")
     num_dropped = env.num_tasks - tasks.size
     if num_dropped and layout.is_main:
-        first = np.setdiff1d(np.arange(num_dropped + 1), tasks)[0]
+        first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]
         print(f"{name}: {num_dropped:,} prompts of more than {limit} tokens are left out, from problem {first} on")
     return tasks
 

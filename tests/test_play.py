@@ -80,9 +80,11 @@ def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
             evaluation.find_tasks(config, name, make_env(name), Letters(), single_device())
 
 
-def test_what_was_dropped_is_printed_with_the_number_of_the_problem(capsys):
-    evaluation.find_tasks(SamplingConfig(prompt_length=LIMIT), "mine", Rows(30, 3), Letters(), single_device())
-    assert capsys.readouterr().out == "mine: 10 prompts of more than 40 tokens are left out, from problem 2 on\n"
+@pytest.mark.parametrize(("every", "num_dropped", "first"), [(3, 10, 2), (15, 2, 14)])
+def test_what_was_dropped_is_printed_with_the_number_of_the_problem(every, num_dropped, first, capsys):
+    evaluation.find_tasks(SamplingConfig(prompt_length=LIMIT), "mine", Rows(30, every), Letters(), single_device())
+    words = f"mine: {num_dropped} prompts of more than 40 tokens are left out, from problem {first} on\n"
+    assert capsys.readouterr().out == words
 
 
 def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem(capsys):
