@@ -11,9 +11,10 @@ from envs.style import Style, Styled
 Value = int | float | bool | str
 Options = dict[str, Value]
 
-HELD_OUT = ("test",)  # splits besides "train", the ends of names
+HELD_OUT = ("test", "valid")  # splits besides "train", the ends of names
 # name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
-# that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems.
+# that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems;
+# and with "-valid" where the class has such a split, for what is chosen by score, such as checkpoints and settings.
 ENVS = {
     "countdown": ("envs.countdown", "Countdown", {}),
     "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
@@ -33,13 +34,15 @@ ENVS = {
 
 
 def make_env(name: str, **options: Value) -> Env:
-    """The environment of this name (in any case; "X-test" for the test split of X).
+    """The environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
 
     Its options are those of its constructor, and those of `Style`, which every environment takes. Raises ValueError for
     a name that is not in the table, and for an option that the environment does not take.
     """
     base_name, split = split_name(name)
     env_class, preset = find_class(name)
+    if split not in env_class.splits:
+        raise ValueError(f"environment {base_name} has no -{split}: its splits are {', '.join(env_class.splits)}")
     style = {field.name: options.pop(field.name) for field in dataclasses.fields(Style) if field.name in options}
     check_options(base_name, env_class, options)
     check_options(base_name, Style, style)

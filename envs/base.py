@@ -26,10 +26,11 @@ class Problem:
 class Env:
     """Text in, rewards out. Subclass it, and add one line to the table in envs/__init__.py.
 
-    The constructor takes `split` ("train" or "test": two disjoint sets of problems) and its options, each with a
-    default. Each process that scores makes its own environment from the same name and options: keep that quick.
+    The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default.
+    Each process that scores makes its own environment from the same name and options: keep that quick.
     """
 
+    splits: tuple[str, ...] = ("train", "test")  # and "valid" where there is room for one
     num_tasks: int  # problems 0 .. num_tasks - 1
     is_generated: bool = False  # problems are made up by their number, not read from rows
     num_eval_tasks: int = 512  # problems of an evaluation, where the settings leave it open; 0: all

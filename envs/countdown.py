@@ -8,15 +8,15 @@ github.com/open-thought/reasoning-gym, whose expressions are "chain".
 
 import random
 import re
-import zlib
+from copy import copy
 from fractions import Fraction
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem
-from envs.data import Row, Source, load
+from envs.data import Row, Source, has_file, load
+from envs.splits import choose_split
 
 PROMPTS = {
     "full": (
@@ -48,6 +48,7 @@ SOURCES = {
     "train": Source(("countdown/train.jsonl", "train.jsonl", "train.parquet"), HUB),
     "test": Source(("countdown/test.jsonl", "test.jsonl", "test.parquet", "test_tinyzero_format.parquet"), HUB),
 }
+NUM_TASKS = {"train": 100_000, "test": 1024, "valid": 512}
 OP = "[-+*/×÷−]"
 STEP = re.compile(  # "a op b = c", neither the end of a longer sum (1+2+3=6) nor the start of a chain (2*3=6+1)
     rf"(?=\d)(?<![-+*/×÷−\d.)])(?<![\d)]{OP} )(?<![\d)] {OP} )"  # the digit first: twice as fast
@@ -60,9 +61,11 @@ class Countdown(Env):
     """Reward 1.0 for an expression that uses each number once and makes the target, `partial` for one that misses it.
 
     A fifth of all sets of numbers is kept for the test split, so that no training problem, whatever its order or
-    target, shares its numbers with a test problem. Test problems are all distinct.
+    target, shares its numbers with a test problem. Test problems are all distinct. Problems of the valid split are on
+    sets of that fifth which no test problem has: for few small numbers none are left, and there is no such split.
     """
 
+    splits = ("train", "valid", "test")
     is_generated = True
     tokens_per_action = 1024
     force_answer_at = 50
@@ -79,10 +82,8 @@ class Countdown(Env):
         prompt: str = "full",
         partial: float = 0.1,  # return of an answer that uses the numbers and misses the target
         truncation_penalty: float = 0.05,  # taken off the return of a reply that the token limit cut off
-        num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on (fewer where fewer exist)
+        num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
     ):
-        if split not in ("train", "test"):
-            raise ValueError(f"Countdown has no split {split!r}: choose train or test")
         if prompt not in PROMPTS:
             raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         if numbers < 1 or not 0 <= min_number <= max_number or max_target < 1:
@@ -92,9 +93,10 @@ class Countdown(Env):
         self.split, self.numbers, self.range = split, numbers, (min_number, max_number)
         self.prompt, self.partial, self.truncation_penalty = prompt, partial, truncation_penalty
         self.expression, self.max_target, self.max_value = expression, max_target, max_value
-        self.num_tasks = num_tasks if num_tasks > 0 else 100_000 if split == "train" else 1024
+        self.num_tasks = num_tasks if num_tasks > 0 else NUM_TASKS[split]
+        self.test_sets = self.find_test_sets() if split == "valid" else set()
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
-        if split == "test":
+        if split != "train":
             self.instances = self.distinct_instances(self.num_tasks)
             self.num_tasks = len(self.instances)
 
@@ -105,13 +107,31 @@ class Countdown(Env):
             numbers = tuple(rng.randint(*self.range) for _ in range(self.numbers))
             if self.expression == "chain":
                 numbers, target = chain(numbers, rng)
-            if is_test_set(numbers) != (self.split == "test"):
+            if not self.is_of_split(numbers):
                 continue
             if self.expression == "tree":
                 target = self.combine(list(numbers), rng)
             if target is not None and 1 <= target <= self.max_target:
                 return numbers, target
-        raise ValueError("Countdown found no solvable problem: widen the range of numbers or raise max_target")
+        taken = "; the test split takes all numbers that are held out" if self.split == "valid" else ""
+        raise ValueError(f"Countdown found no solvable problem: widen the range of numbers or raise max_target{taken}")
+
+    def is_of_split(self, numbers: tuple[int, ...]) -> bool:
+        """True if problems on these numbers, in any order, belong to this split."""
+        is_held_out = set_split(numbers) == "test"
+        match self.split:
+            case "train":
+                return not is_held_out
+            case "test":
+                return is_held_out
+        return is_held_out and tuple(sorted(numbers)) not in self.test_sets
+
+    def find_test_sets(self) -> set[tuple[int, ...]]:
+        """Returns the numbers, sorted, of each problem of the test split that has the same options."""
+        test = copy(self)
+        test.split = "test"
+        instances = test.distinct_instances(max(self.num_tasks, NUM_TASKS["test"]))
+        return {tuple(sorted(numbers)) for numbers, _ in instances}
 
     def combine(self, values: list[int], rng: random.Random) -> int | None:
         """The result of a random expression over all values; None when a step leaves the positive integers."""
@@ -135,7 +155,7 @@ class Countdown(Env):
         return list(found.values())
 
     def problem(self, index: int) -> Problem:
-        return self.ask(*(self.instances[index] if self.split == "test" else self.instance(index)))
+        return self.ask(*(self.instance(index) if self.split == "train" else self.instances[index]))
 
     def ask(self, numbers: tuple[int, ...], target: int) -> Problem:
         text = PROMPTS[self.prompt].format(
@@ -178,7 +198,8 @@ class CountdownData(Countdown):
     """The same rewards on the problems of a data set, by default the one of TinyZero: 3 or 4 numbers, 490,000 rows.
 
     Where a folder holds a file for testing, training leaves out every row with the numbers of a test problem; where it
-    does not, and on the hub, a fifth of all sets of numbers is kept for the test.
+    does not, and on the hub, a fifth of all sets of numbers is kept for the test. A tenth of them is kept for the valid
+    split.
     """
 
     is_generated = False
@@ -195,16 +216,16 @@ class CountdownData(Countdown):
         if prompt not in PROMPTS:
             raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         self.prompt, self.partial = prompt, partial
-        folder = Path(data_dir).expanduser()
-        has_test_file = data_dir and any((folder / file).is_file() for file in SOURCES["test"].files)
-        source = SOURCES[split if has_test_file else "train"]
+        has_test_file = has_file(SOURCES["test"], data_dir)
+        source = SOURCES["test" if split == "test" and has_test_file else "train"]
         rows, self.note = load("countdown34", source, data_dir, read_row, skip_bad_rows)
         if not has_test_file:
-            rows = [row for row in rows if is_test_set(row.answer[0]) == (split == "test")]
-        elif split == "train":
+            rows = [row for row in rows if set_split(row.answer[0]) == split]
+        elif split != "test":
             tests, _ = load("countdown34", SOURCES["test"], data_dir, read_row, skip_bad_rows)
             taken = {tuple(sorted(row.answer[0])) for row in tests}
             rows = [row for row in rows if tuple(sorted(row.answer[0])) not in taken]
+            rows = [row for row in rows if (set_split(row.answer[0]) == "valid") == (split == "valid")]
         self.instances = [row.answer for row in rows[: num_tasks or None]]
         self.num_tasks = len(self.instances)
 
@@ -267,9 +288,9 @@ def _search(terms: list[tuple[Fraction, str]], target: int, seen: set) -> str | 
     return None
 
 
-def is_test_set(numbers: tuple[int, ...]) -> bool:
-    """Whether this set of numbers, in any order, belongs to the test split."""
-    return zlib.crc32(repr(sorted(numbers)).encode()) % 5 == 0
+def set_split(numbers: tuple[int, ...]) -> str:
+    """Returns the split of this set of numbers, in any order: a fifth is for test, a tenth for valid."""
+    return choose_split(repr(sorted(numbers)), 5)
 
 
 def share_right_arithmetic(text: str) -> tuple[int, int]:

@@ -111,6 +111,12 @@ def explain(error: Exception, row: dict[str, Any] | Exception) -> str:
     return f"it has no {error}; its columns are {columns}. Correct it; {name_them}; {skip}"
 
 
+def has_file(source: Source, data_dir: str) -> bool:
+    """True if one of a source's files is in the folder."""
+    folder = Path(os.path.expanduser(data_dir))
+    return bool(data_dir) and any((folder / file).is_file() for file in source.files)
+
+
 def find_file(source: Source, data_dir: str) -> Path:
     """The first file of a source that is in the folder. Raises ValueError when none is."""
     folder = Path(os.path.expanduser(data_dir))
@@ -266,16 +272,6 @@ def read_hub(name: str, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error
     yield from ((f"{hub}, {source.hub_split} row {i}", row) for i, row in enumerate(rows, 1))
-
-
-def is_held_out(prompt: Any, one_in: int) -> bool:
-    """Whether a problem belongs to the test split of a data set that comes in one piece: a function of its prompt."""
-    return zlib.crc32(json.dumps(prompt).encode()) % one_in == 0
-
-
-def split_rows(rows: list[Row], split: str, one_in: int) -> list[Row]:
-    """The rows of this split, about one in `one_in` for the test; no prompt is in both."""
-    return [row for row in rows if is_held_out(row.prompt, one_in) == (split == "test")]
 
 
 def text_answer(value: Any) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 from envs.answers import final_answer, same_math
 from envs.base import Env, Problem
-from envs.data import Row, Source, load, split_rows
+from envs.data import Row, Source, load
 from envs.questions import check_form, written_answers
+from envs.splits import select_split
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -22,8 +23,11 @@ class Dataset(Env):
     """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
 
     The column `prompt` holds text or a list of messages. Without a `reward`, replies are compared with the column
-    `answer` as mathematics, 1.0 or 0.0. Without a `test_path`, one in ten rows is kept for the test split.
+    `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and, without a `test_path`, one
+    in ten for the test split. Rows of `path` whose prompt stands in a held-out split are removed.
     """
+
+    splits = ("train", "valid", "test")
 
     def __init__(
         self,
@@ -44,13 +48,15 @@ class Dataset(Env):
         check_form(form)
         self.form, self.columns, self.tokens_per_action = form, (prompt, answer), tokens_per_action
         self.reward = load_function(reward) if reward else None
-        held_out = split == "test" and test_path
-        where = (test_path, test_hub_split) if held_out else (path, hub_split)
-        self.rows, self.note = load("dataset", locate(*where), "", self.read_row, skip_bad_rows)
-        if not test_path:
-            self.rows = split_rows(self.rows, split, 10)
-        if not self.rows:
-            raise ValueError(f"{path} has too few rows to keep one in ten for the test split: give a test_path")
+        tests = None
+        if test_path:
+            tests, self.note = load("dataset", locate(test_path, test_hub_split), "", self.read_row, skip_bad_rows)
+        if split == "test" and test_path:
+            self.rows = tests
+        else:
+            rows, self.note = load("dataset", locate(path, hub_split), "", self.read_row, skip_bad_rows)
+            self.rows, selected = select_split(rows, split, 10, tests)
+            self.note += selected
         self.num_tasks = len(self.rows)
 
     def read_row(self, row: dict[str, Any]) -> Row:

@@ -8,6 +8,7 @@ from typing import Any
 from envs.data import Row, Source, load, text_answer, text_prompt
 from envs.numerals import same_number
 from envs.questions import Questions
+from envs.splits import select_split
 
 URL = "https://github.com/openai/grade-school-math/tree/master/grade_school_math/data"
 SOURCES = {
@@ -17,7 +18,9 @@ SOURCES = {
 
 
 class Gsm8k(Questions):
-    """The right number, in any spelling, is correct."""
+    """The right number, in any spelling, is correct. One in 32 training problems is kept for the valid split."""
+
+    splits = ("train", "valid", "test")
 
     num_eval_tasks = 0  # all 1,319, as is usual
 
@@ -29,7 +32,11 @@ class Gsm8k(Questions):
         partial: float = 0.1,
         skip_bad_rows: bool = False,
     ):
-        super().__init__(*load("gsm8k", SOURCES[split], data_dir, read_row, skip_bad_rows), form, partial)
+        rows, note = load("gsm8k", SOURCES["test" if split == "test" else "train"], data_dir, read_row, skip_bad_rows)
+        if split != "test":
+            rows, selected = select_split(rows, split, 16, tests=[])
+            note += selected
+        super().__init__(rows, note, form, partial)
 
     def same(self, reference: str, answer: str) -> bool:
         return same_number(reference, answer)

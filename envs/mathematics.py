@@ -6,8 +6,9 @@ Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), th
 from typing import Any
 
 from envs.answers import extract_boxed, same_math
-from envs.data import Row, Source, load, split_rows, text_answer, text_prompt
+from envs.data import Row, Source, has_file, load, text_answer, text_prompt
 from envs.questions import PROMPTS, TAGS_PROMPT, Questions
+from envs.splits import remove_overlap, select_split
 
 DEEPSCALER = "https://github.com/agentica-project/deepscaler/tree/main/deepscaler/data"
 QWEN = "https://github.com/QwenLM/Qwen2.5-Math/tree/main/evaluation/data"
@@ -31,9 +32,12 @@ TASK, NOTE = "Put the final answer within", ", use latex \\frac{a}{b} for fracti
 class Mathematics(Questions):
     """An answer that math-verify finds equal to the reference is correct.
 
-    One in 64 problems of a training set is kept for its test split. A benchmark has test problems only: both of its
-    splits are the whole set, so do not train on it.
+    One in 64 problems of a training set is kept for its test split, one in 128 for its valid split, and those that
+    stand in a benchmark are removed. A benchmark has test problems only: both of its splits are the whole set, so do
+    not train on it.
     """
+
+    splits = ("train", "valid", "test")
 
     prompts = PROMPTS | {"tags": TAGS_PROMPT.format(task=TASK, note=NOTE)}
 
@@ -48,9 +52,15 @@ class Mathematics(Questions):
     ):
         if data_set not in SOURCES:
             raise ValueError(f"data_set={data_set}: choose one of {', '.join(SOURCES)}")
+        if split == "valid" and data_set not in TRAINING:
+            raise ValueError(f"{data_set} has no -valid: it is a benchmark, with test problems only")
         rows, note = load(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
         if data_set in TRAINING:
-            rows = split_rows(rows, split, 64)
+            rows, selected = select_split(rows, split, 64)
+            note += selected
+            if split != "test":
+                rows, compared = remove_benchmarks(rows, data_dir)
+                note += compared
             self.tokens_per_action = TRAINING[data_set]
         elif split == "train":
             note += "; a benchmark, with the same problems in its test split: not to train on"
@@ -59,6 +69,17 @@ class Mathematics(Questions):
 
     def same(self, reference: str, answer: str) -> bool:
         return same_math(reference, answer)
+
+
+def remove_benchmarks(rows: list[Row], data_dir: str) -> tuple[list[Row], str]:
+    """Returns the rows that stand in none of the benchmarks whose files are in `data_dir`, and a note on the others."""
+    benchmarks = [name for name in SOURCES if name not in TRAINING]
+    compared = [name for name in benchmarks if has_file(SOURCES[name], data_dir)]
+    unknown = [name for name in benchmarks if name not in compared]
+    tests = [row for name in compared for row in load(name, SOURCES[name], data_dir, read_row, skip_bad_rows=True)[0]]
+    rows, num_removed = remove_overlap(rows, tests)
+    note = f"; {num_removed} removed that {', '.join(compared)} have, too" if compared else ""
+    return rows, note + (f"; not compared with {', '.join(unknown)}: no file in --data_dir" if unknown else "")
 
 
 def read_row(row: dict[str, Any]) -> Row:

@@ -13,17 +13,18 @@ import copy
 import math
 import random
 import re
-import zlib
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from envs.answers import extract_answer
 from envs.base import Env, Problem
+from envs.splits import choose_split
 from envs.verifiers import AUDITED, check_release, may_be_verified
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
 MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: draws of a question do not come back to where they were
+SEED_OFFSETS = {"train": 0, "test": 2**30, "valid": 2**31}
 MADE_AT_ONCE = ("acre", "gsm_symbolic", "list_functions", "word_ladder")  # these make all their questions at the start
 
 
@@ -38,10 +39,11 @@ class Spec(NamedTuple):
 class ReasoningGym(Env):
     """Reward: what the data set's own verifier gives, 0 to 1; correct is 1.
 
-    A question whose digest is divisible by five belongs to the test split, so that no question is in both, however few
-    a data set has; the two splits have seeds of their own besides.
+    The digest of a question decides on its split, a fifth for test and a tenth for valid, so that no question is in
+    two, however few a data set has; the splits have seeds of their own besides.
     """
 
+    splits = ("train", "valid", "test")
     is_generated = True
     tokens_per_action = 1024
 
@@ -55,7 +57,7 @@ class ReasoningGym(Env):
         self.specs, size = read_specs(datasets)
         self.num_tasks = num_tasks if num_tasks > 0 else size or 10_000 if split == "train" else 512
         self.system = reasoning_gym.utils.SYSTEM_PROMPTS["DeepSeekZero"].strip()  # as in policy-gradients
-        self.seed = seed + (2**30 if split == "test" else 0)
+        self.seed = seed + SEED_OFFSETS[split]
         self.datasets = []
         for spec in self.specs:
             try:
@@ -71,7 +73,7 @@ class ReasoningGym(Env):
         chosen = random.Random(f"reasoning_gym {self.seed} {index}").choices(self.datasets, weights)[0]
         for draw in range(MAX_DRAWS):
             entry = chosen[(index + draw * STRIDE) % chosen.size]
-            if (zlib.crc32(entry["question"].encode()) % 5 == 0) == (self.split == "test"):
+            if choose_split(entry["question"], 5) == self.split:
                 messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
                 return Problem(messages, (chosen, entry), thinking=True)
         raise ValueError(f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split")

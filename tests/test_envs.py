@@ -9,7 +9,7 @@ import time
 import warnings
 from fractions import Fraction
 from functools import cache
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import envs
 from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem
 from envs.countdown import Countdown, share_right_arithmetic, solve
+from envs.splits import normal_form
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -33,7 +34,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data
 @cache
 def environment(name: str, data_dir: Path = SAMPLES) -> envs.Env:
     options = {"num_tasks": 64} if name == "countdown6-test" else {}  # all of its 1024 take five seconds
-    base_name = name.removesuffix("-test")
+    base_name = name.removesuffix("-test").removesuffix("-valid")
     if base_name in LOCAL:
         options = {"data_dir": str(data_dir)}
     elif base_name == "dataset":
@@ -131,6 +132,76 @@ def test_splits_share_no_problem(name):
     assert not prompts[0] & prompts[1]
 
 
+GENERATED = ("countdown", "countdown3", "countdown6", "reasoning_gym")
+
+
+@pytest.mark.parametrize("name", [*GENERATED, *(pytest.param(name, marks=needs_data) for name in LOCAL[:3])])
+def test_valid_splits_share_nothing_with_the_others(name):
+    made = [environment(name + split, DATA) for split in ("", "-test", "-valid")]
+    problems = [[env.problem(i) for i in range(min(1000, env.num_tasks))] for env in made]
+    if "countdown" in name:
+        identities = [{tuple(sorted(problem.answer[0])) for problem in some} for some in problems]
+    else:
+        identities = [{normal_form(problem.messages) for problem in some} for some in problems]
+    assert not any(a & b for a, b in combinations(identities, 2)) and all(identities)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("poem-valid", "poem has no -valid"), ("aime-valid", "aime has no -valid: it is a benchmark")]
+    + [("countdown-valid", "the test split takes all numbers")],
+)
+def test_there_is_no_valid_split_without_room(name, message):
+    with pytest.raises(ValueError, match=message):
+        envs.make_env(name, **(DEMO if "countdown" in name else {}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is  $x$?", "what is x", True),
+        (r"Find \dfrac{1}{2}.", r"Find \(\frac{1}{2}\)", True),
+        ("(1, 2), and so on", "(1,2) and so on", True),
+        ("What is 3.5 + 1?", "What is 35 + 1?", False),
+        ("f(1, 2)", "f(12)", False),
+        ("2*(3+4)", "2*3+4", False),
+        ("5!", "5", False),
+        ("?!", "...", False),
+    ],
+)
+def test_problems_are_compared_whatever_their_spelling(one, other, same):
+    assert (normal_form(one) == normal_form(other)) == same
+
+
+def test_training_rows_that_stand_in_the_test_file_are_removed(tmp_path):
+    def rows(*prompts: str) -> list[str]:
+        return [json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts]
+
+    options = write(tmp_path / "mine.jsonl", *rows(*(f"What is {i} + 1?" for i in range(60))))
+    test = write(tmp_path / "test.jsonl", *rows("what is 7+1", "What is 8 + 1?", "What is 99 + 1?"))["path"]
+    made = [envs.make_env(f"dataset{split}", **options, test_path=test) for split in ("", "-valid", "-test")]
+    prompts = [{row.prompt for row in env.rows} for env in made]
+    assert prompts[0] | prompts[1] == {f"What is {i} + 1?" for i in range(60) if i not in (7, 8)}
+    assert not prompts[0] & prompts[1] and prompts[1] and len(prompts[2]) == 3
+    assert ", 2 removed that a held-out split has, too" in made[0].note
+    with pytest.raises(ValueError, match="no row is left for the train split; 0 in the train split, 2 removed"):
+        envs.make_env("dataset", path=test, test_path=test)
+
+
+def test_deepscaler_is_compared_with_the_benchmarks_that_are_there(tmp_path):
+    lines = (SAMPLES / "deepscaler" / "deepscaler.jsonl").read_text().splitlines()
+    (tmp_path / "deepscaler").mkdir()
+    (tmp_path / "deepscaler" / "deepscaler.jsonl").write_text("\n".join(lines))
+    options = {"data_dir": str(tmp_path)}
+    before = envs.make_env("deepscaler", **options)
+    assert before.note.endswith("; not compared with aime, aime25, amc, amc23, math500: no file in --data_dir")
+    shouted = {"problem": f" {before.rows[0].prompt.upper()} ", "answer": "1"}
+    (tmp_path / "math500.jsonl").write_text(json.dumps(shouted))
+    after = envs.make_env("deepscaler", **options)
+    assert after.rows == before.rows[1:]
+    assert "; 1 removed that math500 have, too; not compared with aime, aime25, amc, amc23: no file" in after.note
+
+
 @needs_data
 @pytest.mark.parametrize("name", [name for name in LOCAL if name != "deepscaler"] + ["gsm8k-test", "countdown34-test"])
 def test_references_of_all_local_rows_are_right(name):
@@ -145,8 +216,11 @@ def test_references_of_all_local_rows_are_right(name):
 @needs_data
 def test_deepscaler_as_it_is():
     train, test = environment("deepscaler", DATA), environment("deepscaler-test", DATA)
-    assert train.note == "deepscaler: 39,381 problems of 40,315 rows; left out: 928 repeated, 6 empty"
-    assert train.num_tasks + test.num_tasks == 39_381
+    assert train.note == (
+        "deepscaler: 39,381 problems of 40,315 rows; left out: 928 repeated, 6 empty; 38,455 in the train split, 26 "
+        "removed that a held-out split has, too; 8 removed that aime, aime25, amc, amc23, math500 have, too"
+    )
+    assert train.num_tasks == 38_455 - 8 and test.num_tasks == 598
     assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
     for env in (train, test):
         for i in range(0, env.num_tasks, 97):
@@ -158,7 +232,7 @@ def test_deepscaler_as_it_is():
 def test_sizes_and_answers_of_the_data_sets():
     sizes = {name: environment(name, DATA).num_tasks for name in LOCAL if name != "deepscaler"}
     assert sizes == {
-        "countdown34": 10_217, "gsm8k": 7473, "aime": 30, "aime25": 30, "amc": 83, "amc23": 40, "math500": 500,
+        "countdown34": 9212, "gsm8k": 7236, "aime": 30, "aime25": 30, "amc": 83, "amc23": 40, "math500": 500,
     }  # fmt: skip
     assert environment("gsm8k-test", DATA).num_tasks == 1319
     assert [environment("amc", DATA).problem(i).answer for i in range(2)] == ["142", "144"]
@@ -239,7 +313,9 @@ def test_a_file_of_ones_own(tmp_path):
     options = write(tmp_path / "mine.jsonl", *map(json.dumps, rows))
     env = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
     test = envs.make_env("dataset-test", **options)
-    assert env.num_tasks + test.num_tasks == 41
+    valid = envs.make_env("dataset-valid", **options)
+    parts = [{str(row.prompt) for row in part.rows} for part in (env, test, valid)]
+    assert sum(map(len, parts)) == len(set().union(*parts)) == 41, "each row in one split"
     assert env.score(env.problem(0), "It is 0.") == {"right": 1.0, "short": 0.5, "return": 1.5, "correct_answer": 1.0}
     assert test.score(test.problem(0), f"#### {test.problem(0).answer['answer']}")["return"] == 1.0
 
@@ -284,7 +360,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
     with pytest.raises(ValueError, match=rf"mine.jsonl:4 is malformed: .*{reason}.*skip_bad_rows=true"):
         envs.make_env("dataset", **options)
     env = envs.make_env("dataset", **options, skip_bad_rows=True)
-    assert env.note == "dataset: 30 problems of 33 rows; left out: 1 malformed, 1 repeated, 1 empty"
+    assert env.note.startswith("dataset: 30 problems of 33 rows; left out: 1 malformed, 1 repeated, 1 empty; ")
 
 
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):

@@ -1,0 +1,64 @@
+"""Train, valid and test splits that share no problem, and what a training set has in common with test problems."""
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+
+from envs.data import Row
+
+LATEX_SPELLINGS = {
+    "\\left": "", "\\right": "", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
+    "\\(": "", "\\)": "", "\\[": "", "\\]": "", "\\,": "", "\\!": "",
+}  # fmt: skip
+MEANINGLESS = re.compile(r"[.,;:?]+(?!\s*\d)|[\s$\\{}]+")  # punctuation, but not in 3.5 or (1, 2); white space; braces
+
+
+def choose_split(identity: str, one_in: int) -> str:
+    """Returns the split of a problem, by a digest of the text that must not be in two of them.
+
+    One in `one_in` (2 or more) is for test, half as many are for valid.
+    """
+    digest = zlib.crc32(identity.encode())
+    if digest % one_in == 0:
+        return "test"
+    return "valid" if digest % (2 * one_in) == 1 else "train"
+
+
+def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | None = None) -> tuple[list[Row], str]:
+    """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
+
+    `tests`: the rows of a test file; without one, some of `rows` are for test.
+    Raises: ValueError where no row is left.
+    """
+    parts = {"train": [], "valid": [], "test": []}
+    for row in rows:
+        name = choose_split(json.dumps(row.prompt), one_in)
+        parts["train" if name == "test" and tests is not None else name].append(row)
+    if tests is not None:
+        parts["test"] = tests
+    later = {"train": parts["valid"] + parts["test"], "valid": parts["test"], "test": []}
+    kept, num_removed = remove_overlap(parts[split], later[split])
+    note = f"; {len(kept):,} in the {split} split"
+    note += f", {num_removed:,} removed that a held-out split has, too" if num_removed else ""
+    if not kept:
+        raise ValueError(
+            f"no row is left for the {split} split{note}: of {len(rows):,} rows, one in {2 * one_in} is for valid, and "
+            f"{'none' if tests is not None else f'one in {one_in}'} for test"
+        )
+    return kept, note
+
+
+def remove_overlap(rows: list[Row], others: Iterable[Row]) -> tuple[list[Row], int]:
+    """Returns the rows whose problem is not among `others`, whatever its spelling, and how many were removed."""
+    taken = {normal_form(row.prompt) for row in others}
+    unseen = [row for row in rows if normal_form(row.prompt) not in taken]
+    return unseen, len(rows) - len(unseen)
+
+
+def normal_form(prompt: str | list[dict[str, str]]) -> str:
+    """Returns a prompt without case, white space, most punctuation, and LaTeX's spellings of one thing."""
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    for spelling, plain in LATEX_SPELLINGS.items():
+        text = text.replace(spelling, plain)
+    return MEANINGLESS.sub("", text.casefold()) or text  # which is made of other characters alone
