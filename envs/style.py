@@ -17,7 +17,7 @@ class Style:
     thinking: str = ""  # on or off: Qwen3's switch
     prefix: str = ""  # the beginning of the reply, put into the assistant's mouth and scored with it, as <think>
     plain: bool = False  # no chat template: the contents of the messages, for base models
-    format_reward: str = ""  # think_answer or tags: adds format_weight x this to the return
+    format_reward: str = ""  # think_answer, tags or blocks: adds format_weight x this to the return
     format_weight: float = 0.1
 
     def __post_init__(self):

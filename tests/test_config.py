@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from utils.config import option, parse, to_dict
+from utils.config import option, parse, read_preset, to_dict
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ def mistake(line: str, capsys) -> str:
 
 def test_nothing_given_is_the_defaults():
     assert read("") == (Settings(), set())
+
+
+def test_the_block_of_policy_gradients_is_the_environment(tmp_path):
+    file = tmp_path / "mix.yaml"
+    file.write_text("lr: 1e-5\ndata:\n  size: 70\n  specs:\n  - name: leg_counting\nenv_options: system=none\n")
+    options = f"datasets={file},system=none"
+    assert read_preset(str(file)) == {"lr": "1e-5", "env_name": "reasoning_gym", "env_options": options}
+    file.write_text("data: {size: 3}")
+    assert read_preset(str(file)) == {"data": {"size": 3}}, "not that block: refused as an unknown option"
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,15 @@ def test_reasoning_gym_mixtures(tmp_path):
     mixed = envs.make_env("reasoning_gym", datasets=str(tmp_path / "mix.yaml"), num_tasks=200)
     share = sum("Spell" in mixed.problem(i).messages[-1]["content"] for i in range(200)) / 200
     assert 0.65 < share < 0.85
+    assert "<think>" in mixed.problem(0).messages[0]["content"], "the system prompt asks for the tags that are paid for"
+    block = "loss: grpo\ndata:\n  size: 70\n  specs:\n  - {name: leg_counting, weight: 1, config: {}}\n"
+    (tmp_path / "grpo.yaml").write_text(block)
+    options = {"datasets": str(tmp_path / "grpo.yaml")}
+    sizes = [envs.make_env("reasoning_gym", **options, **more).num_tasks for more in ({}, {"num_tasks": 5})]
+    assert sizes == [70, 5], "policy-gradients' block data: {size, specs}"
+    (tmp_path / "bad.yaml").write_text(block.replace("70", "many"))
+    with pytest.raises(ValueError, match="data.size must be a number"):
+        envs.make_env("reasoning_gym", datasets=str(tmp_path / "bad.yaml"))
     mistakes = {"nonesuch": "nonesuch", "leg_counting*0": "above 0", "a b": "is not name", "x.yaml": "no such file"}
     for text, message in mistakes.items():
         with pytest.raises(ValueError, match=message):

@@ -167,7 +167,19 @@ def read_preset(path: str) -> dict[str, Any]:
             preset = preset.to_dict()  # an ml_collections.ConfigDict
         except AttributeError:
             raise ValueError(f"{path} must hold names and values, not a {type(preset).__name__}.") from None
-    return dict(preset)
+    return with_data_block(dict(preset), file) if file.suffix != ".py" else dict(preset)
+
+
+def with_data_block(preset: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Returns the settings with policy-gradients' block `data: {size, specs}` as the environment reasoning_gym."""
+    block = preset.get("data")
+    if not isinstance(block, Mapping) or "specs" not in block:
+        return preset
+    others = {name: value for name, value in preset.items() if name != "data"}
+    options = f"datasets={file.resolve()}"  # the environment reads the block from the file
+    if "env_options" in others:
+        options = f"{options},{others['env_options']}"
+    return others | {"env_name": "reasoning_gym", "env_options": options}
 
 
 def assign(values: flags.FlagValues, name: str, value: Any, source: str) -> None:

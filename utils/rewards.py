@@ -14,7 +14,11 @@ class RewardConfig:
 
     data_dir: str = option("", "folder with the environment's files; empty: the Hugging Face hub or its cache")
     reward: str = option("", "FILE.py:FUNCTION, the reward of the environment dataset")
-    format_reward: str = option("", "adds a reward for the form of replies", ["", "think_answer", "tags"])
+    format_reward: str = option(
+        "", "reward for the form of replies, added to the return: think_answer is 1 for a think block, then an answer "
+        "block, and nothing else; tags is a quarter for each of the four tags; blocks is 0.1 for a think block, 0.5 "
+        "for an answer block, 1 for both in form", ["", "think_answer", "tags", "blocks"],
+    )  # fmt: skip
     format_weight: float = option(0.1, "factor of --format_reward")
     length_reward: str = option("", "adds a reward for the length of replies", ["", "overlong", "cosine"])
     length_weight: float = option(1.0, "factor of --length_reward")
