@@ -12,6 +12,7 @@ from itertools import combinations, product
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 from helpers import ROOT
 
 from core import eval as evaluation
@@ -24,6 +25,7 @@ from utils.estimates import (
     best_of_k,
     explained_variance,
     majority_at_k,
+    mean_and_ci,
     paired_bootstrap,
     pass_at_k,
     task_estimates,
@@ -43,6 +45,35 @@ def quick_compilation():
 # Estimates
 
 
+@pytest.mark.parametrize(("right", "total"), [(0, 30), (30, 30), (0, 1), (7, 30), (250, 512), (1, 3)])
+def test_proportions_of_single_samples_have_wilsons_interval(right, total):
+    found = mean_and_ci("x", np.arange(total) < right)
+    expected = scipy.stats.binomtest(right, total).proportion_ci(method="wilson")
+    ends = [found["x_low"], found["x_high"]]
+    assert ends == pytest.approx([expected.low, expected.high], abs=1e-4), "1.96 has three digits"
+    assert found["x"] == pytest.approx(right / total) and found["x_ci"] == pytest.approx((ends[1] - ends[0]) / 2)
+    assert found["x_ci"] > 0
+
+
+def test_no_interval_is_zero_by_accident():
+    assert mean_and_ci("x", np.zeros(30))["x_high"] == pytest.approx(0.1135, abs=1e-4)
+    halves = mean_and_ci("x", np.full(30, 0.5))  # one of two samples right, for every task
+    assert halves["x_high"] - halves["x_low"] > 0.3
+    assert mean_and_ci("x", np.full(30, 68.0)) == {"x": 68.0}, "a return without bounds: the spread is unknown"
+    assert mean_and_ci("x", np.array([68.0])) == {"x": 68.0}
+    spread = np.array([1.0, 2.0, 4.0])
+    assert mean_and_ci("x", spread)["x_ci"] == pytest.approx(1.96 * scipy.stats.sem(spread))
+
+
+def test_intervals_of_several_samples_hold_the_truth():
+    rng, misses = np.random.default_rng(0), 0
+    for _ in range(1000):
+        chances = rng.beta(0.5, 4.5, size=30)  # tasks differ; a tenth is right on average
+        found = mean_and_ci("x", rng.binomial(4, chances) / 4)
+        misses += not found["x_low"] <= 0.1 <= found["x_high"]
+    assert 20 <= misses <= 90, "about 50 of 1000"
+
+
 def test_best_of_k_is_the_mean_over_all_subsets():
     returns = np.round(np.random.default_rng(0).normal(size=(5, 7)), 1).astype(np.float32)  # some of them equal
     for k in range(1, 8):
@@ -50,6 +81,13 @@ def test_best_of_k_is_the_mean_over_all_subsets():
         np.testing.assert_allclose(best_of_k(returns, k), expected, atol=1e-7)
     correct = returns > 0
     np.testing.assert_allclose(best_of_k(correct.astype(np.float32), 3), pass_at_k(correct, 3))
+
+
+def test_pass_at_k_is_a_hypergeometric_chance():
+    right = np.arange(12)[:, None] > np.arange(11)  # tasks with 0 to 11 of 11 samples right
+    for k in range(1, 12):
+        expected = 1 - scipy.stats.hypergeom(11, np.arange(12), k).pmf(0)  # not a single one of k drawn is right
+        np.testing.assert_allclose(pass_at_k(right, k), expected, atol=1e-12)
 
 
 def vote(answers: list[str | None], correct: list[bool]) -> float:
@@ -90,11 +128,14 @@ def test_task_estimates_are_named_by_k():
     scores = {name: np.float32([[0, 1, 0, 0, 1, 0]] * 2) for name in ("return", "correct_answer")}
     found = task_estimates(scores, list("abcdbe") * 2)
     kinds = ("pass@", "best_of_", "maj@")
-    assert set(found) == {"return", "correct_answer", *(f"{kind}{k}" for kind in kinds for k in (2, 4, 6))}
+    assert set(found) == {"return", "correct_answer", *(f"{kind}{k}" for kind in kinds for k in range(2, 7))}
     assert all(x.shape == (2,) for x in found.values()) and found["maj@6"].tolist() == [1, 1]
     assert not any("maj" in name for name in task_estimates(scores, [None] * 12)), "an environment without answers"
     one = {name: x[:, :1] for name, x in scores.items()}
     assert set(task_estimates(one, ["a", "b"])) == {"return", "correct_answer"}
+    many = {name: np.zeros((1, 40), np.float32) for name in scores}
+    ks = [int(name[5:]) for name in task_estimates(many, [None] * 40) if name.startswith("pass@")]
+    assert ks == [2, 3, 4, 5, 6, 7, 8, 16, 32, 40]
     wide = {name: np.zeros((1, MAX_VOTERS + 1), np.float32) for name in scores}
     assert "maj@2" not in task_estimates(wide, ["a"] * (MAX_VOTERS + 1))
 
@@ -103,7 +144,7 @@ def test_paired_bootstrap_against_all_resamples():
     x, y = np.array([0.5, 0.0, 0.25, 1.0]), np.array([0.75, 0.5, 0.0, 1.0])
     means = np.array([np.mean(some) for some in product(y - x, repeat=4)])
     found = paired_bootstrap(x, y, seed=1)
-    p = np.mean(means <= 0)  # quarters are exact
+    p = np.mean(means <= 0)  # quarters are exact; the data count as one more resample, which is within the tolerance
     assert found["mean"] == pytest.approx(0.125) and found["p"] == pytest.approx(p, abs=4 * (p * (1 - p) / 1e4) ** 0.5)
     assert found["low"] == np.quantile(means, 0.025) and found["high"] == np.quantile(means, 0.975)
     assert found == paired_bootstrap(x, y, seed=1) != paired_bootstrap(x, y, seed=2)
@@ -119,8 +160,10 @@ def test_paired_bootstrap_of_more_problems_against_a_loop():
     assert [found["low"], found["high"]] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.004)
     tenths = np.array([0.1, 0.2, 0.3])
     same = paired_bootstrap(tenths, tenths.copy())
-    assert same == {"mean": 0, "low": 0, "high": 0, "p": 1}
-    assert paired_bootstrap(np.zeros(3), np.ones(3), resamples=150)["p"] == 0
+    assert same == {"mean": 0, "low": None, "high": None, "p": 1}
+    assert paired_bootstrap(np.zeros(3), np.ones(3), resamples=150)["p"] == 1 / 8, "three signs that agree"
+    better = paired_bootstrap(np.zeros(100), np.linspace(1, 2, 100), resamples=150)
+    assert better["p"] == pytest.approx(1 / 151) and 1 < better["low"] < better["high"] < 2
 
 
 # Comparisons
@@ -152,7 +195,8 @@ def test_tables_are_aligned():
     assert lines[0].split() == ["poem-test", "gsm8k-test"]
     assert lines[1].split() == ["run/", *["return", "correct", "length"] * 2]
     assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
-    assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [+0.000, +0.000] p 1.0000" in lines[8]
+    assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
+    assert lines[-1] == "gsm8k-test, poem-test: fewer than 30 problems, so intervals are too narrow"
     many = table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
     assert max(map(len, many.splitlines())) <= 120 and many.count("pass@4") == 9
 
@@ -205,11 +249,12 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     found = json.loads(scores.read_text())
     where = [(f"{run}/step{step}", env) for step in (2, 10) for env in ("poem-test", "countdown3-test")]
     assert [(row["model_dir"], row["env_name"]) for row in found] == where
-    assert {"return_ci", "correct_answer", "pass@2", "pass@4", "best_of_2", "length", "finished"} <= found[0].keys()
+    names = {"correct_answer_low", "correct_answer_ci", "pass@2", "pass@3", "pass@4_high", "best_of_2", "length"}
+    assert names | {"finished"} <= found[0].keys()
     place = ("model_dir", "env_name", "difference")
     scores_of = [{name: value for name, value in row.items() if name not in place} for row in found]
     assert scores_of[0] == scores_of[2] and scores_of[1] == scores_of[3], "equal weights, equal draws"
-    assert found[2]["difference"]["return"] == {"mean": 0, "low": 0, "high": 0, "p": 1}
+    assert found[2]["difference"]["return"] == {"mean": 0, "low": None, "high": None, "p": 1}
     printed = capsys.readouterr().out
     assert "step10 " in printed and "best_of_4" in printed and f"difference to {run}/step2" in printed
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from utils.estimates import RESAMPLES, paired_bootstrap
+from utils.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
 from utils.logger import writable
 
+ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 WIDTH = 120  # characters; environments that do not fit next to each other stand below
 
 
@@ -32,9 +33,8 @@ class Result:
         """All metrics, with their 95% intervals."""
         metrics, how = self.metrics, f"temperature {temperature:g}" if temperature else "greedy"
         lines = [f"{self.model_dir} on {self.env_name}: {metrics['num_tasks']} tasks x {metrics['num_samples']}, {how}"]
-        for name in (name for name in metrics if not name.endswith("_ci") and not name.startswith("num_")):
-            interval = f" ± {metrics[name + '_ci']:.4f}" if name + "_ci" in metrics else ""
-            lines.append(f"{name:>20} {metrics[name]:.4f}{interval}")
+        for name in (name for name in metrics if not name.endswith(ENDINGS) and not name.startswith("num_")):
+            lines.append(f"{name:>20} {metrics[name]:.4f}{interval(metrics, name, digits=4)}")
         return "\n".join(lines)
 
 
@@ -151,17 +151,29 @@ def report(objects: Sequence[dict[str, Any]]) -> str:
     if len(names) == 1:
         return table(names, scores)
     how = f"paired bootstrap over problems, {RESAMPLES:,} resamples: 95% interval, p of 0 or less"
-    return f"{table(names, scores)}\n\ndifference to {names[0]} ({how})\n{table(names[1:], differences)}"
+    few = {row["env_name"] for row in objects if row.get("difference", {}).get("num_tasks", FEW_TASKS) < FEW_TASKS}
+    note = f"\n{', '.join(sorted(few))}: fewer than {FEW_TASKS} problems, so intervals are too narrow" if few else ""
+    return f"{table(names, scores)}\n\ndifference to {names[0]} ({how})\n{table(names[1:], differences)}{note}"
 
 
 def score(metrics: Mapping[str, float], name: str) -> str:
     if name == "length":
         return f"{metrics[name]:.1f}"
-    return f"{metrics[name]:.3f} ± {metrics[name + '_ci']:.3f}" if name in metrics else "-"
+    return f"{metrics[name]:.3f}{interval(metrics, name, digits=3)}" if name in metrics else "-"
 
 
-def difference(found: Mapping[str, float] | None) -> str:
-    return "{mean:+.3f} [{low:+.3f}, {high:+.3f}] p {p:.4f}".format(**found) if found else "-"
+def interval(metrics: Mapping[str, float], name: str, digits: int) -> str:
+    """The 95% interval of a metric behind its value: its ends, half its width where it is symmetric, or nothing."""
+    if name + "_low" in metrics:
+        return f" [{metrics[name + '_low']:.{digits}f}, {metrics[name + '_high']:.{digits}f}]"
+    return f" ± {metrics[name + '_ci']:.{digits}f}" if name + "_ci" in metrics else ""
+
+
+def difference(found: Mapping[str, float | None] | None) -> str:
+    if found is None:
+        return "-"
+    ends = "unknown" if found["low"] is None else "{low:+.3f}, {high:+.3f}".format(**found)
+    return f"{found['mean']:+.3f} [{ends}] p {found['p']:.4f}"
 
 
 def table(names: Sequence[str], groups: Mapping[str, Mapping[str, Sequence[str]]]) -> str:

@@ -13,23 +13,63 @@ from jaxtyping import Bool, Float
 
 MAX_VOTERS = 1000  # samples of a task; for more the numbers of subsets leave float64
 RESAMPLES = 10_000
+FEW_TASKS = 30  # with fewer, resampled intervals are too narrow
+Z = 1.96  # 97.5% quantile of the normal distribution
 
 
 def mean_and_ci(name: str, x: Float[np.ndarray, "N"]) -> dict[str, float]:
-    """Mean over tasks and half the width of its 95% interval (normal approximation over tasks)."""
-    return {name: float(x.mean()), f"{name}_ci": float(1.96 * x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else 0.0}
+    """Returns the mean over tasks and its 95% interval, by the name of the score.
+
+    `_ci` is half the width of the interval. A score from 0 to 1 also gets `_low` and `_high`, the ends of Wilson's
+    interval, which is not symmetric; other scores get the normal approximation over tasks, and no interval where all
+    tasks are equal, since their spread is then unknown.
+    """
+    x = np.asarray(x, np.float64)
+    mean = float(x.mean())
+    if x.min() >= 0 and x.max() <= 1:
+        low, high = wilson_interval(mean, effective_samples(x))
+        return {name: mean, f"{name}_ci": (high - low) / 2, f"{name}_low": low, f"{name}_high": high}
+    if np.ptp(x) == 0:
+        return {name: mean}
+    return {name: mean, f"{name}_ci": float(Z * x.std(ddof=1) / len(x) ** 0.5)}
+
+
+def wilson_interval(p: float, n: float) -> tuple[float, float]:
+    """Returns the ends of the 95% interval of a proportion p of n samples.
+
+    Source: Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.
+    """
+    shrunk = 1 + Z**2 / n
+    middle = (p + Z**2 / (2 * n)) / shrunk
+    half = Z / shrunk * (p * (1 - p) / n + Z**2 / (4 * n**2)) ** 0.5
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def effective_samples(x: Float[np.ndarray, "N"]) -> float:
+    """Returns how many samples of 0 or 1 would know the mean of task means from 0 to 1 as well as these do.
+
+    That is p (1 - p) / (Var(x) / N): exactly N for one sample a task, more for several. Where all tasks are equal, the
+    variance between tasks is unknown, and each task counts as one sample.
+    Source: Korn and Graubard 1998, Confidence Intervals for Proportions With Small Expected Number of Positive Counts.
+    """
+    p, num_tasks = x.mean(), len(x)
+    if np.ptp(x) == 0:
+        return float(num_tasks)
+    return float(p * (1 - p) / (x.var() / num_tasks))
 
 
 def task_estimates(
     scores: Mapping[str, Float[np.ndarray, "N G"]], answers: Sequence[str | None]
 ) -> dict[str, Float[np.ndarray, "N"]]:
-    """Each task's own estimates: the mean of each score, then pass@k, best_of_k and maj@k for k = 2, 4, 8, ... and G.
+    """Each task's own estimates: the mean of each score, then pass@k, best_of_k and maj@k for several k.
+
+    k is each number from 2 to 8, then 16, 32, ..., and G.
 
     `answers` are those of all N G samples, None where there is none; without a single one maj@k is left out.
     """
     found = {name: x.mean(axis=1) for name, x in scores.items()}
     correct, total = scores["correct_answer"] > 0, scores["return"].shape[1]
-    ks = sorted({*(2**i for i in range(1, total.bit_length())), total} - {1})
+    ks = sorted({k for k in range(2, total + 1) if k <= 8 or k.bit_count() == 1 or k == total})
     found |= {f"pass@{k}": pass_at_k(correct, k) for k in ks}
     found |= {f"best_of_{k}": best_of_k(scores["return"], k) for k in ks}
     if any(answer is not None for answer in answers) and total <= MAX_VOTERS:
@@ -110,20 +150,24 @@ def times(rows: Float[np.ndarray, "W T"], polynomial: Float[np.ndarray, "J"]) ->
 
 def paired_bootstrap(
     x: Float[np.ndarray, "N"], y: Float[np.ndarray, "N"], seed: int = 0, resamples: int = RESAMPLES
-) -> dict[str, float]:
-    """How much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
+) -> dict[str, float | None]:
+    """Returns how much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
 
     Tasks are drawn N times with replacement, both values of a task together; the interval holds the 2.5% to 97.5%
-    quantiles of the resampled mean of y - x, and p is the share of the resamples in which it is 0 or less.
-    Source: Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation, section 4.
+    quantiles of the resampled mean of y - x, and is None where all tasks differ by the same: resampling them says
+    nothing. p is the share of the resamples, the data themselves counted as one, in which the mean is 0 or less. It is
+    at least 2^-N, the chance that N signs agree, which no number of resamples can undercut.
+    Sources: Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation, section 4; Phipson and Smyth
+    2010, Permutation P-values Should Never Be Zero.
     """
     difference, rng = np.asarray(y, np.float64) - x, np.random.default_rng(seed)
     size, chunk = len(difference), 100  # resamples at a time: memory, whatever N
     draws = (rng.integers(size, size=(min(chunk, resamples - start), size)) for start in range(0, resamples, chunk))
     means = np.concatenate([difference[tasks].mean(axis=1) for tasks in draws])
-    low, high = np.quantile(means, [0.025, 0.975])
-    p = np.mean(means <= 1e-12)  # a sum that is 0 but for rounding is 0
-    return {"mean": float(difference.mean()), "low": float(low), "high": float(high), "p": float(p)}
+    count = np.sum(means <= 1e-12)  # a sum that is 0 but for rounding is 0
+    p = max((1 + count) / (1 + resamples), 0.5**size)
+    low, high = np.quantile(means, [0.025, 0.975]).tolist() if np.ptp(difference) else (None, None)
+    return {"mean": float(difference.mean()), "low": low, "high": high, "p": float(p)}
 
 
 def explained_variance(

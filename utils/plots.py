@@ -48,10 +48,11 @@ def before_and_after(metrics_jsonl: str | Path) -> str:
     lines = [f"{'':<30}{'first':>16}{'last':>16}"]
     for name in (*(held_out for held_out, _ in MAIN), *SIDE[:3]):
         if name in logged:
-            bars = logged.get(f"{name}_ci", (None, None))[1]
+            bars = dict(zip(*logged.get(f"{name}_ci", ((), ())), strict=True))
             cells = []
             for i in (0, -1):
-                text = form(name, logged[name][1][i]) + (f" ± {form(name, bars[i])}" if bars is not None else "")
+                bar = bars.get(logged[name][0][i])
+                text = form(name, logged[name][1][i]) + (f" ± {form(name, bar)}" if bar is not None else "")
                 cells.append(f"{text:>16}")
             lines.append(f"{('held out: ' if name.startswith('test_') else '') + TITLES[name]:<30}{''.join(cells)}")
     return "\n".join(lines) if len(lines) > 1 else ""

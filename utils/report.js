@@ -88,7 +88,7 @@ function drawCurves() {
   const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics)));
   const shown = panels.filter((panel) => Object.keys(panel.metrics).some((metric) => logged.has(metric)));
   shown.forEach((panel) => addPanel(() => panel, make("h3", {}, panel.title)));
-  const isOther = (name) => !name.endsWith("_ci") && shown.every((panel) => !(name in panel.metrics));
+  const isOther = (name) => !/_(ci|low|high)$/.test(name) && shown.every((panel) => !(name in panel.metrics));
   const others = [...logged].filter(isOther).sort();
   if (!others.length) return;
   const choice = make("select", { ariaLabel: "Metric" }, ...others.map((name) => new Option(visible(name), name)));
