@@ -23,6 +23,7 @@ from utils.batching import Array
 from utils.config import option
 
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
+LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # of new to old probability: where tokens are counted for a quantile
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -434,13 +435,25 @@ def policy_loss(
         "approx_kl": token_mean((ratio - 1) - (logprobs - old)),  # k3 of KL(old || new)
         "clip_fraction": token_mean((slope == 0) & (batch.advantages != 0)),  # tokens without a gradient
         "masked_fraction": token_mean(weights == 0),
+        "entropy_loss": -config.entropy_coef * metrics["entropy"],
+        "logprob": token_mean(logprobs),
         "importance_ratio": token_mean(ratio),
+        "importance_ratio_max": ratio.max(where=mask, initial=0.0),
+        "importance_ratio_min": ratio.min(where=mask, initial=jnp.inf),
+        "importance_ratio_histogram": histogram(logprobs - old, mask) / batch.num_tokens[0],
         "inference_recompute/logprob_diff": token_mean(jnp.abs(old - sampled)),
         "inference_recompute/logprob_diff_max": jnp.abs(old - sampled).max(),
         "inference_recompute/kl": token_mean((sample_ratio - 1) - (old - sampled)),  # k3 of KL(sampled || old)
         "inference_recompute/ratio": token_mean(sample_ratio),
         "inference_recompute/ratio_squared": token_mean(sample_ratio**2),
     }
+
+
+def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "R"]:
+    """Numbers of tokens by their log ratio, nearest of LOG_RATIOS: unlike a quantile they can be added up."""
+    step = LOG_RATIOS[1] - LOG_RATIOS[0]
+    bins = jnp.clip(jnp.round((log_ratio - LOG_RATIOS[0]) / step), 0, len(LOG_RATIOS) - 1).astype(jnp.int32)
+    return jnp.zeros(len(LOG_RATIOS)).at[bins].add(mask.astype(jnp.float32))
 
 
 def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Bool[Array, "B T"]:
@@ -485,9 +498,16 @@ def value_loss(values: Float[Array, "B T"], batch: Batch, config: ObjectiveConfi
 
 
 def total(parts: list[dict[str, Array]]) -> dict[str, float]:
-    """The metrics of an optimiser batch from those of its micro-batches: the largest of each `max`, sums of others."""
-    reduce = {True: np.max, False: np.sum}
-    metrics = {n: float(reduce[n.endswith("_max")]([part[n] for part in parts])) for n in parts[0]}
+    """Returns the metrics of an optimiser batch from those of its micro-batches: sums, and extremes of _max, _min."""
+    reduce = {"max": np.nanmax, "min": np.nanmin}
+    metrics = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        metrics[name] = reduce.get(name.rpartition("_")[2], np.sum)(values, axis=0)
+    shares = metrics.pop("importance_ratio_histogram")
+    place = np.searchsorted(np.cumsum(shares), 0.99 * shares.sum())
+    metrics = {name: float(x) for name, x in metrics.items()}
+    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[min(place, len(LOG_RATIOS) - 1)]))
     squared = metrics.pop("inference_recompute/ratio_squared")
     share = metrics["inference_recompute/ratio"] ** 2 / max(squared, 1e-30)
     return metrics | {"inference_recompute/effective_sample_share": share}

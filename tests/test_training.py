@@ -246,6 +246,7 @@ def test_old_logprobs(flags, expected):
             seen.append(batch)
             names = "loss", "approx_kl", "clip_fraction", "inference_recompute/ratio"
             part = dict.fromkeys((*names, "inference_recompute/ratio_squared"), 0)
+            part["importance_ratio_histogram"] = np.zeros(201)
             return state, [part], {"grad_norm": 0, "skipped_in_a_row": 0}
 
     batch = random_batch().replace(old_logprobs=None)
@@ -626,22 +627,27 @@ def test_presets_train(name, tmp_path):
     assert [record["global_step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_an_epoch_is_every_problem_once(tmp_path):
+def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(tmp_path, monkeypatch):
+    scores = iter([0.0, -0.4, -0.1, -0.2, 0.0])  # of the untrained model, and after each step
+    monkeypatch.setattr(grpo, "held_out", lambda *_: {"test_env/return": 1.0, "valid_env/return": next(scores)})
     subjects = tmp_path / "subjects.txt"
     subjects.write_text("\n".join("abcdefghijklmno"))
-    options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "test_env_name": ""}
-    options |= {"lr_schedule": "linear", "max_steps": 10000}
+    options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "save_best": 1}
+    options |= {"lr_schedule": "linear", "max_steps": 10000, "test_interval": 1, "valid_env_name": "poem-test"}
     train(*arguments(**FLAGS | options | {"save_dir": tmp_path / "run", "save_rollouts": "all"}))
     files = sorted((tmp_path / "run" / "rollouts").glob("*.jsonl"))
     steps = [[json.loads(line) for line in file.open()] for file in files]
     rollouts = [row for rows in steps for row in rows]
     num_tasks = len({row["task"] for row in rollouts})
-    records = lines(tmp_path / "run")
+    records = [record for record in lines(tmp_path / "run") if record["global_step"]]
     assert len(records) == -(-num_tasks // 4) and {row["task"] for row in rollouts} == {*range(num_tasks)}
     shares = [1 - 4 * i / num_tasks for i in range(len(records))]
     assert [record["lr"] / FLAGS["lr"] for record in records] == pytest.approx(shares), "by problems"
     for file, rows in zip(files, steps, strict=True):
         check_arrays(np.load(file.with_suffix(".npz"), allow_pickle=False), rows)
+    folders = FLAGS["model_dir"], tmp_path / "run" / "best"
+    untrained, best = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all((x == best[name]).all() for name, x in untrained.items()), "a score of 0, before the first step"
 
 
 def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
