@@ -457,9 +457,11 @@ def resolve_environments(config: Config) -> dict[str, RolloutSettings]:
     training = resolve_settings(config, config.env_name)
     overrides = parse_options(config.test_env_options, "--test_env_options")
     environments = {"env": training}
-    for role, name in (("test_env", config.test_env_name), ("valid_env", config.valid_env_name)):
-        if name:
-            environments[role] = resolve_settings(config, test_name(name), training, overrides)
+    if config.test_env_name:
+        environments["test_env"] = resolve_settings(config, test_name(config.test_env_name), training, overrides)
+    if config.valid_env_name:
+        name = test_name(config.valid_env_name, default="valid")
+        environments["valid_env"] = resolve_settings(config, name, training, overrides)
     check_files(config, [settings.name for settings in environments.values()])
     return environments
 

@@ -65,10 +65,10 @@ def split_name(name: str) -> tuple[str, str]:
     return (base_name, split) if dash and split in HELD_OUT else (name.lower(), "train")
 
 
-def test_name(name: str) -> str:
-    """Returns the name of an environment's held-out problems: its own, where it is a held-out split already."""
+def test_name(name: str, default: str = "test") -> str:
+    """Returns the name of an environment's `default` split; its own where that is held out already."""
     base_name, split = split_name(name)
-    return f"{base_name}-{split if split in HELD_OUT else 'test'}"
+    return f"{base_name}-{split if split in HELD_OUT else default}"
 
 
 def option_names(name: str) -> set[str]:

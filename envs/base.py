@@ -36,7 +36,7 @@ class Env:
     num_eval_tasks: int = 512  # problems of an evaluation, where the settings leave it open; 0: all
     tokens_per_action: int = 512  # default completion limit, tokens
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
-    truncation_penalty: float = 0.0  # taken off the return of a reply that the token limit cut off
+    truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
     note: str = ""  # for people, once at the start: how many rows were left out, and why
 

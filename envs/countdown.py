@@ -1,7 +1,7 @@
 """Countdown: combine the given numbers with + - * / so that they make the target.
 
 The defaults are those of github.com/kvfrans/lmpo: four numbers of 0 to 99, targets up to 1,000 made as in Reasoning
-Gym, its prompts, and 0.05 off for a reply that the token limit cut off.
+Gym, its prompts, and 0.05 off what a reply earns that the token limit cut off.
 Sources: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; games/countdown.py of
 github.com/open-thought/reasoning-gym, whose expressions are "chain".
 """
@@ -36,7 +36,7 @@ PROMPTS = {
 }
 SYSTEM = {
     "full": (
-        "You are a helpful assistant. You first think about the reasoning process in your mind and then provide the "
+        "You are a helpful assistant. You first think about the reasoning process in the mind, and then provide the "
         "user with the answer."
     ),
     "tinyzero": "",
@@ -81,7 +81,7 @@ class Countdown(Env):
         max_value: int = 1000,  # of the intermediate results of a tree
         prompt: str = "full",
         partial: float = 0.1,  # return of an answer that uses the numbers and misses the target
-        truncation_penalty: float = 0.05,  # taken off the return of a reply that the token limit cut off
+        truncation_penalty: float = 0.05,  # taken off a positive return where the token limit cut the reply off
         num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
     ):
         if prompt not in PROMPTS:

@@ -37,9 +37,9 @@ def test_settings_become_options_of_the_environment():
 
 
 def test_truncated_replies_pay_what_the_environment_says():
-    scores = {"return": np.array([1.0, 0.1], np.float32), "correct_answer": np.array([1.0, 0.0], np.float32)}
-    found = add_truncation_penalty(scores, np.array([False, True]), 0.05)
-    assert np.allclose(found["return"], [1.0, 0.05]) and np.allclose(found["truncation"], [0, -0.05])
+    scores = {"return": np.float32([1.0, 0.1, 0.0]), "correct_answer": np.float32([1.0, 0.0, 0.0])}
+    found = add_truncation_penalty(scores, np.array([False, True, True]), 0.05)
+    assert np.allclose(found["return"], [1.0, 0.05, 0.0]) and np.allclose(found["truncation"], [0, -0.05, 0])
     assert found["return"].dtype == np.float32 and found["correct_answer"] is scores["correct_answer"]
 
 

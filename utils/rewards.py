@@ -48,12 +48,13 @@ class RewardConfig:
 def add_truncation_penalty(
     scores: dict[str, Float[np.ndarray, "B"]], is_truncated: Bool[np.ndarray, "B"], penalty: float
 ) -> dict[str, Float[np.ndarray, "B"]]:
-    """Returns the scores with "truncation", in the return already: minus `penalty` for each truncated reply.
+    """Returns the scores with "truncation", in the return already: minus `penalty` for truncated replies that earn.
 
     The environment says how much (`Env.truncation_penalty`); it cannot subtract it itself, since it sees a reply's text
     and not whether the token limit ended it.
     """
-    truncation = np.where(is_truncated, -penalty, 0.0).astype(np.float32)
+    is_penalized = is_truncated & (scores["return"] > 0)
+    truncation = np.where(is_penalized, -penalty, 0.0).astype(np.float32)
     return scores | {"truncation": truncation, "return": scores["return"] + truncation}
 
 
