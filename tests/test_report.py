@@ -165,7 +165,8 @@ def test_tokens_are_written_with_what_is_known_of_each():
         tokens=tokens, lengths=lengths, prompt_lengths=np.ones(3, int), finished=np.ones(3, bool),
         logprobs=-np.arange(24.0).reshape(3, 8),
     )  # fmt: skip
-    played = [SimpleNamespace(rollouts=rollouts, texts=texts, ids=[0, 1, 2], scores={"return": np.arange(3.0)})]
+    scores, failed = {"return": np.arange(3.0)}, np.array([False, False, True])
+    played = [SimpleNamespace(rollouts=rollouts, texts=texts, ids=[0, 1, 2], scores=scores, failed=failed)]
     learnt = SimpleNamespace(
         tokens=tokens[[1], :4], lengths=lengths[[1]], advantages=np.full((1, 4), 0.5), old_logprobs=None,
         entropies=np.array([[0, 0.25, 2, 0]]),
@@ -175,7 +176,7 @@ def test_tokens_are_written_with_what_is_known_of_each():
     assert first["tokens"] == ["x", "", "", "", "🙂"] and first["prompt"] == "\x01" and "advantage" not in first
     assert second["tokens"] == ["a", "b"] and list(second["logprobs"]) == [-9, -10]
     assert second["advantage"] == 0.5 and "old_logprobs" not in second and list(second["entropies"]) == [0.25, 2]
-    assert "tokens" not in third, "of the first two groups only"
+    assert "tokens" not in third and third["reward_failed"], "tokens of the first two groups only"
     assert rollout_rows(played, 1)[0].keys() == {"group", "task", "text", "return", "length", "finished"}
 
 
