@@ -105,6 +105,6 @@ def test_after_precompile_no_step_compiles_and_all_programs_are_listed(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
     segments = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(decode_segment)"]
     num_sizes = 2 if os.cpu_count() > 1 else 3  # two chains of 16 slots, or one of 32; and smaller ones, down to 8
-    assert len(segments) == len(set(segments)) == 2 * num_sizes  # of 32 and of 48 columns
+    assert len(segments) == len(set(segments)) >= 2 * num_sizes  # of 32 and of 48 columns, and those of refills
     learning = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(accumulate)"]
     assert len(learning) == len(set(learning)) > 1
