@@ -8,7 +8,7 @@ VENV_PYTHON = .venv/bin/python
 help:
 	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
 	@echo "make test            ruff and the tests, without those marked slow"
-	@echo "make test-all        ruff and all tests"
+	@echo "make test-all        ruff and all tests, with programs compiled as they are used"
 	@echo "make readme          every command of README.md, cut short, in a fresh clone"
 	@echo "make lint            ruff alone"
 	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"
@@ -17,10 +17,10 @@ demo: .venv/installed
 	$(VENV_PYTHON) core/grpo.py --config configs/demo.py --seed $(SEED)
 
 test: lint
-	$(VENV_PYTHON) -m pytest -n 2
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile
 
 test-all: lint
-	$(VENV_PYTHON) -m pytest -n 2 -m ""
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m ""
 
 readme: .venv/installed-test
 	$(VENV_PYTHON) tests/readme.py

@@ -1,6 +1,32 @@
-"""Checks the shapes in signatures while the tests run."""
+"""Settings of JAX while the tests run, here and in the processes that they start; checks of the shapes in signatures.
 
-from jaxtyping import install_import_hook
+Nearly all of the time would be compilation: programs are compiled with few optimizations, and kept for the other
+workers and the next time. `make test-all` compiles them as they are used.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+SETTINGS = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parent.parent / ".jax_cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+}
+os.environ.update(SETTINGS | os.environ)  # before JAX is imported, which reads them then
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 MODULES = "core.objectives core.sampling models.attention models.distribution models.qwen3 utils.batching"
 install_import_hook(MODULES.split(), "beartype.beartype")
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles as usual, for a test that computes much or looks at what is compiled."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

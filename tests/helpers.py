@@ -1,5 +1,6 @@
-"""What several tests share: a small random model, a tokenizer without files, and Python on four virtual devices."""
+"""Shared by tests: a small random model, a tokenizer without files, tolerances, Python on four virtual devices."""
 
+import math
 import os
 import socket
 import subprocess
@@ -11,17 +12,23 @@ from types import MappingProxyType
 
 import jax
 import numpy as np
+import pytest
+from kill_runs import virtual_devices
 
 from models.qwen3 import EMBED, HEAD, Qwen, is_spec
 from models.tokenizer import Tokenizer
 from utils.sharding import Layout
 
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # environment where nearly all of the time would be compilation
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Qwen(
     vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, remat="none",
 )  # fmt: skip
+
+
+def slow(*cases) -> list:
+    """Returns cases of a parametrized test that `make test-all` runs."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @cache
@@ -66,28 +73,63 @@ class Letters(Tokenizer):
         return self.encode(messages[-1]["content"] + prefix)
 
 
+# Tolerances
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def rounding(num_operations: int, size: float = 1.0) -> float:
+    """Returns how far float32 may take a number of this size through so many operations, one after the other.
+
+    Each multiplies by 1 + d with |d| <= u = eps / 2. Another order of a sum, or fused products on another CPU, draws
+    other d. After n of them the result is off by at most n u; by more than 6 sqrt(n) u with probability 4e-8 only, as
+    roundings hardly know of each other. Source: Higham and Mary, SIAM J. Sci. Comput. 41 (2019), A2815, theorem 2.4.
+
+    A sum of n terms counts as n operations, and `size` is then that of the largest sum of sizes on the way: of logits,
+    for log-probabilities. Where small errors grow (exp of a large number, division by a small one), the caller
+    multiplies `size` by how much.
+    """
+    return 6 * math.sqrt(num_operations) * EPS / 2 * size
+
+
+def assert_close(found, expected, num_operations: int, size: float | None = None, err_msg: str = "") -> None:
+    """Asserts that arrays differ by `rounding` only; `size` is by default that of the largest number of `expected`."""
+    size = float(np.abs(expected).max(initial=0)) if size is None else size
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(num_operations, size), err_msg=err_msg)
+
+
+def depth(model: Qwen, num_columns: int) -> int:
+    """Returns the operations on the longest way through the model: terms of its sums, of one after the other."""
+    D, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    attention = 2 * D + 2 * model.head_dim + 2 * num_columns + heads  # norm, projection, norm, scores, softmax, values
+    mlp = 2 * D + model.intermediate_size
+    return model.num_hidden_layers * (attention + mlp) + 2 * D + model.vocab_size  # then norm, head, softmax
+
+
+def gradient_depth(model: Qwen, num_columns: int, num_tokens: int) -> int:
+    """Returns the operations of a gradient: forward, twice as many backward, and a sum over the tokens of a batch."""
+    return 3 * depth(model, num_columns) + num_tokens
+
+
 def on_four_devices(test_file: str, call: str) -> None:
     """Evaluates `call` with the names of a test file, in a process that sees four CPU devices."""
     code = f"from {Path(test_file).stem} import *; {call}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=os.environ | settings | QUICK, capture_output=True, text=True)
+    env = os.environ | virtual_devices(4) | {"PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def start_processes(code: str, num_devices: int, num_processes: int = 1, **env: str) -> list[subprocess.Popen]:
+def start_processes(code: str, num_devices: int, num_processes: int = 1) -> list[subprocess.Popen]:
     """Python with the tests' names in processes of so many CPU devices; `code` knows I (its number) and ADDRESS."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}", "JAX_PLATFORMS": "cpu"} | env
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
-    env |= {"PYTHONPATH": paths} | QUICK | cache
+    env = os.environ | virtual_devices(num_devices) | {"PYTHONPATH": paths}
     commands = [[sys.executable, "-c", f"I, ADDRESS = {i}, {address!r}\n{code}"] for i in range(num_processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen(command, env=os.environ | env, **pipes) for command in commands]
+    return [subprocess.Popen(command, env=env, **pipes) for command in commands]
 
 
 def wait(processes: list[subprocess.Popen], timeout: float = 600) -> None:

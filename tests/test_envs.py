@@ -77,10 +77,8 @@ def test_every_environment_scores_under_the_same_keys(name):
 
 def test_problems_are_the_same_in_every_process():
     code = "from tests.test_envs import digest; print(digest())"
-    for seed in ("0", "1"):
-        variables = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", code]
-        assert subprocess.check_output(command, cwd=ROOT, env=variables, text=True).strip() == digest()
+    command, variables = [sys.executable, "-c", code], {**os.environ, "PYTHONHASHSEED": "0"}  # here it is random
+    assert subprocess.check_output(command, cwd=ROOT, env=variables, text=True).strip() == digest()
 
 
 def test_names_are_case_insensitive():
@@ -204,9 +202,10 @@ def test_deepscaler_is_compared_with_the_benchmarks_that_are_there(tmp_path):
 
 @needs_data
 @pytest.mark.parametrize("name", [name for name in LOCAL if name != "deepscaler"] + ["gsm8k-test", "countdown34-test"])
-def test_references_of_all_local_rows_are_right(name):
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_references_of_local_rows_are_right(name, step):
     env = environment(name, DATA)
-    for i in range(env.num_tasks):
+    for i in range(0, env.num_tasks, step):
         problem = env.problem(i)
         replies = env.examples(problem)
         assert env.score(problem, replies["right"])["return"] == 1.0, problem.answer

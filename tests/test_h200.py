@@ -18,6 +18,7 @@ from models import qwen3
 from models.qwen3 import Qwen
 from utils.sharding import single_device
 
+pytestmark = pytest.mark.usefixtures("optimized")
 needs_compiler = pytest.mark.skipif(not h200.has_compiler(), reason="needs XLA's compiler for GPUs: see bench/h200.py")
 B, S = 256, 1024  # slots, columns of the cache
 ROWS, T = 4, 1024  # of each device, their columns

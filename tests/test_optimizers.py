@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import on_four_devices, on_layout
+from helpers import assert_close, on_four_devices, on_layout, rounding
 
 from core import grpo
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
@@ -26,14 +26,6 @@ SHAPES = {
     VALUE: (1, D),
 }
 NO_CLIP = {"max_grad_norm": 1e9}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Halves the time of these tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def random_tree(shapes: dict, seed: int = 0) -> dict:
@@ -86,7 +78,9 @@ def test_muon_orthogonalizes_each_layer_by_itself():
                 momentum = 0.95 * momentum + 0.05 * g
                 ahead = 0.95 * momentum / (1 - 0.95 ** (step + 1)) + 0.05 * g / (1 - 0.95**step)
                 x = x - 0.1 * (scale * orthogonalized(ahead) + 0.2 * x)
-            np.testing.assert_allclose(after[name][layer], x, atol=1e-4, err_msg=name)
+            # Five times three products, with sums of 8 or 18 terms; the smallest singular value grows to about 1.
+            size = max(np.abs(x).max(), 0.1 * scale * np.linalg.norm(ahead) / np.linalg.norm(ahead, -2))
+            assert_close(after[name][layer], x, 5 * 3 * 18, size, err_msg=name)
 
 
 # Learning rates
@@ -108,9 +102,10 @@ def test_each_group_of_parameters_has_its_rate_and_all_have_one_schedule():
         direction = orthogonalized(np.eye(D)) if "up_proj" in name else 1.0
         for i, share in enumerate([1, 0.75, 0.5, 0.25]):
             moved = history[i][name] - history[i + 1][name]
-            np.testing.assert_allclose(
-                moved, np.broadcast_to(share * peak * direction, moved.shape), rtol=1e-3, atol=1e-6, err_msg=name
-            )
+            expected = np.broadcast_to(share * peak * direction, moved.shape)
+            # A difference of two rounded numbers; of the move itself, the identity's polynomial, or 1 - 0.95^t.
+            atol = rounding(2, np.abs(history[i][name]).max())
+            np.testing.assert_allclose(moved, expected, rtol=rounding(5 * 3 * D, 20), atol=atol, err_msg=name)
 
 
 def test_description():
@@ -136,7 +131,7 @@ def test_a_frozen_vocabulary_stays_as_it_is_and_norms_and_biases_do_not_decay(op
     before, after = train(config, params, [gradient])
     for name, x in before.items():
         factor = 0.95 if name in ("mlp.up_proj.weight", VALUE) else 1.0
-        np.testing.assert_allclose(after[name], factor * x, rtol=1e-6 if factor < 1 else 0, err_msg=name)
+        np.testing.assert_allclose(after[name], factor * x, rtol=rounding(4) if factor < 1 else 0, err_msg=name)
     before, after = train(config, params, [jax.tree.map(np.ones_like, params)])
     for name, x in before.items():
         assert (after[name] == x).all() == (name in (EMBED, HEAD)), name
@@ -159,7 +154,7 @@ def test_adafactor_factors_each_layer_by_rows_and_columns():
     direction = g / np.sqrt(rows * columns / rows.mean(1, keepdims=True))
     direction /= max(1, np.sqrt(np.square(direction).mean()))
     expected = before["mlp.up_proj.weight"] - 0.1 * (direction + 0.2 * before["mlp.up_proj.weight"])
-    np.testing.assert_allclose(after["mlp.up_proj.weight"], expected, atol=1e-5)
+    assert_close(after["mlp.up_proj.weight"], expected, 128 + 160)  # means over rows and columns
     states = [jax.eval_shape(make_optimizer(OptimizerConfig(name)).init, params) for name in ("adafactor", "adamw")]
     assert 20 * num_bytes(states[0]) < num_bytes(states[1])
 

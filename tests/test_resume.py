@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT
-from kill_runs import FLAGS, FOUR, arguments, checksum, difference, finish, kill_at, records, start
+from helpers import ROOT, gradient_depth, rounding, slow
+from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 
 from core import grpo
 from core.grpo import Config
 from envs import make_env
 from envs.base import Env
+from models.checkpoint import load_model
 from utils import fingerprints, lock, logger, runs, runtime
 from utils import states as states_module
 from utils.config import parse
@@ -39,14 +40,6 @@ from utils.train_state import fingerprint
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """As the runs in processes of their own."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def train(folder: Path, **flags) -> int:
@@ -72,14 +65,15 @@ def assert_same(folder: Path, whole: Path) -> None:
     assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_been(whole, tmp_path):
+@pytest.mark.parametrize("moments", [("state",), *slow(("model", "state"))], ids=len)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
     """Also where nobody reads what it prints."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"global_step": 0}\n{"global_step": 1}\n')  # killed before it saved anything
     read_end, closed = os.pipe()
     os.close(read_end)
-    for moment in ("state", "model"):
+    for moment in moments:
         process = start(arguments(**FLAGS, save_dir=folder), stdout=closed, stderr=closed)
         assert kill_at(process, folder, moment, 1, 0) != "finished"
     process = start(arguments(**FLAGS, save_dir=folder))
@@ -96,8 +90,9 @@ def test_a_run_goes_on_on_other_devices(whole, tmp_path):
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "state" / str(STEPS))
     shutil.rmtree(folder / f"step{STEPS}")
-    finish(arguments(**FLAGS, save_dir=folder, mesh="fsdp=4"), FOUR)
-    assert 0 < difference(folder, whole, STEPS) < 1e-5
+    finish(arguments(**FLAGS, save_dir=folder, mesh="fsdp=4"), virtual_devices(4))
+    operations = gradient_depth(load_model(FLAGS["model_dir"])[0], 64, num_tokens=8 * FLAGS["num_generation_tokens"])
+    assert 0 < difference(folder, whole, STEPS) < rounding(operations, size=10)  # nats of an unlikely token
 
 
 @pytest.mark.parametrize("place", ["collect", "describe_play"], ids=["in the rollouts", "in the update"])
@@ -349,7 +344,9 @@ def test_a_folder_in_use_is_refused_before_a_model_is_loaded_and_stays_as_it_is(
         file.write('{"global_step": 9}\n{"global_')
     held = FolderLock(folder)
     before = contents(folder)
-    flags = FLAGS | {"save_dir": folder, "model_dir": "nowhere"}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    flags = FLAGS | {"save_dir": folder, "model_dir": empty}
     refused = start(arguments(**flags), stderr=subprocess.PIPE)
     output, error = refused.communicate(timeout=240)
     assert refused.returncode == 2 and not output

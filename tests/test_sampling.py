@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MODEL, Letters, on_four_devices, on_layout, random_params
+from helpers import MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
 
 from core import sampling
 from core.sampling import ForcedAnswer, Rollouts, Sampler
@@ -23,6 +23,7 @@ from utils.sharding import LayoutConfig, make_layout
 LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
 KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 7, 1, 9))]
+OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0  # of a log-probability; no logit of the model is larger
 ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
 
 
@@ -55,7 +56,7 @@ def assert_same(found: dict, expected: dict) -> None:
     assert found.keys() <= expected.keys()
     for row, (tokens, logprobs, finished) in found.items():
         assert (tokens, finished) == (expected[row][0], expected[row][2]), row
-        np.testing.assert_allclose(logprobs, expected[row][1], atol=1e-4)
+        assert_close(logprobs, expected[row][1], OPERATIONS, LOGIT)
 
 
 def assert_well_formed(r: Rollouts, forced=lambda row, t: False) -> None:
@@ -97,7 +98,7 @@ teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
 def test_logprobs_are_those_of_the_training_pass(temperature):
     r = free(temperature)
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, temperature)
-    np.testing.assert_allclose(r.logprobs, np.where(r.mask, expected, 0.0), atol=1e-4)
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT / temperature)
     assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
 
 
@@ -224,7 +225,7 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens)
     columns = np.arange(r.tokens.shape[1])
     drawn = (columns >= r.prompt_lengths[:, None]) & (columns < r.lengths[:, None])
-    np.testing.assert_allclose(r.logprobs, np.where(drawn, expected, 0.0), atol=1e-4, err_msg="forced tokens included")
+    assert_close(r.logprobs, np.where(drawn, expected, 0.0), OPERATIONS, LOGIT, err_msg="forced tokens included")
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 13])
@@ -300,30 +301,30 @@ def test_truncated_sampling_in_a_completion():
     logits, sizes = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens)), set()
     for row, t in np.argwhere(r.mask):
         expected = truncated(logits[row, t - 1], distribution)
-        assert abs(r.logprobs[row, t] - expected[r.tokens[row, t]]) < 1e-4
+        assert_close(r.logprobs[row, t], expected[r.tokens[row, t]], OPERATIONS, LOGIT / 0.8)
         assert set(r.support[row, t].tolist()) - {-1} == expected.keys()
         sizes.add(len(expected))
     assert len(sizes) > 5, sizes
 
 
-@pytest.mark.parametrize(
-    "cut", [{"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 8, "top_p": 0.9, "min_p": 0.05}], ids=str
-)
+CUTS = slow({"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05})
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 8, "top_p": 0.9, "min_p": 0.05}, *CUTS], ids=str)
 def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
-    """Before the first update the ratio is exactly 1; entropy is that of the cut distribution."""
+    """Before the first update the ratio is 1, but for rounding; entropy is that of the cut distribution."""
     distribution = Distribution(temperature=0.6, **cut)
     sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters(), force_answer_at=4)
     r = draw_all(sampler, PROMPTS[:2], IDS[:2])
     assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
     scores = teacher_forced(MODEL, random_params(), r.tokens, 0.6, support=r.support)
     ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
-    np.testing.assert_allclose(ratio, 1, atol=1e-4)  # of logits up to 20 in float32, summed in another order
-    assert ratio.mean() == pytest.approx(1, abs=1e-5)
+    assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
     assert np.isfinite(scores.logprobs).all() and np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
     logits = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
     for row, t in np.argwhere(r.mask)[::7]:
         logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
-        assert scores.entropy[row, t] == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), abs=1e-4)
+        assert_close(scores.entropy[row, t], -(np.exp(logprobs) * logprobs).sum(), OPERATIONS, LOGIT / 0.6)
     whole = teacher_forced(MODEL, random_params(), r.tokens, 0.6).logprobs
     assert np.abs(whole - r.logprobs)[r.mask].max() > 0.01, "without the support it would not be"
 
@@ -366,7 +367,8 @@ def test_truncated_distributions(setting):
     tokens, logprobs, _ = (np.asarray(x)[:, 0] for x in draw(jax.random.uniform(jax.random.key(1), (20_000, 2))))
     expected = truncated(logits, d)
     assert set(tokens.tolist()) <= expected.keys()
-    np.testing.assert_allclose(logprobs, [expected[token] for token in tokens.tolist()], atol=1e-5)
+    size = np.abs(logits).max() / d.temperature
+    assert_close(logprobs, [expected[token] for token in tokens.tolist()], len(logits), size)
     probs = np.zeros(300)
     probs[list(expected)] = np.exp(list(expected.values()))
     assert len(expected) == 1 or chi_square_passes(tokens, probs, np.argsort(-probs))
@@ -387,9 +389,9 @@ SHAPES = {"peaked": 3.0, "flat": 0.01}  # deviation of the logits
 
 @pytest.mark.parametrize(
     ("shape", "method", "num_draws"),
-    [("peaked", our_categorical, 300_000), ("flat", our_categorical, 300_000), ("flat", lmpo_categorical, 300)],
+    [("peaked", our_categorical, 100_000), ("flat", our_categorical, 100_000), ("flat", lmpo_categorical, 300)],
 )
-def test_draws_follow_the_softmax(shape, method, num_draws):
+def test_draws_follow_the_softmax(shape, method, num_draws, optimized):
     rng = np.random.default_rng(3)
     logits = SHAPES[shape] * rng.standard_normal(V)
     if shape == "peaked":

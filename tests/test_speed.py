@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from core.sampling import Sampler
 from models import qwen3
@@ -22,7 +23,7 @@ from utils.speed import describe_speed, sampling_bytes, training_flops
 MODEL = Qwen(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 
 
-def test_flops_of_training_are_those_that_the_compiler_counts():
+def test_flops_of_training_are_those_that_the_compiler_counts(optimized):
     params, tokens = qwen3.init_params(MODEL, jax.random.key(0)), jnp.zeros((2, 256), jnp.int32)
     loss = jax.grad(lambda params: qwen3.score_tokens(MODEL, params, tokens).logprobs.sum())
     counted = jax.jit(loss).lower(params).compile().cost_analysis()["flops"]
@@ -44,8 +45,9 @@ def test_bytes_of_sampling_are_the_weights_for_each_step_and_the_cache_for_each_
 
 
 def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
-    sampler = Sampler(MODEL, 64, tuple(range(16)), segment=8)  # one token in 32 stops
-    params = qwen3.init_params(MODEL, jax.random.key(0))
+    model = Qwen(512, 16, 32, 1, 2, 1, 8)
+    sampler = Sampler(model, 64, tuple(range(16)), segment=8)  # one token in 32 stops
+    params = qwen3.init_params(model, jax.random.key(0))
     ends = {}  # columns drawn after each segment, by the first row of a chain
     watched = Sampler(**vars(sampler) | {"watch": lambda first, tokens, t, _: ends.setdefault(first, []).append(t)})
     rollouts = watched(params, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
@@ -55,7 +57,7 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
         num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
     np.testing.assert_allclose(rollouts.slot_steps.sum(), 8 * num_slots)
     played = [SimpleNamespace(rollouts=rollouts)]
-    speed = describe_speed(MODEL, single_device(), played, {"times/rollout": 2.0})
+    speed = describe_speed(model, single_device(), played, {"times/rollout": 2.0})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
     assert set(speed) == {"speed/occupancy", "speed/decode_gb_per_second"}  # nothing is known of this device's limits
 
@@ -93,10 +95,14 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert second["compile/num_from_cache"] == first["compile/num_programs"]
 
 
-def test_after_precompile_no_step_compiles_and_all_programs_are_listed(tmp_path):
+@pytest.mark.parametrize(
+    ("num_tokens", "num_widths", "resampling"), [(12, 1, 1), pytest.param(40, 2, 3, marks=pytest.mark.slow)]
+)
+def test_after_precompile_no_step_compiles_and_all_programs_are_listed(num_tokens, num_widths, resampling, tmp_path):
     flags = FLAGS | {
-        "groups_per_batch": 8, "num_generation_tokens": 40, "precompile": 1, "max_steps": 3, "test_env_name": "",
-        "save_dir": tmp_path, "num_eval_samples": 1,
+        "groups_per_batch": 8, "num_generation_tokens": num_tokens, "precompile": 1, "max_steps": 3,
+        "test_env_name": "", "save_dir": tmp_path, "num_eval_samples": 1, "max_resampling": resampling,
+        "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
     }  # fmt: skip
     run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0"})
     assert not run.wait(), run.stdout.read()
@@ -105,6 +111,6 @@ def test_after_precompile_no_step_compiles_and_all_programs_are_listed(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
     segments = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(decode_segment)"]
     num_sizes = 2 if os.cpu_count() > 1 else 3  # two chains of 16 slots, or one of 32; and smaller ones, down to 8
-    assert len(segments) == len(set(segments)) >= 2 * num_sizes  # of 32 and of 48 columns, and those of refills
+    assert len(segments) == len(set(segments)) >= num_widths * num_sizes  # of up to 32 and of 48 columns; refills
     learning = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(accumulate)"]
     assert len(learning) == len(set(learning)) > 1

@@ -17,7 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import MODEL, ROOT, Letters, on_four_devices, on_layout, random_params
+from chex import assert_trees_all_close
+from helpers import (
+    MODEL,
+    ROOT,
+    Letters,
+    assert_close,
+    depth,
+    gradient_depth,
+    on_four_devices,
+    on_layout,
+    random_params,
+    rounding,
+    slow,
+)
 from kill_runs import reproducible
 from safetensors.numpy import load_file
 
@@ -44,13 +57,9 @@ CONFIG = Config(
     ppo_epochs=2, num_generation_tokens=50, max_resampling=3.0, tokens_per_microbatch=128,
 )  # fmt: skip
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Halves the time of these tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+SCORES = depth(MODEL, 64)  # operations of a log-probability
+GRADIENT = gradient_depth(MODEL, 64, 8 * 64)
+SURPRISE = 20.0  # nats of an unlikely token
 
 
 teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
@@ -109,7 +118,7 @@ def learn(learner: Learner, state, batch: Batch, step: int, progress: float = 0.
 def assert_same_gradient(found, expected) -> None:
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     assert largest > 0.1
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * largest), found, expected)
+    assert_trees_all_close(found, expected, rtol=0, atol=rounding(GRADIENT, largest))
 
 
 def with_garbage(batch: Batch) -> Batch:
@@ -134,12 +143,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", ["more padding", *slow("micro-batches", "other order")])
 def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
-    gradient, metrics = update(change(random_batch()))
+    gradient, metrics = update(CHANGES[change](random_batch()))
     assert_same_gradient(gradient, plain_gradient(random_params(), random_batch()))
     norm = optax.tree.norm(gradient)
-    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert_close(metrics["grad_norm"], norm, GRADIENT)
     assert 0.2 < metrics["clip_fraction"] < 0.8 and metrics["inference_recompute/ratio"] != 1
 
 
@@ -158,14 +167,14 @@ def with_reference(batch: Batch) -> Batch:
     return batch.replace(ref_logprobs=batch.old_logprobs + noise[0], sample_logprobs=batch.old_logprobs + noise[1])
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", ["cispo", *slow("gspo", "dppo")])
 def test_other_objectives_do_not_depend_on_how_the_batch_is_cut(name):
     whole, metrics = update(with_reference(random_batch()), tokens_per_microbatch=4096, **FAMILY[name])
     cut = jax.tree.map(lambda batch: batch[::-1], with_garbage(with_reference(random_batch())))
     gradient, metrics_of_cut = update(cut, tokens_per_microbatch=128, **FAMILY[name])
     assert_same_gradient(gradient, whole)
     for metric, value in metrics.items():
-        assert metrics_of_cut[metric] == pytest.approx(float(value), rel=1e-3, abs=1e-5), metric
+        assert_close(metrics_of_cut[metric], value, GRADIENT, max(abs(value), SURPRISE), err_msg=metric)
 
 
 def test_a_row_has_the_same_gradient_whatever_leaves_the_batch(monkeypatch):
@@ -182,20 +191,20 @@ def test_a_row_has_the_same_gradient_whatever_leaves_the_batch(monkeypatch):
     assert seen == [(4, 50)] * 3
 
 
-def updates_on_four_devices(file: str) -> None:
-    jax.config.update("jax_disable_most_optimizations", True)
+def updates_on_four_devices(file: str, names: tuple[str, ...]) -> None:
     layout = make_layout(LayoutConfig(mesh="fsdp=2,tp=2"))
     found = {"ppo": update(random_batch(), layout, tokens_per_microbatch=256)[0]}
-    for name in ("gspo", "cispo"):
+    for name in names:
         found[name] = update(with_reference(random_batch()), layout, tokens_per_microbatch=256, **FAMILY[name])[0]
     arrays = {f"{name} {i}": x for name, tree in found.items() for i, x in enumerate(jax.tree.leaves(tree))}
     np.savez(file, **arrays)
 
 
-def test_an_update_does_not_depend_on_the_devices(tmp_path):
-    on_four_devices(__file__, f"updates_on_four_devices({str(tmp_path / 'gradients.npz')!r})")
+@pytest.mark.parametrize("names", [("cispo",), *slow(("gspo",))], ids=str)
+def test_an_update_does_not_depend_on_the_devices(names, tmp_path):
+    on_four_devices(__file__, f"updates_on_four_devices({str(tmp_path / 'gradients.npz')!r}, {names})")
     expected = {"ppo": plain_gradient(random_params(), random_batch())}
-    for name in ("gspo", "cispo"):
+    for name in names:
         expected[name] = update(with_reference(random_batch()), tokens_per_microbatch=256, **FAMILY[name])[0]
     with np.load(tmp_path / "gradients.npz") as arrays:
         for name, gradient in expected.items():
@@ -207,15 +216,21 @@ def true_logprobs(batch: Batch) -> np.ndarray:
     return np.asarray(teacher_forced(MODEL, random_params(), batch.tokens, CONFIG.temperature)[0])
 
 
+def assert_ratio_is_one(metrics) -> None:
+    """Up to the rounding of the log-probabilities that it is made from, and of (ratio - 1) - log ratio."""
+    assert_close(metrics["importance_ratio"], 1, SCORES, SURPRISE / 0.6)
+    assert_close(metrics["approx_kl"], 0, 2, size=1)
+
+
 def test_before_the_first_update_the_ratio_is_one():
     learner = Learner(MODEL, optax.sgd(0.0), single_device(), CONFIG)
     state = init_state(on_layout(learner.layout), learner.optimizer)
     _, metrics = learn(learner, state, random_batch().replace(old_logprobs=None), step=1)
     assert metrics["num_updates"] == 4
-    assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-6) and abs(metrics["approx_kl"]) < 1e-9
+    assert_ratio_is_one(metrics)
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, *slow({"top_k": 8}, {"min_p": 0.05})], ids=str)
 def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
     """Whether the old log-probabilities are recomputed or the sampler's."""
     for from_sampler in (False, True):
@@ -223,8 +238,9 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
         batch, *_ = collect(player(12, distribution=config.distribution), random_params(), config, step=1, cursor=0)
         learner = Learner(MODEL, optax.sgd(0.0), single_device(), config)
         _, metrics = learn(learner, init_state(on_layout(learner.layout), learner.optimizer), batch, step=1)
-        assert metrics["importance_ratio"] == pytest.approx(1, abs=1e-5) and abs(metrics["approx_kl"]) < 1e-8
-        assert metrics["inference_recompute/logprob_diff_max"] < 1e-4 and metrics["grad_norm"] > 0.01
+        assert_ratio_is_one(metrics)
+        assert_close(metrics["inference_recompute/logprob_diff_max"], 0, SCORES, SURPRISE / 0.6)
+        assert metrics["grad_norm"] > 0.01
     whole = learner.scores(random_params(), batch.replace(support=None)).logprobs
     assert np.abs(whole - batch.sample_logprobs)[batch.mask].max() > 0.01, "without the support it would not be"
 
@@ -257,7 +273,7 @@ def test_old_logprobs(flags, expected):
         if expected is None:
             assert part.old_logprobs is None
         else:
-            np.testing.assert_allclose(part.old_logprobs[part.mask], expected(part)[part.mask], atol=1e-5)
+            assert_close(part.old_logprobs[part.mask], expected(part)[part.mask], SCORES)
 
 
 def learner(**changes) -> tuple[Learner, list[Batch]]:
@@ -315,9 +331,9 @@ def test_the_kl_is_that_to_the_reference():
     batch = random_batch()
     other = np.asarray(teacher_forced(MODEL, reference, batch.tokens, CONFIG.temperature)[0], np.float64)
     x = (true_logprobs(batch) - other)[batch.mask]
-    assert metrics["kl"] == pytest.approx(np.mean(np.exp(-x) + x - 1), rel=1e-4)
+    assert_close(metrics["kl"], np.mean(np.exp(-x) + x - 1), SCORES, SURPRISE * np.exp(-x).mean())
     _, metrics = learn(replace(some, reference=random_params()), fresh_state(some), random_batch(), step=1)
-    assert abs(metrics["kl"]) < 1e-9
+    assert_close(metrics["kl"], 0, 2, size=1)  # exp(-x) + x - 1
 
 
 # The optimiser
@@ -349,7 +365,7 @@ def test_weight_decay_spares_norms_and_biases():
     assert len(before) == 17
     for name, x in before.items():
         factor = 1.0 if "norm" in name or "bias" in name else 0.95
-        np.testing.assert_allclose(after[name], factor * x, rtol=1e-6 if factor < 1 else 0, err_msg=name)
+        np.testing.assert_allclose(after[name], factor * x, rtol=rounding(4) if factor < 1 else 0, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -612,7 +628,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["ppo", *slow("reinforce++", "nanochat")])
 def test_presets_train(name, tmp_path):
     """With a critic, with a reference, with another optimiser and truncated sampling; the model saved is the policy."""
     flags = FLAGS | {"max_steps": 3, "test_env_name": "", "save_dir": tmp_path} | RUNS[name]
