@@ -40,7 +40,7 @@ from core.eval import (
 from core.objectives import Batch, ObjectiveConfig, advantages, has_signal, normalize, policy_loss, value_loss
 from core.sampling import SamplingConfig
 from envs import parse_options, test_name
-from models.checkpoint import find_model, load_model, save_model
+from models.checkpoint import find_local, find_model, load_model, save_model
 from models.qwen3 import CRITIC, LAYERS, Qwen, TokenScores, make_critic, score_tokens
 from utils.batching import Array, bucket, concatenate, draw_sizes, fit, pieces, power_below, take
 from utils.comparison import find_checkpoints
@@ -466,16 +466,20 @@ def resolve_environments(config: Config) -> dict[str, RolloutSettings]:
     return environments
 
 
+def resolve_model_dir(name: str) -> str:
+    """Returns the name of the model to load: for a local run folder, that of its last step."""
+    return find_checkpoints(name, find_model)[-1][0] if find_local(name) else name
+
+
 def main(config: Config):
     with user_errors():
         layout = make_layout(config)
         environments = resolve_environments(config)
-        model_name, folder = find_checkpoints(config.model_dir, find_model)[-1]  # the last one of a run folder
-        config = replace(config, model_dir=model_name)
+        config = replace(config, model_dir=resolve_model_dir(config.model_dir))
         run = Run(config, layout)  # before anything is loaded: its folder may be in use
         run.check_data({settings.name: settings.env for settings in environments.values()})
         given = {"unroll": config.unroll_layers, "attention": config.attention, "kv_dtype": config.kv_dtype}
-        model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
+        model, params, tokenizer = load_model(find_model(config.model_dir), layout, config.dtype, **given)
         config = replace(config, save_dir=str(run.directory))
         players = {
             role: make_player(config, settings, model, tokenizer, layout) for role, settings in environments.items()

@@ -90,11 +90,16 @@ def load_model(
     return model, load_params(folder, readers, model, layout, param_dtype), tokenizer
 
 
+def find_local(name: str | Path) -> Path | None:
+    """Returns the folder of that name in the working directory or the repository, None where there is none."""
+    folders = Path(os.path.expanduser(name)), ROOT / name
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
 def find_model(path_or_hub_id: str | Path) -> Path:
     """The folder of that name, in the working directory or the repository, else a download."""
-    for folder in (Path(os.path.expanduser(path_or_hub_id)), ROOT / path_or_hub_id):
-        if folder.is_dir():
-            return folder
+    if folder := find_local(path_or_hub_id):
+        return folder
     if str(path_or_hub_id).count("/") != 1 or str(path_or_hub_id)[0] in "/~.":
         raise ValueError(f"there is no folder {path_or_hub_id}: name one, or an id of the hub like Qwen/Qwen3-1.7B")
     try:
