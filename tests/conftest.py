@@ -11,7 +11,7 @@ from pathlib import Path
 SETTINGS = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parent.parent / ".jax_cache"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 os.environ.update(SETTINGS | os.environ)  # before JAX is imported, which reads them then
 
