@@ -13,6 +13,7 @@ import pytest
 from helpers import assert_close, on_four_devices, on_layout, rounding
 
 from core import grpo
+from utils.runtime import Compilations
 from utils.sharding import Layout, LayoutConfig, make_layout, single_device
 from utils.train_state import OptimizerConfig, describe_optimizer, init_state, lr_multiplier, make_optimizer
 
@@ -192,11 +193,14 @@ def assert_compiled_once(layout, **flags) -> None:
     for _, moments in optax.tree.get_all_with_path(state.opt_state, "mu"):
         for path, x in jax.tree.leaves_with_path(moments):
             assert x.sharding == shardings[path[-1].key]
-    count = grpo.apply_gradients._cache_size()
-    for _ in range(2):
-        gradient = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), state.params)
-        state, _ = grpo.apply_gradients(optimizer, state, gradient)
-    assert grpo.apply_gradients._cache_size() == count + 1
+    num_programs = []
+    with Compilations() as compilations:
+        for _ in range(2):
+            gradient = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), state.params)
+            state, _ = grpo.apply_gradients(optimizer, state, gradient)
+            counts = compilations.take()
+            num_programs.append(counts["compile/num_programs"] + counts["compile/num_from_cache"])
+    assert num_programs[0] > 0 and num_programs[1] == 0
 
 
 def four_devices() -> Layout:
