@@ -17,10 +17,10 @@ demo: .venv/installed
 	$(VENV_PYTHON) core/grpo.py --config configs/demo.py --seed $(SEED)
 
 test: lint
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile -m ""
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
 
 readme: .venv/installed-test
 	$(VENV_PYTHON) tests/readme.py

@@ -23,6 +23,15 @@ MODULES = "core.objectives core.sampling models.attention models.distribution mo
 install_import_hook(MODULES.split(), "beartype.beartype")
 
 
+# Files of minutes, whose tests start commands: workers take whole files, and these first, so that all end together.
+LONG = ("test_resume.py", "test_training.py", "test_meshes.py", "test_hosts.py", "test_speed.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long files first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles as usual, for a test that computes much or looks at what is compiled."""

@@ -67,7 +67,7 @@ def train(folder: str, address: str, process_id: int, ending: str) -> None:
 ENDED = {"killed": 1, "main killed": 0, "asked": 1}  # by a signal to this process
 
 
-@pytest.mark.parametrize("ending", ["raises", "main killed", *slow("killed", "asked")])
+@pytest.mark.parametrize("ending", ["main killed", *slow("raises", "killed", "asked")])
 def test_when_one_process_ends_so_do_all(ending, tmp_path):
     """Also when it is process 0, and saved when it was asked to; it takes half a minute where nothing else runs."""
     code = f"from test_hosts import train; train({str(tmp_path)!r}, ADDRESS, I, {ending!r})"

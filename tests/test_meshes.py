@@ -129,7 +129,7 @@ def runs(tmp_path_factory) -> Path:
 
 CALL = "from test_meshes import *; "
 CASES = [f"{n}-{name}" for n in NUM_DEVICES for name in SHARDINGS] + [f"hosts-{n}" for n in NUM_PROCESSES]
-QUICK = ("8-fsdp_tp", "hosts-2")
+QUICK = ("hosts-2",)
 
 
 @pytest.mark.parametrize("case", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])

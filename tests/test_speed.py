@@ -46,7 +46,7 @@ def test_bytes_of_sampling_are_the_weights_for_each_step_and_the_cache_for_each_
 
 def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
     model = Qwen(512, 16, 32, 1, 2, 1, 8)
-    sampler = Sampler(model, 64, tuple(range(16)), segment=8)  # one token in 32 stops
+    sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
     params = qwen3.init_params(model, jax.random.key(0))
     ends = {}  # columns drawn after each segment, by the first row of a chain
     watched = Sampler(**vars(sampler) | {"watch": lambda first, tokens, t, _: ends.setdefault(first, []).append(t)})
