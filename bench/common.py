@@ -16,7 +16,7 @@ import numpy as np
 from models.checkpoint import CONFIG, load_model, read_config, read_json, save_model
 from models.qwen3 import Qwen, init_params
 from models.tokenizer import load_tokenizer
-from utils.config import option
+from utils.settings.config import option
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels of a head

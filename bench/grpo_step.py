@@ -27,8 +27,8 @@ from core.grpo import Config
 from core.objectives import Batch
 from core.sampling import Rollouts, Sampler
 from models.qwen3 import Qwen
-from utils.config import parse
-from utils.sharding import make_layout
+from utils.devices.sharding import make_layout
+from utils.settings.config import parse
 
 
 @dataclass(frozen=True)

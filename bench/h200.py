@@ -33,8 +33,8 @@ from core.objectives import Batch
 from core.sampling import Sampler
 from models import qwen3
 from models.qwen3 import Qwen
-from utils.sharding import MESH_AXES, Layout
-from utils.train_state import TrainState, make_optimizer
+from utils.devices.sharding import MESH_AXES, Layout
+from utils.training.state import TrainState, make_optimizer
 
 # What the compiler asks about a device. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
 H200 = """

@@ -21,9 +21,9 @@ from bench import h200
 from bench.common import report, shape
 from core.grpo import Config
 from models.qwen3 import Qwen
-from utils.config import option, parse
-from utils.memory import longest_row, measure, update_bytes
-from utils.sharding import Layout, bytes_on_device
+from utils.devices.memory import longest_row, measure, update_bytes
+from utils.devices.sharding import Layout, bytes_on_device
+from utils.settings.config import option, parse
 
 GB = 1e9
 OPTIONS = {
@@ -48,7 +48,7 @@ class Command(Config):
 
 
 def peaks(config: Config, model: Qwen, layout: Layout) -> list[float]:
-    """GB held, of the update, as utils/memory.py estimates it, of the optimiser's step, and of sampling."""
+    """GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser's step, and of sampling."""
     state = h200.state_shapes(model, layout, config)
     held, beside = bytes_on_device(state), bytes_on_device(state.opt_state)
     width, rows = longest_row(config), config.inference_batch_per_device

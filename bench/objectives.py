@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import numpy as np
 from matplotlib.figure import Figure
 
-from utils.plots import COLOURS, read
+from utils.reporting.plots import COLOURS, read
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = {  # seeds of each

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import BenchConfig, environment, make_prompts, read_shape, report, spread, write_random_model
-from utils.config import option, parse
+from utils.settings.config import option, parse
 
 WORKS = ("rollout", "long_tail", "update", "update_once", "step")
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches

@@ -23,8 +23,8 @@ import numpy as np
 from bench.common import BenchConfig, environment, load, make_prompts, report, seconds_of, spread
 from core.sampling import Rollouts, Sampler
 from models.qwen3 import Qwen
-from utils.config import option, parse
-from utils.sharding import LayoutConfig, make_layout
+from utils.devices.sharding import LayoutConfig, make_layout
+from utils.settings.config import option, parse
 
 
 @dataclass(frozen=True)

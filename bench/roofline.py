@@ -27,8 +27,8 @@ from bench.rollout import make_rollout
 from bench.train_step import layers, make_batch, make_update, some_rows
 from core.grpo import Config
 from models.qwen3 import Qwen
-from utils.config import parse
-from utils.sharding import make_layout
+from utils.devices.sharding import make_layout
+from utils.settings.config import parse
 
 GIGA = 1e9
 

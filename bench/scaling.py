@@ -25,8 +25,8 @@ from jax.sharding import AxisType, Mesh
 from core.grpo import Config, accumulate
 from core.objectives import Batch
 from models.qwen3 import Qwen, is_spec
-from utils.config import option, parse
-from utils.sharding import MESH_AXES, Layout, LayoutConfig, arrange, mesh_sizes
+from utils.devices.sharding import MESH_AXES, Layout, LayoutConfig, arrange, mesh_sizes
+from utils.settings.config import option, parse
 
 QWEN3 = Qwen(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,

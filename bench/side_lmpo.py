@@ -3,8 +3,8 @@
 from bench import grpo_step, train_step
 from bench.rollout import make_rollout, num_completion_tokens
 from models.checkpoint import load_model
-from utils.config import parse
-from utils.sharding import make_layout
+from utils.devices.sharding import make_layout
+from utils.settings.config import parse
 
 
 def run(work: dict, variant: str, gate) -> None:

@@ -25,10 +25,10 @@ from core.objectives import Batch, policy_loss
 from models.checkpoint import load_model
 from models.distribution import entropy, log_softmax_at
 from models.qwen3 import Qwen, init_params, logits
-from utils.config import option, parse
-from utils.memory import fit_memory
-from utils.sharding import make_layout
-from utils.train_state import TrainState, init_state, make_optimizer
+from utils.devices.memory import fit_memory
+from utils.devices.sharding import make_layout
+from utils.settings.config import option, parse
+from utils.training.state import TrainState, init_state, make_optimizer
 
 GB = 1e9
 

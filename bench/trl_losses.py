@@ -25,7 +25,7 @@ import numpy as np
 import transformers
 
 from core.objectives import Batch, ObjectiveConfig, advantages, normalize, policy_loss
-from utils.batching import take
+from utils.training.batching import take
 
 try:
     import torch

@@ -30,17 +30,17 @@ from models.checkpoint import find_model, load_model
 from models.distribution import Distribution
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
-from utils.batching import concatenate
-from utils.comparison import Result, find_checkpoints, finish, open_files, write_samples
-from utils.config import fail, option, parse, user_errors
-from utils.estimates import mean_and_ci, task_estimates
-from utils.logger import writable
-from utils.memory import out_of_memory
-from utils.progress import waiting
-from utils.rewards import RewardConfig, add_truncation_penalty
-from utils.scoring import Scorer, Stream
-from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
-from utils.show import shorten, show, tasks_that_fit
+from utils.devices.memory import out_of_memory
+from utils.devices.sharding import Layout, LayoutConfig, ending_together, make_layout
+from utils.evaluation.estimates import mean_and_ci, task_estimates
+from utils.evaluation.preview import shorten, show, tasks_that_fit
+from utils.evaluation.tables import Result, find_checkpoints, finish, open_files, write_samples
+from utils.metrics.logger import writable
+from utils.metrics.terminal import waiting
+from utils.rewards.scorer import Scorer, Stream
+from utils.rewards.shaping import RewardConfig, add_truncation_penalty
+from utils.settings.config import fail, option, parse, user_errors
+from utils.training.batching import concatenate
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training

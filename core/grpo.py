@@ -42,20 +42,27 @@ from core.sampling import SamplingConfig
 from envs import parse_options, test_name
 from models.checkpoint import find_local, find_model, load_model, save_model
 from models.qwen3 import CRITIC, LAYERS, Qwen, TokenScores, make_critic, score_tokens
-from utils.batching import Array, bucket, concatenate, draw_sizes, fit, pieces, power_below, take
-from utils.comparison import find_checkpoints
-from utils.config import option, parse, user_errors
-from utils.estimates import explained_variance
-from utils.lmpo import LmpoConfig
-from utils.memory import MemoryConfig, fit_memory, out_of_memory
-from utils.precompile import precompile
-from utils.progress import track, waiting
-from utils.rewards import add_length_reward
-from utils.runs import Run, RunConfig, describe_play, example, is_due, rollout_rows
-from utils.runtime import Compilations
-from utils.sharding import Layout, LayoutConfig, ending_together, make_layout
-from utils.speed import describe_speed, training_flops
-from utils.train_state import OptimizerConfig, TrainState, describe_optimizer, init_state, lr_multiplier, make_optimizer
+from utils.devices.compilation import precompile
+from utils.devices.memory import MemoryConfig, fit_memory, out_of_memory
+from utils.devices.runtime import Compilations
+from utils.devices.sharding import Layout, LayoutConfig, ending_together, make_layout
+from utils.evaluation.estimates import explained_variance
+from utils.evaluation.tables import find_checkpoints
+from utils.metrics.speed import describe_speed, training_flops
+from utils.metrics.terminal import track, waiting
+from utils.rewards.shaping import add_length_reward
+from utils.runs.folder import Run, RunConfig, describe_play, example, is_due, rollout_rows
+from utils.settings.config import option, parse, user_errors
+from utils.settings.lmpo import LmpoConfig
+from utils.training.batching import Array, bucket, concatenate, draw_sizes, fit, pieces, power_below, take
+from utils.training.state import (
+    OptimizerConfig,
+    TrainState,
+    describe_optimizer,
+    init_state,
+    lr_multiplier,
+    make_optimizer,
+)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from flax import struct
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
 
-from utils.batching import Array
-from utils.config import option
+from utils.settings.config import option
+from utils.training.batching import Array
 
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # of new to old probability: where tokens are counted for a quantile

@@ -30,15 +30,15 @@ from models.checkpoint import find_model, load_model
 from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at, uniform_numbers
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
-from utils.batching import Array, bucket, concatenate, round_up, survivors
-from utils.chat import chat
-from utils.comparison import find_checkpoints
-from utils.config import option, parse, user_errors
-from utils.logger import printable
-from utils.memory import out_of_memory
-from utils.progress import waiting
-from utils.runtime import take_turns
-from utils.sharding import Layout, LayoutConfig, ending_together, make_layout, on_each, single_device
+from utils.devices.memory import out_of_memory
+from utils.devices.runtime import take_turns
+from utils.devices.sharding import Layout, LayoutConfig, ending_together, make_layout, on_each, single_device
+from utils.evaluation.chat import chat
+from utils.evaluation.tables import find_checkpoints
+from utils.metrics.logger import printable
+from utils.metrics.terminal import waiting
+from utils.settings.config import option, parse, user_errors
+from utils.training.batching import Array, bucket, concatenate, round_up, survivors
 
 SEGMENT = 32  # decode steps between two looks of the host at what has finished
 CHAIN_BYTES = 1 << 27  # of weights, below which two chains of small products are faster than one on a CPU

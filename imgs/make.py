@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from bench import objectives
 from utils import plots
-from utils.report import labelled, write_report
+from utils.reporting.page import labelled, write_report
 
 HERE = Path(__file__).resolve().parent
 SIZE = (1120, 1040)  # of each half of the report's picture, pixels

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 from jaxtyping import Int8 as IntegerArray
 
-from utils.batching import Array, round_up
-from utils.sharding import ROWS
+from utils.devices.sharding import ROWS
+from utils.training.batching import Array, round_up
 
 
 class Int8(NamedTuple):

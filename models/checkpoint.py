@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from models.download_model import download
 from models.qwen3 import EMBED, HEAD, LAYERS, Params, Qwen, Spec
 from models.tokenizer import FILES, Tokenizer, load_tokenizer, read_json
-from utils.sharding import Layout
+from utils.devices.sharding import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

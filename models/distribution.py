@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from utils.batching import Array
-from utils.sharding import constrain, num_shards
+from utils.devices.sharding import constrain, num_shards
+from utils.training.batching import Array
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
 

@@ -20,8 +20,8 @@ from jaxtyping import Bool, Float, Int
 
 from models.attention import Cache, Prompts, attend, attend_cache, attend_rows, causal_mask, choose_kernel, compress
 from models.distribution import entropy, log_softmax_at, truncate
-from utils.batching import Array
-from utils.sharding import constrain, on_each
+from utils.devices.sharding import constrain, on_each
+from utils.training.batching import Array
 
 Params = dict  # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
 LAYERS, EMBED, NORM, HEAD = "model.layers", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -30,7 +30,7 @@ CRITIC, VALUE_HEAD = "critic", "v_head.weight"  # in training only: params["crit
 
 
 class Spec(NamedTuple):
-    """A parameter's shape and, per dimension, the logical axis that utils/sharding.py maps to the mesh."""
+    """A parameter's shape and, per dimension, the logical axis that utils/devices/sharding.py maps to the mesh."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Int
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from utils.config import describe_error
-from utils.runtime import limited
+from utils.devices.runtime import limited
+from utils.settings.config import describe_error
 
 GENERATION_CONFIG = "generation_config.json"
 FILES = (

@@ -19,7 +19,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
-MODULES = "core.objectives core.sampling models.attention models.distribution models.qwen3 utils.batching"
+MODULES = "core.objectives core.sampling models.attention models.distribution models.qwen3 utils.training.batching"
 install_import_hook(MODULES.split(), "beartype.beartype")
 
 

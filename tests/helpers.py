@@ -17,7 +17,7 @@ from kill_runs import virtual_devices
 
 from models.qwen3 import EMBED, HEAD, Qwen, is_spec
 from models.tokenizer import Tokenizer
-from utils.sharding import Layout
+from utils.devices.sharding import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Qwen(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from utils.advice import QUIET, SYMPTOMS, Adviser
-from utils.logger import Logger
+from utils.metrics.health import QUIET, SYMPTOMS, Adviser
+from utils.metrics.logger import Logger
 
 WELL = {
     "env/groups_without_signal": 0.3, "entropy": 0.5, "env/finished": 0.9, "inference_recompute/logprob_diff": 1e-3,

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from utils.chat import Stream, converse
+from utils.evaluation.chat import Stream, converse
 
 
 def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from utils.config import option, parse, read_preset, to_dict
+from utils.settings.config import option, parse, read_preset, to_dict
 
 
 @dataclass(frozen=True)

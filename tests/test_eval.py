@@ -17,9 +17,7 @@ from helpers import ROOT
 from core import eval as evaluation
 from envs.base import Env
 from envs.style import Style, Styled
-from utils.comparison import Result, as_json, compare, find_checkpoints, report, table
-from utils.config import parse
-from utils.estimates import (
+from utils.evaluation.estimates import (
     MAX_VOTERS,
     best_of_k,
     explained_variance,
@@ -29,6 +27,8 @@ from utils.estimates import (
     pass_at_k,
     task_estimates,
 )
+from utils.evaluation.tables import Result, as_json, compare, find_checkpoints, report, table
+from utils.settings.config import parse
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 

@@ -16,7 +16,7 @@ from bench import h200
 from bench.common import shape
 from models import qwen3
 from models.qwen3 import Qwen
-from utils.sharding import single_device
+from utils.devices.sharding import single_device
 
 pytestmark = pytest.mark.usefixtures("optimized")
 needs_compiler = pytest.mark.skipif(not h200.has_compiler(), reason="needs XLA's compiler for GPUs: see bench/h200.py")

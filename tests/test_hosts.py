@@ -10,8 +10,8 @@ import pytest
 from helpers import ROOT, slow, start_processes
 
 from core import grpo
-from utils.config import parse
-from utils.sharding import LayoutConfig, ending_together, make_layout, started_processes
+from utils.devices.sharding import LayoutConfig, ending_together, make_layout, started_processes
+from utils.settings.config import parse
 
 LIMIT = 600  # seconds until a process hangs
 FLAGS = {

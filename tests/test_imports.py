@@ -25,12 +25,12 @@ LAW = {
     "core.grpo": ("core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),
     "core.eval": ("core.sampling", "envs", "models", "utils"),
     "core.sampling": ("models", "utils"),
-    "core.objectives": ("utils.batching", "utils.config"),
+    "core.objectives": ("utils.training.batching", "utils.settings.config"),
     "models": ("models", "utils"),
     "models.make_tiny": ("envs", "models", "utils"),
     "utils": ("utils",),
-    "utils.scoring_helper": ("envs", "utils.processes"),  # workers hold an environment, and never import jax
-    "utils.show": ("envs.base", "utils"),
+    "utils.rewards.helper": ("envs", "utils.rewards.processes"),  # workers hold an environment, and never import jax
+    "utils.evaluation.preview": ("envs.base", "utils"),
     "envs": ("envs",),
     "configs": ("configs",),
     "bench": ("bench", "core.grpo", "core.eval", "core.sampling", "core.objectives", "envs", "models", "utils"),

@@ -26,8 +26,8 @@ from safetensors.numpy import load_file, save_file
 
 from envs import make_env
 from models.checkpoint import load_model
-from utils.config import user_errors
-from utils.sharding import LayoutConfig, make_layout
+from utils.devices.sharding import LayoutConfig, make_layout
+from utils.settings.config import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/qwen3-tied"

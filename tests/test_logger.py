@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utils.logger import Logger, printable
-from utils.plots import before_and_after, plot
-from utils.report import write_report
+from utils.metrics.logger import Logger, printable
+from utils.reporting.page import write_report
+from utils.reporting.plots import before_and_after, plot
 
 
 def lines(folder) -> list[dict]:

@@ -9,9 +9,9 @@ import pytest
 from bench.common import shape
 from core.grpo import Config
 from models.qwen3 import Qwen, is_spec
-from utils.memory import Sizes, fit_memory, measure, out_of_memory, update_bytes
-from utils.sharding import Layout, single_device
-from utils.train_state import TrainState, make_optimizer
+from utils.devices.memory import Sizes, fit_memory, measure, out_of_memory, update_bytes
+from utils.devices.sharding import Layout, single_device
+from utils.training.state import TrainState, make_optimizer
 
 GB = 10**9
 

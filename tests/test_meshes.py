@@ -32,10 +32,10 @@ from core.objectives import Batch
 from core.sampling import Sampler
 from models import qwen3
 from models.checkpoint import load_model
-from utils import sharding
-from utils.config import parse
-from utils.sharding import LayoutConfig, arrange, cut, make_layout, mesh_sizes
-from utils.train_state import OptimizerConfig, init_state, make_optimizer
+from utils.devices import sharding
+from utils.devices.sharding import LayoutConfig, arrange, cut, make_layout, mesh_sizes
+from utils.settings.config import parse
+from utils.training.state import OptimizerConfig, init_state, make_optimizer
 
 SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
 NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)

@@ -16,7 +16,7 @@ from helpers import assert_close, depth, slow
 from models import attention, checkpoint, qwen3
 from models.checkpoint import load_model, save_model
 from models.tokenizer import Tokenizer, load_tokenizer
-from utils.sharding import MESH_AXES
+from utils.devices.sharding import MESH_AXES
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))

@@ -26,8 +26,8 @@ from core.objectives import (
     total,
     value_loss,
 )
-from utils.batching import concatenate, take
-from utils.sharding import single_device
+from utils.devices.sharding import single_device
+from utils.training.batching import concatenate, take
 
 N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
 B = N * G

@@ -13,9 +13,9 @@ import pytest
 from helpers import assert_close, on_four_devices, on_layout, rounding
 
 from core import grpo
-from utils.runtime import Compilations
-from utils.sharding import Layout, LayoutConfig, make_layout, single_device
-from utils.train_state import OptimizerConfig, describe_optimizer, init_state, lr_multiplier, make_optimizer
+from utils.devices.runtime import Compilations
+from utils.devices.sharding import Layout, LayoutConfig, make_layout, single_device
+from utils.training.state import OptimizerConfig, describe_optimizer, init_state, lr_multiplier, make_optimizer
 
 EMBED, LAYERS, HEAD, VALUE = "model.embed_tokens.weight", "model.layers", "lm_head.weight", "v_head.weight"
 L, D = 2, 12

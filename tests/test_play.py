@@ -16,9 +16,9 @@ from core.sampling import Sampler, SamplingConfig
 from envs import make_env, split_name
 from envs.base import Env, Problem
 from models.tokenizer import load_tokenizer
-from utils.config import fail, parse
-from utils.sharding import single_device
-from utils.show import MAX_MADE_UP, TokenBound, show, tasks_that_fit
+from utils.devices.sharding import single_device
+from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
+from utils.settings.config import fail, parse
 
 LIMIT = 40  # tokens of a prompt
 DATA = str(ROOT / "tests" / "fixtures" / "data")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from helpers import ROOT
 
-from utils.progress import Wait
+from utils.metrics.terminal import Wait
 
 WAITS = """
 import sys, time
 sys.path[0] = {root!r}
 import jax, numpy as np
-from utils.progress import terminal, track, waiting
+from utils.metrics.terminal import terminal, track, waiting
 with waiting("sampling", 4, "rows") as wait:
     wait.watch(0, 0, None, 32, np.array([10, 20, 64, 64]))
     time.sleep(1.5)

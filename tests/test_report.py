@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from utils.plots import running_mean
-from utils.report import PANELS, describe_run, embed, main, read_rollouts, thin, write_report
-from utils.runs import rollout_rows
+from utils.reporting.page import PANELS, describe_run, embed, main, read_rollouts, thin, write_report
+from utils.reporting.plots import running_mean
+from utils.runs.folder import rollout_rows
 
 MEGABYTE = "🙂" * 250_000  # in UTF-8
 HOSTILE = {

@@ -29,14 +29,16 @@ from core.grpo import Config
 from envs import make_env
 from envs.base import Env
 from models.checkpoint import load_model
-from utils import fingerprints, lock, logger, runs, runtime
-from utils import states as states_module
-from utils.config import parse
-from utils.lock import FolderLock
-from utils.logger import Forgiving
-from utils.runs import Run
-from utils.sharding import single_device
-from utils.train_state import fingerprint
+from utils.devices import runtime
+from utils.devices.sharding import single_device
+from utils.metrics import logger
+from utils.metrics.logger import Forgiving
+from utils.runs import checkpoints, fingerprints, lock
+from utils.runs import folder as run_folder
+from utils.runs.folder import Run
+from utils.runs.lock import FolderLock
+from utils.settings.config import parse
+from utils.training.state import fingerprint
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
@@ -118,7 +120,7 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
 
 def test_the_second_signal_ends_at_once_whatever_the_main_thread_does():
     code = (
-        "import hashlib, os, signal, threading, time; from utils.signals import Signals\n"
+        "import hashlib, os, signal, threading, time; from utils.run_folder.shutdown import Signals\n"
         "def twice():\n  for _ in range(2): time.sleep(0.3); os.kill(os.getpid(), signal.SIGTERM)\n"
         "with Signals():\n  threading.Thread(target=twice).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     )
@@ -371,7 +373,7 @@ def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
 
 def test_default_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
     made = [small_run("") for _ in range(3)]
     assert [run.directory.name for run in made] == ["poem-now", "poem-now-2", "poem-now-3"]
     with made[0]:
@@ -490,7 +492,8 @@ def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
 
 def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
     code = (
-        "import sys; from utils.runtime import open_closed_streams; open_closed_streams(); file = open(sys.argv[1])\n"
+        "import sys; from utils.devices.runtime import open_closed_streams\n"
+        "open_closed_streams(); file = open(sys.argv[1])\n"
         "print('lost'); print('lost', file=sys.stderr); assert file.fileno() > 2 and not sys.stdout.isatty()"
     )
     command = f'exec "{sys.executable}" -c "{code}" {__file__} <&- >&- 2>&-'
@@ -503,9 +506,9 @@ def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
 def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypatch):
     """A folder plays the bucket; the files of Orbax go to it directly."""
     bucket, names = tmp_path / "bucket", ("here", "there")
-    monkeypatch.setattr(runs, "is_bucket", lambda name: name == str(bucket))
+    monkeypatch.setattr(run_folder, "is_bucket", lambda name: name == str(bucket))
     for name, max_steps in zip(names, (4, STEPS), strict=True):
-        monkeypatch.setattr(runs, "local_folder", lambda _, name=name: tmp_path / name)
+        monkeypatch.setattr(run_folder, "local_folder", lambda _, name=name: tmp_path / name)
         assert train(bucket, max_steps=max_steps) == 0
     assert_same(bucket, whole)
     assert records(tmp_path / "there") == records(whole) and not (tmp_path / "there" / "state").exists()
@@ -515,7 +518,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
 @pytest.fixture
 def small_disk(whole, tmp_path, monkeypatch):
     """One on which the run `whole` has not quite room; without pictures, whose drafts would fill it now and then."""
-    monkeypatch.setattr(runs.Run, "draw", lambda self: None)
+    monkeypatch.setattr(run_folder.Run, "draw", lambda self: None)
     files = [path for path in whole.rglob("*") if path.suffix not in (".html", ".png")]
     folder, size = tmp_path / "disk", sum(512 * path.stat().st_blocks for path in files)
     folder.mkdir()
@@ -549,7 +552,7 @@ def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, caps
 def test_of_the_errors_of_orbax_those_beside_the_first_are_not_printed(caplog):
     """tensorstore's callbacks on a closed loop, and tasks that nobody waits for; all other errors are."""
     seen, loop = [], asyncio.new_event_loop()
-    hook = states_module.LateCallbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
+    hook = checkpoints.LateCallbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
     loop.close()
     for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_forever(), lambda: 1 / 0):
         try:
@@ -557,7 +560,7 @@ def test_of_the_errors_of_orbax_those_beside_the_first_are_not_printed(caplog):
         except Exception as error:
             hook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
     assert seen == ["Event loop is closed", "division by zero"], "the second, and the third"
-    states_module.silence_orbax()
+    checkpoints.silence_orbax()
     log = logging.getLogger("asyncio")
     log.error("Task exception was never retrieved\nfuture: <Task defined at /lib/orbax/checkpoint/x.py:3>")
     log.error("Task exception was never retrieved\nfuture: <Task defined at /home/me/reward.py:3>")

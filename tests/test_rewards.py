@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 import envs
-from utils.rewards import RewardConfig, add_length_reward, add_truncation_penalty, cosine_reward, overlong_penalty
-from utils.show import show, tasks_that_fit
+from utils.evaluation.preview import show, tasks_that_fit
+from utils.rewards.shaping import (
+    RewardConfig,
+    add_length_reward,
+    add_truncation_penalty,
+    cosine_reward,
+    overlong_penalty,
+)
 
 
 def test_overlong_penalty_is_that_of_dapo():

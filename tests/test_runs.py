@@ -8,7 +8,7 @@ from helpers import ROOT
 
 from core.grpo import Config
 from envs import ENVS
-from utils.config import parse
+from utils.settings.config import parse
 
 SCRIPTS = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.stem not in ("slurm", "tpu_pod"))
 

@@ -18,7 +18,7 @@ from core import sampling
 from core.sampling import ForcedAnswer, Rollouts, Sampler
 from models import qwen3
 from models.distribution import Distribution, categorical, uniform_numbers
-from utils.sharding import LayoutConfig, make_layout
+from utils.devices.sharding import LayoutConfig, make_layout
 
 LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
 KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4

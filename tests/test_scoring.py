@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.hostile import MEMORY
-from utils import scoring
-from utils.scoring import Failure, Scorer, Stream
-from utils.scoring_helper import Settings
+from utils.rewards import scorer as scoring
+from utils.rewards.helper import Settings
+from utils.rewards.scorer import Failure, Scorer, Stream
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "tests.hostile:make"
@@ -247,7 +247,7 @@ def test_closing_leaves_no_process_behind():
 def test_workers_die_with_a_run_that_is_killed(text):
     """Killed between two calls, or while a reward hangs with its interpreter locked."""
     program = (
-        "from utils.scoring import Scorer\n"
+        "from utils.rewards.scorer import Scorer\n"
         f"scorer = Scorer({HOSTILE!r}, num_workers=1, timeout=60)\n"
         "print(int(scorer.score([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
         f"scorer.score([0], [{text!r}])\n"

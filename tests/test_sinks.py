@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from utils import sinks as sinks_module
-from utils.logger import Logger
-from utils.sinks import SinkConfig, open_sinks
+from utils.metrics import sinks as sinks_module
+from utils.metrics.logger import Logger
+from utils.metrics.sinks import SinkConfig, open_sinks
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from core.sampling import Sampler
 from models import qwen3
 from models.qwen3 import Qwen
 from tests.kill_runs import FLAGS, arguments, start
-from utils.runtime import Compilations
-from utils.sharding import single_device
-from utils.speed import describe_speed, sampling_bytes, training_flops
+from utils.devices.runtime import Compilations
+from utils.devices.sharding import single_device
+from utils.metrics.speed import describe_speed, sampling_bytes, training_flops
 
 MODEL = Qwen(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 
@@ -79,7 +79,7 @@ def test_compilations_are_counted_once():
 
 def test_a_second_process_compiles_nothing(tmp_path):
     program = (
-        "import json, jax, jax.numpy as jnp; from utils.runtime import Compilations, prepare; prepare()\n"
+        "import json, jax, jax.numpy as jnp; from utils.devices.runtime import Compilations, prepare; prepare()\n"
         "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))); print(json.dumps(c.take()))"
     )
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PATH": ""}

@@ -42,14 +42,14 @@ from core.sampling import Sampler
 from envs.base import Env, Problem
 from models import qwen3
 from models.distribution import Distribution
-from utils.batching import draw_sizes, take
-from utils.config import parse
-from utils.estimates import pass_at_k
-from utils.runs import describe_play
-from utils.scoring import Failure, Scorer
-from utils.scoring_helper import Settings
-from utils.sharding import Layout, LayoutConfig, make_layout, single_device
-from utils.train_state import OptimizerConfig, init_state, lr_multiplier, make_optimizer
+from utils.devices.sharding import Layout, LayoutConfig, make_layout, single_device
+from utils.evaluation.estimates import pass_at_k
+from utils.rewards.helper import Settings
+from utils.rewards.scorer import Failure, Scorer
+from utils.runs.folder import describe_play
+from utils.settings.config import parse
+from utils.training.batching import draw_sizes, take
+from utils.training.state import OptimizerConfig, init_state, lr_multiplier, make_optimizer
 
 G = 4
 CONFIG = Config(

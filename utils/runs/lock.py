@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import BinaryIO
 
-from utils.jsonl import parse_line
+from utils.metrics.jsonl import parse_line
 
 NAME = ".lock"
 HEARTBEAT = 10  # seconds between two touches of the lock file by the process that holds it

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utils.config import option
+from utils.settings.config import option
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from utils.config import describe_error, option
-from utils.runtime import prepare
+from utils.devices.runtime import prepare
+from utils.settings.config import describe_error, option
 
 MESH_AXES = ("data", "fsdp", "tp")
 ROWS = ("data", "fsdp")

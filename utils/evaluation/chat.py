@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.logger import printable
+from utils.metrics.logger import printable
 
 Message = dict[str, str]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from utils.batching import bucket, draw_sizes, power_below
-from utils.progress import waiting
-from utils.show import prompt_lengths
-from utils.train_state import fingerprint
+from utils.evaluation.preview import prompt_lengths
+from utils.metrics.terminal import waiting
+from utils.training.batching import bucket, draw_sizes, power_below
+from utils.training.state import fingerprint
 
 
 @waiting("compiling ahead")

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from envs.base import Env, Problem
-from utils.logger import printable
+from utils.metrics.logger import printable
 
 MAX_MEASURED = 1000  # prompts whose lengths are counted, spread over the environment
 MAX_MADE_UP = 10_000  # problems that are all made in order to measure them

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from utils.runtime import COMPILED
-from utils.sharding import is_main_process
+from utils.devices.runtime import COMPILED
+from utils.devices.sharding import is_main_process
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # told just before XLA begins with a program
 DELAY, PERIOD = 0.7, 0.2  # seconds until a wait is worth a line, and between two drawings of it

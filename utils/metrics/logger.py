@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from utils.advice import Adviser
-from utils.jsonl import read_lines
-from utils.sinks import Sink
+from utils.metrics.health import Adviser
+from utils.metrics.jsonl import read_lines
+from utils.metrics.sinks import Sink
 
 SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("env/return", "return", "{:.3f}"),

@@ -1,9 +1,9 @@
 """Writes report.html of a run, or of several runs side by side: curves, configuration, rollouts, in one file.
 
-    python utils/report.py runs/countdown-1 runs/countdown-2 --html compare.html    # open it with any browser
-    python utils/report.py runs/countdown-1 runs/countdown-2 --out compare.png      # the picture of plots.py
+    python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --html compare.html    # open it with any browser
+    python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --out compare.png      # the picture of plots.py
 
-The page is report_template.html with report.js, which draws; here it gets its data, thinned to what a browser opens at
+The page is template.html with page.js, which draws; here it gets its data, thinned to what a browser opens at
 once. Models write hostile text: the data is JSON in which nothing can end its element, the script shows text as text
 only, and the page's own policy lets no other script run and nothing be loaded from anywhere.
 """
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np
 
-from utils.jsonl import parse_json, read_lines
-from utils.plots import COLOURS, draw, read, running_mean
+from utils.metrics.jsonl import parse_json, read_lines
+from utils.reporting.plots import COLOURS, draw, read, running_mean
 
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 20_000_000  # of rollouts in one report, as JSON lines
@@ -241,14 +241,14 @@ def render(runs: list[dict[str, Any]]) -> str:
     from plotly.offline import get_plotlyjs  # only here: nothing else of a run needs it
 
     panels = [panel._asdict() for panel in PANELS]
-    library, script = get_plotlyjs(), (FOLDER / "report.js").read_text(encoding="utf-8")
+    library, script = get_plotlyjs(), (FOLDER / "page.js").read_text(encoding="utf-8")
     parts = {
         "library": library,
         "script": script,
         "hashes": " ".join(f"'sha256-{sha256(text)}'" for text in (library, script)),
         "data": embed({"runs": runs, "panels": panels, "colours": COLOURS}),
     }
-    template = (FOLDER / "report_template.html").read_text(encoding="utf-8")
+    template = (FOLDER / "template.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)  # one pass: no part is searched again
 
 

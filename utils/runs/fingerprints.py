@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from utils.sharding import Layout
+from utils.devices.sharding import Layout
 
 NUM_SAMPLED = 64  # problems that stand for an environment that makes them up; of rows, all count
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from utils.batching import bucket
-from utils.config import fail, option
-from utils.sharding import Layout, bytes_on_device
+from utils.devices.sharding import Layout, bytes_on_device
+from utils.settings.config import fail, option
+from utils.training.batching import bucket
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from utils.config import option
+from utils.settings.config import option
 
 SWITCHES = {  # lmpo's flag: (our setting, its value for 1, its value for 0)
     "do_group_normalization": ("advantage", "group_zscore", "reinforce"),

@@ -12,8 +12,8 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, UInt
 
-from utils.batching import Array
-from utils.config import option
+from utils.settings.config import option
+from utils.training.batching import Array
 
 VOCABULARY = {"model.embed_tokens.weight": "embedding_lr", "lm_head.weight": "unembedding_lr"}
 CRITIC = "critic"  # params[CRITIC], where there is one

@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 
-from utils.config import option
+from utils.settings.config import option
 
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 

@@ -1,4 +1,4 @@
-"""The helper process of utils/scoring.py: it starts workers, hands replies out to them, and enforces limits.
+"""The helper process of utils/rewards/scorer.py: it starts workers, hands replies out to them, and enforces limits.
 
     run -- Connection --> helper: a loop over connections, one thread, never jax
                             |-- keeper --> worker: makes the environment, scores chunks of replies
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from envs import make_env
 from envs.base import Env, Problem
-from utils.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
+from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
 
 MAX_CHUNK = 32  # replies that share one message to a worker
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from utils.jsonl import read_lines
+from utils.metrics.jsonl import read_lines
 
 MAIN = (("test_env/correct_answer", "env/correct_answer"), ("test_env/return", "env/return"))  # (held out, training)
 TITLES = {

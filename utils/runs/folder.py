@@ -22,19 +22,19 @@ import jax
 import numpy as np
 from etils import epath
 
-from utils.batching import concatenate
-from utils.config import option, to_dict, user_errors
-from utils.fingerprints import Environment, compare_processes, compare_runs, fingerprint
-from utils.lmpo import LmpoConfig
-from utils.lock import FolderLock
-from utils.logger import Logger, forgiving_output
-from utils.obstacles import check_folder, check_models, check_name
-from utils.plots import before_and_after, plot
-from utils.report import write_report
-from utils.sharding import Layout, LayoutConfig
-from utils.signals import Signals, Stop
-from utils.sinks import SinkConfig, open_sinks
-from utils.states import States, write_errors
+from utils.devices.sharding import Layout, LayoutConfig
+from utils.metrics.logger import Logger, forgiving_output
+from utils.metrics.sinks import SinkConfig, open_sinks
+from utils.reporting.page import write_report
+from utils.reporting.plots import before_and_after, plot
+from utils.runs.checkpoints import States, write_errors
+from utils.runs.checks import check_folder, check_models, check_name
+from utils.runs.fingerprints import Environment, compare_processes, compare_runs, fingerprint
+from utils.runs.lock import FolderLock
+from utils.runs.shutdown import Signals, Stop
+from utils.settings.config import option, to_dict, user_errors
+from utils.settings.lmpo import LmpoConfig
+from utils.training.batching import concatenate
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     with Scorer("countdown", timeout=10) as scorer:
         rewards, counts = scorer.score([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
 
-The workers belong to one helper process, a program of its own (utils/scoring_helper.py): a process that runs JAX must
+The workers belong to one helper process, a program of its own (utils/rewards/helper.py): a process that runs JAX must
 not fork, and multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB each, and
 3.2 s until two of them are ready. The helper never imports jax, so its workers can fork from it. Its pipe is the
 lifeline: when the run ends, however it ends, the pipe closes, and the helper ends its workers and itself.
@@ -22,11 +22,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
-from utils.processes import kill_tree
-from utils.scoring_helper import STALL, Failure, Job, Outcome, Rewards, Settings, limit_waits, max_failures
+from utils.rewards.helper import STALL, Failure, Job, Outcome, Rewards, Settings, limit_waits, max_failures
+from utils.rewards.processes import kill_tree
 
-ROOT = Path(__file__).resolve().parent.parent
-HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.scoring_helper import serve; serve(int(sys.argv[2]))"
+ROOT = Path(__file__).resolve().parents[2]
+HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"
 MAX_WRITTEN = 100  # failures that are kept to be looked at
 
 # Environment variables that workers see; a key that a reward needs is given to it as REWARD_...

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from utils.batching import Array
+from utils.training.batching import Array
 
 PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s of its memory. Source: data sheets
     "NVIDIA H200": (989e12, 4.8e12),

@@ -14,8 +14,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from utils.sharding import Layout
-from utils.train_state import fingerprint
+from utils.devices.sharding import Layout
+from utils.training.state import fingerprint
 
 
 class Unraisable(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from absl import flags
 
 Config = TypeVar("Config")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MAX_MESSAGE = 4000  # characters of an error message
 BOOLEANS = ("0", "1", "true", "false")
 

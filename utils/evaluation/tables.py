@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from utils.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
-from utils.logger import writable
+from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
+from utils.metrics.logger import writable
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 WIDTH = 120  # characters; environments that do not fit next to each other stand below
