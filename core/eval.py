@@ -39,7 +39,8 @@ from utils.metrics.logger import writable
 from utils.metrics.terminal import waiting
 from utils.rewards.scorer import Scorer, Stream
 from utils.rewards.shaping import RewardConfig, add_truncation_penalty
-from utils.settings.config import fail, option, parse, user_errors
+from utils.settings.config import option, parse
+from utils.settings.errors import UserError, fail, user_errors
 from utils.training.batching import concatenate
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
@@ -59,7 +60,7 @@ class EvalConfig(RewardConfig):
     def __post_init__(self):
         RewardConfig.__post_init__(self)
         if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
-            raise ValueError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
+            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
 
 
 @dataclass(frozen=True)
@@ -233,11 +234,11 @@ def resolve_settings(
     A test environment of `training` takes over its limits, and its style by `env_options`. `overrides` are what
     --test_env_options says otherwise: options of the environment, num_generation_tokens and force_answer_at.
 
-    Raises: ValueError for what the environment does not take.
+    Raises: UserError for what the environment does not take.
     """
     for key in LIMITS:
         if type(overrides.get(key, 0)) is not int:
-            raise ValueError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}")
+            raise UserError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}")
     options = env_options(config, name) | {key: value for key, value in overrides.items() if key not in LIMITS}
     env = make_env(name, **options)
 
@@ -251,7 +252,7 @@ def resolve_settings(
     force = env.force_answer_at if force < 0 else force
     answer = forced_answer(env)
     if is_asked_for and not answer.start:
-        raise ValueError(f"--force_answer_at {force}: the prompts of {name} ask for no form of answer to be forced")
+        raise UserError(f"--force_answer_at {force}: the prompts of {name} ask for no form of answer to be forced")
     if not is_asked_for and (not answer.start or not 0 < force < limit):
         force = 0
 
@@ -276,10 +277,10 @@ def env_options(config: EvalConfig, name: str) -> Options:
 
 
 def check_files(config: EvalConfig, names: Iterable[str]) -> None:
-    """Raises ValueError for --data_dir or --reward where none of the environments takes it."""
+    """Raises UserError for --data_dir or --reward where none of the environments takes it."""
     for flag in FILES:
         if getattr(config, flag) and not any(flag in option_names(name) for name in names):
-            raise ValueError(f"--{flag}: no environment of {', '.join(names)} has such an option")
+            raise UserError(f"--{flag}: no environment of {', '.join(names)} has such an option")
 
 
 def forced_answer(env: Env) -> ForcedAnswer:
@@ -302,7 +303,7 @@ def make_player(
 
     `config` is a SamplingConfig, too; replies whose scoring failed are kept in its `save_dir`, if any.
 
-    Raises: ValueError when no prompt is short enough.
+    Raises: UserError when no prompt is short enough.
     """
     env, answer = settings.env, settings.forced_answer
     answer = replace(answer, opening=reply_opening(tokenizer, env.problem(0)))
@@ -329,14 +330,14 @@ def find_tasks(
 ) -> Int[np.ndarray, "N"] | None:
     """Returns the numbers of the problems whose prompts fit into --prompt_length; None: all. Prints how many do not.
 
-    Raises: ValueError when no prompt is short enough.
+    Raises: UserError when no prompt is short enough.
     """
     limit = config.prompt_length
     tasks = tasks_that_fit(env, partial(encode, tokenizer), limit)
     if tasks is None:
         return None
     if not tasks.size:
-        raise ValueError(f"all prompts of {name} have more than {limit} tokens: raise --prompt_length")
+        raise UserError(f"all prompts of {name} have more than {limit} tokens: raise --prompt_length")
     num_dropped = env.num_tasks - tasks.size
     if num_dropped and layout.is_main:
         first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]

@@ -52,7 +52,8 @@ from utils.metrics.speed import describe_speed, training_flops
 from utils.metrics.terminal import track, waiting
 from utils.rewards.shaping import add_length_reward
 from utils.runs.folder import Run, RunConfig, describe_play, example, is_due, rollout_rows
-from utils.settings.config import option, parse, user_errors
+from utils.settings.config import option, parse
+from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LmpoConfig
 from utils.training.batching import Array, bucket, concatenate, draw_sizes, fit, pieces, power_below, take
 from utils.training.state import (
@@ -109,33 +110,33 @@ class Config(
             "groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "max_steps", "max_skipped_updates",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
+                raise UserError(f"--{name} must be at least 1")
         if self.is_group_relative and self.group_size < 2:
-            raise ValueError(f"--advantage {self.advantage} compares rollouts of a group: raise --group_size above 1")
+            raise UserError(f"--advantage {self.advantage} compares rollouts of a group: raise --group_size above 1")
         if self.advantage == "best_k" and self.best_k > self.group_size:
-            raise ValueError(f"--best_k {self.best_k} is more than the --group_size of {self.group_size}")
+            raise UserError(f"--best_k {self.best_k} is more than the --group_size of {self.group_size}")
         if self.ppo_minibatch < 0 or self.ppo_minibatch and self.batch_size % self.ppo_minibatch:
-            raise ValueError(
+            raise UserError(
                 f"--ppo_minibatch {self.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step: "
                 "--groups_per_batch x --group_size (--best_k with that advantage)"
             )
         if self.temperature == 0:
-            raise ValueError("--temperature 0 always draws the same completion: training needs one above 0")
+            raise UserError("--temperature 0 always draws the same completion: training needs one above 0")
         if self.do_inference_logprobs and self.importance_correction != "none":
-            raise ValueError("--do_inference_logprobs leaves --importance_correction nothing to correct: drop one")
+            raise UserError("--do_inference_logprobs leaves --importance_correction nothing to correct: drop one")
         if self.do_inference_logprobs and self.do_mask_inference_ratio:
-            raise ValueError("--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one")
+            raise UserError("--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one")
         if self.kv_dtype and self.importance_correction == "none" and self.objective != "dppo":
-            raise ValueError(
+            raise UserError(
                 f"--kv_dtype {self.kv_dtype} draws from probabilities that differ from those that are trained: correct "
                 "for it by --importance_correction truncate, or take --objective dppo"
             )
         if self.test_env_options and not (self.test_env_name or self.valid_env_name):
-            raise ValueError("--test_env_options are those of --test_env_name: name one")
+            raise UserError("--test_env_options are those of --test_env_name: name one")
         if self.save_best and not (self.test_env_name or self.valid_env_name):
-            raise ValueError("--save_best needs held-out scores: give --valid_env_name or --test_env_name")
+            raise UserError("--save_best needs held-out scores: give --valid_env_name or --test_env_name")
         if min(self.num_epochs, self.target_kl, self.seed) < 0:
-            raise ValueError("--num_epochs, --target_kl and --seed must not be negative")
+            raise UserError("--num_epochs, --target_kl and --seed must not be negative")
 
     @property
     def num_rollouts(self) -> int:

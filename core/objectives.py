@@ -20,6 +20,7 @@ from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
 
 from utils.settings.config import option
+from utils.settings.errors import UserError
 from utils.training.batching import Array
 
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
@@ -276,7 +277,7 @@ class ObjectiveConfig:
              f"--do_global_normalization has no use for --advantage {self.advantage}: gae is whitened, best_k all 1"),
         ):  # fmt: skip
             if wrong:
-                raise ValueError(message)
+                raise UserError(message)
 
     @property
     def is_group_relative(self) -> bool:

@@ -37,7 +37,8 @@ from utils.evaluation.chat import chat
 from utils.evaluation.tables import find_checkpoints
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
-from utils.settings.config import option, parse, user_errors
+from utils.settings.config import option, parse
+from utils.settings.errors import UserError, user_errors
 from utils.training.batching import Array, bucket, concatenate, round_up, survivors
 
 SEGMENT = 32  # decode steps between two looks of the host at what has finished
@@ -64,7 +65,7 @@ class SamplingConfig:
 
     def __post_init__(self):
         if min(self.prompt_length, self.inference_batch_per_device, abs(self.num_generation_tokens)) < 1:
-            raise ValueError("--prompt_length, --inference_batch_per_device and --num_generation_tokens start at 1")
+            raise UserError("--prompt_length, --inference_batch_per_device and --num_generation_tokens start at 1")
         assert self.distribution  # which checks its own settings
 
     @property
@@ -131,11 +132,11 @@ class Sampler:
     def __call__(self, params, prompts: list[list[int]], ids: Int[Array, "N"], num_samples: int, key) -> Rollouts:
         """Draws `num_samples` completions of each prompt; rows of a prompt stand side by side.
 
-        Raises: ValueError for an empty prompt or one longer than `max_prompt_tokens`.
+        Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
         """
         for i, prompt in zip(ids, prompts, strict=True):
             if not 0 < len(prompt) <= self.max_prompt_tokens:
-                raise ValueError(
+                raise UserError(
                     f"prompt of task {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
@@ -316,7 +317,7 @@ def make_sampler(
 ) -> Sampler:
     """Returns the sampler that these settings ask for."""
     if not 0 <= force_at < max_new_tokens:
-        raise ValueError(f"--force_answer_at {force_at} must be below the {max_new_tokens} tokens of a completion")
+        raise UserError(f"--force_answer_at {force_at} must be below the {max_new_tokens} tokens of a completion")
     stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
     return Sampler(
         model, max_new_tokens, stop_ids, config.distribution, stop_strings, force_at, forced_answer,
@@ -328,7 +329,7 @@ def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[
     """Returns the ids and the texts that end a completion: the tokenizer's ids, and those of --stop_strings.
 
     A special token counts by its id, since it is not part of the text that is searched for stop strings.
-    Raises: ValueError for a stop string that holds a special token and more.
+    Raises: UserError for a stop string that holds a special token and more.
     """
     stop_ids, stop_strings, special_ids = [*tokenizer.stop_ids], [], tokenizer.special_ids
     for stop in filter(None, text.split(",")):
@@ -338,7 +339,7 @@ def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[
         elif stop == special:
             stop_ids.append(special_ids[stop])
         else:
-            raise ValueError(
+            raise UserError(
                 f"--stop_strings {stop!r} can never match, since {special} is a special token and not text: "
                 f"give {special} alone, or text without it"
             )
@@ -420,7 +421,7 @@ def read_prompts(path: str) -> list[dict]:
     rows = [json.loads(line) for line in lines if line.strip()]
     for i, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}:
-            raise ValueError(f'{path}: row {i} has neither "prompt" nor "messages"')
+            raise UserError(f'{path}: row {i} has neither "prompt" nor "messages"')
     return rows
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from envs.base import Env
 from envs.style import Style, Styled
+from utils.settings.errors import UserError
 
 Value = int | float | bool | str
 Options = dict[str, Value]
@@ -36,13 +37,13 @@ ENVS = {
 def make_env(name: str, **options: Value) -> Env:
     """The environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
 
-    Its options are those of its constructor, and those of `Style`, which every environment takes. Raises ValueError for
+    Its options are those of its constructor, and those of `Style`, which every environment takes. Raises UserError for
     a name that is not in the table, and for an option that the environment does not take.
     """
     base_name, split = split_name(name)
     env_class, preset = find_class(name)
     if split not in env_class.splits:
-        raise ValueError(f"environment {base_name} has no -{split}: its splits are {', '.join(env_class.splits)}")
+        raise UserError(f"environment {base_name} has no -{split}: its splits are {', '.join(env_class.splits)}")
     style = {field.name: options.pop(field.name) for field in dataclasses.fields(Style) if field.name in options}
     check_options(base_name, env_class, options)
     check_options(base_name, Style, style)
@@ -51,10 +52,10 @@ def make_env(name: str, **options: Value) -> Env:
 
 
 def find_class(name: str) -> tuple[type[Env], Options]:
-    """Returns the class of an environment and the options that its name sets. Raises ValueError for an unknown name."""
+    """Returns the class of an environment and the options that its name sets. Raises UserError for an unknown name."""
     base_name, _ = split_name(name)
     if base_name not in ENVS:
-        raise ValueError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
+        raise UserError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
     module, class_name, preset = ENVS[base_name]
     return getattr(importlib.import_module(module), class_name), preset
 
@@ -72,7 +73,7 @@ def test_name(name: str, default: str = "test") -> str:
 
 
 def option_names(name: str) -> set[str]:
-    """Returns the options that an environment takes. Raises ValueError for an unknown name."""
+    """Returns the options that an environment takes. Raises UserError for an unknown name."""
     env_class, _ = find_class(name)
     own = inspect.signature(env_class).parameters
     return {*own, *(field.name for field in dataclasses.fields(Style))} - {"split"}
@@ -84,7 +85,7 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
     for item in filter(None, map(str.strip, text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not key or not equals or key in options:
-            raise ValueError(f"{flag} {text!r}: {item!r} is not a new key=value")
+            raise UserError(f"{flag} {text!r}: {item!r} is not a new key=value")
         options[key] = parse_value(value)
     return options
 
@@ -100,11 +101,11 @@ def parse_value(text: str) -> Value:
 
 
 def check_options(name: str, constructor: Callable[..., Env | Style], options: Options) -> None:
-    """Raises ValueError for an option that the constructor does not have, or a value not of its default's type."""
+    """Raises UserError for an option that the constructor does not have, or a value not of its default's type."""
     defaults = {key: p.default for key, p in inspect.signature(constructor).parameters.items() if key != "split"}
     for key, value in options.items():
         if key not in defaults:
-            raise ValueError(f"environment {name} has no option {key!r}; its options are {', '.join(defaults)}")
+            raise UserError(f"environment {name} has no option {key!r}; its options are {', '.join(defaults)}")
         expected = type(defaults[key])
         if type(value) is not expected and not (expected is float and type(value) is int):
-            raise ValueError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")
+            raise UserError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")

@@ -17,6 +17,7 @@ from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem
 from envs.data import Row, Source, has_file, load
 from envs.splits import choose_split
+from utils.settings.errors import UserError
 
 PROMPTS = {
     "full": (
@@ -85,11 +86,11 @@ class Countdown(Env):
         num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
     ):
         if prompt not in PROMPTS:
-            raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
+            raise UserError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         if numbers < 1 or not 0 <= min_number <= max_number or max_target < 1:
-            raise ValueError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
+            raise UserError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
         if expression not in ("chain", "tree"):
-            raise ValueError(f"Countdown has no expression {expression!r}: choose chain or tree")
+            raise UserError(f"Countdown has no expression {expression!r}: choose chain or tree")
         self.split, self.numbers, self.range = split, numbers, (min_number, max_number)
         self.prompt, self.partial, self.truncation_penalty = prompt, partial, truncation_penalty
         self.expression, self.max_target, self.max_value = expression, max_target, max_value
@@ -114,7 +115,7 @@ class Countdown(Env):
             if target is not None and 1 <= target <= self.max_target:
                 return numbers, target
         taken = "; the test split takes all numbers that are held out" if self.split == "valid" else ""
-        raise ValueError(f"Countdown found no solvable problem: widen the range of numbers or raise max_target{taken}")
+        raise UserError(f"Countdown found no solvable problem: widen the range of numbers or raise max_target{taken}")
 
     def is_of_split(self, numbers: tuple[int, ...]) -> bool:
         """True if problems on these numbers, in any order, belong to this split."""
@@ -214,7 +215,7 @@ class CountdownData(Countdown):
         skip_bad_rows: bool = False,
     ):
         if prompt not in PROMPTS:
-            raise ValueError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
+            raise UserError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         self.prompt, self.partial = prompt, partial
         has_test_file = has_file(SOURCES["test"], data_dir)
         source = SOURCES["test" if split == "test" and has_test_file else "train"]
@@ -237,7 +238,7 @@ def read_row(row: dict[str, Any]) -> Row:
     """A row with the columns nums and target."""
     numbers, target = row["nums"], row["target"]
     if not numbers or not isinstance(numbers, list) or any(type(x) is not int or x < 0 for x in [*numbers, target]):
-        raise ValueError("nums must be a list of integers, and target one")
+        raise UserError("nums must be a list of integers, and target one")
     return Row(f"{numbers} {target}", (tuple(numbers), target))
 
 

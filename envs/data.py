@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from utils.settings.errors import UserError
+
 READERS = ".jsonl, .json, .csv and .parquet; the first three also .gz"
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
 MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
@@ -52,7 +54,7 @@ Convert = Callable[[dict[str, Any]], Row]  # raises KeyError, TypeError or Value
 def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool) -> tuple[list[Row], str]:
     """The rows of a source in its order, without those that repeat a prompt or lack one or an answer; and a note.
 
-    Raises: ValueError when there is no data (with what to do), when a file cannot be read to its end, and, unless
+    Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
     """
     path = find_file(source, data_dir) if data_dir or not source.hub else None
@@ -66,7 +68,7 @@ def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_ro
             row = convert(raw)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
-                raise ValueError(f"{place} is malformed: {explain(error, raw)}") from error
+                raise UserError(f"{place} is malformed: {explain(error, raw)}") from error
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
@@ -78,22 +80,22 @@ def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_ro
             rows.append(row)
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
-        raise ValueError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
+        raise UserError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
     return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows; left out: {reasons}" if reasons else "")
 
 
 def check_text(value: Any) -> None:
-    """Raises ValueError for text, at any depth, with a zero byte or with what UTF-8 cannot express.
+    """Raises UserError for text, at any depth, with a zero byte or with what UTF-8 cannot express.
 
     That is half a surrogate pair, which JSON can hold, and which bytes of other encodings become.
     """
     if isinstance(value, str):
         if "\0" in value:
-            raise ValueError("it holds a zero byte")
+            raise UserError("it holds a zero byte")
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"it holds {value[error.start]!a}, which is not UTF-8") from error
+            raise UserError(f"it holds {value[error.start]!a}, which is not UTF-8") from error
     elif isinstance(value, dict):
         check_text([*value, *value.values()])
     elif isinstance(value, list):
@@ -118,39 +120,39 @@ def has_file(source: Source, data_dir: str) -> bool:
 
 
 def find_file(source: Source, data_dir: str) -> Path:
-    """The first file of a source that is in the folder. Raises ValueError when none is."""
+    """The first file of a source that is in the folder. Raises UserError when none is."""
     folder = Path(os.path.expanduser(data_dir))
     found = next((folder / file for file in source.files if (folder / file).is_file()), None)
     if found is None:
-        raise ValueError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
+        raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
     return found
 
 
 def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
     """Each row of a file with its place (file:line), or the reason why there is none.
 
-    Raises: ValueError where the file, or what is left of it, cannot be read; OSError.
+    Raises: UserError where the file, or what is left of it, cannot be read; OSError.
     """
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     readers = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv}
     if kind not in readers or (kind == ".parquet" and path.suffix == ".gz"):
-        raise ValueError(f"{path}: a file of rows is one of {READERS}")
+        raise UserError(f"{path}: a file of rows is one of {READERS}")
     if path.suffix == ".gz":
         check_compressed(path)
     yield from readers[kind](path)
 
 
 def check_compressed(path: Path) -> None:
-    """Raises ValueError for a .gz file that is damaged, cut off, or a bomb. It keeps nothing of it in memory."""
+    """Raises UserError for a .gz file that is damaged, cut off, or a bomb. It keeps nothing of it in memory."""
     most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
     try:
         with gzip.open(path) as file:
             while block := file.read(1 << 20):
                 size += len(block)
                 if size > most:
-                    raise ValueError(f"{path} expands to more than {most:,} bytes, which no file of rows does")
+                    raise UserError(f"{path} expands to more than {most:,} bytes, which no file of rows does")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is not a whole .gz file ({error}): copy it again") from error
+        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -180,11 +182,11 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
         try:
             rows = json.loads(file.read().decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON ({error})") from error
+            raise UserError(f"{path} is not JSON ({error})") from error
     if isinstance(rows, dict) and len(rows) == 1:
         rows = next(iter(rows.values()))
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of objects")
+        raise UserError(f"{path} must hold a list of objects")
     yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
 
 
@@ -202,7 +204,7 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
         except csv.Error as error:
             if rows.line_num > first:  # a quote that is closed elsewhere, or never
                 message = f"{path}:{first} begins a quote that does not end well ({error}): correct it"
-                raise ValueError(message) from error
+                raise UserError(message) from error
             yield f"{path}:{first}", ValueError(f"it is not CSV ({error})")
             continue
         if names is None:
@@ -214,11 +216,11 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
 def csv_lines(path: Path) -> Iterator[str]:
     """The lines as text, with half a surrogate pair for each byte that is not UTF-8.
 
-    Raises: ValueError for a line that is too long.
+    Raises: UserError for a line that is too long.
     """
     for i, line in read_lines(path):
         if len(line) > MAX_ROW_BYTES:
-            raise ValueError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
+            raise UserError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
         yield line.decode("utf-8-sig", "surrogateescape")
 
 
@@ -235,12 +237,12 @@ def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         if file.metadata.num_rows > path.stat().st_size:
-            raise ValueError(f"it claims {file.metadata.num_rows:,} rows")
+            raise UserError(f"it claims {file.metadata.num_rows:,} rows")
         rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
         yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, 1))
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
+        raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
 
 
 def parse_json(line: bytes) -> dict[str, Any] | Exception:
@@ -260,17 +262,17 @@ def check_row(row: Any) -> dict[str, Any] | Exception:
 
 
 def read_hub(name: str, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a data set of the hub (or of its cache on this machine). Raises ValueError with what to do."""
+    """Each row of a data set of the hub (or of its cache on this machine). Raises UserError with what to do."""
     hub, _, config = source.hub.partition(":")
     try:
         import datasets
 
         rows = datasets.load_dataset(hub, config or None, split=source.hub_split)
     except ImportError as error:
-        raise ValueError(f"{name}: `pip install datasets` to load {hub}, or {source.advice}") from error
+        raise UserError(f"{name}: `pip install datasets` to load {hub}, or {source.advice}") from error
     except Exception as error:  # noqa: BLE001 (its own, those of three network libraries, and OSError)
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error
+        raise UserError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error
     yield from ((f"{hub}, {source.hub_split} row {i}", row) for i, row in enumerate(rows, 1))
 
 

@@ -15,6 +15,7 @@ from envs.base import Env, Problem
 from envs.data import Row, Source, load
 from envs.questions import check_form, written_answers
 from envs.splits import select_split
+from utils.settings.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -44,7 +45,7 @@ class Dataset(Env):
         skip_bad_rows: bool = False,
     ):
         if not path:
-            raise ValueError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
+            raise UserError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
         check_form(form)
         self.form, self.columns, self.tokens_per_action = form, (prompt, answer), tokens_per_action
         self.reward = load_function(reward) if reward else None
@@ -92,39 +93,39 @@ class Dataset(Env):
 
 
 def check_prompt(value: Any) -> str | list[dict[str, str]]:
-    """Text or chat messages as they are. Raises ValueError for anything else."""
+    """Text or chat messages as they are. Raises UserError for anything else."""
     if isinstance(value, str):
         return value
     keys = ("role", "content")
     if not isinstance(value, list) or not all(
         isinstance(m, dict) and all(isinstance(m.get(key), str) for key in keys) and m["role"] in ROLES for m in value
     ):
-        raise ValueError("its prompt is neither text nor a list of messages with role and content")
+        raise UserError("its prompt is neither text nor a list of messages with role and content")
     return [{key: message[key] for key in keys} for message in value]
 
 
 def locate(path: str, hub_split: str) -> Source:
-    """A source for a file that is there, else for the hub. Raises ValueError for a file that is not there."""
+    """A source for a file that is there, else for the hub. Raises UserError for a file that is not there."""
     file = Path(path).expanduser()
     if file.is_file():
         return Source((str(file.absolute()),))
     if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise ValueError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}")
     return Source((), path, hub_split)
 
 
 def load_function(reward: str) -> Callable[..., float | Mapping[str, float]]:
-    """The function that FILE.py:FUNCTION names. Raises ValueError when there is none."""
+    """The function that FILE.py:FUNCTION names. Raises UserError when there is none."""
     file, _, name = reward.rpartition(":")
     path = Path(file).expanduser()
     if not file or not path.is_file():
-        raise ValueError(f"--reward {reward}: write FILE.py:FUNCTION, with a file that is there")
+        raise UserError(f"--reward {reward}: write FILE.py:FUNCTION, with a file that is there")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"--reward {reward}: {path} fails with {type(error).__name__}: {error}") from error
+        raise UserError(f"--reward {reward}: {path} fails with {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        raise ValueError(f"--reward {reward}: {path} has no function {name}")
+        raise UserError(f"--reward {reward}: {path} has no function {name}")
     return getattr(module, name)

@@ -9,6 +9,7 @@ from envs.data import Row, Source, load, text_answer, text_prompt
 from envs.numerals import same_number
 from envs.questions import Questions
 from envs.splits import select_split
+from utils.settings.errors import UserError
 
 URL = "https://github.com/openai/grade-school-math/tree/master/grade_school_math/data"
 SOURCES = {
@@ -46,5 +47,5 @@ def read_row(row: dict[str, Any]) -> Row:
     """A row of the data set: the number stands after #### at the end of the worked solution."""
     _, mark, answer = text_answer(row["answer"]).rpartition("####")
     if not mark:
-        raise ValueError("its answer has no #### before the final number")
+        raise UserError("its answer has no #### before the final number")
     return Row(text_prompt(row["question"]), answer.strip())

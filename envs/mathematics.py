@@ -9,6 +9,7 @@ from envs.answers import extract_boxed, same_math
 from envs.data import Row, Source, has_file, load, text_answer, text_prompt
 from envs.questions import PROMPTS, TAGS_PROMPT, Questions
 from envs.splits import remove_overlap, select_split
+from utils.settings.errors import UserError
 
 DEEPSCALER = "https://github.com/agentica-project/deepscaler/tree/main/deepscaler/data"
 QWEN = "https://github.com/QwenLM/Qwen2.5-Math/tree/main/evaluation/data"
@@ -51,9 +52,9 @@ class Mathematics(Questions):
         skip_bad_rows: bool = False,
     ):
         if data_set not in SOURCES:
-            raise ValueError(f"data_set={data_set}: choose one of {', '.join(SOURCES)}")
+            raise UserError(f"data_set={data_set}: choose one of {', '.join(SOURCES)}")
         if split == "valid" and data_set not in TRAINING:
-            raise ValueError(f"{data_set} has no -valid: it is a benchmark, with test problems only")
+            raise UserError(f"{data_set} has no -valid: it is a benchmark, with test problems only")
         rows, note = load(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
         if data_set in TRAINING:
             rows, selected = select_split(rows, split, 64)

@@ -6,6 +6,7 @@ Source: github.com/kvfrans/lmpo, whose subjects are the labels of ImageNet too (
 from pathlib import Path
 
 from envs.base import Env, Problem
+from utils.settings.errors import UserError
 
 SUBJECTS = Path(__file__).with_name("imagenet_labels.txt")
 
@@ -20,9 +21,9 @@ class Poem(Env):
 
     def __init__(self, split: str = "train", max_characters: int = 0, subjects_file: str = ""):
         if split not in ("train", "test"):
-            raise ValueError(f"Poem has no split {split!r}: choose train or test")
+            raise UserError(f"Poem has no split {split!r}: choose train or test")
         if max_characters < 0:
-            raise ValueError("Poem needs max_characters >= 0 (0: no maximum)")
+            raise UserError("Poem needs max_characters >= 0 (0: no maximum)")
         subjects = read_subjects(Path(subjects_file).expanduser() if subjects_file else SUBJECTS)
         self.max_characters = max_characters
         self.subjects = [subject for i, subject in enumerate(subjects) if (i % 5 == 0) == (split == "test")]
@@ -44,12 +45,12 @@ class Poem(Env):
 def read_subjects(path: Path) -> list[str]:
     """Returns the lines of a text file, without blank ones, repeats, and comments (#).
 
-    Raises: ValueError for fewer than two, or no file.
+    Raises: UserError for fewer than two, or no file.
     """
     if not path.is_file():
-        raise ValueError(f"Poem's subjects_file {path} is not there: it is a text file with one subject a line")
+        raise UserError(f"Poem's subjects_file {path} is not there: it is a text file with one subject a line")
     lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
     subjects = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if len(subjects) < 2:
-        raise ValueError(f"Poem's subjects_file {path} needs at least two subjects: one to train on, one to test on")
+        raise UserError(f"Poem's subjects_file {path} needs at least two subjects: one to train on, one to test on")
     return subjects

@@ -6,6 +6,7 @@ Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the fo
 from envs.answers import FORMS, final_answer
 from envs.base import Env, Problem
 from envs.data import Row
+from utils.settings.errors import UserError
 
 TAGS_PROMPT = """
 Respond in the following format. {task} the <answer> tag{note}.
@@ -63,7 +64,7 @@ class Questions(Env):
 
 def check_form(form: str) -> None:
     if form not in FORMS:
-        raise ValueError(f"form={form}: choose one of {', '.join(FORMS)}")
+        raise UserError(f"form={form}: choose one of {', '.join(FORMS)}")
 
 
 def written_answers(form: str, answer: str) -> dict[str, str]:

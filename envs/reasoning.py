@@ -21,6 +21,7 @@ from envs.answers import extract_answer
 from envs.base import Env, Problem
 from envs.splits import choose_split
 from envs.verifiers import AUDITED, check_release, may_be_verified
+from utils.settings.errors import UserError
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
 MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: draws of a question do not come back to where they were
@@ -51,7 +52,7 @@ class ReasoningGym(Env):
         try:
             import reasoning_gym
         except ImportError as error:
-            raise ValueError(f"the environment reasoning_gym needs `pip install reasoning-gym=={AUDITED}`") from error
+            raise UserError(f"the environment reasoning_gym needs `pip install reasoning-gym=={AUDITED}`") from error
         check_release(metadata.version("reasoning-gym"))
         self.split = split
         self.specs, size = read_specs(datasets)
@@ -65,7 +66,7 @@ class ReasoningGym(Env):
                 config = {"seed": self.seed, "size": size} | spec.config
                 self.datasets.append(reasoning_gym.create_dataset(spec.name, **config))
             except (ValueError, TypeError, AssertionError, KeyError) as error:
-                raise ValueError(f"Reasoning Gym's {spec.name} with config {spec.config}: {error}") from error
+                raise UserError(f"Reasoning Gym's {spec.name} with config {spec.config}: {error}") from error
         self.problem(0)  # a data set without questions for this split fails here, not in the middle of a run
 
     def problem(self, index: int) -> Problem:
@@ -76,7 +77,7 @@ class ReasoningGym(Env):
             if choose_split(entry["question"], 5) == self.split:
                 messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
                 return Problem(messages, (chosen, entry), thinking=True)
-        raise ValueError(f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split")
+        raise UserError(f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         dataset, entry = problem.answer
@@ -99,7 +100,7 @@ class ReasoningGym(Env):
 def read_specs(text: str) -> tuple[list[Spec], int]:
     """Returns the mixture that a text or a YAML or JSON file describes, and its number of problems (0: not given).
 
-    Raises: ValueError for anything else.
+    Raises: UserError for anything else.
     """
     size = 0
     if text.endswith((".yaml", ".yml", ".json")):
@@ -107,21 +108,21 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
 
         path = Path(text).expanduser()
         if not path.is_file():
-            raise ValueError(f"datasets={text}: there is no such file")
+            raise UserError(f"datasets={text}: there is no such file")
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(rows, dict) and isinstance(rows.get("data"), dict):
             rows = rows["data"]
             size = rows.get("size", 0)
         if type(size) is not int or size < 0:
-            raise ValueError(f"{path}: data.size must be a number of problems, not {size!r}")
+            raise UserError(f"{path}: data.size must be a number of problems, not {size!r}")
         rows = rows.get("specs", rows.get("datasets")) if isinstance(rows, dict) else rows
         if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
-            raise ValueError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
+            raise UserError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
         specs = [Spec(row["name"], float(row.get("weight", 1)), dict(row.get("config") or {})) for row in rows]
     else:
         specs = [parse_spec(item.strip()) for item in text.split("+")]
     if not specs or any(not math.isfinite(spec.weight) or spec.weight <= 0 for spec in specs):
-        raise ValueError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
+        raise UserError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
     return specs, size
 
 
@@ -131,6 +132,6 @@ def parse_spec(item: str) -> Spec:
 
     found = SPEC.fullmatch(item)
     if not found:
-        raise ValueError(f"datasets: {item!r} is not name*weight(key=value;key=value)")
+        raise UserError(f"datasets: {item!r} is not name*weight(key=value;key=value)")
     name, weight, config = found.groups()
     return Spec(name, float(weight or 1), parse_options((config or "").replace(";", ",")))

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable
 
 from envs.data import Row
+from utils.settings.errors import UserError
 
 LATEX_SPELLINGS = {
     "\\left": "", "\\right": "", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
@@ -29,7 +30,7 @@ def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | No
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
     `tests`: the rows of a test file; without one, some of `rows` are for test.
-    Raises: ValueError where no row is left.
+    Raises: UserError where no row is left.
     """
     parts = {"train": [], "valid": [], "test": []}
     for row in rows:
@@ -42,7 +43,7 @@ def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | No
     note = f"; {len(kept):,} in the {split} split"
     note += f", {num_removed:,} removed that a held-out split has, too" if num_removed else ""
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"no row is left for the {split} split{note}: of {len(rows):,} rows, one in {2 * one_in} is for valid, and "
             f"{'none' if tests is not None else f'one in {one_in}'} for test"
         )

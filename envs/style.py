@@ -5,6 +5,7 @@ from pathlib import Path
 
 from envs.base import Env, Problem
 from envs.rewards import FORMAT_REWARDS
+from utils.settings.errors import UserError
 
 NONE = "none"  # as the value of an option: without one, where the environment has one
 
@@ -22,11 +23,11 @@ class Style:
 
     def __post_init__(self):
         if self.thinking not in ("", "on", "off"):
-            raise ValueError(f"thinking={self.thinking}: choose on or off")
+            raise UserError(f"thinking={self.thinking}: choose on or off")
         if self.format_reward and self.format_reward not in FORMAT_REWARDS:
-            raise ValueError(f"format_reward={self.format_reward}: choose one of {', '.join(FORMAT_REWARDS)}")
+            raise UserError(f"format_reward={self.format_reward}: choose one of {', '.join(FORMAT_REWARDS)}")
         if self.system.startswith("@") and not Path(self.system[1:]).expanduser().is_file():
-            raise ValueError(f"system={self.system}: there is no file {self.system[1:]}")
+            raise UserError(f"system={self.system}: there is no file {self.system[1:]}")
 
 
 class Styled(Env):

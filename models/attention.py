@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from jaxtyping import Int8 as IntegerArray
 
 from utils.devices.sharding import ROWS
+from utils.settings.errors import UserError
 from utils.training.batching import Array, round_up
 
 
@@ -70,7 +71,7 @@ def attend_rows(
 def choose_kernel(kernel: str, mesh: Mesh | None, dtype, num_channels: int, num_key_heads: int) -> str:
     """What computes the attention of training rows: auto is cuDNN on NVIDIA, splash on TPU, plain elsewhere.
 
-    Raises: ValueError for a kernel that cannot.
+    Raises: UserError for a kernel that cannot.
     """
     kind = mesh.devices.flat[0].device_kind.lower() if mesh else ""
     limits = {
@@ -87,7 +88,7 @@ def choose_kernel(kernel: str, mesh: Mesh | None, dtype, num_channels: int, num_
     if kernel == "auto":
         return next(name for name, needs in limits.items() if all(needs.values()))
     if missing := [need for need, is_met in limits[kernel].items() if not is_met]:
-        raise ValueError(f"--attention {kernel} needs {', '.join(missing)}: leave it at auto")
+        raise UserError(f"--attention {kernel} needs {', '.join(missing)}: leave it at auto")
     return kernel
 
 

@@ -19,6 +19,7 @@ from models.download_model import download
 from models.qwen3 import EMBED, HEAD, LAYERS, Params, Qwen, Spec
 from models.tokenizer import FILES, Tokenizer, load_tokenizer, read_json
 from utils.devices.sharding import Layout
+from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -77,7 +78,7 @@ def load_model(
     (empty: as config.json says), `overrides` are further fields of Qwen. Parameters are laid out by `layout`, or stand
     on the first device. Host memory holds one parameter (of all layers) at a time.
 
-    Raises: ValueError naming what is missing, damaged, or not supported.
+    Raises: UserError naming what is missing, damaged, or not supported.
     """
     folder = find_model(path_or_hub_id)
     config = read_json(folder / CONFIG)
@@ -101,17 +102,17 @@ def find_model(path_or_hub_id: str | Path) -> Path:
     if folder := find_local(path_or_hub_id):
         return folder
     if str(path_or_hub_id).count("/") != 1 or str(path_or_hub_id)[0] in "/~.":
-        raise ValueError(f"there is no folder {path_or_hub_id}: name one, or an id of the hub like Qwen/Qwen3-1.7B")
+        raise UserError(f"there is no folder {path_or_hub_id}: name one, or an id of the hub like Qwen/Qwen3-1.7B")
     try:
         return download(str(path_or_hub_id))
     except ValueError as error:
-        raise ValueError(f"there is no folder {path_or_hub_id}, and {error}") from error
+        raise UserError(f"there is no folder {path_or_hub_id}, and {error}") from error
 
 
 def read_config(config: Mapping, file: Path) -> dict:
     """The fields of Qwen that a config.json gives, as transformers 4 and 5 write it.
 
-    Raises: ValueError for a field that is missing, malformed, out of range, or not supported.
+    Raises: UserError for a field that is missing, malformed, out of range, or not supported.
     """
     given = {name: value for name, value in config.items() if value is not None}
     check_types(given, file)
@@ -135,7 +136,7 @@ def read_config(config: Mapping, file: Path) -> dict:
     for field, value, supported in checks:
         if value not in supported:
             choices = " or ".join(map(repr, supported))
-            raise ValueError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
+            raise UserError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
     theta = given.get("rope_theta", 10_000) if rope.get("rope_theta") is None else rope["rope_theta"]
     check_types({"rope_theta": theta}, file)
     given["rope_theta"] = float(theta)
@@ -146,11 +147,11 @@ def read_config(config: Mapping, file: Path) -> dict:
         defaults |= {"tie_word_embeddings": False, "max_position_embeddings": 32768}
         return ARCHITECTURES[architecture] | {name: (defaults | given)[name] for name in CONFIG_FIELDS}
     except KeyError as error:
-        raise ValueError(f"{file} has no {error.args[0]}: it is not the config of a {architecture}") from None
+        raise UserError(f"{file} has no {error.args[0]}: it is not the config of a {architecture}") from None
 
 
 def check_types(fields: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError for the first field that has not the type and range of CONFIG_TYPES."""
+    """Raises UserError for the first field that has not the type and range of CONFIG_TYPES."""
     for name, (kind, least, most) in CONFIG_TYPES.items():
         if name not in fields:
             continue
@@ -161,18 +162,18 @@ def check_types(fields: Mapping[str, Any], file: Path) -> None:
         size = value if kind in (bool, int, float) else len(value) if is_kind else 0
         if not is_kind or not least <= size <= most:
             limits = f" {least:,} to {most:,}" if kind is not bool else ""
-            raise ValueError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
+            raise UserError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
 
 
 def check_heads(fields: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError for heads that cannot share their keys, or halves that cannot be rotated against each other."""
+    """Raises UserError for heads that cannot share their keys, or halves that cannot be rotated against each other."""
     heads = fields["num_attention_heads"]
     key_heads = fields.get("num_key_value_heads", heads)
     head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
     if heads % key_heads:
-        raise ValueError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
+        raise UserError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"{file}: head_dim is {head_dim}, which is not a positive even number")
+        raise UserError(f"{file}: head_dim is {head_dim}, which is not a positive even number")
 
 
 def tensor_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
@@ -186,19 +187,19 @@ def tensor_shapes(model: Qwen) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the one, or those that its index names. Raises ValueError without any."""
+    """The safetensors files of a folder: the one, or those that its index names. Raises UserError without any."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}: download the weights")
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: download the weights")
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files: download it again")
+        raise UserError(f"{folder / INDEX} has no weight_map from tensors to files: download it again")
     for name in set(names.values()):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{folder / INDEX} names {reprlib.repr(name)}, which is no safetensors file of the folder")
+            raise UserError(f"{folder / INDEX} names {reprlib.repr(name)}, which is no safetensors file of the folder")
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is named in {INDEX} but missing: download it again")
+            raise UserError(f"{folder / name} is named in {INDEX} but missing: download it again")
     return [folder / name for name in sorted(set(names.values()))]
 
 
@@ -210,7 +211,7 @@ def open_tensors(folder: Path, model: Qwen) -> dict:
             opened = safe_open(file, "np")
             readers |= {name: opened.get_slice(name) for name in opened.keys()}
         except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file ({error}): download it again") from error
+            raise UserError(f"{file} is not a whole safetensors file ({error}): download it again") from error
     if model.tie_word_embeddings:
         readers.pop(HEAD, None)  # some writers store the tied weight twice
     expected = tensor_shapes(model)
@@ -218,19 +219,19 @@ def open_tensors(folder: Path, model: Qwen) -> dict:
     for what, names in (("lacks tensor", missing), ("has the unknown tensor", unknown)):
         if names:
             count = f"{len(names)} such tensors" if len(names) > 1 else "the only one"
-            raise ValueError(f"{folder} {what} {min(names)} ({count}): its {CONFIG} is that of another model")
+            raise UserError(f"{folder} {what} {min(names)} ({count}): its {CONFIG} is that of another model")
     for name, shape in expected.items():
         if (found := tuple(readers[name].get_shape())) != shape:
-            raise ValueError(f"{folder}: {name} has shape {found}, but {CONFIG} makes it {shape}")
+            raise UserError(f"{folder}: {name} has shape {found}, but {CONFIG} makes it {shape}")
         if (dtype := readers[name].get_dtype()) not in READABLE:
-            raise ValueError(f"{folder}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
+            raise UserError(f"{folder}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
     return readers
 
 
 def load_params(folder: Path, readers: Mapping, model: Qwen, layout: Layout | None, dtype: np.dtype) -> Params:
     """The arrays of `model.table()`; each process reads only the slices that its devices hold.
 
-    Raises: ValueError for a tensor with NaN or infinity.
+    Raises: UserError for a tensor with NaN or infinity.
     """
     table = model.table()
 
@@ -239,7 +240,7 @@ def load_params(folder: Path, readers: Mapping, model: Qwen, layout: Layout | No
             array = readers[name][index].astype(dtype, copy=False)
         if not is_finite(array):
             message = f"{folder}: {name} holds NaN or infinity as {dtype.name}"
-            raise ValueError(f"{message}: the file is damaged, or its training diverged")
+            raise UserError(f"{message}: the file is damaged, or its training diverged")
         return array
 
     def load(spec: Spec, names: list[str], stacked: bool) -> jax.Array:
@@ -284,7 +285,7 @@ def save_model(
     run all processes call this function, since fetching is collective, and one of them with `write`. An earlier model
     in the folder is replaced; other files in it are kept.
 
-    Raises: ValueError when the folder has subfolders, and so is not that of a model.
+    Raises: UserError when the folder has subfolders, and so is not that of a model.
     """
     directory = Path(directory).expanduser().resolve()
     new, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("new", "old"))
@@ -332,7 +333,7 @@ def prepare(new: Path, directory: Path) -> None:
     entries = list(directory.iterdir()) if directory.exists() else []
     for entry in entries:
         if entry.is_dir():
-            raise ValueError(f"{directory} has a subfolder {entry.name}, so it is not a model's: choose another folder")
+            raise UserError(f"{directory} has a subfolder {entry.name}, so it is not a model's: choose another folder")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     for entry in entries:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from utils.devices.sharding import constrain, num_shards
+from utils.settings.errors import UserError
 from utils.training.batching import Array
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
@@ -26,9 +27,9 @@ class Distribution:
 
     def __post_init__(self):
         if self.temperature < 0 or not 0 <= self.top_k <= MAX_SUPPORT:
-            raise ValueError(f"--temperature must be at least 0, and --top_k 0 (all ids) to {MAX_SUPPORT}")
+            raise UserError(f"--temperature must be at least 0, and --top_k 0 (all ids) to {MAX_SUPPORT}")
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
-            raise ValueError("--top_p must be above 0 and up to 1, --min_p from 0 to below 1")
+            raise UserError("--top_p must be above 0 and up to 1, --min_p from 0 to below 1")
 
     @property
     def is_whole(self) -> bool:

@@ -14,19 +14,21 @@ if __name__ == "__main__":
 from absl import app, flags
 from huggingface_hub import snapshot_download
 
+from utils.settings.errors import UserError
+
 FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja")
 
 
 def download(hub_id: str, folder: Path | None = None) -> Path:
     """Fetches a model's weights and tokenizer from the hub into `folder`, or into the hub's cache.
 
-    Raises: ValueError when that fails.
+    Raises: UserError when that fails.
     """
     try:
         return Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:  # no network, no such model, no permission; not an id
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ValueError(f"downloading {hub_id} from the Hugging Face hub failed: {reason}") from error
+        raise UserError(f"downloading {hub_id} from the Hugging Face hub failed: {reason}") from error
 
 
 def main(_):

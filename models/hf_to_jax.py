@@ -16,7 +16,7 @@ import jax
 from absl import app, flags
 
 from models.checkpoint import load_model, save_model
-from utils.settings.config import user_errors
+from utils.settings.errors import user_errors
 
 
 def main(_):

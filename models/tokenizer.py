@@ -14,7 +14,7 @@ from jaxtyping import Int
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from utils.devices.runtime import limited
-from utils.settings.config import describe_error
+from utils.settings.errors import UserError, describe_error
 
 GENERATION_CONFIG = "generation_config.json"
 FILES = (
@@ -65,23 +65,23 @@ class Tokenizer:
         `thinking=False` closes Qwen3's thinking before it starts. `plain` leaves the chat template out, as a base model
         without one does: then the contents of the messages stand one per line.
 
-        Raises: ValueError when the chat template fails, or writes far more than the messages.
+        Raises: UserError when the chat template fails, or writes far more than the messages.
         """
         is_plain = plain or not self.hf.chat_template
         text = "\n".join(message["content"] for message in messages) if is_plain else self.render(messages, thinking)
         return self.encode(text) + self.encode(prefix)
 
     def render(self, messages: Sequence[Mapping[str, str]], thinking: bool) -> str:
-        """The text that the chat template makes of a conversation. Raises ValueError as `chat`."""
+        """The text that the chat template makes of a conversation. Raises UserError as `chat`."""
         try:
             text = self.hf.apply_chat_template(
                 list(messages), add_generation_prompt=True, enable_thinking=thinking, tokenize=False
             )
         except Exception as error:  # the template is a program: it can fail in any way
-            raise ValueError(f"the model's chat template fails ({describe_error(error)})") from error
+            raise UserError(f"the model's chat template fails ({describe_error(error)})") from error
         most = TEMPLATE_CHARACTERS + 10 * sum(len(message["content"]) for message in messages)
         if len(text) > most:
-            raise ValueError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
+            raise UserError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
         return text
 
     def save(self, directory: str | Path) -> None:
@@ -108,11 +108,11 @@ def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer in a Hugging Face folder, for a model with ids below `vocab_size` (None: not compared).
 
-    Raises: ValueError when the folder holds none, or one that is malformed or of another model.
+    Raises: UserError when the folder holds none, or one that is malformed or of another model.
     """
     folder = Path(os.path.expanduser(folder))
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
+        raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
     names = [name for name in FILES if (folder / name).is_file()]
     for name in names:
         check_file(folder, name)
@@ -123,7 +123,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         message = f"the tokenizer in {folder} cannot be read ({describe_error(error)}): copy its files again"
-        raise ValueError(message) from error
+        raise UserError(message) from error
     tokenizer = Tokenizer(hf, files)
     check_ids(tokenizer, folder, vocab_size)
     check_template(tokenizer, folder)
@@ -131,7 +131,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
 
 def check_template(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raises ValueError when a first conversation cannot be rendered within limits, or is no ids."""
+    """Raises UserError when a first conversation cannot be rendered within limits, or is no ids."""
     messages = [{"role": "user", "content": "1 + 1"}]
     try:
         if tokenizer.hf.chat_template:
@@ -139,46 +139,46 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
                 tokenizer.render(messages, thinking=False)
     except ValueError as error:
         message = f"{folder}: {error}: correct chat_template.jinja or chat_template in tokenizer_config.json"
-        raise ValueError(message) from error
+        raise UserError(message) from error
     if not tokenizer.chat(messages):
-        raise ValueError(f"{folder}: the tokenizer makes no ids of a text: copy its files again")
+        raise UserError(f"{folder}: the tokenizer makes no ids of a text: copy its files again")
 
 
 def check_file(folder: Path, name: str) -> None:
-    """Raises ValueError for a file of a tokenizer that is a link to some other place, or malformed JSON.
+    """Raises UserError for a file of a tokenizer that is a link to some other place, or malformed JSON.
 
     It would be copied into saved models. Links into the hub's cache, whose files are all in `blobs`, are allowed.
     """
     target = (folder / name).resolve()
     if target.parent != folder.resolve() and target.parent.name != "blobs":
-        raise ValueError(f"{folder / name} is a link out of the folder: put a copy of the file in its place")
+        raise UserError(f"{folder / name} is a link out of the folder: put a copy of the file in its place")
     if name.endswith(".json"):
         read_json(folder / name)
 
 
 def check_ids(tokenizer: Tokenizer, folder: Path, vocab_size: int | None) -> None:
-    """Raises ValueError for ids that the model does not have."""
+    """Raises UserError for ids that the model does not have."""
     most = float("inf") if vocab_size is None else vocab_size
     highest = max(tokenizer.hf.get_vocab().values(), default=0)
     if highest >= most:
         message = f"{folder}: the tokenizer has ids up to {highest:,}, but vocab_size in config.json is {vocab_size:,}"
-        raise ValueError(f"{message}: they are of different models")
+        raise UserError(f"{message}: they are of different models")
     for i in listed_stop_ids(tokenizer.files):
         if type(i) is not int or not 0 <= i < most:
             message = f"{folder / GENERATION_CONFIG}: eos_token_id holds {reprlib.repr(i)}"
-            raise ValueError(f"{message}, which is no id of the vocabulary")
+            raise UserError(f"{message}, which is no id of the vocabulary")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder. Raises ValueError when there is none."""
+    """The object in a JSON file of a model's folder. Raises UserError when there is none."""
     if not file.is_file():
-        raise ValueError(f"{file.parent} has no {file.name}: it is not a complete Hugging Face model folder")
+        raise UserError(f"{file.parent} has no {file.name}: it is not a complete Hugging Face model folder")
     if file.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{file} has more than {MAX_JSON_BYTES:,} bytes: download it again")
+        raise UserError(f"{file} has more than {MAX_JSON_BYTES:,} bytes: download it again")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({describe_error(error)}): download it again") from error
+        raise UserError(f"{file} is not JSON ({describe_error(error)}): download it again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {reprlib.repr(content)}, not an object: download it again")
+        raise UserError(f"{file} holds {reprlib.repr(content)}, not an object: download it again")
     return content

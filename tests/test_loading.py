@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 from envs import make_env
 from models.checkpoint import load_model
 from utils.devices.sharding import LayoutConfig, make_layout
-from utils.settings.config import user_errors
+from utils.settings.errors import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/qwen3-tied"

@@ -18,7 +18,8 @@ from envs.base import Env, Problem
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import single_device
 from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
-from utils.settings.config import fail, parse
+from utils.settings.config import parse
+from utils.settings.errors import fail
 
 LIMIT = 40  # tokens of a prompt
 DATA = str(ROOT / "tests" / "fixtures" / "data")

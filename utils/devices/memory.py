@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from utils.devices.sharding import Layout, bytes_on_device
-from utils.settings.config import fail, option
+from utils.settings.config import option
+from utils.settings.errors import UserError, fail
 from utils.training.batching import bucket
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
@@ -39,7 +40,7 @@ class MemoryConfig:
 
     def __post_init__(self):
         if self.tokens_per_microbatch < 0:
-            raise ValueError("--tokens_per_microbatch must be at least 1, or 0 to be chosen")
+            raise UserError("--tokens_per_microbatch must be at least 1, or 0 to be chosen")
 
 
 class Sizes(NamedTuple):

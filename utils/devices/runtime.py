@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from utils.settings.errors import UserError
+
 COMPILER = "jax._src.interpreters.pxla"  # whose log tells the shapes of a program that is lowered
 COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also when the cache had it
 FOUND = "/jax/compilation_cache/cache_hits"
@@ -29,7 +31,7 @@ def prepare() -> None:
 
     JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing.
 
-    Raises: ValueError where the process may open too few files.
+    Raises: UserError where the process may open too few files.
     """
     open_closed_streams()
     raise_file_limit()
@@ -58,7 +60,7 @@ def open_closed_streams() -> None:
 def raise_file_limit() -> None:
     """Raises the soft limit of open files to MANY_FILES where the hard limit allows that.
 
-    Raises: ValueError where even FEW_FILES are too many.
+    Raises: UserError where even FEW_FILES are too many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = soft != resource.RLIM_INFINITY and soft < MANY_FILES
@@ -66,7 +68,7 @@ def raise_file_limit() -> None:
         soft = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if is_low and soft < FEW_FILES:
-        raise ValueError(f"this process may open only {soft} files: raise that limit, as by `ulimit -n {MANY_FILES}`")
+        raise UserError(f"this process may open only {soft} files: raise that limit, as by `ulimit -n {MANY_FILES}`")
 
 
 def keep_memory() -> None:

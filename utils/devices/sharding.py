@@ -21,7 +21,8 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from utils.devices.runtime import prepare
-from utils.settings.config import describe_error, option
+from utils.settings.config import option
+from utils.settings.errors import UserError, describe_error
 
 MESH_AXES = ("data", "fsdp", "tp")
 ROWS = ("data", "fsdp")
@@ -64,11 +65,11 @@ class Layout:
         return text + f" ({axes}; {held / 1e6:,.0f} MB of parameters on each)" * bool(axes)
 
     def check(self, params: Any) -> None:
-        """Raises ValueError when an axis of the mesh cuts no parameter: then they would be whole on its devices."""
+        """Raises UserError when an axis of the mesh cuts no parameter: then they would be whole on its devices."""
         used = {name for x in jax.tree.leaves(params) for name in x.sharding.spec}
         for axis in {"fsdp", "tp"} - used:
             if (size := self.mesh.shape[axis]) > 1:
-                raise ValueError(
+                raise UserError(
                     f"--mesh {axis}={size} cuts no parameter of this model, since none of their sizes is a multiple of "
                     f"{size}: choose a divisor, and --mesh data=... for the other devices"
                 )
@@ -225,7 +226,7 @@ def copy_to_all(x: jax.Array, replicated: NamedSharding) -> jax.Array:
 def make_layout(config: LayoutConfig) -> Layout:
     """Joins the other processes, where there are some, and lays all devices out as a mesh.
 
-    Raises: ValueError when there is no device of the type, or the mesh does not fit the devices.
+    Raises: UserError when there is no device of the type, or the mesh does not fit the devices.
     """
     prepare()
     if config.device_type:
@@ -237,15 +238,15 @@ def make_layout(config: LayoutConfig) -> Layout:
 
 
 def platform_of(device_type: str) -> str:
-    """JAX's name for a --device_type. Raises ValueError for one that is not supported."""
+    """JAX's name for a --device_type. Raises UserError for one that is not supported."""
     if device_type not in PLATFORMS:
         apple = "; JAX has no complete backend for Apple's GPUs, so take cpu" if device_type in ("mps", "metal") else ""
-        raise ValueError(f"--device_type {device_type} is not supported, {', '.join(PLATFORMS)} are{apple}")
+        raise UserError(f"--device_type {device_type} is not supported, {', '.join(PLATFORMS)} are{apple}")
     return PLATFORMS[device_type]
 
 
 def find_devices(device_type: str) -> list[jax.Device]:
-    """All devices that JAX uses. Raises ValueError when there are none of the type that was asked for."""
+    """All devices that JAX uses. Raises UserError when there are none of the type that was asked for."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -255,13 +256,13 @@ def find_devices(device_type: str) -> list[jax.Device]:
         option = f"--device_type {device_type}" if device_type else f"JAX_PLATFORMS={asked}"
         advice = f": {INSTALL[asked]}, or leave --device_type empty" if asked in INSTALL else ""
         message = f"{option}: JAX finds no such device here ({describe_error(error)}), but {there}{advice}"
-        raise ValueError(message) from error
+        raise UserError(message) from error
 
 
 def join(config: LayoutConfig) -> None:
     """Joins the other processes of the job: those of the flags, or those that JAX finds out from the cluster.
 
-    Raises: ValueError when the flags leave something open that no cluster tells.
+    Raises: UserError when the flags leave something open that no cluster tells.
     """
     flags = {"coordinator_address": config.coordinator_address or None}
     flags |= {name: getattr(config, name) for name in ("num_processes", "process_id") if getattr(config, name) >= 0}
@@ -276,7 +277,7 @@ def join(config: LayoutConfig) -> None:
         jax.distributed.initialize(**flags, **timeouts)
     except ValueError as error:
         message = f"{error} Give --coordinator_address host:port, --num_processes and --process_id, or start the "
-        raise ValueError(message + "processes by srun, mpirun or Kubernetes") from None
+        raise UserError(message + "processes by srun, mpirun or Kubernetes") from None
 
 
 def started_processes() -> tuple[int, int]:
@@ -318,16 +319,16 @@ def mesh_sizes(config: LayoutConfig, num_devices: int, num_slices: int) -> dict[
     try:
         given = {axis: int(size) for axis, _, size in (part.partition("=") for part in config.mesh.split(",") if part)}
     except ValueError:
-        raise ValueError(f"--mesh {config.mesh!r} is not like fsdp=4,tp=2") from None
+        raise UserError(f"--mesh {config.mesh!r} is not like fsdp=4,tp=2") from None
     if unknown := set(given) - set(MESH_AXES):
-        raise ValueError(f"--mesh has no axis {', '.join(unknown)}: its axes are {', '.join(MESH_AXES)}")
+        raise UserError(f"--mesh has no axis {', '.join(unknown)}: its axes are {', '.join(MESH_AXES)}")
     flag = f"--mesh {config.mesh}" if given else f"--sharding {config.sharding}"
     given = given or {"data": num_slices} | SHARDINGS[config.sharding]
     free = [axis for axis, size in given.items() if size == -1]
     fixed = int(np.prod([size for size in given.values() if size != -1]))
     sizes = dict.fromkeys(MESH_AXES, 1) | given | {axis: num_devices // max(1, fixed) for axis in free[:1]}
     if fixed < 1 or len(free) > 1 or int(np.prod(list(sizes.values()))) != num_devices:
-        raise ValueError(f"{flag} makes {sizes}, but there are {num_devices} devices")
+        raise UserError(f"{flag} makes {sizes}, but there are {num_devices} devices")
     return sizes
 
 
@@ -342,12 +343,12 @@ def slices_of(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
 def arrange(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices as an array of these sizes: slices along the first axis that they divide, neighbours along the last.
 
-    Raises: ValueError when an axis would have to cross slices unevenly.
+    Raises: UserError when an axis would have to cross slices unevenly.
     """
     count = len(slices_of(devices))
     across = next((axis for axis, size in sizes.items() if size % count == 0), None)
     if across is None:
-        raise ValueError(f"--mesh {sizes}: one of its sizes must be a multiple of the {count} slices or hosts")
+        raise UserError(f"--mesh {sizes}: one of its sizes must be a multiple of the {count} slices or hosts")
     outer = [count if axis == across else 1 for axis in sizes]
     inner = [size // n for size, n in zip(sizes.values(), outer, strict=True)]
     split = dict(allow_split_physical_axes=True)  # where the physical mesh of a TPU slice has other sizes

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
 from utils.metrics.logger import writable
+from utils.settings.errors import UserError
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 WIDTH = 120  # characters; environments that do not fit next to each other stand below
@@ -44,7 +45,7 @@ class Result:
 def find_checkpoints(name: str, find_folder: Callable[[str], Path]) -> list[tuple[str, Path]]:
     """The checkpoints under a name, and what to call each: one model, or step20/, step40/, ... of a run folder.
 
-    Raises: ValueError for a run folder without any, and whatever `find_folder` raises.
+    Raises: UserError for a run folder without any, and whatever `find_folder` raises.
     """
     name = name.strip().rstrip("/")
     folder = find_folder(name)
@@ -54,7 +55,7 @@ def find_checkpoints(name: str, find_folder: Callable[[str], Path]) -> list[tupl
     if steps:
         return [(f"{name}/{steps[step].name}", steps[step]) for step in sorted(steps)]
     if (folder / "metrics.jsonl").is_file() or (folder / "state").is_dir():
-        raise ValueError(f"{name} is a run folder without checkpoints: there is no step20/ or the like in it")
+        raise UserError(f"{name} is a run folder without checkpoints: there is no step20/ or the like in it")
     return [(name, folder)]  # which the loader will say what it lacks of
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from utils.settings.config import option
+from utils.settings.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class RewardConfig:
 
     def __post_init__(self):
         if self.overlong_buffer < 0:
-            raise ValueError("--overlong_buffer must not be negative")
+            raise UserError("--overlong_buffer must not be negative")
         if self.score_timeout <= 0 or self.num_score_workers < 0 or not 0 <= self.max_error_share <= 1:
-            raise ValueError("--score_timeout must be positive, --max_error_share from 0 to 1")
+            raise UserError("--score_timeout must be positive, --max_error_share from 0 to 1")
 
     @property
     def env_flags(self) -> dict[str, str | float]:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from utils.devices.sharding import Layout
+from utils.settings.errors import UserError
 from utils.training.state import fingerprint
 
 
@@ -64,7 +65,7 @@ class States:
 
         The arrays of `state` are gone where another is found: memory holds one. Damaged states are set aside, and told.
 
-        Raises: ValueError when there are states, and all of them are damaged.
+        Raises: UserError when there are states, and all of them are damaged.
         """
         damaged, steps = {}, self.steps
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -78,7 +79,7 @@ class States:
             damaged[step] = reason
         if damaged:
             told = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-            raise ValueError(f"none of the training states in {self.manager.directory} can be read ({told})")
+            raise UserError(f"none of the training states in {self.manager.directory} can be read ({told})")
         return state, {}
 
     def read(self, step: int, abstract: Any) -> tuple[tuple[Any, dict] | None, str]:

@@ -4,48 +4,50 @@ import os
 import re
 from pathlib import Path
 
+from utils.settings.errors import UserError
+
 BUCKETS = ("gs://", "s3://")
 FOLDERS = ("state", "rollouts", "bad_batches")
 FILES = ("config.json", "data.json", "metrics.jsonl", "programs.jsonl", "plot.png", "report.html")
 
 
 def check_name(save_dir: str) -> None:
-    """Raises ValueError for a --save_dir that nothing can be written to: an unknown kind of address, no UTF-8."""
+    """Raises UserError for a --save_dir that nothing can be written to: an unknown kind of address, no UTF-8."""
     if "://" in save_dir and not save_dir.startswith(BUCKETS):
-        raise ValueError(f"--save_dir {save_dir}: name a folder, or a bucket by {' or '.join(BUCKETS)}")
+        raise UserError(f"--save_dir {save_dir}: name a folder, or a bucket by {' or '.join(BUCKETS)}")
     try:
         str(Path(save_dir).absolute()).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"--save_dir: its path {error.object!a} is not UTF-8: name another folder") from None
+        raise UserError(f"--save_dir: its path {error.object!a} is not UTF-8: name another folder") from None
 
 
 def check_folder(directory: Path) -> None:
-    """Raises ValueError naming what stands in a run folder where the run is going to write something else."""
+    """Raises UserError naming what stands in a run folder where the run is going to write something else."""
     for name in FOLDERS:
         path = directory / name
         if os.path.lexists(path) and not path.is_dir():
-            raise ValueError(in_the_way(path, "is not a folder"))
+            raise UserError(in_the_way(path, "is not a folder"))
     for name in FILES:
         path = directory / name
         if os.path.lexists(path) and not path.is_file():
-            raise ValueError(in_the_way(path, "is not a file"))
+            raise UserError(in_the_way(path, "is not a file"))
     for path in (directory / "state").glob("*"):
         if path.is_symlink():  # Orbax would take the states beside it for those of another format
-            raise ValueError(in_the_way(path, "is a link"))
+            raise UserError(in_the_way(path, "is a link"))
 
 
 def check_models(directory: Path, resume_step: int) -> None:
-    """Raises ValueError naming what stands where models of later steps than `resume_step` are going to be saved."""
+    """Raises UserError naming what stands where models of later steps than `resume_step` are going to be saved."""
     for path in directory.iterdir():
         step = re.fullmatch(r"step(\d+)", path.name)
         is_later = step is not None and int(step[1]) > resume_step
         if not is_later and path.name != "best":
             continue
         if not path.is_dir():
-            raise ValueError(in_the_way(path, "is not a folder"))
+            raise UserError(in_the_way(path, "is not a folder"))
         for entry in path.iterdir():
             if entry.is_dir():
-                raise ValueError(in_the_way(entry, "is a folder within that of a model"))
+                raise UserError(in_the_way(entry, "is a folder within that of a model"))
 
 
 def in_the_way(path: Path, reason: str) -> str:

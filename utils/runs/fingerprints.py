@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from utils.devices.sharding import Layout
+from utils.settings.errors import UserError
 
 NUM_SAMPLED = 64  # problems that stand for an environment that makes them up; of rows, all count
 
@@ -44,11 +45,11 @@ def stable(value: Any) -> Any:
 
 
 def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
-    """Raises ValueError, on all processes, when one of them sees other problems than process 0."""
+    """Raises UserError, on all processes, when one of them sees other problems than process 0."""
     for name, here in fingerprints.items():
         is_same = layout.broadcast(here) == here
         if not all(layout.on_all(is_same)):
-            raise ValueError(
+            raise UserError(
                 f"processes see different problems of {name} (here: {here}): give all hosts the same files, library "
                 "versions and revision of the data set"
             )
@@ -57,7 +58,7 @@ def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
 def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> None:
     """Compares with the fingerprints in a file, of the run that is resumed; environments that it lacks are new.
 
-    Raises: ValueError naming what has changed, unless `resume` is "force".
+    Raises: UserError naming what has changed, unless `resume` is "force".
     """
     try:
         old = json.loads(before.read_bytes())
@@ -73,7 +74,7 @@ def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> 
         f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new
     ]
     if changes and resume != "force":
-        raise ValueError(
+        raise UserError(
             f"{before.parent} holds a run with other data: {'; '.join(changes)}; use the old data, --resume "
             "force, or another --save_dir"
         )

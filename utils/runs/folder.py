@@ -32,7 +32,8 @@ from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.fingerprints import Environment, compare_processes, compare_runs, fingerprint
 from utils.runs.lock import FolderLock
 from utils.runs.shutdown import Signals, Stop
-from utils.settings.config import option, to_dict, user_errors
+from utils.settings.config import option, to_dict
+from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LmpoConfig
 from utils.training.batching import concatenate
 
@@ -58,7 +59,7 @@ class RunConfig(SinkConfig):
 
     def __post_init__(self):
         if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
-            raise ValueError("--save_interval and --sample_interval must not be negative, --keep at least 1")
+            raise UserError("--save_interval and --sample_interval must not be negative, --keep at least 1")
 
 
 MAY_CHANGE = {  # when a run goes on: where and how fast it runs, what it writes; all the rest is its meaning
@@ -79,7 +80,7 @@ class Run:
     As a context manager, around all that may run long, it ends the run: `reached` says what there is to save. A signal
     or a failure to write ends it with the newest state saved, in one sentence.
 
-    Raises: OSError when the folder cannot be made or written, ValueError when it holds a run that must not go on.
+    Raises: OSError when the folder cannot be made or written, UserError when it holds a run that must not go on.
     """
 
     def __init__(self, config: RunConfig, layout: Layout):
@@ -104,7 +105,7 @@ class Run:
             check_settings(self.directory / "config.json", to_dict(config), config.resume)
 
     def check_data(self, envs: Mapping[str, Environment]) -> None:
-        """Raises ValueError when processes see different problems, or others than the run before them did."""
+        """Raises UserError when processes see different problems, or others than the run before them did."""
         self.fingerprints = {name: fingerprint(env) for name, env in envs.items()}
         compare_processes(self.fingerprints, self.layout)
         if self.states.steps:
@@ -143,14 +144,14 @@ class Run:
     def download(self) -> None:
         """Gets what a run in the bucket needs to go on: perhaps this machine has never seen it.
 
-        Raises: ValueError when the bucket cannot be read.
+        Raises: UserError when the bucket cannot be read.
         """
         try:
             for name in ("config.json", "data.json", "metrics.jsonl", "wandb_id", "mlflow_run_id"):
                 if (self.bucket / name).exists():
                     copy(self.bucket / name, self.directory / name)
         except Exception as error:  # noqa: BLE001 (each storage library has errors of its own)
-            raise ValueError(f"--save_dir {self.bucket} cannot be read ({error})") from error
+            raise UserError(f"--save_dir {self.bucket} cannot be read ({error})") from error
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -275,7 +276,7 @@ def make_default_folder(env_name: str, layout: Layout) -> str:
 def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
     """Locks the run folder in the main process, for all.
 
-    Raises: ValueError in every process when another run holds it.
+    Raises: UserError in every process when another run holds it.
     """
     lock, problem = None, ""
     if layout.is_main:
@@ -284,7 +285,7 @@ def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
         except ValueError as error:
             problem = str(error)
     if problem := layout.broadcast(problem):
-        raise ValueError(problem)
+        raise UserError(problem)
     return lock
 
 
@@ -314,10 +315,10 @@ def copy(source: Any, target: Any) -> None:
 def check_settings(file: Path, settings: Mapping[str, Any], resume: str) -> None:
     """Compares the settings with those in `file`, of the run that is to go on.
 
-    Raises: ValueError naming the settings that give the run another meaning, unless `resume` is "force".
+    Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
     """
     if resume == "never":
-        raise ValueError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
+        raise UserError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
     try:
         before = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -333,7 +334,7 @@ def check_settings(file: Path, settings: Mapping[str, Any], resume: str) -> None
         if name in before and name not in free and clean(before[name]) != clean(value)
     ]
     if told and resume != "force":
-        raise ValueError(
+        raise UserError(
             f"{file.parent} holds a run with other settings: {'; '.join(told)}; go on with the old ones, with --resume "
             "force, or with another --save_dir"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from utils.metrics.jsonl import parse_line
+from utils.settings.errors import UserError
 
 NAME = ".lock"
 HEARTBEAT = 10  # seconds between two touches of the lock file by the process that holds it
@@ -29,7 +30,7 @@ class FolderLock:
 
     A holder that was itself frozen for so long finds another process's name in the file, and `is_lost` becomes true.
 
-    Raises: ValueError naming the process that holds the lock, OSError where the file cannot be written.
+    Raises: UserError naming the process that holds the lock, OSError where the file cannot be written.
     """
 
     def __init__(self, folder: Path, is_new: bool = False):
@@ -58,7 +59,7 @@ class FolderLock:
                 return file
             file.close()
             if is_exclusive is False or not (is_stale or is_abandoned(self.path, holder)):
-                raise ValueError(in_use(self.path, holder))
+                raise UserError(in_use(self.path, holder))
             abandoned = holder
 
     def beat(self) -> None:

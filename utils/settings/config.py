@@ -5,22 +5,22 @@
 A script reads its own with `config, explicit = parse(Config, sys.argv[1:])`.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import os
 import runpy
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
+from utils.settings.errors import UserError, fail
+
 Config = TypeVar("Config")
 ROOT = Path(__file__).resolve().parents[2]
-MAX_MESSAGE = 4000  # characters of an error message
 BOOLEANS = ("0", "1", "true", "false")
 
 
@@ -32,30 +32,6 @@ def option(default: bool | int | float | str, help: str, choices: Sequence[str] 
 def to_dict(config: Any) -> dict[str, Any]:
     """All settings by name, ready for JSON, and accepted by `--config` when written to a file."""
     return dataclasses.asdict(config)
-
-
-def fail(message: str) -> NoReturn:
-    """The end of a command that was used wrongly: one sentence on stderr, exit status 2, no traceback.
-
-    Names and values in it may come from foreign files: control characters become "\ufffd", a flood is cut off.
-    """
-    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
-    print(f"error: {shown}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception of a library in one line: its type, and the first 200 characters of its message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Around the set-up of a command: there a ValueError or OSError is the user's, and is told without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        fail(str(error))
 
 
 def parse(
@@ -126,19 +102,19 @@ def read_arguments(argv: Sequence[str], values: flags.FlagValues, aliases: Mappi
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("-"):
-            raise ValueError(f"{argument!r} belongs to no option: options are written --name value.")
+            raise UserError(f"{argument!r} belongs to no option: options are written --name value.")
         name, equals, value = argument.lstrip("-").partition("=")
         name = name.replace("-", "_")
         name = aliases.get(name, name)
         if name not in values and name.startswith("no") and is_boolean(values, name[2:]):
             name, equals, value = name[2:], "=", "false"
         if name != "config" and name not in values:
-            raise ValueError(f"there is no option --{name}{nearest(name, ['config', *values])}")
+            raise UserError(f"there is no option --{name}{nearest(name, ['config', *values])}")
         if not equals and is_boolean(values, name):
             value = rest.pop(0) if rest and rest[0].lower() in BOOLEANS else "true"
         elif not equals:
             if not rest or rest[0].startswith("--"):
-                raise ValueError(f"--{name} needs a value.")
+                raise UserError(f"--{name} needs a value.")
             value = rest.pop(0)
         found.append((name, value))
     return found
@@ -149,11 +125,11 @@ def read_preset(path: str) -> dict[str, Any]:
     candidates = [Path(path).expanduser(), ROOT / path]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
-        raise ValueError(f"there is no preset {path} (looked here and in {ROOT}).")
+        raise UserError(f"there is no preset {path} (looked here and in {ROOT}).")
     if file.suffix == ".py":
         names = runpy.run_path(str(file))
         if "get_config" not in names:
-            raise ValueError(f"{path} defines no get_config().")
+            raise UserError(f"{path} defines no get_config().")
         preset = names["get_config"]()
     else:
         import yaml
@@ -161,12 +137,12 @@ def read_preset(path: str) -> dict[str, Any]:
         try:
             preset = yaml.safe_load(file.read_text()) or {}
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(preset, Mapping):
         try:
             preset = preset.to_dict()  # an ml_collections.ConfigDict
         except AttributeError:
-            raise ValueError(f"{path} must hold names and values, not a {type(preset).__name__}.") from None
+            raise UserError(f"{path} must hold names and values, not a {type(preset).__name__}.") from None
     return with_data_block(dict(preset), file) if file.suffix != ".py" else dict(preset)
 
 
@@ -185,17 +161,17 @@ def with_data_block(preset: dict[str, Any], file: Path) -> dict[str, Any]:
 def assign(values: flags.FlagValues, name: str, value: Any, source: str) -> None:
     """Set one flag, converting the value by its type; `source` is how the user wrote it."""
     if name not in values:
-        raise ValueError(f"{source}: there is no option {name}{nearest(name, values)}")
+        raise UserError(f"{source}: there is no option {name}{nearest(name, values)}")
     flag = values[name]
     kind = "text" if flag.flag_type() == "string" else flag.flag_type()
     if kind == "text" and not isinstance(value, str):  # YAML reads a bare `off` or `1` as something else
-        raise ValueError(f"{source}: {name} is text; put the value into quotes.")
+        raise UserError(f"{source}: {name} is text; put the value into quotes.")
     try:
         flag.parse(str(value))
     except flags.IllegalFlagValueError:
         choices = getattr(flag.parser, "enum_values", None)
         needs = f"must be one of {', '.join(choices)}" if choices else f"must be of type {kind}"
-        raise ValueError(f"{source}: {name} {needs}.") from None
+        raise UserError(f"{source}: {name} {needs}.") from None
 
 
 def is_boolean(values: flags.FlagValues, name: str) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from utils.settings.config import option
+from utils.settings.errors import UserError
 
 SWITCHES = {  # lmpo's flag: (our setting, its value for 1, its value for 0)
     "do_group_normalization": ("advantage", "group_zscore", "reinforce"),
@@ -35,13 +36,13 @@ class LmpoConfig:
         """Carries lmpo's spellings over to the settings that they name."""
         for name, reason in REFUSED.items():
             if getattr(self, name):
-                raise ValueError(f"--{name} has no effect: {reason}; leave it out")
+                raise UserError(f"--{name} has no effect: {reason}; leave it out")
         defaults = {field.name: field.default for field in fields(self)}
         for name, (target, on, off) in SWITCHES.items():
             if switch := getattr(self, name):
                 value = on if switch == "1" else off
                 if getattr(self, target) not in (defaults[target], value):
-                    raise ValueError(
+                    raise UserError(
                         f"--{name} {switch} contradicts --{target} {getattr(self, target)}: leave one of them out"
                     )
                 object.__setattr__(self, target, value)  # the dataclass is frozen for everyone else

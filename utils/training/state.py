@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, UInt
 
 from utils.settings.config import option
+from utils.settings.errors import UserError
 from utils.training.batching import Array
 
 VOCABULARY = {"model.embed_tokens.weight": "embedding_lr", "lm_head.weight": "unembedding_lr"}
@@ -61,11 +62,11 @@ class OptimizerConfig:
     def __post_init__(self):
         for name in (*NOUNS, "init_lr_frac", "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must not be negative")
+                raise UserError(f"--{name} must not be negative")
         if self.max_grad_norm <= 0 or self.adam_eps <= 0:
-            raise ValueError("--max_grad_norm and --adam_eps must be above 0")
+            raise UserError("--max_grad_norm and --adam_eps must be above 0")
         if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
-            raise ValueError("--b1 and --b2 must be at least 0 and below 1")
+            raise UserError("--b1 and --b2 must be at least 0 and below 1")
 
 
 @struct.dataclass

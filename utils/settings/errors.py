@@ -1,0 +1,36 @@
+"""Errors of the user, and the end of a command that has one. Imports nothing, so that everything may import it."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+MAX_MESSAGE = 4000  # characters of an error message
+
+
+class UserError(ValueError):
+    """Raised for what the user can change: the message says in one sentence what is wrong and what to do."""
+
+
+def fail(message: str) -> NoReturn:
+    """Prints one sentence on stderr and ends the program with exit status 2, without a traceback.
+
+    Names and values in it may come from foreign files: control characters become "\\ufffd", a flood is cut off.
+    """
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
+    print(f"error: {shown}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns an exception of a library in one line: its type, and the first 200 characters of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the program with one sentence on a UserError, or on an OSError: a file that cannot be read or written."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        fail(str(error))
