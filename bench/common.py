@@ -1,21 +1,26 @@
-"""What the benchmarks share: named shapes and random models, the work, medians with spread, tables, JSON."""
+"""Shared by benchmarks: named shapes and random models, the work, medians with spread, tables, JSON."""
 
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
-from models.checkpoint import CONFIG, load_model, read_config, read_json, save_model
-from models.qwen3 import Qwen, init_params
+from models.checkpoint import CONFIG, default_dtype, load_model, read_config, read_json, save_model
+from models.names import Params
+from models.qwen3 import Qwen, init_params, is_spec
 from models.tokenizer import load_tokenizer
+from utils.devices.sharding import Layout
+from utils.metrics.jsonl import JSON
 from utils.settings.config import option
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,46 +34,63 @@ SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels o
 }
 
 
+Figure = str | float
+Setting = bool | float | str | Mesh | None  # a field of Qwen
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """Benchmark."""
 
-    shape: str = option("small", "random model of this shape", list(SHAPES))
-    model_dir: str = option("", "Hugging Face folder of a model to measure instead of a random one")
-    groups_per_batch: int = option(8, "prompts")
-    group_size: int = option(8, "completions of each prompt")
-    prompt_tokens: int = option(64, "tokens of each prompt")
-    num_generation_tokens: int = option(128, "tokens of each completion")
-    repeats: int = option(5, "timed runs, after one that compiles; medians are reported")
-    json: str = option("", "file for the figures")
+    shape: str = option("small", "Shape of a random model", list(SHAPES))
+    prompt_tokens: int = option(64, "Tokens of each prompt")
+    repeats: int = option(5, "Timed runs, after one that compiles; medians are reported")
+    json: str = option("", "File for the figures; empty: not written")
 
 
-def shape(name: str, **more) -> Qwen:
-    """The architecture of a named shape."""
+@dataclass(frozen=True)
+class RowsConfig:
+    """Model and completions, of benchmarks without the settings of training."""
+
+    model_dir: str = option("", "Hugging Face folder of a model to measure; empty: a random one of --shape")
+    groups_per_batch: int = option(8, "Prompts")
+    group_size: int = option(8, "Completions of each prompt")
+    num_generation_tokens: int = option(128, "Tokens of each completion")
+
+    @property
+    def num_rows(self) -> int:
+        return self.groups_per_batch * self.group_size
+
+
+def shape(name: str, **more: Setting) -> Qwen:
+    """Returns the architecture of a named shape."""
     vocabulary, width, mlp, layers, heads, key_heads, channels = SHAPES[name]
     tied = name != "Qwen3-8B"
     return Qwen(vocabulary, width, mlp, layers, heads, key_heads, channels, tie_word_embeddings=tied, **more)
 
 
-def load(config: BenchConfig, layout=None, dtype: str = "", **more) -> tuple[Qwen, dict]:
-    """The model to measure, and its parameters; `dtype` as load_model's."""
-    if config.model_dir:
-        return load_model(config.model_dir, layout, dtype, **more)[:2]
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = shape(config.shape, dtype=dtype, mesh=layout.mesh if layout else None, **more)
-    specs = jax.tree.map(lambda s: layout.sharding(*s), model.table(), is_leaf=lambda x: hasattr(x, "axes")) if layout \
-        else None  # fmt: skip
-    return model, jax.jit(init_params, static_argnums=0, out_shardings=specs)(model, jax.random.key(0))
+def load(model_dir: str, shape_name: str, layout: Layout, dtype: str, **more: Setting) -> tuple[Qwen, Params]:
+    """Returns the model of a folder, or a random one of a named shape (empty `model_dir`), and its parameters.
+
+    `dtype` and `more` as load_model's.
+    """
+    if model_dir:
+        return load_model(model_dir, layout, dtype, **more)[:2]
+    model = shape(shape_name, dtype=dtype or default_dtype(), mesh=layout.mesh, **more)
+    table = model.parameter_table()
+    shardings = jax.tree.map(lambda spec: layout.sharding(*spec), table, is_leaf=is_spec)
+    init = jax.jit(init_params, static_argnums=0, out_shardings=shardings)
+    return model, init(model, jax.random.key(0))
 
 
 def read_shape(folder: str | Path) -> Qwen:
-    """The architecture of a Hugging Face folder."""
+    """Returns the architecture of a Hugging Face folder."""
     file = Path(folder).expanduser() / CONFIG
     return Qwen(**read_config(read_json(file), file))
 
 
 def write_random_model(name: str, folder: str | Path) -> str:
-    """A Hugging Face folder with a random model of a named shape and the tokenizer of models/tiny; kept if there."""
+    """Returns a folder with a random model of a named shape and the tokenizer of models/tiny; written if not there."""
     folder = Path(folder) / name
     if not (folder / CONFIG).is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +100,12 @@ def write_random_model(name: str, folder: str | Path) -> str:
 
 
 def make_prompts(vocabulary: int, groups: int, num_tokens: int) -> list[list[int]]:
-    """Random prompts, the same in every process; ids below 10, where special tokens tend to stand, are left out."""
+    """Returns random prompts, the same in every process, without ids below 10, which special tokens tend to have."""
     return np.random.default_rng(0).integers(10, vocabulary, (groups, num_tokens)).tolist()
 
 
-def seconds_of(run: Callable, repeats: int) -> list[float]:
-    """Wall-clock seconds of each call, after one that compiles."""
+def seconds_of(run: Callable[[], PyTree], repeats: int) -> list[float]:
+    """Returns wall-clock seconds of each call, after one that compiles."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
@@ -94,29 +116,47 @@ def seconds_of(run: Callable, repeats: int) -> list[float]:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median and range of some measurements."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    """Returns median and range of measurements, as text."""
+    median = statistics.median(values)
+    low = min(values)
+    high = max(values)
+    return f"{median:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def environment(*packages: str) -> dict[str, str | int]:
-    """Where figures come from: device, threads and versions."""
-    found = {"device": f"{jax.devices()[0].device_kind} x {jax.device_count()}", "machine": platform.machine()}
-    found |= {"threads": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    """Returns device, threads and versions that figures come from."""
+    facts = {
+        "device": f"{jax.devices()[0].device_kind} x {jax.device_count()}",
+        "machine": platform.machine(),
+        "threads": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
     for name in ("jax", "jaxlib", *packages):
         try:
-            found[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            facts[name] = "absent"
+    return facts
 
 
-def report(title: str, columns: Sequence[str], rows: Sequence[Sequence], where: dict, file: str = "", **more) -> None:
+def report(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Figure]],
+    machine: Mapping[str, Figure],
+    file: str = "",
+    **more: JSON,
+) -> None:
     """Prints a Markdown table below what it was measured on; with `file`, writes all of it as JSON too."""
     cells = [[x if isinstance(x, str) else f"{x:,.4g}" for x in row] for row in rows]
-    widths = [max(len(row[i]) for row in (columns, *cells)) for i in range(len(columns))]
-    print(f"\n{title}\n" + ", ".join(f"{name} {value}" for name, value in where.items()) + "\n")
-    for row in (columns, ["-" * width for width in widths], *cells):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+    print(f"\n{title}\n{facts}\n")
+    rule = ["-" * width for width in widths]
+    for row in (columns, rule, *cells):
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("| " + " | ".join(padded) + " |")
     if file:
-        found = {"title": title, "environment": where, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
-        Path(file).expanduser().write_text(json.dumps(found | more, indent=2) + "\n")
+        objects = [dict(zip(columns, row, strict=True)) for row in rows]
+        content = {"title": title, "environment": machine, "rows": objects} | more
+        Path(file).expanduser().write_text(json.dumps(content, indent=2) + "\n")

@@ -4,11 +4,10 @@
     python bench/grpo_step.py --shape Qwen3-1.7B --groups_per_batch 64 --num_generation_tokens 512
 
 Further options are those of training (core/grpo.py --help). The reward is the share of even token ids: it costs next
-to nothing. "rest" is all that is neither sampling nor log-probabilities nor the update.
+to nothing. "update" holds the advantages too; "rest" is the reading of metrics.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -16,77 +15,102 @@ if __name__ == "__main__":
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
-from bench.common import BenchConfig, environment, load, make_prompts, report, spread
-from bench.train_step import layers, make_learner
-from core.grpo import Config
-from core.objectives import Batch
-from core.sampling import Rollouts, Sampler
+from bench.common import environment, make_prompts, report, spread
+from bench.train_step import BenchTraining, load_training
+from core.config import Config
+from core.learner import make_learner, split_minibatches
+from core.objectives import compute_advantages
+from core.records import Batch, Completions
+from core.sampling import Sampler
+from models.names import Params
 from models.qwen3 import Qwen
-from utils.devices.sharding import make_layout
+from utils.devices.sharding import Layout
+from utils.devices.startup import make_layout
 from utils.settings.config import parse
 
-
-@dataclass(frozen=True)
-class Command(BenchConfig, Config):
-    """Step."""
-
-    ppo_minibatch: int = 0
+PARTS = ("rollout", "logprobs", "update")
 
 
-def even_tokens(r: Rollouts) -> np.ndarray:
-    """The reward of each row: its share of even token ids."""
-    return ((r.tokens % 2 == 0) & r.mask).sum(1) / r.mask.sum(1)
+def even_tokens(completions: Completions) -> Float[np.ndarray, "B"]:
+    """Returns the reward of each row: its share of even token ids."""
+    mask = completions.mask
+    is_even = (completions.tokens % 2 == 0) & mask
+    return np.float32(is_even.sum(axis=1) / mask.sum(axis=1))
 
 
-def make_step(config: Config, model: Qwen, params, layout, prompts: list[list[int]]) -> Callable[[], dict[str, float]]:
-    """A function that takes one step after another; returns tokens drawn and the seconds of the parts."""
-    sampler = Sampler(model, config.num_generation_tokens, (), layout=layout)
-    (learner, state), number = make_learner(config, model, params, layout), 0
+def make_batch(completions: Completions, group_size: int) -> Batch:
+    """Returns all rows, to learn from."""
+    return Batch(
+        completions.tokens,
+        completions.mask,
+        completions.logprobs,
+        even_tokens(completions),
+        completions.lengths,
+        completions.prompt_lengths,
+        completions.finished,
+        group_size=group_size,
+    )
+
+
+def make_step(
+    config: Config, model: Qwen, params: Params, layout: Layout, prompts: Sequence[list[int]]
+) -> Callable[[], dict[str, float]]:
+    """Returns a function that makes one step after another; it returns tokens drawn and the seconds of the parts."""
+    limit = config.sampling.num_generation_tokens
+    sampler = Sampler(model, limit, (), layout=layout)
+    learner, state = make_learner(config, model, params, layout, limit)
+    group_size = config.update.group_size
+    ids = np.arange(len(prompts))
+    number = 0
 
     def step() -> dict[str, float]:
         nonlocal state, number
-        clock, number = time.perf_counter(), number + 1
+        clocks = [time.perf_counter()]
+        number += 1
         key = jax.random.fold_in(jax.random.key(config.seed), number)
-        r = sampler(state.params, prompts, np.arange(len(prompts)), config.group_size, key)
-        sampled, rewards = time.perf_counter(), even_tokens(r).astype(np.float32)
-        batch = Batch(
-            r.tokens, r.mask, r.logprobs, rewards, r.lengths, r.prompt_lengths, r.finished,
-            group_size=config.group_size,
-        )  # fmt: skip
-        batch, assessed = learner.assess(state.params, batch)
-        state, learnt = learner.learn(state, batch, number)
+        weights = sampler.load_weights(state.params)
+        completions = sampler.generate(weights, prompts, ids, group_size, key)
+        clocks.append(time.perf_counter())
+        batch = learner.score(state.params, make_batch(completions, group_size))
+        clocks.append(time.perf_counter())
+        batch = compute_advantages(batch, config.objective)
+        (minibatch,) = split_minibatches(batch, config, number, epoch=0)
+        state, update = learner.update(state, minibatch, 0.0)
         jax.block_until_ready(state)
-        assert learnt["num_updates"] == 1, learnt
-        return {
-            "tokens": int(r.mask.sum()), "step": time.perf_counter() - clock, "rollout": sampled - clock,
-            "logprobs": assessed["times/logprobs"], "update": learnt["times/update"],
-        }  # fmt: skip
+        clocks.append(time.perf_counter())
+        learner.metrics(batch, [update])
+        seconds = dict(zip(PARTS, np.diff(clocks).tolist(), strict=True))
+        seconds["step"] = time.perf_counter() - clocks[0]
+        return seconds | {"tokens": int(completions.mask.sum())}
 
     return step
 
 
-def main(config: Command) -> None:
-    layout = make_layout(config)
-    model, params = load(config, layout, config.dtype, **layers(config))
-    prompts = make_prompts(model.vocab_size, config.groups_per_batch, config.prompt_tokens)
+def main(config: BenchTraining) -> None:
+    layout = make_layout(config.devices)
+    model, params = load_training(config, layout)
+    prompts = make_prompts(model.vocab_size, config.update.groups_per_batch, config.bench.prompt_tokens)
     step = make_step(config, model, params, layout, prompts)
     step()
-    steps = [step() for _ in range(config.repeats)]
-    for each in steps:
-        each["rest"] = each["step"] - each["rollout"] - each["logprobs"] - each["update"]
-    whole, rows = statistics.median(each["step"] for each in steps), []
-    for name in ("rollout", "logprobs", "update", "rest", "step"):
-        seconds = [each[name] for each in steps]
-        rows.append((name, spread(seconds, 3), f"{statistics.median(seconds) / whole:.1%}"))
-    title = f"Step of {steps[0]['tokens']:,} tokens, {config.model_dir or config.shape}, {model.dtype}: "
-    title += f"median (range) of {config.repeats}"
-    report(title, ("part", "seconds", "of the step"), rows, environment(), config.json, steps=steps)
+    steps = [step() for _ in range(config.bench.repeats)]
+    for seconds in steps:
+        seconds["rest"] = seconds["step"] - sum(seconds[part] for part in PARTS)
+    median_step = statistics.median(seconds["step"] for seconds in steps)
+    table = []
+    for name in (*PARTS, "rest", "step"):
+        values = [seconds[name] for seconds in steps]
+        share = statistics.median(values) / median_step
+        table.append((name, spread(values, 3), f"{share:.1%}"))
+    title = f"Step of {steps[0]['tokens']:,} tokens, {config.model_name}, {model.dtype}: "
+    title += f"median (range) of {config.bench.repeats}"
+    report(title, ("part", "seconds", "of the step"), table, environment(), config.bench.json, steps=steps)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(BenchTraining, sys.argv[1:], __doc__))

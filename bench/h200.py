@@ -19,7 +19,7 @@ import importlib.util
 import math
 import re
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,14 +27,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
-from core import grpo, sampling
-from core.objectives import Batch
+from core import learner, sampling
+from core.config import Config
+from core.learner import Learner
 from core.sampling import Sampler
 from models import qwen3
-from models.qwen3 import Qwen
+from models.names import Params
+from models.qwen3 import Qwen, Spec
+from utils.devices.compilation import Programs, with_shardings
 from utils.devices.sharding import MESH_AXES, Layout
-from utils.training.state import TrainState, make_optimizer
+from utils.training.optimizers import make_optimizer
+from utils.training.state import TrainState
 
 # What the compiler asks about a device. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
 H200 = """
@@ -53,7 +59,7 @@ gpu_device_info {
 }
 """
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant"}  # instructions that move no data
-CONFIG = grpo.Config()
+CONFIG = Config()
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
 
@@ -65,9 +71,22 @@ def has_compiler() -> bool:
 
 
 class Imagined(Layout):
-    """A mesh of devices that are not there."""
+    """A mesh of devices that are not there: arrays are put there as their shapes."""
 
     device_memory = 150754820096
+
+    def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
+        x = np.asarray(x)
+        return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+class ImaginedLearner(Learner):
+    """A learner whose sums of gradients are shapes."""
+
+    def zero_sums(self, params: Params) -> tuple[Params, jax.ShapeDtypeStruct]:
+        dtype = self.config.memory.grad_dtype or "float32"
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
+        return grads, self.layout.put(np.float32(0))
 
 
 def imagine(**sizes: int) -> Imagined:
@@ -156,31 +175,36 @@ class Program(NamedTuple):
         return self.compiled.memory_analysis().temp_size_in_bytes
 
 
-def compile_for(fn, *args, **kwargs) -> Program:
-    """A jitted function, compiled for shapes that lie on the devices of an imagined layout."""
+def compile_for(function: Callable, *arguments: PyTree) -> Program:
+    """Compiles a jitted function for shapes that lie on the devices of an imagined layout."""
     clock = time.perf_counter()
-    compiled = fn.lower(*args, **kwargs).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    compiled = function.lower(*arguments).compile(compiler_options={"xla_gpu_autotune_level": 0})
     return Program(compiled, time.perf_counter() - clock)
 
 
-def shapes(table, layout: Layout, dtype="float32", **kwargs):
-    """The parameters of a table, as shapes laid out on the devices."""
+def compile_one(programs: Programs, function: Callable) -> Program:
+    """Returns the first program of a function; those before it are compiled too, for the layout of their results."""
+    results = None
+    while True:
+        next_function, arguments = programs.send(results)
+        program = compile_for(next_function, *arguments)
+        if next_function is function:
+            return program
+        results = with_shardings(program.compiled.out_info, program.compiled.output_shardings)
 
-    def shape(spec):
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, **kwargs))
 
-    return jax.tree.map(shape, table, is_leaf=qwen3.is_spec)
+def parameter_shapes(model: Qwen, layout: Layout) -> Params:
+    """Returns the parameters of a model, as shapes laid out on the devices."""
+
+    def shape(spec: Spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec))
+
+    return jax.tree.map(shape, model.parameter_table(), is_leaf=qwen3.is_spec)
 
 
-def rows(layout: Layout, *shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+def rows(layout: Layout, *shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
     """An array as Layout.put lays it out."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows if shape else layout.replicated)
-
-
-def results(program: Program):
-    """What a program leaves behind, as shapes laid out as it leaves them."""
-    info, shardings = program.compiled.out_info, program.compiled.output_shardings
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), info, shardings)
 
 
 def cache_elements(model: Qwen, layout: Layout, num_slots: int, width: int) -> int:
@@ -189,54 +213,42 @@ def cache_elements(model: Qwen, layout: Layout, num_slots: int, width: int) -> i
     return num_slots // layout.row_shards * heads * width * model.head_dim
 
 
-def decode_segment(
-    model: Qwen, layout: Layout, num_slots: int, width: int, steps: int = 32, group_size: int = 4
-) -> Program:
-    """A segment as the sampler runs it; its cache is laid out as prefill and regroup leave it."""
-    weights = shapes(model.unstacked_table(), layout, model.dtype, rollout=True)
-    numbers = partial(rows, layout, num_slots)
-    prompts = partial(rows, layout, num_slots // group_size)
-    prefix = results(compile_for(sampling.prefill, model, weights, prompts(64), prompts()))
-    caches = results(compile_for(sampling.regroup, prefix, numbers(), width))
-    state = prompts(), numbers(), numbers(2, dtype=jnp.uint32), numbers(steps)
-    sampler = Sampler(model, steps, (0,))
-    return compile_for(sampling.decode_segment, sampler, weights, prefix, caches, np.int32(0), *state)
+def decode_segment(model: Qwen, layout: Layout, num_slots: int, width: int, group_size: int = 4) -> Program:
+    """Compiles a segment of `width` steps and columns as the sampler runs it."""
+    sampler = Sampler(model, width, (0,), segment=width, prompt_columns=64, layout=layout)
+    num_prompts = num_slots // group_size
+    num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
+    programs = sampler.programs(parameter_shapes(model, layout), num_prompts, group_size)
+    return compile_one(programs, sampling.decode_segment)
 
 
-def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config=CONFIG, first: int = 1) -> Program:
-    """The gradient of a micro-batch, added up."""
-    params = shapes(model.table(), layout)
-    floats, lengths = np.zeros((num_rows, width), np.float32), np.zeros(num_rows, np.int32)
-    tokens, flags, rewards = np.int32(floats), floats > 0, floats[:, 0]
-    batch = Batch(
-        tokens, flags, floats, rewards, lengths, lengths, flags[:, 0],
-        advantages=floats, denominator=rewards, num_tokens=rewards,
-    )  # fmt: skip
-    batch = jax.tree.map(lambda x: rows(layout, *x.shape, dtype=x.dtype), batch)
-    sums = gradients(params, config), rows(layout, dtype=jnp.float32)
-    return compile_for(grpo.accumulate, model, config, params, sums, batch, first)
+def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
+    """Compiles the gradient of a micro-batch of so many rows on each device, added up."""
+    programs = learner_programs(model, layout, num_rows, width, config)
+    return compile_one(programs, learner.accumulate)
 
 
-def state_shapes(model: Qwen, layout: Layout, config: grpo.Config) -> TrainState:
-    """The state of training, moments laid out like their parameters."""
-    params = shapes(model.table(), layout)
+def apply_gradients(model: Qwen, layout: Layout, config: Config = CONFIG) -> Program:
+    """Compiles an optimiser step."""
+    programs = dict(learner_programs(model, layout, 1, 32, config))
+    return compile_for(learner.apply_gradients, *programs[learner.apply_gradients])
 
-    def shape(x):
-        same = [each.sharding for each in jax.tree.leaves(params) if each.shape == x.shape]
+
+def learner_programs(model: Qwen, layout: Layout, num_rows: int, width: int, config: Config) -> Programs:
+    """Yields the programs of training on rows of `width` columns, so many on each device."""
+    optimizer = make_optimizer(config.optimizer)
+    state = state_shapes(model, layout, config)
+    imagined = ImaginedLearner(model, optimizer, layout, config, width, num_rows * width, max_first_scored=1)
+    return imagined.programs(state, width)
+
+
+def state_shapes(model: Qwen, layout: Layout, config: Config) -> TrainState:
+    """Returns the training state as shapes, moments laid out like their parameters."""
+    params = parameter_shapes(model, layout)
+
+    def shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        same = [param.sharding for param in jax.tree.leaves(params) if param.shape == x.shape]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=same[0] if same else layout.replicated)
 
-    opt_state = jax.tree.map(shape, jax.eval_shape(make_optimizer(config).init, params))
+    opt_state = jax.tree.map(shape, jax.eval_shape(make_optimizer(config.optimizer).init, params))
     return TrainState(params, opt_state, rows(layout), rows(layout))
-
-
-def apply_gradients(model: Qwen, layout: Layout, config: grpo.Config) -> Program:
-    """An optimiser step."""
-    state = state_shapes(model, layout, config)
-    grads, loss = gradients(state.params, config), rows(layout, dtype=jnp.float32)
-    return compile_for(grpo.apply_gradients, make_optimizer(config), state, grads, loss, np.float32(1))
-
-
-def gradients(params, config: grpo.Config):
-    """What micro-batches are added up in."""
-    dtype = config.grad_dtype or "float32"
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)

@@ -19,11 +19,13 @@ import jax
 
 from bench import h200
 from bench.common import report, shape
-from core.grpo import Config
+from core.config import Config
+from core.sampling import SamplingConfig
 from models.qwen3 import Qwen
-from utils.devices.memory import longest_row, measure, update_bytes
+from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
-from utils.settings.config import option, parse
+from utils.settings.config import group, option, parse, with_options
+from utils.training.batching import bucket
 
 GB = 1e9
 OPTIONS = {
@@ -36,45 +38,77 @@ COLUMNS = ("model", "options", "--remat", "held", "update", "estimated", "optimi
 
 
 @dataclass(frozen=True)
-class Command(Config):
+class TableConfig:
+    """Table."""
+
+    shapes: str = option("Qwen3-0.6B,Qwen3-1.7B,Qwen3-4B,Qwen3-8B", "Names of models, with commas between")
+    remats: str = option("dots,full", "Values of --remat, with commas between")
+    given: bool = option(False, "Only the optimiser that the options or a preset name, in place of all")
+    json: str = option("", "File for the figures; empty: not written")
+
+
+@dataclass(frozen=True)
+class TableSampling(SamplingConfig):
+    """Sampling."""
+
+    num_generation_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class TableMemory(MemoryConfig):
     """Memory."""
 
-    shapes: str = option("Qwen3-0.6B,Qwen3-1.7B,Qwen3-4B,Qwen3-8B", "comma-separated names")
-    remats: str = option("dots,full", "comma-separated values of --remat")
-    given: bool = option(False, "only the optimiser that the options or a preset name, in the place of all")
-    num_generation_tokens: int = 1024
     tokens_per_microbatch: int = 16384
-    json: str = option("", "file for the figures")
 
 
-def peaks(config: Config, model: Qwen, layout: Layout) -> list[float]:
-    """GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser's step, and of sampling."""
+@dataclass(frozen=True)
+class Command(Config):
+    """Memory of training."""
+
+    table: TableConfig = group(TableConfig)
+    sampling: TableSampling = group(TableSampling)
+    memory: TableMemory = group(TableMemory)
+
+    @property
+    def row_length(self) -> int:
+        """Columns of the longest row."""
+        return bucket(self.sampling.prompt_length + self.sampling.num_generation_tokens)
+
+
+def peaks(config: Command, model: Qwen, layout: Layout) -> list[float]:
+    """Returns GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser, and of sampling."""
     state = h200.state_shapes(model, layout, config)
-    held, beside = bytes_on_device(state), bytes_on_device(state.opt_state)
-    width, rows = longest_row(config), config.inference_batch_per_device
-    num_rows = max(1, config.tokens_per_microbatch // width)
-    update = beside + h200.train_step(model, layout, num_rows, width, config).peak
-    estimate = update_bytes(measure(config, model, layout, state), model, model.remat, num_rows * width, width)
+    held = bytes_on_device(state)
+    width = config.row_length
+    num_rows = max(1, config.memory.tokens_per_microbatch // width)
+    update = bytes_on_device(state.opt_state) + h200.train_step(model, layout, num_rows, width, config).peak
+    sizes = measure_sizes(config.memory, model, layout, state, None, width)
+    estimate = update_bytes(sizes, model, model.remat, num_rows * width, width)
     optimiser = h200.apply_gradients(model, layout, config).peak
-    sampling = held + h200.decode_segment(model, layout, rows, width).peak
+    num_sampled = config.sampling.inference_batch_per_device
+    sampling = held + h200.decode_segment(model, layout, num_sampled, width).peak
     return [x / GB for x in (held, update, estimate, optimiser, sampling)]
 
 
-def main(config: Command):
-    layout, table = h200.imagine(), []
-    options = {"as given": {}} if config.given else OPTIONS
-    for name in config.shapes.split(","):
+def main(config: Command) -> None:
+    layout = h200.imagine()
+    options = {"as given": {}} if config.table.given else OPTIONS
+    table = []
+    for name in config.table.shapes.split(","):
+        base = shape(name, dtype="bfloat16", mesh=layout.mesh)
         for text, changes in options.items():
-            for remat in config.remats.split(","):
-                model = shape(name, dtype="bfloat16", remat=remat, mesh=layout.mesh)
-                table.append((name, text, remat, *peaks(replace(config, **changes), model, layout)))
+            for remat in config.table.remats.split(","):
+                model = replace(base, remat=remat)
+                figures = peaks(with_options(config, **changes), model, layout)
+                table.append((name, text, remat, *figures))
                 print(table[-1], flush=True)
-    what = (
-        f"one GPU, micro-batches of {config.tokens_per_microbatch} tokens, {config.inference_batch_per_device} rows of "
-        f"{longest_row(config)} tokens sampled; attention: {model.kernel}; GB"
+    title = (
+        f"Memory: one GPU, micro-batches of {config.memory.tokens_per_microbatch} tokens, "
+        f"{config.sampling.inference_batch_per_device} rows of {config.row_length} tokens sampled; attention: "
+        f"{model.kernel}; GB"
     )
-    report(f"Memory: {what}", COLUMNS, table, {"jax": jax.__version__}, config.json)
+    report(title, COLUMNS, table, {"jax": jax.__version__}, config.table.json)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(Command, sys.argv[1:], __doc__))

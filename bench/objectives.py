@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import numpy as np
 from matplotlib.figure import Figure
 
-from utils.reporting.plots import COLOURS, read
+from utils.reporting.plots import COLOURS, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = {  # seeds of each
@@ -93,7 +93,7 @@ def finished(directory: Path) -> dict[str, list[dict]]:
     found = {}
     for preset, seeds in PRESETS.items():
         folders = [directory / f"{preset}-{seed}" for seed in seeds]
-        runs = [read(folder / "metrics.jsonl") for folder in folders if (folder / f"step{STEPS}").exists()]
+        runs = [read_metrics(folder / "metrics.jsonl") for folder in folders if (folder / f"step{STEPS}").exists()]
         found |= {preset: runs} if runs else {}
     return found
 

@@ -21,14 +21,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import BenchConfig, environment, make_prompts, read_shape, report, spread, write_random_model
-from utils.settings.config import option, parse
+from bench.common import (
+    BenchConfig,
+    Figure,
+    RowsConfig,
+    environment,
+    make_prompts,
+    read_shape,
+    report,
+    spread,
+    write_random_model,
+)
+from bench.side import Work
+from utils.settings.config import group, option, parse
 
 WORKS = ("rollout", "long_tail", "update", "update_once", "step")
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches
@@ -45,35 +57,44 @@ VARIANTS = {  # of each side where there are several, or none
 }
 
 
+Run = dict[str, float | list[int]]  # seconds, tokens and more
+
+
 @dataclass(frozen=True)
-class Command(BenchConfig):
+class Command:
     """Peers."""
 
-    work: str = option("rollout", "comma-separated: " + ", ".join(WORKS))
-    peers: str = option("torch,trl,tunix", "comma-separated, besides our own side; torch: transformers, a plain loop")
-    variants: str = option("", "comma-separated SIDE=V1+V2 instead of what runs by default; ours are NAME=VALUE:...")
-    python: str = option("", "comma-separated PEER=INTERPRETER where it is installed elsewhere")
-    folder: str = option("", "where random models are kept; empty: a temporary folder")
-    warmup: int = option(2, "runs of each side that are not counted")
+    work: str = option("rollout", "Works, with commas between: " + ", ".join(WORKS))
+    peers: str = option(
+        "torch,trl,tunix", "Sides besides our own, with commas between; torch: transformers, a plain loop"
+    )
+    variants: str = option(
+        "", "Variants in place of the default ones, as SIDE=V1+V2 with commas between; ours are NAME=VALUE:..."
+    )
+    python: str = option("", "Interpreters of peers that are installed elsewhere, as PEER=PATH with commas between")
+    folder: str = option("", "Folder that random models are kept in; empty: a temporary one")
+    warmup: int = option(2, "Runs of each side that are not counted")
+    bench: BenchConfig = group(BenchConfig)
+    rows: RowsConfig = group(RowsConfig)
 
 
 class Side:
     """A process that runs a work whenever it is its turn."""
 
-    def __init__(self, peer: str, variant: str, work: dict, python: str = sys.executable):
+    def __init__(self, peer: str, variant: str, work: Work, python: str = sys.executable):
         self.name = f"{peer} {variant}".strip()
         command = [python, str(Path(__file__).with_name("side.py")), peer, variant]
         log = open(os.environ["PEERS_LOG"], "a") if "PEERS_LOG" in os.environ else subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.tell(json.dumps(work))
+        self.write(json.dumps(work))
 
-    def tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `run` tells what became of the process
+    def write(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `run` returns the status of a process that has ended
             print(line, file=self.process.stdin, flush=True)
 
-    def run(self) -> dict:
-        """What it says of one run: seconds, tokens and more, or why it is absent."""
-        self.tell("run")
+    def run(self) -> Run | dict[str, str]:
+        """Returns the figures of one run, or under "absent" why there are none."""
+        self.write("run")
         line = self.process.stdout.readline()
         return json.loads(line) if line else {"absent": f"failed with exit status {self.process.wait()}"}
 
@@ -83,13 +104,13 @@ class Side:
         self.process.wait()
 
 
-def compare(sides: list[Side], warmup: int, rounds: int) -> dict[str, list[dict]]:
-    """What each side said of its runs, those that count."""
+def compare(sides: Sequence[Side], warmup: int, rounds: int) -> dict[str, list[Run]]:
+    """Returns the figures of each side's runs that count."""
     present = {}
     for side in sides:
-        said = [side.run() for _ in range(warmup)][-1]
-        if "absent" in said:
-            print(f"left out: {side.name}: {said['absent']}")
+        figures = [side.run() for _ in range(warmup)][-1]
+        if "absent" in figures:
+            print(f"left out: {side.name}: {figures['absent']}")
         else:
             present[side] = []
     for _ in range(rounds):
@@ -98,12 +119,16 @@ def compare(sides: list[Side], warmup: int, rounds: int) -> dict[str, list[dict]
     return {side.name: runs for side, runs in present.items()}
 
 
-def make_work(name: str, config: Command, folder: str) -> dict:
-    """What a side is told to do, in plain numbers."""
-    groups, limit = (32, 256) if name == "long_tail" else (config.groups_per_batch, config.num_generation_tokens)
-    vocabulary, num_rows = read_shape(folder).vocab_size, groups * config.group_size
-    prompts = make_prompts(vocabulary, groups, config.prompt_tokens)
-    work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": config.group_size, "limit": limit}
+def make_work(name: str, config: Command, folder: str) -> Work:
+    """Returns the work of a side, in plain numbers."""
+    num_groups, limit = config.rows.groups_per_batch, config.rows.num_generation_tokens
+    if name == "long_tail":
+        num_groups, limit = 32, 256
+    group_size = config.rows.group_size
+    vocabulary = read_shape(folder).vocab_size
+    num_rows = num_groups * group_size
+    prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)
+    work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": group_size, "limit": limit}
     work |= {"batch_rows": 64, "lengths": [limit] * num_rows, "stop_ids": []}
     if name == "long_tail":
         work["stop_ids"] = list(range(vocabulary // 32))  # to a random model all tokens are about equally likely
@@ -112,46 +137,64 @@ def make_work(name: str, config: Command, folder: str) -> dict:
         side.close()
     if name.startswith("update"):
         completions = make_prompts(vocabulary, num_rows, limit)
-        rows = [prompts[i // config.group_size] + completion for i, completion in enumerate(completions)]
+        rows = [prompts[i // group_size] + completion for i, completion in enumerate(completions)]
         work |= {"rows": rows, "old": name == "update"}
     return work
 
 
-def table(name: str, runs_of: dict[str, list[dict]]) -> list[tuple]:
-    """A row for each side; ratios are of runs of the same round."""
-    ours, rows = next(iter(runs_of.values())), []
+def make_table(work: str, runs_of: dict[str, list[Run]]) -> list[tuple[Figure, ...]]:
+    """Returns a row for each side; ratios are of runs of the same round."""
+    our_runs = next(iter(runs_of.values()))
+    num_tokens = our_runs[0]["tokens"]
+    table = []
     for side, runs in runs_of.items():
-        assert {run["tokens"] for run in runs} == {ours[0]["tokens"]}, (name, side, runs[0], ours[0])
-        seconds, pairs = [run["seconds"] for run in runs], list(zip(runs, ours, strict=True))
-        speed = f"{ours[0]['tokens'] / statistics.median(seconds):,.0f}"
-        ratios = [spread([run[what] / our[what] for run, our in pairs]) for what in ("seconds", "cpu_seconds")]
-        rows.append((name, side, f"{ours[0]['tokens']:,}", spread(seconds), speed, *ratios))
-    return rows
+        assert {run["tokens"] for run in runs} == {num_tokens}, (work, side, runs[0], our_runs[0])
+        seconds = [run["seconds"] for run in runs]
+        speed = num_tokens / statistics.median(seconds)
+        row = [work, side, f"{num_tokens:,}", spread(seconds), f"{speed:,.0f}"]
+        for figure in ("seconds", "cpu_seconds"):
+            ratios = [run[figure] / our_run[figure] for run, our_run in zip(runs, our_runs, strict=True)]
+            row.append(spread(ratios))
+        table.append(tuple(row))
+    return table
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """Returns NAME=VALUE with commas between as a dictionary."""
+    return dict(pair.split("=", 1) for pair in text.split(",") if pair)
+
+
+def start_sides(config: Command, work: Work) -> list[Side]:
+    """Starts the processes of a work, ours first."""
+    pythons = parse_pairs(config.python)
+    chosen = parse_pairs(config.variants)
+    sides = []
+    for peer in ("lmpo", *filter(None, config.peers.split(","))):
+        variants = VARIANTS.get((peer, work["name"]), ("",))
+        if peer in chosen:
+            variants = chosen[peer].split("+")
+        python = os.path.expanduser(pythons.get(peer, sys.executable))
+        sides += [Side(peer, variant, work, python) for variant in variants]
+    return sides
 
 
 def main(config: Command) -> None:
-    pythons, chosen = (
-        dict(part.split("=", 1) for part in text.split(",") if part) for text in (config.python, config.variants)
-    )
-    rows, runs_of = [], {}
+    bench, model_dir = config.bench, config.rows.model_dir
+    table, runs_of = [], {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = config.model_dir or write_random_model(config.shape, config.folder or temporary)
+        folder = model_dir or write_random_model(bench.shape, config.folder or temporary)
         for name in config.work.split(","):
-            work, sides = make_work(name, config, folder), []
-            for peer in ("lmpo", *filter(None, config.peers.split(","))):
-                variants = chosen[peer].split("+") if peer in chosen else VARIANTS.get((peer, name), ("",))
-                python = os.path.expanduser(pythons.get(peer, sys.executable))
-                sides += [Side(peer, variant, work, python) for variant in variants]
+            sides = start_sides(config, make_work(name, config, folder))
             try:
-                runs_of[name] = compare(sides, config.warmup, config.repeats)
+                runs_of[name] = compare(sides, config.warmup, bench.repeats)
             finally:
                 for side in sides:
                     side.close()
-            rows += table(name, runs_of[name])
-    title = f"{config.model_dir or config.shape}: median (range) of {config.repeats} interleaved runs"
+            table += make_table(name, runs_of[name])
+    title = f"{model_dir or bench.shape}: median (range) of {bench.repeats} interleaved runs"
     columns = ("work", "side", "tokens", "seconds", "tokens/s", "its seconds / ours", "CPU seconds / ours")
-    report(title, columns, rows, environment("torch", "transformers", "trl"), config.json, runs=runs_of)
+    report(title, columns, table, environment("torch", "transformers", "trl"), bench.json, runs=runs_of)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(Command, sys.argv[1:], __doc__))

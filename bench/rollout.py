@@ -16,59 +16,71 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import time
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
-from bench.common import BenchConfig, environment, load, make_prompts, report, seconds_of, spread
-from core.sampling import Rollouts, Sampler
-from models.qwen3 import Qwen
-from utils.devices.sharding import LayoutConfig, make_layout
-from utils.settings.config import option, parse
+from bench.common import BenchConfig, RowsConfig, environment, load, make_prompts, report, seconds_of, spread
+from core.records import Completions
+from core.sampling import Sampler
+from models.names import Params
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.settings.config import group, option, parse
 
 
 @dataclass(frozen=True)
-class Command(BenchConfig, LayoutConfig):
+class Command:
     """Rollout."""
 
-    stop_share: float = option(0.0, "share of the vocabulary that ends a completion")
-    dtype: str = option("", "of matmuls and cache; empty: bfloat16, float32 on CPU")
+    stop_share: float = option(0.0, "Share of the vocabulary that ends a completion")
+    dtype: str = option("", "Data type of matmuls and cache; empty: bfloat16, float32 on CPU")
+    bench: BenchConfig = group(BenchConfig)
+    rows: RowsConfig = group(RowsConfig)
+    devices: DeviceConfig = group(DeviceConfig)
 
 
-def make_rollout(model: Qwen, params, prompts: list[list[int]], group_size: int, limit: int, stop_ids=(), **settings):
-    """A function that samples the same completions at every call."""
-    sampler = Sampler(model, limit, tuple(stop_ids), **settings)
-    ids, key = np.arange(len(prompts)), jax.random.key(0)
+def make_rollout(
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], group_size: int
+) -> Callable[[], Completions]:
+    """Returns a function that samples the same completions at every call, from weights that it lays out anew."""
+    ids = np.arange(len(prompts))
+    key = jax.random.key(0)
 
-    def rollout() -> Rollouts:
-        return sampler(params, prompts, ids, group_size, key)
+    def rollout() -> Completions:
+        weights = sampler.load_weights(params)
+        return sampler.generate(weights, prompts, ids, group_size, key)
 
     return rollout
 
 
-def num_completion_tokens(rollouts: Rollouts) -> int:
-    return int((rollouts.lengths - rollouts.prompt_lengths).sum())
+def completion_lengths(completions: Completions) -> Int[np.ndarray, "B"]:
+    return completions.lengths - completions.prompt_lengths
 
 
 def main(config: Command) -> None:
-    layout = make_layout(config)
-    model, params = load(config, layout, config.dtype)
-    prompts = make_prompts(model.vocab_size, config.groups_per_batch, config.prompt_tokens)
-    stop_ids, limit, rows = range(int(config.stop_share * model.vocab_size)), config.num_generation_tokens, []
-    for compact in (True, False) if stop_ids else (True,):
-        rollout = make_rollout(
-            model, params, prompts, config.group_size, limit, stop_ids, layout=layout, compact=compact
-        )  # fmt: skip
+    bench, rows = config.bench, config.rows
+    layout = make_layout(config.devices)
+    model, params = load(rows.model_dir, bench.shape, layout, config.dtype)
+    prompts = make_prompts(model.vocab_size, rows.groups_per_batch, bench.prompt_tokens)
+    limit = rows.num_generation_tokens
+    num_stop_ids = int(config.stop_share * model.vocab_size)
+    table = []
+    for is_compact in (True, False) if num_stop_ids else (True,):
+        sampler = Sampler(model, limit, tuple(range(num_stop_ids)), layout=layout, compact=is_compact)
+        rollout = make_rollout(sampler, params, prompts, rows.group_size)
         start = time.perf_counter()
-        tokens = num_completion_tokens(rollout())
-        first, seconds = time.perf_counter() - start, seconds_of(rollout, config.repeats)
-        what = f"{len(prompts) * config.group_size} x {limit}, " + ("compaction" if compact else "no compaction")
-        per_second = [tokens / x for x in seconds]
-        rows.append((what, tokens, first, spread(seconds, 3), spread(per_second, 0)))
+        num_tokens = int(completion_lengths(rollout()).sum())
+        first_call = time.perf_counter() - start
+        seconds = seconds_of(rollout, bench.repeats)
+        speeds = [num_tokens / x for x in seconds]
+        name = f"{rows.num_rows} x {limit}, {'compaction' if is_compact else 'no compaction'}"
+        table.append((name, num_tokens, first_call, spread(seconds, 3), spread(speeds, 0)))
     columns = ("completions", "tokens", "first call, s", "seconds", "tokens/s")
-    title = f"Rollout, {config.model_dir or config.shape}, {model.dtype}: median (range) of {config.repeats}"
-    report(title, columns, rows, environment(), config.json)
+    title = f"Rollout, {rows.model_dir or bench.shape}, {model.dtype}: median (range) of {bench.repeats}"
+    report(title, columns, table, environment(), bench.json)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(Command, sys.argv[1:], __doc__))

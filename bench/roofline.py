@@ -11,99 +11,137 @@ over time, as a fraction of the matmul rate (MFU). Padding and recomputation cou
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import statistics
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from bench.common import BenchConfig, environment, load, make_prompts, report, seconds_of
+from bench.common import environment, make_prompts, report, seconds_of
 from bench.rollout import make_rollout
-from bench.train_step import layers, make_batch, make_update, some_rows
-from core.grpo import Config
+from bench.train_step import BenchTraining, load_training, make_update, random_batch
+from core.sampling import Sampler
+from models.names import Params
 from models.qwen3 import Qwen
-from utils.devices.sharding import make_layout
+from utils.devices.sharding import Layout
+from utils.devices.startup import make_layout
 from utils.settings.config import parse
 
 GIGA = 1e9
 
 
-@dataclass(frozen=True)
-class Command(BenchConfig, Config):
-    """Roofline."""
+class Limits(NamedTuple):
+    """Best rates of this machine: FLOP/s, and bytes/s."""
 
-    ppo_minibatch: int = 0
+    matmul: float
+    read: float
+    copy: float
+
+
+class Measurement(NamedTuple):
+    """Work that was timed: its tokens, its bytes that must be read, and its FLOPs."""
+
+    name: str
+    seconds: float
+    num_tokens: float
+    num_bytes: float
+    flops: float
+
+
+def measure_limits(model: Qwen, num_rows: int) -> Limits:
+    """Measures the limits of this machine; `num_rows`: of the product of the model's MLP."""
+    on_cpu = jax.default_backend() == "cpu"
+    read, copy = bandwidths(256 << 20 if on_cpu else 4 << 30)
+    return Limits(matmul_rate(model, num_rows), read, copy)
 
 
 def matmul_rate(model: Qwen, num_rows: int) -> float:
-    """The best FLOP/s of products of squares and of the model's MLP, in its type."""
+    """Returns the best FLOP/s of products of squares and of the model's MLP, in its type."""
     sides = (1024, 2048) if jax.default_backend() == "cpu" else (4096, 8192)
-    sizes = [(side,) * 3 for side in sides] + [(num_rows, model.hidden_size, model.intermediate_size)]
+    sizes = [(side,) * 3 for side in sides]
+    sizes.append((num_rows, model.hidden_size, model.intermediate_size))
     rates = []
     for m, k, n in sizes:
-        a, b = (jnp.ones(size, model.dtype) for size in ((m, k), (k, n)))
+        a = jnp.ones((m, k), model.dtype)
+        b = jnp.ones((k, n), model.dtype)
         product = jax.jit(jnp.matmul)
-        rates.append(2 * m * k * n / min(seconds_of(lambda f=product, a=a, b=b: f(a, b), 10)))
+        seconds = seconds_of(lambda f=product, a=a, b=b: f(a, b), 10)
+        rates.append(2 * m * k * n / min(seconds))
     return max(rates)
 
 
 def bandwidths(num_bytes: int) -> tuple[float, float]:
-    """Bytes/s of reading an array, and of copying it (read and written)."""
-    x, add, plus_one = jnp.ones(num_bytes // 4, jnp.float32), jax.jit(jnp.sum), jax.jit(lambda x: x + 1)
-    read, copy = (min(seconds_of(lambda f=f: f(x), 10)) for f in (add, plus_one))
+    """Returns bytes/s of reading an array, and of copying it (read and written)."""
+    x = jnp.ones(num_bytes // 4, jnp.float32)
+    add_up = jax.jit(jnp.sum)
+    plus_one = jax.jit(lambda x: x + 1)
+    read = min(seconds_of(lambda: add_up(x), 10))
+    copy = min(seconds_of(lambda: plus_one(x), 10))
     return num_bytes / read, 2 * num_bytes / copy
 
 
 def attention_flops(model: Qwen, columns: float) -> float:
-    """FLOPs of both products of attention for one token that sees so many columns, forward."""
+    """Returns the FLOPs of both products of attention for one token that sees so many columns, forward."""
     return 4.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * columns
 
 
-def decode_row(config: Command, model: Qwen, params, layout, matmul: float, read: float) -> tuple:
-    """Sampling: tokens/s, and fractions of the limits."""
-    prompts = make_prompts(model.vocab_size, config.groups_per_batch, config.prompt_tokens)
-    limit, B = config.num_generation_tokens, config.groups_per_batch * config.group_size
-    rollout = make_rollout(model, params, prompts, config.group_size, limit, layout=layout)
-    seconds = statistics.median(seconds_of(rollout, config.repeats))
-    columns, size = config.prompt_tokens + (limit + 1) / 2, jnp.dtype(model.dtype).itemsize
+def measure_rollout(config: BenchTraining, model: Qwen, params: Params, layout: Layout) -> Measurement:
+    """Times sampling."""
+    update, limit = config.update, config.num_generation_tokens
+    prompts = make_prompts(model.vocab_size, update.groups_per_batch, config.bench.prompt_tokens)
+    sampler = Sampler(model, limit, (), layout=layout)
+    rollout = make_rollout(sampler, params, prompts, update.group_size)
+    seconds = statistics.median(seconds_of(rollout, config.bench.repeats))
+    B = update.num_rollouts
+    columns = config.bench.prompt_tokens + (limit + 1) / 2
+    item = jnp.dtype(model.dtype).itemsize
     # Bytes of all tokens of all rows.
-    work = limit * (B * model.cache_bytes * columns + model.num_matrix_parameters * size)
+    num_bytes = limit * (B * model.cache_bytes * columns + model.num_matrix_parameters * item)
     flops = limit * B * (2 * model.num_matrix_parameters + attention_flops(model, columns))
-    return f"rollout {B} x {limit}", seconds, B * limit / seconds, work / seconds / read, flops / seconds / matmul
+    return Measurement(f"rollout {B} x {limit}", seconds, B * limit, num_bytes, flops)
 
 
-def train_row(config: Command, model: Qwen, params, layout, matmul: float, read: float) -> tuple:
-    """One update from given rollouts: tokens/s, and MFU."""
-    batch = make_batch(some_rows(config, model.vocab_size), config.prompt_tokens, config.group_size)
-    seconds = statistics.median(seconds_of(make_update(config, model, params, layout, batch), config.repeats))
+def measure_update(config: BenchTraining, model: Qwen, params: Params, layout: Layout) -> Measurement:
+    """Times one update from given rollouts."""
+    batch = random_batch(config, model.vocab_size)
+    update = make_update(config, model, params, layout, batch)
+    seconds = statistics.median(seconds_of(update, config.bench.repeats))
     B, T = batch.tokens.shape
     head = model.vocab_size * model.hidden_size
     # The head sees completion tokens only.
-    flops = 6 * (B * T * (model.num_matrix_parameters - head) + B * config.num_generation_tokens * head)
+    flops = 6 * B * T * (model.num_matrix_parameters - head)
+    flops += 6 * B * config.num_generation_tokens * head
     flops += 3 * B * T * attention_flops(model, (T + 1) / 2)
-    state = 4 * 4 * model.num_parameters  # weights, gradient and two moments are read at least once
-    return f"update {B} x {T}", seconds, B * T / seconds, state / seconds / read, flops / seconds / matmul
+    num_bytes = 4 * 4 * model.num_parameters  # weights, gradient and two moments are read at least once
+    return Measurement(f"update {B} x {T}", seconds, B * T, num_bytes, flops)
 
 
-def main(config: Command) -> None:
-    layout = make_layout(config)
-    model, params = load(config, layout, config.dtype, **layers(config))
-    B = config.groups_per_batch * config.group_size
-    matmul = matmul_rate(model, B * (config.prompt_tokens + config.num_generation_tokens))
-    read, copy = bandwidths(256 << 20 if jax.default_backend() == "cpu" else 4 << 30)
-    table = [row(config, model, params, layout, matmul, read) for row in (decode_row, train_row)]
-    table = [(what, f"{s:.3f}", f"{v:,.0f}", f"{b:.1%}", f"{m:.1%}") for what, s, v, b, m in table]
-    limits = {"matmul GFLOP/s": round(matmul / GIGA), "read GB/s": round(read / GIGA, 1)}
-    limits["copy GB/s"] = round(copy / GIGA, 1)
+def main(config: BenchTraining) -> None:
+    layout = make_layout(config.devices)
+    model, params = load_training(config, layout)
+    row_length = config.bench.prompt_tokens + config.num_generation_tokens
+    limits = measure_limits(model, config.update.num_rollouts * row_length)
+    table = []
+    for measure in (measure_rollout, measure_update):
+        work = measure(config, model, params, layout)
+        speed = work.num_tokens / work.seconds
+        of_read = work.num_bytes / work.seconds / limits.read
+        of_matmul = work.flops / work.seconds / limits.matmul
+        table.append((work.name, f"{work.seconds:.3f}", f"{speed:,.0f}", f"{of_read:.1%}", f"{of_matmul:.1%}"))
+    rates = {
+        "matmul GFLOP/s": round(limits.matmul / GIGA),
+        "read GB/s": round(limits.read / GIGA, 1),
+        "copy GB/s": round(limits.copy / GIGA, 1),
+    }
     columns = ("work", "seconds", "tokens/s", "of read bandwidth", "of matmul rate")
-    title = f"Roofline, {config.model_dir or config.shape}, {model.dtype}: median of {config.repeats}"
-    report(title, columns, table, environment() | limits, config.json)
+    title = f"Roofline, {config.model_name}, {model.dtype}: median of {config.bench.repeats}"
+    report(title, columns, table, environment() | rates, config.bench.json)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(BenchTraining, sys.argv[1:], __doc__))

@@ -21,12 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.typing import DTypeLike
 
-from core.grpo import Config, accumulate
-from core.objectives import Batch
+from core.learner import accumulate
+from core.objectives import ObjectiveConfig
+from core.records import Batch
+from models.distribution import Distribution
 from models.qwen3 import Qwen, is_spec
-from utils.devices.sharding import MESH_AXES, Layout, LayoutConfig, arrange, mesh_sizes
-from utils.settings.config import option, parse
+from utils.devices.sharding import MESH_AXES, Layout
+from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
+from utils.settings.config import group, option, parse
 
 QWEN3 = Qwen(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -37,7 +41,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 
 def collective_bytes(hlo: str) -> Counter:
-    """Bytes that one device sends in each kind of collective; the body of a loop counts as often as it runs."""
+    """Returns the bytes that one device sends by kind of collective; the body of a loop counts as often as it runs."""
     bodies = dict(re.findall(r"\n(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", "\n" + hlo, re.S))
     entry = re.search(r"\nENTRY %([\w.\-]+)", "\n" + hlo)[1]
 
@@ -57,7 +61,7 @@ def collective_bytes(hlo: str) -> Counter:
 
 
 def sent(kind: str, result: str, line: str) -> float:
-    """Bytes that a ring moves out of one device, for an instruction with this result."""
+    """Returns the bytes that a ring moves out of one device, for an instruction with this result."""
     shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
     size = sum(ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in shapes)
     if kind == "collective-permute":
@@ -74,48 +78,69 @@ def sent(kind: str, result: str, line: str) -> float:
 
 
 @dataclass(frozen=True)
-class Command(LayoutConfig):
-    """What to compile."""
+class Command:
+    """Programs to compile, and a projection."""
 
-    devices: str = option("1,2,4,8,16,32,64", "numbers of virtual devices, separated by commas")
-    tokens: int = option(1024, "length of a row")
-    rows: int = option(2, "rows of a micro-batch on each device")
-    efficiency: float = option(0.4, "share of the peak that matmuls reach, for the projection")
-    step_tokens: int = option(16384, "tokens of a micro-batch on each device, for the projection")
+    devices: str = option("1,2,4,8,16,32,64", "Numbers of virtual devices, with commas between")
+    tokens: int = option(1024, "Length of a row")
+    rows: int = option(2, "Rows of a micro-batch on each device")
+    efficiency: float = option(0.4, "Share of the peak that matmuls reach, for the projection")
+    step_tokens: int = option(16384, "Tokens of a micro-batch on each device, for the projection")
+    layout: DeviceConfig = group(DeviceConfig)
 
 
 def measure(config: Command, num_devices: int) -> dict[str, float]:
-    """Bytes on and between the devices, for one micro-batch of Qwen3-0.6B."""
+    """Returns the bytes on and between the devices, for one micro-batch of Qwen3-0.6B."""
     devices = jax.devices()[:num_devices]
-    sizes = mesh_sizes(config, num_devices, num_slices=1)
-    layout = Layout(Mesh(arrange(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
-
-    def rows(dtype, *shape):
-        return jax.ShapeDtypeStruct((config.rows * layout.row_shards, *shape), dtype, sharding=layout.rows)
-
-    T, shapes = config.tokens, jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=layout.sharding(*spec)),
-        QWEN3.table(), is_leaf=is_spec,
-    )  # fmt: skip
-    batch = Batch(
-        rows(np.int32, T), rows(bool, T), rows(np.float32, T), rows(np.float32), rows(np.int32), rows(np.int32),
-        old_logprobs=rows(np.float32, T), advantages=rows(np.float32, T), denominator=rows(np.float32),
-        num_tokens=rows(np.float32), group_size=2,
-    )  # fmt: skip
+    sizes = mesh_sizes(config.layout, num_devices, num_slices=1)
+    layout = Layout(Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
     model = replace(QWEN3, mesh=layout.mesh)
-    compiled = accumulate.lower(model, Config(), shapes, (shapes, np.float32(0)), batch, 32).compile()
-    zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), out_shardings=jax.tree.map(
-        lambda x: x.sharding, shapes
-    ))()  # fmt: skip
+    shapes = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=layout.sharding(*spec)),
+        model.parameter_table(),
+        is_leaf=is_spec,
+    )
+    batch = batch_shapes(config.rows * layout.row_shards, config.tokens, layout)
+    settings = model, ObjectiveConfig(), Distribution()
+    first_scored = 32
+    lowered = accumulate.lower(*settings, first_scored, shapes, (shapes, np.float32(0)), batch)
+    hlo = lowered.compile().as_text()
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    make_zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), out_shardings=shardings)
+    arrays = jax.tree.leaves(make_zeros())
     held = Counter()
-    for shard in (shard for x in jax.tree.leaves(zeros) for shard in x.addressable_shards):
-        held[shard.device] += shard.data.nbytes
-    whole = sum(x.nbytes for x in jax.tree.leaves(zeros))
-    return {"whole": whole, "held": max(held.values())} | collective_bytes(compiled.as_text())
+    for x in arrays:
+        for shard in x.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    whole = sum(x.nbytes for x in arrays)
+    return {"whole": whole, "held": max(held.values())} | collective_bytes(hlo)
+
+
+def batch_shapes(num_rows: int, length: int, layout: Layout) -> Batch:
+    """Returns the shapes of a micro-batch, laid out on the devices."""
+
+    def shape(dtype: DTypeLike, *columns: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, *columns), dtype, sharding=layout.rows)
+
+    by_token = shape(np.float32, length)
+    by_row = shape(np.float32)
+    return Batch(
+        tokens=shape(np.int32, length),
+        mask=shape(bool, length),
+        sample_logprobs=by_token,
+        rewards=by_row,
+        lengths=shape(np.int32),
+        prompt_lengths=shape(np.int32),
+        old_logprobs=by_token,
+        advantages=by_token,
+        denominator=by_row,
+        num_tokens=by_row,
+        group_size=2,
+    )
 
 
 def fsdp_minimum(whole: int, num_devices: int) -> float:
-    """Bytes that a device must send: its share of the parameters for both passes, and of the gradient to its owner."""
+    """Returns the bytes that a device must send: its parameters for both passes, and gradients to their owners."""
     return 3 * whole * (num_devices - 1) / num_devices
 
 
@@ -124,16 +149,18 @@ def table(config: Command) -> None:
     counts = [int(n) for n in config.devices.split(",")]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(counts))
-    print(f"Qwen3-0.6B, float32, --sharding {config.sharding}; MB of one device and micro-batch")
+    print(f"Qwen3-0.6B, float32, --sharding {config.layout.sharding}; MB of one device and micro-batch")
     header = ("devices", "parameters", "x devices / whole", *COLLECTIVES, "sent", "fsdp minimum", "ratio")
     print("".join(f"{name:>19}" for name in header))
     for n in counts:
-        found = measure(config, n)
-        sent, least = sum(found.get(kind, 0) for kind in COLLECTIVES), fsdp_minimum(found["whole"], n)
-        parts = [found["held"] / 1e6, found["held"] * n / found["whole"]]
-        parts += [found.get(kind, 0) / 1e6 for kind in COLLECTIVES] + [sent / 1e6, least / 1e6]
-        parts += [sent / least if least else 1]
-        print(f"{n:>19}" + "".join(f"{x:>19,.2f}" for x in parts), flush=True)
+        sizes = measure(config, n)
+        by_kind = [sizes.get(kind, 0) for kind in COLLECTIVES]
+        total = sum(by_kind)
+        least = fsdp_minimum(sizes["whole"], n)
+        megabytes = [size / 1e6 for size in (*by_kind, total, least)]
+        ratio = total / least if least else 1
+        figures = [sizes["held"] / 1e6, sizes["held"] * n / sizes["whole"], *megabytes, ratio]
+        print(f"{n:>19}" + "".join(f"{x:>19,.2f}" for x in figures), flush=True)
 
 
 @dataclass(frozen=True)
@@ -157,14 +184,14 @@ MACHINES = {
 }
 
 
-def efficiency(machine: Machine, num_devices: int, config: Command, hybrid: bool) -> float:
-    """Share of the time spent computing when what is sent does not hide behind it: a lower bound.
+def efficiency(machine: Machine, num_devices: int, config: Command, is_hybrid: bool) -> float:
+    """Returns the share of the time spent computing when communication does not overlap with it: a lower bound.
 
-    Gathers are bfloat16, gradients float32; `hybrid` cuts within the fast group and sums gradients across groups.
+    Gathers are bfloat16, gradients float32; `is_hybrid` cuts within the fast group and sums gradients across groups.
     """
     parameters = QWEN3.num_parameters
     compute = 8 * parameters * config.step_tokens / (machine.peak * config.efficiency)  # 6, and 2 of rematerialisation
-    inner = min(num_devices, machine.group) if hybrid else num_devices
+    inner = min(num_devices, machine.group) if is_hybrid else num_devices
     outer = num_devices // inner
     bandwidth = machine.fast if inner <= machine.group else machine.slow
     seconds = (2 + 2 + 4) * parameters * (inner - 1) / inner / bandwidth
@@ -179,8 +206,12 @@ def project(config: Command) -> None:
     counts = [2**n for n in range(3, 13)]
     print("".join(f"{name:>15}" for name in ("", *counts)))
     for name, machine in MACHINES.items():
-        cells = [[efficiency(machine, n, config, hybrid) for hybrid in (False, True)] for n in counts]
-        print(f"{name:>15}" + "".join(f"{f'{plain:.1%} | {hybrid:.1%}':>15}" for plain, hybrid in cells))
+        line = f"{name:>15}"
+        for n in counts:
+            plain = efficiency(machine, n, config, is_hybrid=False)
+            hybrid = efficiency(machine, n, config, is_hybrid=True)
+            line += f"{f'{plain:.1%} | {hybrid:.1%}':>15}"
+        print(line)
 
 
 def main(config: Command) -> None:
@@ -189,4 +220,4 @@ def main(config: Command) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(Command, sys.argv[1:], __doc__))

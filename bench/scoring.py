@@ -2,7 +2,7 @@
 
     python bench/scoring.py --data_dir FOLDER [--workers 2] [--seconds 5]
 
-FOLDER holds gsm8k/ and math500/ (see README, Environments). Replies are of realistic length, in groups of eight.
+FOLDER holds gsm8k/ and math500/ (see docs/environments.md). Replies are of realistic length, in groups of eight.
 """
 
 import argparse
@@ -70,10 +70,10 @@ def scorer_rate(name: str, options: dict, indices: list[int], texts: list[str], 
     """Replies a second through the scoring processes, calls of a training step's size."""
     indices, texts = indices * max(1, 16384 // len(texts)), texts * max(1, 16384 // len(texts))
     with Scorer(name, options, num_workers=workers) as scorer:
-        scorer.score(indices, texts)
+        scorer.score_replies(indices, texts)
         start, count = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
-            _, failures = scorer.score(indices, texts)
+            _, failures = scorer.score_replies(indices, texts)
             assert not sum(failures.values()), failures
             count += len(texts)
         return count / (time.perf_counter() - start)

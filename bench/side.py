@@ -1,4 +1,4 @@
-"""One of the sides that bench/peers.py compares, in a process of its own: runs its work each time it is told to.
+"""One of the sides that bench/peers.py compares, in a process of its own: runs its work for each line of stdin.
 
     python bench/side.py PEER VARIANT      # work as a line of JSON on stdin, then a line for each run
 """
@@ -9,39 +9,62 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO, TypedDict
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 
+Figure = float | str | list[int]
+
+
+class Work(TypedDict, total=False):
+    """Work of a side."""
+
+    name: str
+    model_dir: str
+    prompts: list[list[int]]
+    group_size: int
+    limit: int  # tokens of a completion
+    batch_rows: int  # rows that are sampled at once
+    lengths: list[int]  # of the completions
+    stop_ids: list[int]
+    rows: list[list[int]]  # prompts with completions, for an update
+    old: bool  # the update computes old log-probabilities
+
+
 class Gate:
-    """Called between two runs by the side that is measured: tells the time of the last, waits for word of the next."""
+    """Called between two runs by the side that is measured: prints the time of the last, waits to start the next."""
 
-    def __init__(self, out):
-        self.out, self.start, self.cpu = out, None, 0.0
+    def __init__(self, out: TextIO):
+        self.out = out
+        self.start: float | None = None  # by the clock; None: nothing has run
+        self.cpu_start = 0.0
 
-    def say(self, **what) -> None:
-        print(json.dumps(what), file=self.out, flush=True)
+    def write(self, **figures: Figure) -> None:
+        print(json.dumps(figures), file=self.out, flush=True)
 
-    def __call__(self, tokens: int = 0, **more) -> bool:
+    def __call__(self, tokens: int = 0, **more: Figure) -> bool:
         if self.start is not None:
-            seconds, cpu = time.perf_counter() - self.start, time.process_time() - self.cpu
-            self.say(seconds=seconds, cpu_seconds=cpu, tokens=int(tokens), **more)
+            seconds = time.perf_counter() - self.start
+            cpu_seconds = time.process_time() - self.cpu_start
+            self.write(seconds=seconds, cpu_seconds=cpu_seconds, tokens=int(tokens), **more)
         if not sys.stdin.readline():
             os._exit(0)  # threads of some libraries would keep the process
-        self.start, self.cpu = time.perf_counter(), time.process_time()
+        self.cpu_start = time.process_time()
+        self.start = time.perf_counter()
         return True
 
 
 def main(peer: str, variant: str) -> None:
-    """What libraries print goes to stderr: stdout is for the one who measures."""
+    """Runs the work of stdin; what libraries print goes to stderr, since bench/peers.py reads stdout."""
     gate = Gate(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
     work = json.loads(sys.stdin.readline())
     try:
         importlib.import_module(f"bench.side_{peer}").run(work, variant, gate)
     except ImportError as error:
-        gate.say(absent=str(error))
+        gate.write(absent=str(error))
 
 
 if __name__ == "__main__":

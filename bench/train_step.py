@@ -9,6 +9,7 @@ once with the same model; memory is what the compiler says that the step needs, 
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,136 +19,211 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from bench.common import BenchConfig, environment, load, make_prompts, report, seconds_of, shape, spread
-from core.grpo import Config, Learner, accumulate
-from core.objectives import Batch, policy_loss
+from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, seconds_of, shape, spread
+from core.config import Config, UpdateConfig
+from core.learner import Learner, accumulate, make_learner, split_minibatches
+from core.objectives import ObjectiveConfig, compute_advantages, policy_loss
+from core.records import Batch
+from core.sampling import SamplingConfig
 from models.checkpoint import load_model
-from models.distribution import entropy, log_softmax_at
+from models.distribution import Distribution, entropy, log_softmax_at
+from models.names import Array, Params
 from models.qwen3 import Qwen, init_params, logits
-from utils.devices.memory import fit_memory
-from utils.devices.sharding import make_layout
-from utils.settings.config import option, parse
-from utils.training.state import TrainState, init_state, make_optimizer
+from utils.devices.sharding import Layout
+from utils.devices.startup import make_layout
+from utils.settings.config import group, option, parse, with_options
+from utils.training.optimizers import make_optimizer
 
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class Command(BenchConfig, Config):
+class BenchUpdate(UpdateConfig):
+    """Batch and updates."""
+
+    groups_per_batch: int = 8
+    ppo_minibatch: int = 0
+
+
+@dataclass(frozen=True)
+class BenchSampling(SamplingConfig):
+    """Sampling."""
+
+    num_generation_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class BenchTraining(Config):
+    """Training that is measured, with its own defaults."""
+
+    model_dir: str = option("", "Hugging Face folder of a model to measure; empty: a random one of --shape")
+    bench: BenchConfig = group(BenchConfig)
+    update: BenchUpdate = group(BenchUpdate)
+    sampling: BenchSampling = group(BenchSampling)
+
+    @property
+    def model_name(self) -> str:
+        return self.model_dir or self.bench.shape
+
+    @property
+    def num_generation_tokens(self) -> int:
+        return self.sampling.num_generation_tokens
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
     """Update."""
 
-    ppo_minibatch: int = 0
-    memory: bool = option(False, "the memory of the compiled step instead of its time")
+    memory: bool = option(False, "Memory of the compiled step, instead of its time")
 
 
-def make_learner(config: Config, model: Qwen, params, layout) -> tuple[Learner, TrainState]:
-    """What turns a batch into a better state, and that state at step 0; memory is divided as a run does it."""
-    optimizer = make_optimizer(config)
-    state = init_state(params, optimizer)
-    config, model, _ = fit_memory(config, model, layout, state)
-    return Learner(model, optimizer, layout, config), state
+@dataclass(frozen=True)
+class Command(BenchTraining):
+    """Update."""
+
+    measure: MeasureConfig = group(MeasureConfig)
 
 
-def layers(config: Config) -> dict[str, bool | str]:
-    """What the settings say of how the layers are compiled."""
-    return {"unroll": config.unroll_layers, "attention": config.attention}
+def load_training(config: BenchTraining, layout: Layout) -> tuple[Qwen, Params]:
+    """Returns the model to measure, and its parameters."""
+    return load(config.model_dir, config.bench.shape, layout, **config.compute.arguments)
 
 
-def make_batch(rows: list[list[int]], num_prompt_tokens: int, group_size: int, rewards=None) -> Batch:
-    """Rollouts of equal length; rewards rise within each group where none are given."""
+def make_batch(
+    rows: Sequence[list[int]],
+    num_prompt_tokens: int,
+    group_size: int,
+    rewards: Float[np.ndarray, "B"] | None = None,
+) -> Batch:
+    """Returns rollouts of equal length; rewards rise within each group where none are given."""
     tokens = np.array(rows, np.int32)
-    is_completion = np.broadcast_to(np.arange(tokens.shape[1]) >= num_prompt_tokens, tokens.shape)
-    rewards = np.arange(len(tokens)) % group_size / group_size if rewards is None else rewards
-    lengths, ones = np.full(len(tokens), tokens.shape[1]), np.ones(len(tokens), int)
+    num_rows, length = tokens.shape
+    is_completion = np.arange(length) >= num_prompt_tokens
+    if rewards is None:
+        rewards = np.arange(num_rows) % group_size / group_size
     return Batch(
-        tokens, is_completion.copy(), np.zeros(tokens.shape, np.float32), rewards.astype(np.float32), lengths,
-        num_prompt_tokens * ones, ones > 0, group_size=group_size,
-    )  # fmt: skip
+        tokens,
+        np.tile(is_completion, (num_rows, 1)),
+        np.zeros(tokens.shape, np.float32),
+        np.float32(rewards),
+        np.full(num_rows, length),
+        np.full(num_rows, num_prompt_tokens),
+        np.ones(num_rows, bool),
+        group_size=group_size,
+    )
 
 
-def make_update(config: Config, model: Qwen, params, layout, batch: Batch):
-    """A function that learns from the batch, again and again."""
-    learner, state = make_learner(config, model, params, layout)
+def make_update(
+    config: Config, model: Qwen, params: Params, layout: Layout, batch: Batch
+) -> Callable[[], Params]:
+    """Returns a function that learns from the batch, again and again."""
+    learner, state = make_learner(config, model, params, layout, config.sampling.num_generation_tokens)
 
-    def update():
+    def update() -> Params:
         nonlocal state
-        assessed, _ = learner.assess(state.params, batch)
-        state, metrics = learner.learn(state, assessed, 1)
-        assert metrics["num_updates"] == 1, metrics
+        scored = learner.score(state.params, batch)
+        scored = compute_advantages(scored, config.objective)
+        (minibatch,) = split_minibatches(scored, config, step=1, epoch=0)
+        state, made = learner.update(state, minibatch, 0.0)
+        learner.metrics(scored, [made])
         return state.params
 
     return update
 
 
-def some_rows(config: BenchConfig, vocabulary: int) -> list[list[int]]:
-    """Random prompts, each with random completions."""
-    prompts = make_prompts(vocabulary, config.groups_per_batch, config.prompt_tokens)
-    completions = make_prompts(vocabulary, config.groups_per_batch * config.group_size, config.num_generation_tokens)
-    return [prompts[i // config.group_size] + completion for i, completion in enumerate(completions)]
+def random_batch(config: BenchTraining, vocabulary: int, factor: int = 1) -> Batch:
+    """Returns random prompts with random completions; `factor`: of the number of prompts."""
+    num_groups = factor * config.update.groups_per_batch
+    group_size = config.update.group_size
+    prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)
+    completions = make_prompts(vocabulary, num_groups * group_size, config.num_generation_tokens)
+    rows = [prompts[i // group_size] + completion for i, completion in enumerate(completions)]
+    return make_batch(rows, config.bench.prompt_tokens, group_size)
 
 
-def naive_accumulate(model: Qwen, config: Config, params, grads, batch: Batch):
-    """What `accumulate` computes, from the logits [B, T, V]."""
+def naive_accumulate(
+    model: Qwen, objective: ObjectiveConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
+) -> tuple[Params, dict[str, Array]]:
+    """Computes what `accumulate` does, from the logits [B, T, V]."""
 
-    def loss(params):
-        scaled, targets = logits(model, params, batch.tokens)[:, :-1] / config.temperature, batch.tokens[:, 1:]
-        first = ((0, 0), (1, 0))
-        scores = jnp.pad(log_softmax_at(scaled, targets), first), jnp.pad(entropy(scaled), first)
-        return policy_loss(*scores, batch, config)
+    def loss_of(params: Params) -> tuple[Float[Array, ""], dict[str, Array]]:
+        scaled = logits(model, params, batch.tokens)[:, :-1] / distribution.temperature
+        targets = batch.tokens[:, 1:]
+        first_column = ((0, 0), (1, 0))
+        logprobs = jnp.pad(log_softmax_at(scaled, targets), first_column)
+        entropies = jnp.pad(entropy(scaled), first_column)
+        return policy_loss(logprobs, entropies, batch, objective)
 
-    (_, metrics), new = jax.value_and_grad(loss, has_aux=True)(params)
+    (_, metrics), new = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), metrics
 
 
-def gigabytes(compiled) -> float:
-    """What a compiled function needs at once, its arguments included."""
-    m = compiled.memory_analysis()
-    size = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-    return size / GB
+def gigabytes(compiled: jax.stages.Compiled) -> float:
+    """Returns what a compiled function needs at once, its arguments included."""
+    sizes = compiled.memory_analysis()
+    num_bytes = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return (num_bytes - sizes.alias_size_in_bytes) / GB
 
 
-def memory(config: Command, model: Qwen, layout) -> list[tuple]:
-    """Rows of a table: rows x tokens, our memory, the naive step's, their ratio, and the size of the logits."""
-    params, table = jax.eval_shape(lambda: init_params(model, jax.random.key(0))), []
-    # Nothing is allocated here that --remat auto could go by: the most careful choice stands for it.
-    config = replace(config, tokens_per_microbatch=config.tokens_per_microbatch or 8192)
-    model = replace(model, remat="full" if config.remat == "auto" else config.remat)
-    learner = Learner(model, make_optimizer(config), layout, config)
+def memory_table(config: Command, model: Qwen, layout: Layout) -> list[tuple[Figure, ...]]:
+    """Returns rows of a table: rows x tokens, our memory, the naive step's, their ratio, and the size of the logits."""
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    # Nothing is allocated that --remat auto could go by: the most careful choice is taken.
+    remat = config.memory.remat
+    model = replace(model, remat="full" if remat == "auto" else remat)
+    optimizer = make_optimizer(config.optimizer)
+    num_tokens = config.memory.tokens_per_microbatch or 8192
+    learner = Learner(model, optimizer, layout, config, config.num_generation_tokens, num_tokens)
+    naive = jax.jit(naive_accumulate, static_argnums=(0, 1, 2), donate_argnums=4)
+    settings = model, config.objective, config.sampling.distribution
+    sums = params, np.float32(0)
+    table = []
     for factor in (1, 2, 4):
-        sized = replace(config, groups_per_batch=factor * config.groups_per_batch)
-        batch = make_batch(some_rows(sized, model.vocab_size), config.prompt_tokens, config.group_size)
+        batch = random_batch(config, model.vocab_size, factor)
         zeros = np.zeros(batch.tokens.shape, np.float32)
         batch = batch.replace(advantages=zeros, denominator=zeros[:, 0], num_tokens=zeros[:, 0])
-        pieces = [gigabytes(accumulate.lower(model, config, params, (params, np.float32(0)), piece, first).compile())
-                  for _, piece, first in learner.microbatches(batch, len(batch.rewards))][:1]  # fmt: skip
-        naive = jax.jit(naive_accumulate, static_argnums=(0, 1), donate_argnums=3)
-        whole = gigabytes(naive.lower(model, config, params, params, batch).compile())
+        _, microbatch, first_scored = next(learner.microbatches(batch, len(batch)))
+        step = gigabytes(accumulate.lower(*settings, first_scored, params, sums, microbatch).compile())
+        naive_step = gigabytes(naive.lower(*settings, params, params, batch).compile())
         B, T = batch.tokens.shape
-        table.append((f"{B} x {T}", pieces[0], whole, pieces[0] / whole, 4 * B * T * model.vocab_size / GB))
+        logits_size = 4 * B * T * model.vocab_size / GB
+        table.append((f"{B} x {T}", step, naive_step, step / naive_step, logits_size))
     return table
 
 
+def report_memory(config: Command, layout: Layout) -> None:
+    """Prints the memory of the compiled step; no parameters of a named shape are made."""
+    arguments = config.compute.arguments
+    if config.model_dir:
+        model, _, _ = load_model(config.model_dir, layout, **arguments)
+    else:
+        model = shape(config.bench.shape, **arguments | {"dtype": config.compute.dtype or "float32"})
+    columns = ("rows x tokens", "step, GB", "naive step, GB", "ratio", "logits [B, T, V], GB")
+    table = memory_table(config, model, layout)
+    title = f"Memory of the update, {config.model_name}, {model.dtype}"
+    report(title, columns, table, environment(), config.bench.json)
+
+
 def main(config: Command) -> None:
-    layout, name = make_layout(config), config.model_dir or config.shape
-    if config.memory:
-        model = shape(config.shape, dtype=config.dtype or "float32", **layers(config))
-        if config.model_dir:
-            model = load_model(config.model_dir, layout, config.dtype, **layers(config))[0]
-        columns = ("rows x tokens", "step, GB", "naive step, GB", "ratio", "logits [B, T, V], GB")
-        table = memory(config, model, layout)
-        return report(f"Memory of the update, {name}, {model.dtype}", columns, table, environment(), config.json)
+    layout = make_layout(config.devices)
+    if config.measure.memory:
+        report_memory(config, layout)
+        return
+    works = {"old log-probabilities and one update": True, "one update": False}
     table = []
-    for old in (True, False):
-        model, params = load(config, layout, config.dtype, **layers(config))
-        batch = make_batch(some_rows(config, model.vocab_size), config.prompt_tokens, config.group_size)
-        update = make_update(replace(config, recompute_logprobs=old), model, params, layout, batch)
-        seconds = seconds_of(update, config.repeats)
-        what = "old log-probabilities and one update" if old else "one update"
-        table.append((what, batch.tokens.size, spread(seconds, 3), spread([batch.tokens.size / x for x in seconds], 0)))
-    title = f"Update, {name}, {model.dtype}: median (range) of {config.repeats}"
-    report(title, ("work", "tokens", "seconds", "tokens/s"), table, environment(), config.json)
+    for name, is_recomputed in works.items():
+        model, params = load_training(config, layout)
+        batch = random_batch(config, model.vocab_size)
+        variant = with_options(config, recompute_logprobs=is_recomputed)
+        update = make_update(variant, model, params, layout, batch)
+        seconds = seconds_of(update, config.bench.repeats)
+        speeds = [batch.tokens.size / x for x in seconds]
+        table.append((name, batch.tokens.size, spread(seconds, 3), spread(speeds, 0)))
+    title = f"Update, {config.model_name}, {model.dtype}: median (range) of {config.bench.repeats}"
+    report(title, ("work", "tokens", "seconds", "tokens/s"), table, environment(), config.bench.json)
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__)[0])
+    main(parse(Command, sys.argv[1:], __doc__))

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
-from core.objectives import Batch, ObjectiveConfig, advantages, normalize, policy_loss
-from utils.training.batching import take
+from core.objectives import ObjectiveConfig, compute_advantages, policy_loss, set_loss_denominators
+from core.records import Batch
 
 try:
     import torch
@@ -128,7 +128,7 @@ def random_rollouts(seed: int, limit: int = LIMIT, forced: bool = False) -> tupl
     rewards[-G:] = 0.5  # a group without signal
     rollouts = Batch(
         tokens=np.ones(mask.shape, int), mask=mask, sample_logprobs=old, rewards=rewards, lengths=lengths,
-        prompt_lengths=np.zeros(B, int), old_logprobs=old, ref_logprobs=ref, group_size=G,
+        prompt_lengths=np.zeros(B, int), row=np.arange(B), old_logprobs=old, ref_logprobs=ref, group_size=G,
     )  # fmt: skip
     return rollouts, old + rng.uniform(-1.2, 2, mask.shape).astype(np.float32)
 
@@ -140,15 +140,16 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
     """
     value, gradient = trainer(rollouts, new)
     config = ObjectiveConfig(**SHARED, **settings)
-    rows = np.flatnonzero(advantages(rollouts, config)[1])
+    batch = compute_advantages(rollouts, config)
+    rows = batch.row
     share = {
         "constant": 1.0,
         "sequence_mean": len(rows) / B,
         "token_mean": rollouts.mask[rows].sum() / rollouts.mask.sum(),
     }[config.loss_normalization]
     value, gradient = value / share, gradient[rows] / share
-    advantage = np.where(rollouts.mask, trainer.advantages[:, None], 0.0)
-    batch = normalize(take(rollouts.replace(advantages=advantage), rows), B, LIMIT, config)
+    batch = batch.replace(advantages=np.where(batch.mask, trainer.advantages[rows, None], 0.0))
+    batch = set_loss_denominators(batch, B, LIMIT, config)
     ours = jax.value_and_grad(lambda x: scale * policy_loss(x, jnp.zeros_like(x), batch, config)[0])(new[rows])
     has_all = len(rows) == B or not config.kl_coef
     return abs(value - ours[0]) if has_all else ABSENT, np.abs(gradient - ours[1]).max(), np.abs(gradient).max()
@@ -185,7 +186,7 @@ def advantages_alone(folder: str):
         trainer, found = Trl("RLOO" if name == "RLOO" else "GRPO", folder, **theirs), []
         for rollouts, new in map(random_rollouts, SEEDS):
             trainer(rollouts, new)
-            expected, _ = advantages(rollouts, ObjectiveConfig(do_group_filter=False, **SHARED, **ours))
+            expected = compute_advantages(rollouts, ObjectiveConfig(do_group_filter=False, **SHARED, **ours)).advantages
             if not ours:
                 groups = rollouts.rewards.reshape(N, G)
                 expected *= np.repeat(groups.std(axis=1) / (groups.std(axis=1, ddof=1) + 1e-4), G)[:, None]

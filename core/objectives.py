@@ -1,58 +1,36 @@
-"""What is maximised: advantages, policy losses, KL, aggregation. Pure functions; fork this file to hack the loss.
+"""Advantages, policy losses, KL, aggregation: pure functions. Fork this file to hack the loss.
 
-A new objective is a function of about ten lines and its name in one table: `GROUP_ADVANTAGES` or `BATCH_ADVANTAGES`
-(from the rewards), `OBJECTIVES` (loss of each token), `KL` or `normalize` (aggregation). A run prints the `formula` of
-each at the start. Everything is float32.
+To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
+To change the advantage: write a function beside `rloo` and add its name to GROUP_ADVANTAGES or BATCH_ADVANTAGES.
+To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`.
 
-Letters: N prompts, G rollouts of each, B = N G rows, T row length, S ids of a truncated distribution.
+Advantages are NumPy on the host, losses are JAX inside of jit; everything is float32. N prompts, G rollouts of each,
+B = N G rows, T row length, S ids of a truncated distribution, R bins of log ratios.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.lax import stop_gradient
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
+from core.records import NO_SIGNAL, Batch
+from models.names import Array
 from utils.settings.config import option
 from utils.settings.errors import UserError
-from utils.training.batching import Array
+from utils.training.batching import select_rows
 
-NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
-LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # of new to old probability: where tokens are counted for a quantile
+LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 Function = TypeVar("Function", bound=Callable)
-
-
-@struct.dataclass
-class Batch:
-    """Rollouts to learn from; every [B, T] array speaks of the token in its own column."""
-
-    tokens: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]  # tokens that the policy chose
-    sample_logprobs: Float[Array, "B T"]  # under the distribution that was sampled
-    rewards: Float[Array, "B"]  # NaN: the grader failed
-    lengths: Int[Array, "B"]  # prompt + completion
-    prompt_lengths: Int[Array, "B"]
-    finished: Bool[Array, "B"] | None = None  # not cut off by the limit
-    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, -1 fills up; None: all
-    old_logprobs: Float[Array, "B T"] | None = None  # None: this update is the rollout's first, so old = new
-    ref_logprobs: Float[Array, "B T"] | None = None  # of the reference model
-    values: Float[Array, "B T"] | None = None  # the critic's, of the state in which the token was chosen
-    advantages: Float[Array, "B T"] | None = None
-    returns: Float[Array, "B T"] | None = None  # what the critic is to learn
-    entropies: Float[Array, "B T"] | None = None  # of the old policy, nats: to be looked at, no loss reads it
-    denominator: Float[Array, "B"] | None = None  # of the loss summed over a row: see `normalize`
-    num_tokens: Float[Array, "B"] | None = None  # masked tokens of the whole optimiser batch
-    group_size: int = struct.field(pytree_node=False, default=1)
+TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
 
 
 def formula(text: str) -> Callable[[Function], Function]:
-    """Attaches the formula that `describe` prints; it may name {low}, {high}, {dual_clip} and {config.<option>}."""
+    """Attaches the formula that a run prints; fields: {low}, {high}, {fall}, {rise}, {dual_clip}, {config.<option>}."""
 
     def attach(function: Function) -> Function:
         function.formula = text
@@ -61,79 +39,90 @@ def formula(text: str) -> Callable[[Function], Function]:
     return attach
 
 
-# Advantages: from the rewards [N, G], one for each row or each token
+# Advantages: from the rewards [N, G] (NaN: the grader failed), one for each row [N, G] or each token [B, T]. All take
+# the same arguments; `batch.mask` is False in rows that the filters drop.
 
 
 @formula("(r - mean) / std of the group")
-def group_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+def group_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of GRPO. Source: arXiv 2402.03300, section 4.1.2."""
-    deviation = jnp.nanstd(rewards, axis=1, keepdims=True)
-    return group_mean(rewards, batch, config) / jnp.where(deviation > 0, deviation, 1.0)
+    centred = group_mean(rewards, batch, config)
+    deviation = np.sqrt(graded_mean(centred**2))
+    return centred / np.where(deviation > 0, deviation, 1)
 
 
 @formula("r - mean of the group")
-def group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+def group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of Dr. GRPO. Source: arXiv 2503.20783, section 3.2."""
-    return rewards - jnp.nanmean(rewards, axis=1, keepdims=True)
+    return rewards - graded_mean(rewards)
 
 
 @formula("r - mean of the others in the group")
-def rloo(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+def rloo(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE leave-one-out. Source: arXiv 2402.14740."""
-    G = jnp.isfinite(rewards).sum(axis=1, keepdims=True)
-    return G / jnp.maximum(G - 1, 1) * group_mean(rewards, batch, config)
+    G = np.isfinite(rewards).sum(axis=1, keepdims=True)
+    scale = np.float32(G / np.maximum(G - 1, 1))
+    return scale * group_mean(rewards, batch, config)
 
 
 @formula("(r - mean) / mean of the group, 0 where the mean is not positive")
-def maxrl(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+def maxrl(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of MaxRL. Source: arXiv 2602.02710."""
-    mean = jnp.nanmean(rewards, axis=1, keepdims=True)
-    return jnp.where(mean > 0, (rewards - mean) / jnp.where(mean > 0, mean, 1.0), 0.0)
+    mean = graded_mean(rewards)
+    is_positive = mean > 0
+    scaled = (rewards - mean) / np.where(is_positive, mean, 1)
+    return np.where(is_positive, scaled, 0)
 
 
 @formula("r - mean of the group, whitened over the tokens of the batch")
-def whitened_group_mean(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "B T"]:
+def whitened_group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE++ with a group baseline. Source: arXiv 2501.03262."""
-    return standardize(group_mean(rewards, batch, config).reshape(-1, 1), batch.mask)
+    centred = group_mean(rewards, batch, config)
+    return masked_whiten(centred.reshape(-1, 1), batch.mask)
 
 
 @formula("1 for the {config.best_k} best of the group, the others leave the batch")
-def best_k(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of self-imitation; ties go to the first. Source: RAFT, arXiv 2304.06767; easy-GRPO's sil."""
-    rank = jnp.argsort(jnp.argsort(-rewards, axis=1, stable=True), axis=1)
-    return (rank < config.best_k).astype(jnp.float32)
+    order = np.argsort(-rewards, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1)
+    return np.float32(rank < config.best_k)
 
 
 @formula("r")
-def raw_rewards(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"]:
+def raw_rewards(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE. Source: Williams 1992."""
     return rewards
 
 
 @formula("(r - mean) / std of the batch")
-def batch_zscore(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "N G"] | Float[Array, "B T"]:
+def batch_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE++: over completions, or with the KL in the reward over tokens.
 
     A token pays for the KL from itself on: r - kl_coef sum over s >= t of KL_s. Source: arXiv 2501.03262, eq. 8-10.
     """
     if not config.has_kl_in_reward:
-        return standardize(rewards, jnp.isfinite(rewards))
+        return masked_whiten(rewards, np.isfinite(rewards))
     penalty = kl_penalty(batch, config)
-    penalty_to_go = jnp.cumsum(penalty[:, ::-1], axis=1)[:, ::-1]
-    return standardize(batch.rewards[:, None] - penalty_to_go, batch.mask)
+    penalty_to_go = np.cumsum(penalty[:, ::-1], axis=1)[:, ::-1]
+    return masked_whiten(batch.rewards[:, None] - penalty_to_go, batch.mask)
 
 
 @formula("generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch")
-def gae(rewards: Float[Array, "N G"], batch: Batch, config) -> Float[Array, "B T"]:
+def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
-    return standardize(generalised_advantages(batch, config), batch.mask)
+    return masked_whiten(generalised_advantages(batch, config), batch.mask)
 
 
 # These compare the rollouts of a group: one whose rewards are equal has no signal, and the group filter drops it.
 GROUP_ADVANTAGES = {
-    "group_zscore": group_zscore, "group_mean": group_mean, "rloo": rloo, "maxrl": maxrl,
-    "reinforce++_baseline": whitened_group_mean, "best_k": best_k,
-}  # fmt: skip
+    "group_zscore": group_zscore,
+    "group_mean": group_mean,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "reinforce++_baseline": whitened_group_mean,
+    "best_k": best_k,
+}
 # These do not: the group filter leaves them alone, and a group of one will do.
 BATCH_ADVANTAGES = {"reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
 ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
@@ -142,60 +131,78 @@ ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
 
 
 @formula("max(-ratio A, -clip(ratio, {low}, {high}) A){dual_clip}")
-def ppo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss of PPO and GRPO. Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5."""
-    ratio, A = jnp.exp(logprobs - batch.old_logprobs), batch.advantages
-    losses = jnp.maximum(-ratio * A, -jnp.clip(ratio, *config.clip_range) * A)
-    return jnp.where((A < 0) & (config.dual_clip > 0), jnp.minimum(losses, -config.dual_clip * A), losses)
+    A = batch.advantages
+    ratio = jnp.exp(logprobs - batch.old_logprobs)
+    unclipped = -ratio * A
+    clipped = -jnp.clip(ratio, *config.clip_range) * A
+    losses = jnp.maximum(unclipped, clipped)
+    if config.dual_clip:
+        losses = jnp.where(A < 0, jnp.minimum(losses, -config.dual_clip * A), losses)
+    return losses, losses != unclipped
 
 
 @formula("-clip(ratio, {low}, {high}) A")
-def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss without a gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
-    return -jnp.clip(jnp.exp(logprobs - batch.old_logprobs), *config.clip_range) * batch.advantages
+    ratio = jnp.exp(logprobs - batch.old_logprobs)
+    clipped = jnp.clip(ratio, *config.clip_range)
+    return -clipped * batch.advantages, clipped != ratio
 
 
 @formula("-A log p")
-def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss of REINFORCE. Source: Williams 1992."""
-    return -batch.advantages * logprobs
+    return -batch.advantages * logprobs, jnp.zeros(logprobs.shape, bool)
 
 
 @formula("-stopgrad(clip(ratio, {low}, {high})) A log p")
-def cispo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss of CISPO: every token keeps a gradient. Source: arXiv 2506.13585."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
-    return -stop_gradient(jnp.clip(ratio, *config.clip_range)) * batch.advantages * logprobs
+    weight = stop_gradient(jnp.clip(ratio, *config.clip_range))
+    return -weight * batch.advantages * logprobs, weight == 0
 
 
 @formula("max(-s A, -clip(s, {low}, {high}) A), s = the geometric mean of a completion's ratios")
-def gspo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss of GSPO, in its token form. Source: arXiv 2507.18071, section 4.3."""
-    mean = row_mean(logprobs - batch.old_logprobs, batch.mask)
-    s = jnp.exp(stop_gradient(mean) + logprobs - stop_gradient(logprobs))
-    return jnp.maximum(-s * batch.advantages, -jnp.clip(s, *config.clip_range) * batch.advantages)
+    mean = stop_gradient(row_mean(logprobs - batch.old_logprobs, batch.mask))
+    s = jnp.exp(mean + logprobs - stop_gradient(logprobs))
+    unclipped = -s * batch.advantages
+    losses = jnp.maximum(unclipped, -jnp.clip(s, *config.clip_range) * batch.advantages)
+    return losses, losses != unclipped
 
 
 @formula("-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}")
-def dppo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss of DPPO with binary total variation. Source: arXiv 2602.04879."""
     low, high = config.clip_range
     moved = stop_gradient(jnp.exp(logprobs)) - jnp.exp(batch.sample_logprobs)
-    inside = jnp.where(batch.advantages > 0, moved <= high - 1, moved >= low - 1)
-    return jnp.where(inside, -jnp.exp(logprobs - batch.sample_logprobs) * batch.advantages, 0.0)
+    is_inside = jnp.where(batch.advantages > 0, moved <= high - 1, moved >= low - 1)
+    ratio = jnp.exp(logprobs - batch.sample_logprobs)
+    return jnp.where(is_inside, -ratio * batch.advantages, 0.0), ~is_inside
 
 
 @formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = {config.sapo_tau:g}, {config.sapo_tau_negative:g} where A < 0")
-def sapo(logprobs: Float[Array, "B T"], batch: Batch, config) -> Float[Array, "B T"]:
+def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
     """Loss of SAPO: a soft gate in the place of the clip. Source: arXiv 2511.20347."""
     tau = jnp.where(batch.advantages > 0, config.sapo_tau, config.sapo_tau_negative)
-    return -4 / tau * jax.nn.sigmoid(tau * (jnp.exp(logprobs - batch.old_logprobs) - 1)) * batch.advantages
+    ratio = jnp.exp(logprobs - batch.old_logprobs)
+    gate = jax.nn.sigmoid(tau * (ratio - 1))
+    return -4 / tau * gate * batch.advantages, jnp.zeros(ratio.shape, bool)
 
 
 OBJECTIVES = {
-    "ppo": ppo, "ppo_all_clip": ppo_all_clip, "reinforce": reinforce, "cispo": cispo, "gspo": gspo, "dppo": dppo,
+    "ppo": ppo,
+    "ppo_all_clip": ppo_all_clip,
+    "reinforce": reinforce,
+    "cispo": cispo,
+    "gspo": gspo,
+    "dppo": dppo,
     "sapo": sapo,
-}  # fmt: skip
+}
 KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
     "k1": lambda x: x,
     "k2": lambda x: x**2 / 2,
@@ -207,49 +214,91 @@ KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-appr
 class ObjectiveConfig:
     """Objective."""
 
-    advantage: str = option("group_zscore", "estimator", list(ADVANTAGES))
-    objective: str = option("ppo", "policy loss", list(OBJECTIVES))
-    loss_normalization: str = option("token_mean", "aggregation", ["token_mean", "sequence_mean", "constant"])
-    clip_epsilon: float = option(0.2, "the ratio is clipped below 1 - this; dppo: the most that p may fall")
-    clip_epsilon_high: float = option(-1.0, "and above 1 + this (dppo: rise); -1: as --clip_epsilon")
-    dual_clip: float = option(0.0, "ppo: the loss of a negative advantage is at most this times -A; 0: off")
-    sapo_tau: float = option(1.0, "sapo: steepness of the gate")
-    sapo_tau_negative: float = option(1.05, "sapo: and for negative advantages")
-    best_k: int = option(2, "advantage best_k: completions of a group to learn from")
-    gamma: float = option(1.0, "advantage gae: discount of a token")
-    gae_lambda: float = option(0.95, "advantage gae: 0 trusts the critic, 1 the return")
+    advantage: str = option(
+        "group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES), essential=True
+    )
+    objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
+    loss_normalization: str = option(
+        "token_mean",
+        "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"
+        " over completions, constant: sum over (completions x --num_generation_tokens), as Dr. GRPO",
+        ["token_mean", "sequence_mean", "constant"],
+    )
+    clip_epsilon: float = option(
+        0.2,
+        "Lower clip range: the ratio of new to old probability is clipped below 1 - clip_epsilon; with --objective "
+        "dppo the largest fall of a probability",
+    )
+    clip_epsilon_high: float = option(
+        -1.0,
+        "Upper clip range: the ratio is clipped above 1 + clip_epsilon_high; with --objective dppo the largest rise"
+        " of a probability; -1: as --clip_epsilon",
+    )
+    dual_clip: float = option(
+        0.0,
+        "Dual clip of --objective ppo: the loss of a token with a negative advantage A is at most -A times this, "
+        "which is above 1; 0: off",
+    )
+    sapo_tau: float = option(1.0, "Steepness of the gate of --objective sapo for positive advantages")
+    sapo_tau_negative: float = option(1.05, "Steepness of the gate of --objective sapo for negative advantages")
+    best_k: int = option(2, "Completions of each group, the best, that --advantage best_k trains on")
+    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
+    gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     value_clip: float = option(
-        0.2, "advantage gae: the most that a value moves in a step, in units of the reward: about a fifth of the "
-        "spread of returns; 0: no limit"
-    )  # fmt: skip
-    kl_coef: float = option(0.0, "weight of the KL to the initial model, which is loaded when this is above 0")
-    kl_estimator: str = option("", "of that KL; empty: k3 in the loss, k1 in the reward", ["", *KL])
-    kl_in: str = option("loss", "where the KL counts", ["loss", "reward"])
-    entropy_coef: float = option(0.001, "weight of the entropy bonus (mean nats per token)")
+        0.2,
+        "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward; "
+        "about a fifth of the spread of returns is usual; 0: no limit",
+    )
+    kl_coef: float = option(
+        0.0,
+        "Coefficient of the KL divergence from the initial model; above 0, a copy of that is kept in memory; 0: off",
+    )
+    kl_estimator: str = option(
+        "", "Estimator of the KL divergence of --kl_coef; empty: k3 in the loss, k1 in the reward", ["", *KL]
+    )
+    kl_in: str = option(
+        "loss",
+        "Place of the KL divergence of --kl_coef: a term of the loss, or a penalty on the reward",
+        ["loss", "reward"],
+    )
+    entropy_coef: float = option(0.001, "Coefficient of the entropy bonus (mean over tokens, nats); 0: off")
     importance_correction: str = option(
-        "none", "for a sampler that differs from the trainer, by w = old / sampled probability: min(w, cap), or w and "
-        "0 outside [floor, cap]", ["none", "truncate", "mask"]
-    )  # fmt: skip
-    importance_level: str = option("token", "w of a token, or product over the completion", ["token", "sequence"])
-    importance_cap: float = option(2.0, "largest w: see --importance_correction")
-    importance_floor: float = option(0.0, "smallest w of --importance_correction mask; IcePop: 0.5 with a cap of 5")
+        "none",
+        "Correction for a sampler whose probabilities differ from the trainer's, by the weight w = old / sampled "
+        "probability; truncate: min(w, --importance_cap), mask: w, and 0 outside [--importance_floor, "
+        "--importance_cap]",
+        ["none", "truncate", "mask"],
+    )
+    importance_level: str = option(
+        "token",
+        "Level of the weight of --importance_correction: of each token, or the product over the completion",
+        ["token", "sequence"],
+    )
+    importance_cap: float = option(2.0, "Largest weight of --importance_correction")
+    importance_floor: float = option(
+        0.0, "Smallest weight of --importance_correction mask; IcePop: 0.5 with --importance_cap 5; 0: none"
+    )
     off_policy_mask: float = option(
-        0.0, "leave completions with a negative advantage out of the policy loss whose mean log(sampled / new "
-        "probability) is above this; 0: off"
-    )  # fmt: skip
+        0.0,
+        "Mean log(sampled / new probability), nats per token, above which completions with a negative advantage are"
+        " left out of the policy loss; 0: off",
+    )
     do_group_filter: bool = option(
-        True, "drop groups whose rewards are all equal; 0 keeps them with advantage 0 (best_k: learns from their first "
-        "k, whether right or wrong)"
-    )  # fmt: skip
-    do_truncation_filter: bool = option(False, "drop completions that the limit has cut off")
-    do_global_normalization: bool = option(False, "then normalise advantages over the batch")
-    do_clip_advantages: bool = option(False, "then learn from positive advantages only")
-    negative_advantage_multiplier: float = option(1.0, "then weigh negative advantages by this")
+        True,
+        "Filter of groups whose rewards are all equal; 0: they stay in the batch with advantage 0 (with --advantage"
+        " best_k, their first k completions are trained on, right or wrong)",
+    )
+    do_truncation_filter: bool = option(False, "Filter of completions that were cut off at --num_generation_tokens")
+    do_global_normalization: bool = option(
+        False, "Normalisation of advantages over the batch to mean 0 and standard deviation 1, after --advantage"
+    )
+    do_clip_advantages: bool = option(False, "Replacement of negative advantages by 0, after --do_global_normalization")
+    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: none")
     do_mask_importance_ratio: bool = option(
-        False, "leave tokens with a new/old probability of 2 or more out of the policy loss"
+        False, "Mask of tokens whose new / old probability is 2 or more, in the policy loss"
     )
     do_mask_inference_ratio: bool = option(
-        False, "leave tokens with a sampled/old probability of 2 or more out of the policy loss"
+        False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
     )
 
     def __post_init__(self):
@@ -293,58 +342,87 @@ class ObjectiveConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        high = self.clip_epsilon if self.clip_epsilon_high == -1 else self.clip_epsilon_high
+        is_symmetric = self.clip_epsilon_high == -1
+        high = self.clip_epsilon if is_symmetric else self.clip_epsilon_high
         return 1 - self.clip_epsilon, 1 + high
 
 
-def has_signal(rewards: Float[Array, "N G"], config: ObjectiveConfig) -> Bool[Array, "N"]:
+def has_signal(rewards: Float[np.ndarray, "N G"], config: ObjectiveConfig) -> Bool[np.ndarray, "N"]:
     """True for groups that can teach: their rewards differ, or the advantage does not compare them.
 
-    Without the filter best_k compares nothing either: it imitates, also where all are as good.
+    Without the filter best_k does not compare either: it imitates the first k rollouts of equal ones.
     """
-    is_graded = rewards == rewards  # not NaN, of NumPy and of JAX arrays
-    highest = rewards.max(axis=1, where=is_graded, initial=-jnp.inf)
-    lowest = rewards.min(axis=1, where=is_graded, initial=jnp.inf)
+    is_graded = ~np.isnan(rewards)
+    highest = rewards.max(axis=1, where=is_graded, initial=-np.inf)
+    lowest = rewards.min(axis=1, where=is_graded, initial=np.inf)
     differ = highest - lowest > NO_SIGNAL
     imitates_all = config.advantage == "best_k" and not config.do_group_filter
     return differ | imitates_all | (not config.is_group_relative)
 
 
-@partial(jax.jit, static_argnames="config")  # else each of its operations would compile for each width
-def advantages(batch: Batch, config: ObjectiveConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B"]]:
-    """Returns the advantage of each token, and which rows stay in the batch.
+def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
+    """Returns the batch with advantages (with a critic also its targets), without the rows that leave it.
 
-    A rollout whose reward is NaN, since its grader failed, leaves its group before the baseline is formed; where an
-    advantage function does not provide for that (nanmean), its whole group leaves.
+    A row whose reward is NaN, since its grader failed, is no part of its group's baseline where the advantage function
+    averages by `graded_mean`; with one that does not, the whole group leaves.
     """
-    rewards = jnp.asarray(batch.rewards, jnp.float32) - kl_penalty(batch, config).sum(axis=1)
+    if not len(batch):
+        return batch
+    rewards = np.float32(batch.rewards) - kl_penalty(batch, config).sum(axis=1)
+    is_graded = np.isfinite(rewards)
     rewards = rewards.reshape(-1, batch.group_size)
-    signal = jnp.repeat(has_signal(rewards, config), batch.group_size)
-    is_graded = jnp.isfinite(rewards).ravel()
-    keep = signal & is_graded if config.do_group_filter else is_graded
+    signal = np.repeat(has_signal(rewards, config), batch.group_size)
+    keep = is_graded & (signal | (not config.do_group_filter))
     if config.do_truncation_filter:
-        keep &= jnp.asarray(batch.finished)
+        keep &= batch.finished
     batch = batch.replace(mask=batch.mask & keep[:, None])
-    advantage = ADVANTAGES[config.advantage](rewards, batch, config).reshape(len(keep), -1)  # [B, 1] or [B, T]
-    keep &= jnp.isfinite(advantage).all(axis=1)
+    advantages = ADVANTAGES[config.advantage](rewards, batch, config)
+    advantages = np.float32(advantages).reshape(len(keep), -1)  # [B, 1] or [B, T]
+    keep &= np.isfinite(advantages).all(axis=1)
     if config.advantage == "best_k":
-        keep &= advantage[:, 0] > 0
-    advantage = jnp.where(signal[:, None], advantage, 0.0)
+        keep &= advantages[:, 0] > 0
+    batch = batch.replace(mask=batch.mask & keep[:, None])
+    advantages = np.where(signal[:, None], advantages, 0)
+    advantages = shape_advantages(advantages, keep, batch, config)
+    advantages = np.where(batch.mask & signal[:, None], advantages, 0)
+    batch = batch.replace(advantages=np.float32(advantages))
+    if config.has_critic:
+        returns = generalised_advantages(batch, config) + batch.values
+        batch = batch.replace(returns=returns)
+    return select_rows(batch, np.flatnonzero(keep))
+
+
+def shape_advantages(
+    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ObjectiveConfig
+) -> Float[np.ndarray, "B D"]:
+    """Returns advantages normalised over the batch, clipped and weighed, as far as the settings ask for it."""
     if config.do_global_normalization:
-        is_per_token = advantage.shape[1] > 1
-        advantage = standardize(advantage, batch.mask if is_per_token else keep[:, None])
+        is_per_token = advantages.shape[1] > 1
+        counted = batch.mask if is_per_token else keep[:, None]
+        advantages = masked_whiten(advantages, counted)
     if config.do_clip_advantages:
-        advantage = jnp.maximum(advantage, 0.0)
-    advantage = jnp.where(advantage < 0, config.negative_advantage_multiplier * advantage, advantage)
-    return jnp.where(batch.mask & (signal & keep)[:, None], advantage, 0.0), keep
+        advantages = np.maximum(advantages, 0)
+    weight = np.float32(config.negative_advantage_multiplier)
+    return np.where(advantages < 0, weight * advantages, advantages)
 
 
-def standardize(x: Float[Array, "R C"], where: Bool[Array, "R D"]) -> Float[Array, "R _"]:
-    """(x - mean) / std, both over `where`; 0 where all of that is equal."""
-    x, where = jnp.broadcast_arrays(x, where)
-    spread = x.max(where=where, initial=-jnp.inf) - x.min(where=where, initial=jnp.inf)
-    scaled = (x - x.mean(where=where)) / jnp.maximum(x.std(where=where), NO_SIGNAL / 2)
-    return jnp.where(spread > NO_SIGNAL, scaled, 0.0)
+def graded_mean(x: Float[np.ndarray, "N G"]) -> Float[np.ndarray, "N 1"]:
+    """Mean over the numbers of each group that are not NaN; 0 where all are, of which np.nanmean would warn."""
+    is_graded = ~np.isnan(x)
+    num_graded = np.float32(is_graded.sum(axis=1, keepdims=True))
+    total = np.where(is_graded, x, 0).sum(axis=1, keepdims=True)
+    return total / np.maximum(num_graded, 1)
+
+
+def masked_whiten(x: Float[np.ndarray, "R C"], where: Bool[np.ndarray, "R D"]) -> Float[np.ndarray, "R E"]:
+    """Returns (x - mean) / std, both over `where`; 0 where all of that is equal."""
+    x, where = np.broadcast_arrays(x, where)
+    if not where.any():
+        return np.zeros_like(x)
+    counted = x[where]
+    if np.ptp(counted) <= NO_SIGNAL:
+        return np.zeros_like(x)
+    return (x - counted.mean()) / np.maximum(counted.std(), NO_SIGNAL / 2)
 
 
 def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
@@ -353,108 +431,149 @@ def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "
     return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
 
-def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
-    """What is taken off each token's reward under --kl_in reward."""
+def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
+    """Penalty subtracted from the reward of each token under --kl_in reward."""
     if not config.has_kl_in_reward:
-        return jnp.zeros(batch.mask.shape)
-    return config.kl_coef * jnp.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+        return np.zeros(batch.mask.shape, np.float32)
+    x = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0)
+    return np.float32(config.kl_coef) * x
 
 
-@partial(jax.jit, static_argnames="config")
-def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[Array, "B T"]:
+def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
     """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
 
     Tokens that the policy did not choose are passed over. Source: arXiv 1506.02438, eq. 16.
     """
-    mask = jnp.asarray(batch.mask)
-    is_last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
-    rewards = jnp.where(is_last, jnp.asarray(batch.rewards, jnp.float32)[:, None], 0.0) - kl_penalty(batch, config)
+    mask, values = batch.mask, batch.values
+    tokens_to_go = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+    is_last = mask & (tokens_to_go == 1)
+    rewards = np.where(is_last, batch.rewards[:, None], 0) - kl_penalty(batch, config)
+    gamma, decay = np.float32(config.gamma), np.float32(config.gae_lambda)
+    advantages = np.zeros(mask.shape, np.float32)
+    next_value = np.zeros(len(mask), np.float32)
+    next_advantage = np.zeros(len(mask), np.float32)
+    for t in reversed(range(mask.shape[1])):
+        target = rewards[:, t] + gamma * (next_value + decay * next_advantage)
+        advantages[:, t] = np.where(mask[:, t], target - values[:, t], 0)
+        next_advantage = np.where(mask[:, t], target - values[:, t], next_advantage)
+        next_value = np.where(mask[:, t], values[:, t], next_value)
+    return advantages
 
-    def step(after, column):
-        next_value, next_advantage = after
-        chosen, value, reward = column
-        advantage = reward + config.gamma * (next_value + config.gae_lambda * next_advantage) - value
-        return (jnp.where(chosen, value, next_value), jnp.where(chosen, advantage, next_advantage)), advantage
 
-    columns = mask.T, jnp.asarray(batch.values).T, rewards.T
-    _, result = jax.lax.scan(step, tuple(jnp.zeros((2, len(mask)))), columns, reverse=True)
-    return jnp.where(mask, result.T, 0.0)
-
-
-def normalize(batch: Batch, num_rollouts: int, num_generation_tokens: int, config: ObjectiveConfig) -> Batch:
-    """Sets what the sum over each row is divided by, from the whole optimiser batch: micro-batches change nothing.
+def set_loss_denominators(
+    batch: Batch, num_rollouts: int, num_generation_tokens: int, config: ObjectiveConfig
+) -> Batch:
+    """Sets the divisors of each row's loss from the whole optimiser batch, so that micro-batches change nothing.
 
     `constant`, Dr. GRPO's, is `num_rollouts`, those of a full optimiser batch, times the completion limit: a row that
     has left the batch changes the gradient no more than one with advantage 0. Source: arXiv 2503.20783, section 3.2.
     """
-    row_tokens = np.asarray(batch.mask).sum(axis=1).astype(np.float32)
-    num_rows, num_tokens = len(row_tokens), np.full_like(row_tokens, max(row_tokens.sum(), 1.0))
-    denominator = {
+    row_tokens = np.float32(batch.mask.sum(axis=1))
+    num_tokens = np.full_like(row_tokens, max(row_tokens.sum(), 1))
+    denominators = {
         "token_mean": num_tokens,
-        "sequence_mean": num_rows * np.maximum(row_tokens, 1.0),
+        "sequence_mean": len(batch) * np.maximum(row_tokens, 1),
         "constant": np.full_like(row_tokens, num_rollouts * num_generation_tokens),
-    }[config.loss_normalization]
-    return batch.replace(denominator=denominator, num_tokens=num_tokens)
+    }
+    return batch.replace(denominator=denominators[config.loss_normalization], num_tokens=num_tokens)
 
 
 def policy_loss(
     logprobs: Float[Array, "B T"], entropy: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a micro-batch and its metrics: parts of the optimiser batch's, see `total`."""
-    mask = batch.mask
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Returns the loss of a micro-batch, and its metrics: summands of the optimiser batch's, see `reduce_metrics`."""
+    batch = with_old_logprobs(logprobs, batch)
+    logprobs = masked(logprobs, batch)
+    log_ratio = logprobs - batch.old_logprobs
+    sampler_log_ratio = batch.old_logprobs - batch.sample_logprobs
 
-    def clean(x):  # what stands in the padding must not overflow in exp
-        return jnp.where(mask, x, 0.0)
-
-    logprobs, sampled = clean(logprobs), clean(batch.sample_logprobs)
-    old = stop_gradient(logprobs) if batch.old_logprobs is None else clean(batch.old_logprobs)
-    batch = batch.replace(old_logprobs=old, sample_logprobs=sampled)
-    ratio, sample_ratio = jnp.exp(logprobs - old), jnp.exp(old - sampled)
-
-    def token_losses(logprobs):
-        return OBJECTIVES[config.objective](logprobs, batch, config)
-
-    losses, slope = jax.jvp(token_losses, (logprobs,), (jnp.ones_like(logprobs),))
-    weights = jnp.where(kept_tokens(logprobs, batch, config), importance_weights(old - sampled, config), 0.0)
-    losses *= weights
-
-    def token_mean(x):
-        return (clean(x).sum(axis=1) / batch.num_tokens).sum()
-
-    def aggregate(x):
-        return (clean(x).sum(axis=1) / batch.denominator).sum()
-
-    metrics = {"policy_loss": aggregate(losses), "entropy": token_mean(entropy)}
-    loss = metrics["policy_loss"] - config.entropy_coef * metrics["entropy"]
-    if config.kl_coef:
-        x, in_loss = logprobs - clean(batch.ref_logprobs), config.kl_in == "loss"
-        kl = KL[in_loss and config.kl_estimator or "k3"](x)
-        metrics["kl"] = token_mean(kl)
-        loss = loss + config.kl_coef * aggregate(kl) if in_loss else loss
-    return loss, metrics | {
-        "loss": loss,
-        "approx_kl": token_mean((ratio - 1) - (logprobs - old)),  # k3 of KL(old || new)
-        "clip_fraction": token_mean((slope == 0) & (batch.advantages != 0)),  # tokens without a gradient
-        "masked_fraction": token_mean(weights == 0),
-        "entropy_loss": -config.entropy_coef * metrics["entropy"],
-        "logprob": token_mean(logprobs),
-        "importance_ratio": token_mean(ratio),
-        "importance_ratio_max": ratio.max(where=mask, initial=0.0),
-        "importance_ratio_min": ratio.min(where=mask, initial=jnp.inf),
-        "importance_ratio_histogram": histogram(logprobs - old, mask) / batch.num_tokens[0],
-        "inference_recompute/logprob_diff": token_mean(jnp.abs(old - sampled)),
-        "inference_recompute/logprob_diff_max": jnp.abs(old - sampled).max(),
-        "inference_recompute/kl": token_mean((sample_ratio - 1) - (old - sampled)),  # k3 of KL(sampled || old)
-        "inference_recompute/ratio": token_mean(sample_ratio),
-        "inference_recompute/ratio_squared": token_mean(sample_ratio**2),
+    losses, is_clipped = OBJECTIVES[config.objective](logprobs, batch, config)
+    weights = importance_weights(sampler_log_ratio, config)
+    weights = jnp.where(kept_tokens(logprobs, batch, config), weights, 0.0)
+    loss = sum_over_rows(losses * weights, batch, batch.denominator)
+    metrics = {
+        "policy_loss": loss,
+        "entropy": token_mean(entropy, batch),
+        "logprob": token_mean(logprobs, batch),
+        "clip_fraction": token_mean(is_clipped & (batch.advantages != 0), batch),
+        "masked_fraction": token_mean(weights == 0, batch),
     }
+    entropy_loss = -config.entropy_coef * metrics["entropy"]
+    loss += entropy_loss
+    if config.kl_coef:
+        kl_loss, metrics["kl"] = reference_kl(logprobs, batch, config)
+        loss += kl_loss
+    metrics |= ratio_metrics(log_ratio, batch) | sampler_metrics(sampler_log_ratio, batch)
+    return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
+
+
+def masked(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """Returns x with 0 in the padding, whose numbers could overflow in exp."""
+    return jnp.where(batch.mask, x, 0.0)
+
+
+def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
+    """Returns the batch with masked log-probabilities; the old ones are the new ones where this update is the first."""
+    old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
+    return batch.replace(old_logprobs=masked(old, batch), sample_logprobs=masked(batch.sample_logprobs, batch))
+
+
+def sum_over_rows(
+    x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
+) -> Float[Array, ""]:
+    """Sum over masked tokens, each row divided by its denominator."""
+    return (masked(x, batch).sum(axis=1) / denominator).sum()
+
+
+def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
+    """Share of this micro-batch in the mean over the tokens of the optimiser batch."""
+    return sum_over_rows(x, batch, batch.num_tokens)
+
+
+def reference_kl(
+    logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the KL's part of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
+    log_ratio = logprobs - masked(batch.ref_logprobs, batch)
+    if config.kl_in == "reward":
+        return jnp.zeros(()), token_mean(KL["k3"](log_ratio), batch)
+    kl = KL[config.kl_estimator or "k3"](log_ratio)
+    return config.kl_coef * sum_over_rows(kl, batch, batch.denominator), token_mean(kl, batch)
+
+
+def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
+    """Metrics of the ratio of new to old probability; approx_kl is k3 of KL(old || new)."""
+    ratio = jnp.exp(log_ratio)
+    return {
+        "approx_kl": token_mean((ratio - 1) - log_ratio, batch),
+        "importance_ratio": token_mean(ratio, batch),
+        "importance_ratio_max": ratio.max(where=batch.mask, initial=0.0),
+        "importance_ratio_min": ratio.min(where=batch.mask, initial=jnp.inf),
+        "importance_ratio_histogram": histogram(log_ratio, batch.mask) / batch.num_tokens[0],
+    }
+
+
+def sampler_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
+    """Metrics of the ratio of old probability to the sampler's; the KL is k3 of KL(sampled || old)."""
+    ratio = jnp.exp(log_ratio)
+    names = {
+        "logprob_diff": token_mean(jnp.abs(log_ratio), batch),
+        "logprob_diff_max": jnp.abs(log_ratio).max(),
+        "kl": token_mean((ratio - 1) - log_ratio, batch),
+        "ratio": token_mean(ratio, batch),
+        "ratio_squared": token_mean(ratio**2, batch),
+    }
+    return {f"inference_recompute/{name}": value for name, value in names.items()}
 
 
 def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "R"]:
     """Numbers of tokens by their log ratio, nearest of LOG_RATIOS: unlike a quantile they can be added up."""
-    step = LOG_RATIOS[1] - LOG_RATIOS[0]
-    bins = jnp.clip(jnp.round((log_ratio - LOG_RATIOS[0]) / step), 0, len(LOG_RATIOS) - 1).astype(jnp.int32)
-    return jnp.zeros(len(LOG_RATIOS)).at[bins].add(mask.astype(jnp.float32))
+    num_bins = len(LOG_RATIOS)
+    width = LOG_RATIOS[1] - LOG_RATIOS[0]
+    nearest = jnp.round((log_ratio - LOG_RATIOS[0]) / width)
+    bins = jnp.clip(nearest, 0, num_bins - 1).astype(jnp.int32)
+    counts = mask.astype(jnp.float32)
+    return jnp.zeros(num_bins).at[bins].add(counts)
 
 
 def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Bool[Array, "B T"]:
@@ -462,13 +581,14 @@ def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveCo
 
     Source: kvfrans/lmpo for the ratios of a token; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for --off_policy_mask.
     """
-    old, sampled, keep = batch.old_logprobs, batch.sample_logprobs, jnp.asarray(batch.mask)
+    keep = jnp.asarray(batch.mask)
     if config.do_mask_importance_ratio:
-        keep &= jnp.exp(logprobs - old) < 2
+        keep &= jnp.exp(logprobs - batch.old_logprobs) < 2
     if config.do_mask_inference_ratio:
-        keep &= jnp.exp(sampled - old) < 2
+        keep &= jnp.exp(batch.sample_logprobs - batch.old_logprobs) < 2
     if config.off_policy_mask:
-        is_near = row_mean(sampled - logprobs, batch.mask) <= config.off_policy_mask
+        divergence = row_mean(batch.sample_logprobs - logprobs, batch.mask)
+        is_near = divergence <= config.off_policy_mask
         keep &= is_near | (batch.advantages >= 0)
     return keep
 
@@ -494,28 +614,31 @@ def value_loss(values: Float[Array, "B T"], batch: Batch, config: ObjectiveConfi
     errors = (values - batch.returns) ** 2
     if config.value_clip:
         moved = jnp.clip(values - batch.values, -config.value_clip, config.value_clip)
-        errors = jnp.maximum(errors, (batch.values + moved - batch.returns) ** 2)
-    return (jnp.where(batch.mask, 0.5 * errors, 0.0).sum(axis=1) / batch.num_tokens).sum()
+        clipped_errors = (batch.values + moved - batch.returns) ** 2
+        errors = jnp.maximum(errors, clipped_errors)
+    return token_mean(0.5 * errors, batch)
 
 
-def total(parts: list[dict[str, Array]]) -> dict[str, float]:
+def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float]:
     """Returns the metrics of an optimiser batch from those of its micro-batches: sums, and extremes of _max, _min."""
-    reduce = {"max": np.nanmax, "min": np.nanmin}
+    reductions = {"max": np.nanmax, "min": np.nanmin}
     metrics = {}
     for name in parts[0]:
-        values = [part[name] for part in parts]
-        metrics[name] = reduce.get(name.rpartition("_")[2], np.sum)(values, axis=0)
-    shares = metrics.pop("importance_ratio_histogram")
-    place = np.searchsorted(np.cumsum(shares), 0.99 * shares.sum())
-    metrics = {name: float(x) for name, x in metrics.items()}
-    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[min(place, len(LOG_RATIOS) - 1)]))
+        reduction = reductions.get(name.rpartition("_")[2], np.sum)
+        metrics[name] = reduction([part[name] for part in parts], axis=0)
+    counts = metrics.pop("importance_ratio_histogram")
     squared = metrics.pop("inference_recompute/ratio_squared")
-    share = metrics["inference_recompute/ratio"] ** 2 / max(squared, 1e-30)
-    return metrics | {"inference_recompute/effective_sample_share": share}
+    metrics = {name: float(x) for name, x in metrics.items()}
+    place = np.searchsorted(np.cumsum(counts), 0.99 * counts.sum())
+    place = min(place, len(LOG_RATIOS) - 1)
+    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[place]))
+    ratio = metrics["inference_recompute/ratio"]
+    metrics["inference_recompute/effective_sample_share"] = ratio**2 / max(float(squared), 1e-30)
+    return metrics
 
 
-def describe(config: ObjectiveConfig) -> str:
-    """The resolved objective in one line."""
+def describe_objective(config: ObjectiveConfig) -> str:
+    """Returns the resolved objective in one line."""
     text = f"minimise {config.loss_normalization} of {formula_of(OBJECTIVES[config.objective], config)}"
     if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
         text += " (GSPO is that of sequence_mean only)"
@@ -549,7 +672,7 @@ def describe(config: ObjectiveConfig) -> str:
 
 
 def formula_of(function: Callable, config: ObjectiveConfig) -> str:
-    """The function's formula with its numbers; its name, where it has none."""
+    """Returns the formula of a function with its numbers; its name, where it has none."""
     low, high = config.clip_range
     dual_clip = f", at most -{config.dual_clip:g} A where A < 0" if config.dual_clip else ""
     terms = {"low": f"{low:g}", "high": f"{high:g}", "fall": f"{low - 1:g}", "rise": f"{high - 1:g}"}

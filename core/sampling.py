@@ -2,8 +2,11 @@
 
     python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, else a few built-in prompts
 
-Letters: N prompts, G completions of each, B = N G rows, P prompt columns, T row length, V vocabulary, S sampler slots
-(rows that the device works on; rows leave as they finish).
+To change which token is drawn (a penalty, another truncation): the step of `decode_segment`.
+To change when a completion ends: `completion_end`. To change the order of work, or what is kept of a draw: `Sampler`.
+
+N prompts, G completions of each, B = N G rows, P prompt columns, A completion columns, T row length, S sampler slots:
+the device works on slots; compaction gives those of finished rows to others.
 """
 
 import sys
@@ -12,105 +15,139 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import json
 import os
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from threading import Event
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Bool, Float, Int, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int, PyTree, Shaped, UInt32
 
+from core.records import Completions
+from envs.base import ForcedAnswer
 from models import qwen3
-from models.checkpoint import find_model, load_model
-from models.distribution import MAX_SUPPORT, Distribution, log_softmax_at, uniform_numbers
+from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
+from models.names import Array, Key, Params, Weights
 from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
-from utils.devices.memory import out_of_memory
-from utils.devices.runtime import take_turns
-from utils.devices.sharding import Layout, LayoutConfig, ending_together, make_layout, on_each, single_device
-from utils.evaluation.chat import chat
-from utils.evaluation.tables import find_checkpoints
-from utils.metrics.logger import printable
-from utils.metrics.terminal import waiting
+from utils.devices.compilation import Programs
+from utils.devices.sharding import Layout, on_each, single_device
+from utils.devices.startup import ending_together
 from utils.settings.config import option, parse
 from utils.settings.errors import UserError, user_errors
-from utils.training.batching import Array, bucket, concatenate, round_up, survivors
+from utils.training.batching import bucket, concatenate, live_slots, round_up
 
-SEGMENT = 32  # decode steps between two looks of the host at what has finished
-CHAIN_BYTES = 1 << 27  # of weights, below which two chains of small products are faster than one on a CPU
+SEGMENT = 32  # decode steps between two transfers of the drawn tokens to the host
+Cache = PyTree[Array]  # keys and values of every layer: models/attention.py knows their layout
+CHAIN_BYTES = 1 << 27  # a model with fewer bytes of weights is sampled faster by two chains than by one on a CPU
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """Sampling."""
 
-    num_generation_tokens: int = option(-1, "completion limit, tokens; -1: the environment's")
-    force_answer_at: int = option(-1, "tokens before the limit where an answer is forced; 0: never, -1: environment's")
-    prompt_length: int = option(256, "longest prompt accepted, tokens")
-    temperature: float = option(1.0, "of sampling and of the policy that is trained; 0: greedy")
-    top_k: int = option(0, f"sample from the k likeliest tokens only, up to {MAX_SUPPORT}; 0: all")
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability")
-    min_p: float = option(0.0, "sample from tokens with at least this fraction of the likeliest one's probability")
-    kv_dtype: str = option(
-        "", "of the KV cache; int8: about half the memory and traffic, and probabilities that differ a little from "
-        "those that are trained (--importance_correction truncate)", ["", "int8"]
-    )  # fmt: skip
-    stop_strings: str = option("", "comma-separated texts or special tokens that end a completion")
-    inference_batch_per_device: int = option(64, "rows sampled at a time, per device")
+    num_generation_tokens: int = option(-1, "Most tokens in a completion; -1: the environment's limit", essential=True)
+    force_answer_at: int = option(
+        -1, "Number of tokens before the completion limit at which an answer is forced; 0: never, -1: the environment's"
+    )
+    prompt_length: int = option(
+        256,
+        "Most tokens in a prompt; problems of a data set with a longer prompt are left out, a longer prompt of any "
+        "other kind is an error",
+    )
+    temperature: float = option(
+        1.0,
+        "Softmax temperature of sampling, and of the policy that is trained; 0: greedy (evaluation only)",
+        essential=True,
+    )
+    top_k: int = option(0, f"Number of likeliest tokens that are sampled from, up to {MAX_SUPPORT}; 0: all")
+    top_p: float = option(
+        1.0, "Nucleus sampling: total probability of the likeliest tokens that are sampled from; 1: all"
+    )
+    min_p: float = option(
+        0.0, "Least probability of a token that is sampled, as a share of the likeliest token's; 0: all"
+    )
+    stop_strings: str = option("", "Texts or special tokens that end a completion, with commas between")
+    inference_batch_per_device: int = option(64, "Rows sampled at a time on each device", resumable=True)
 
     def __post_init__(self):
         if min(self.prompt_length, self.inference_batch_per_device, abs(self.num_generation_tokens)) < 1:
             raise UserError("--prompt_length, --inference_batch_per_device and --num_generation_tokens start at 1")
-        assert self.distribution  # which checks its own settings
+        self.distribution.describe()  # it checks its own settings when it is made
 
     @property
     def distribution(self) -> Distribution:
         return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-@dataclass(frozen=True)
-class ForcedAnswer:
-    """The beginning of an answer, written for a reply that comes near its limit without one."""
+class Drawn:
+    """Host arrays of the rows of a chain, filled segment by segment."""
 
-    start: str = "<answer>"
-    signs: tuple[str, ...] = ("<answer>",)  # texts that show that an answer has begun
-    opening: str = ""  # the end of the prompt, which the reply continues; it may have opened a think block
+    def __init__(self, num_rows: int, num_columns: int, support_size: int):
+        shape = num_rows, num_columns
+        self.tokens = np.zeros(shape, np.int32)
+        self.logprobs = np.zeros(shape, np.float32)
+        self.mask = np.zeros(shape, bool)
+        self.support = np.zeros((*shape, support_size), np.int32)
+        self.lengths = np.full(num_rows, num_columns)
+        self.done = np.zeros(num_rows, bool)
+        self.slot_steps = np.zeros(num_rows)
 
-    def text_after(self, reply: str) -> str:
-        """Returns what to write after this reply, on a new line; empty where it has begun its answer."""
-        text = self.opening + reply
-        if any(sign in text for sign in self.signs):
-            return ""
-        if text.rfind("<think>") > text.rfind("</think>"):
-            return "</think>\n" + self.start
-        return self.start if text.endswith("\n") else "\n" + self.start
+    def add_segment(
+        self, slots: Int[np.ndarray, "S"], start: int, forced: Int[np.ndarray, "S s"], results: Sequence[np.ndarray]
+    ) -> Int[np.ndarray, "R"]:
+        """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
+        tokens, logprobs, support = results
+        places = np.flatnonzero(slots >= 0)
+        places = places[~self.done[slots[places]]]
+        rows = slots[places]
+        columns = slice(start, start + tokens.shape[1])
+        self.slot_steps[rows] += tokens.size / len(rows)
+        self.tokens[rows, columns] = tokens[places]
+        self.logprobs[rows, columns] = logprobs[places]
+        self.support[rows, columns] = support[places]
+        self.mask[rows, columns] = forced[places] < 0
+        return rows
 
+    def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
+        """Returns each row's completion behind its prompt, number `owner` of `prompts`."""
+        prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
+        lengths = prompt_lengths + self.lengths
+        columns = np.arange(lengths.max()) - prompt_lengths[:, None]  # 0: the first of the completion
+        is_completion = (columns >= 0) & (columns < self.lengths[:, None])
+        source = np.clip(columns, 0, self.tokens.shape[1] - 1)
 
-@struct.dataclass
-class Rollouts:
-    """Prompts with their completions, right-padded; every [B, T] array speaks of the token in its own column."""
+        def behind_prompt(x: np.ndarray) -> np.ndarray:
+            axes = (...,) + (None,) * (x.ndim - 2)
+            moved = np.take_along_axis(x, source[axes], axis=1)
+            return np.where(is_completion[axes], moved, np.zeros((), x.dtype))
 
-    tokens: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]  # tokens that the policy chose: completion with its stop token, without forced tokens
-    logprobs: Float[Array, "B T"]  # of each completion token under the distribution it was drawn from, nats
-    lengths: Int[Array, "B"]  # prompt + completion
-    prompt_lengths: Int[Array, "B"]
-    finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
-    slot_steps: Float[Array, "B"]  # its share of the decode steps of all slots; its length where no slot was idle
-    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, -1 fills up; None: all
+        tokens = behind_prompt(self.tokens)
+        for row, i in enumerate(owner):
+            tokens[row, : len(prompts[i])] = prompts[i]
+        return Completions(
+            tokens,
+            behind_prompt(self.mask),
+            behind_prompt(self.logprobs),
+            lengths,
+            prompt_lengths,
+            self.done,
+            self.slot_steps,
+            behind_prompt(self.support) if self.support.size else None,
+        )
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How to sample: hashable, so itself the static argument of jit.
+    """Draws completions of prompts.
 
-    The key of a draw is made from (key, task id, number of the sample, token), so that what is drawn depends neither on
-    the batch it stands in, nor on its place there, nor on compaction or the number of devices.
+    The key of a draw is made from (key, draw id of the prompt, number of the sample, token), so that what is drawn
+    depends neither on the batch that the row is in, nor on its place there, nor on compaction or the number of devices.
     """
 
     model: Qwen
@@ -118,192 +155,353 @@ class Sampler:
     stop_ids: tuple[int, ...]
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
-    force_answer_at: int = 0
-    forced_answer: ForcedAnswer = field(default=ForcedAnswer(), compare=False)
+    force_answer_at: int = 0  # tokens before the limit
+    forced_answer: ForcedAnswer = ForcedAnswer()
     max_prompt_tokens: int = 1 << 30
     compact: bool = True
     segment: int = SEGMENT
     prompt_columns: int = 0  # prompts are padded to at least so many
-    tokenizer: Tokenizer | None = field(default=None, compare=False)  # for stop strings and forced answers
-    layout: Layout = field(default_factory=single_device, compare=False)
-    # Told after each segment: the first row of those it speaks of, their tokens, columns drawn, lengths.
-    watch: Callable[[int, Array, int, Array], None] | None = field(default=None, compare=False)
+    tokenizer: Tokenizer | None = None  # for stop strings and forced answers
+    layout: Layout = field(default_factory=single_device)
+    # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
+    on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
 
-    def __call__(self, params, prompts: list[list[int]], ids: Int[Array, "N"], num_samples: int, key) -> Rollouts:
-        """Draws `num_samples` completions of each prompt; rows of a prompt stand side by side.
+    def load_weights(self, params: Params) -> Weights:
+        """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop."""
+        policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
+        return decode_weights(self.model, self.layout, policy)
+
+    def generate(
+        self, weights: Weights, prompts: Sequence[list[int]], draw_ids: Int[Array, "N"], num_samples: int, key: Key
+    ) -> Completions:
+        """Draws `num_samples` completions of each prompt; rows of a prompt are adjacent.
+
+        `draw_ids` tell the prompts' draws apart: numbers of tasks, or places in a run where a task may come twice.
 
         Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
         """
-        for i, prompt in zip(ids, prompts, strict=True):
+        for i, prompt in zip(draw_ids, prompts, strict=True):
             if not 0 < len(prompt) <= self.max_prompt_tokens:
                 raise UserError(
-                    f"prompt of task {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
+                    f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
-        N, G = len(prompts), num_samples
-        keys = np.asarray(row_keys(key, np.repeat(np.asarray(ids), G), np.tile(np.arange(G), N)))
-        weights = rollout_weights(self.model, params, self.layout)
-        P, part = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1)), N // self.num_chains(N)
-        parts = [slice(first, first + part) for first in range(0, N, part)]
-        chains = [self.draw(weights, prompts[each], P, keys.reshape(N, G, 2)[each], each.start * G) for each in parts]
-        return concatenate(take_turns(chains))
+        num_prompts = len(prompts)
+        samples = np.tile(np.arange(num_samples), num_prompts)
+        keys = np.asarray(row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples))
+        num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
+        size = num_prompts // self.num_chains(num_prompts)
+        cancelled = Event()
+
+        def run_chain(start: int) -> Completions:
+            end = start + size
+            chain_keys = keys[start * num_samples : end * num_samples]
+            return Chain(self, weights, prompts[start:end], chain_keys, num_columns, start * num_samples).run(cancelled)
+
+        starts = range(0, num_prompts, size)
+        if len(starts) == 1:
+            return run_chain(0)
+        with ThreadPoolExecutor(len(starts)) as pool:
+            try:
+                return concatenate(list(pool.map(run_chain, starts)))
+            finally:  # an error or a signal in this thread ends the chains with their segments
+                cancelled.set()
 
     def num_chains(self, num_prompts: int) -> int:
-        """Equal parts of a batch that are sampled side by side.
+        """Returns into how many equal parts a batch is cut that are sampled at the same time.
 
-        On a CPU the products of a token are too small for several cores: two chains of them, each waiting for itself
-        only, take a quarter less time. Weights that no cache holds would be read twice as often.
+        On a CPU the products of a token are too small for several cores: two chains that compute at the same time take
+        a quarter less time. Weights that are larger than the CPU's cache would be read twice as often.
         """
         is_alone = self.layout.is_cpu and self.layout.mesh.size == 1 and (os.cpu_count() or 1) > 1
         is_small = 4 * self.model.num_parameters < CHAIN_BYTES
         return 2 if is_alone and is_small and num_prompts % 2 == 0 else 1
 
-    def draw(
-        self, weights, prompts: list[list[int]], P: int, keys: UInt32[Array, "N G 2"], first: int
-    ) -> Generator[Any, None, Rollouts]:
-        """Draws the completions of some prompts, the first of which is row `first`; yields what it waits for."""
-        layout, (N, G, _) = self.layout, keys.shape
-        B, owner = N * G, np.repeat(np.arange(N), G)  # prompt of each row
-        keys, last = keys.reshape(B, 2), np.array([prompt[-1] for prompt in prompts], np.int32)[owner]
-        tokens = np.zeros((B, self.max_new_tokens), np.int32)
-        logprobs, mask = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
-        support = np.zeros((*tokens.shape, self.distribution.support_size(self.model.vocab_size)), np.int32)
-        lengths, done, slot_steps = np.full(B, self.max_new_tokens), np.zeros(B, bool), np.zeros(B)
-
-        # The first decode step reads a prompt's last token; the others are read here, once for the group.
-        filled = np.resize(np.arange(N), round_up(N, layout.row_shards))  # some twice
-        starts = np.array([P + 1 - len(prompts[i]) for i in filled], np.int32)
-        padded = np.stack([np.pad(prompts[i][:-1], (P + 1 - len(prompts[i]), 0)) for i in filled]).astype(np.int32)
-        prefix = prefill(self.model, weights, *layout.put((padded, starts)))
-        slots = (filled[:, None] * G + np.arange(G)).ravel()  # row of each slot
-        caches, num_caches, width, t = prefix, len(filled), 0, 0  # its columns will be overwritten; tokens drawn
-        for steps in self.segments():
-            if done.all():
-                break
-            while self.compact and len(kept := survivors(slots, done, layout.row_shards)) < len(slots):
-                # Who is left shares little: from now on each row has its own copy of the prompt.
-                shared = kept // (len(slots) // len(starts))
-                slots, starts, num_caches = slots[kept], starts[shared], len(kept)
-                prefix, caches = (regroup(x, layout.put(np.int32(rows)), n)
-                                  for x, rows, n in ((prefix, shared, P), (caches, kept, width)))  # fmt: skip
-            if t + steps > width:
-                width, source = bucket(t + steps), np.arange(len(slots)) * num_caches // len(slots)
-                caches, num_caches = regroup(caches, layout.put(np.int32(source)), width), len(slots)
-            forced = self.forced_tokens(slots, tokens, t, steps)
-            state = layout.put((starts, last[slots], keys[slots], forced))
-            caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(t), *state)
-            slot_steps[~done] += steps * len(slots) / (~done).sum()
-
-            yield drawn
-            drawn, scores, ids_drawn_from = layout.fetch(drawn)
-            rows, at = np.unique(slots, return_index=True)
-            rows, at = rows[~done[rows]], at[~done[rows]]
-            tokens[rows, t : t + steps], logprobs[rows, t : t + steps] = drawn[at], scores[at]
-            support[rows, t : t + steps] = ids_drawn_from[at]
-            mask[rows, t : t + steps] = forced[at] < 0
-            last[rows] = drawn[at, -1]
-            for row in rows:
-                if end := self.end_of(tokens[row], t, t + steps):
-                    lengths[row], done[row] = end, True
-            t += steps
-            if self.watch:
-                self.watch(first, tokens, t, lengths)
-
-        columns = tokens, mask, logprobs, support if support.size else None
-        return assemble(prompts, owner, lengths, done, slot_steps, *columns)
-
-    def rehearse(self, params, num_prompts: int, num_samples: int) -> None:
-        """Runs, on zeros, all programs that a call for so many prompts of `prompt_columns` tokens can need."""
-        layout, shards, P = self.layout, self.layout.row_shards, self.prompt_columns
-        N = round_up(num_prompts // self.num_chains(num_prompts), shards)
-        steps, ends = self.segments(), np.cumsum(self.segments()).tolist()
-        shapes = list(dict.fromkeys(zip(steps, map(bucket, ends), strict=True)))  # steps and columns of each segment
-
-        def zeros(*shape: int, dtype=np.int32):
-            return layout.put(np.zeros(shape, dtype))
-
-        row_keys(jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
-        weights = rollout_weights(self.model, params, layout)
-        caches = prefix = prefill(self.model, weights, zeros(N, P), zeros(N))
-        num_prefixes, size, width = N, N * num_samples, 0
-        while True:
-            fewer = len(survivors(np.arange(size), np.ones(size, bool), shards)) if self.compact else size
-            smaller = None
-            for steps, needed in shapes:
-                if needed > width:
-                    caches, width = regroup(caches, zeros(size), needed), needed
-                state = zeros(num_prefixes), zeros(size), zeros(size, 2, dtype=np.uint32), zeros(size, steps)
-                caches, *drawn = decode_segment(self, weights, prefix, caches, np.int32(0), *state)
-                layout.fetch(drawn)
-                if fewer < size:
-                    compacted = regroup(caches, zeros(fewer), width)
-                    smaller = smaller or compacted
-            if fewer == size:
-                break
-            prefix, caches, width = regroup(prefix, zeros(fewer), P), smaller, shapes[0][1]
-            num_prefixes = size = fewer
-
     def segments(self) -> list[int]:
-        """Lengths of the decode segments, a few equal ones up to the forced answer and then to the limit."""
+        """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit."""
         lengths = []
-        for part in filter(None, (self.max_new_tokens - self.force_answer_at, self.force_answer_at)):
-            steps = -(-part // -(-part // self.segment))
-            lengths += [min(steps, part - start) for start in range(0, part, steps)]
+        for num_tokens in (self.max_new_tokens - self.force_answer_at, self.force_answer_at):
+            if num_tokens:
+                num_segments = -(-num_tokens // self.segment)
+                steps = -(-num_tokens // num_segments)
+                lengths += [min(steps, num_tokens - start) for start in range(0, num_tokens, steps)]
         return lengths
 
-    def forced_tokens(self, slots, tokens, t: int, steps: int) -> Int[Array, "S steps"]:
-        """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
-        forced = np.full((len(slots), steps), -1, np.int32)
-        if self.force_answer_at and t == self.max_new_tokens - self.force_answer_at:
-            for i, row in enumerate(slots):
-                text = self.forced_answer.text_after(self.tokenizer.decode(tokens[row, :t]))
-                ids = self.tokenizer.encode(text)[:steps]
-                forced[i, : len(ids)] = ids
-        return forced
+    def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
+        """Returns the completion's length where these columns hold a stop token or complete a stop string."""
+        is_stop = np.isin(tokens[start:stop], self.stop_ids)
+        end = start + int(np.argmax(is_stop)) + 1 if is_stop.any() else None
+        last = end or stop
+        if self.has_stop_string(tokens[:last]):
+            return next(n for n in range(start + 1, last + 1) if self.has_stop_string(tokens[:n]))
+        return end
 
-    def end_of(self, tokens: Int[Array, "A"], start: int, stop: int) -> int | None:
-        """Completion length where these columns bring a stop token or complete a stop string."""
-        ends = np.flatnonzero(np.isin(tokens[start:stop], self.stop_ids))[:1] + start + 1
-        last = int(ends[0]) if ends.size else stop
-        if self.stop_strings and self.holds_stop_string(tokens[:last]):
-            return next(n for n in range(start + 1, last + 1) if self.holds_stop_string(tokens[:n]))
-        return last if ends.size else None
-
-    def holds_stop_string(self, tokens) -> bool:
+    def has_stop_string(self, tokens: Int[np.ndarray, "A"]) -> bool:
+        """True if the text of these tokens holds a stop string."""
+        if not self.stop_strings:
+            return False
         text = self.tokenizer.decode(tokens)
         return any(stop in text for stop in self.stop_strings)
 
+    def programs(self, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
+        """Yields each program that `generate` can need for so many prompts of `prompt_columns` tokens, and its shapes.
 
-def assemble(prompts, owner, lengths, finished, slot_steps, tokens, mask, logprobs, support) -> Rollouts:
-    """Puts each row's completion, the arrays [B, A, ...], behind its prompt."""
-    prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
-    columns = np.arange((prompt_lengths + lengths).max()) - prompt_lengths[:, None]  # 0: the completion's first
-    is_completion, source = (columns >= 0) & (columns < lengths[:, None]), np.clip(columns, 0, tokens.shape[1] - 1)
+        `params`: arrays or their shapes. The shapes of a program's results come back from the yield.
+        """
+        policy = {name: params[name] for name in self.model.parameter_table()}
+        yield row_keys, (jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
+        weights = yield decode_weights, (self.model, self.layout, policy)
+        size = round_up(num_prompts // self.num_chains(num_prompts), self.layout.row_shards)
+        starts = row_shape(self.layout, size)
+        prompts = row_shape(self.layout, size, self.prompt_columns)
+        prompt_cache = cache = yield prefill, (self.model, weights, prompts, starts)
+        width, num_slots = 0, size * num_samples
+        while num_slots:
+            smaller = self.num_slots_after(num_slots)
+            compacted = None
+            for steps, needed in dict.fromkeys(self.segment_shapes()):
+                slots = row_shape(self.layout, num_slots)
+                if needed > width:
+                    cache = yield gather_cache, (cache, slots, needed)
+                    width = needed
+                keys = row_shape(self.layout, num_slots, 2, dtype=np.uint32)
+                forced = row_shape(self.layout, num_slots, steps)
+                settings = self.model, self.distribution, self.force_answer_at > 0
+                state = np.int32(0), starts, slots, keys, forced
+                cache, *_ = yield decode_segment, (*settings, weights, prompt_cache, cache, *state)
+                if smaller:
+                    gathered = yield gather_cache, (cache, row_shape(self.layout, smaller), width)
+                    compacted = compacted or (gathered, width)
+            if smaller:
+                starts = row_shape(self.layout, smaller)
+                prompt_cache = yield gather_cache, (prompt_cache, starts, self.prompt_columns)
+                cache, width = compacted
+            num_slots = smaller
 
-    def place(x):
-        each = (...,) + (None,) * (x.ndim - 2)
-        return np.where(is_completion[each], np.take_along_axis(x, source[each], axis=1), np.zeros((), x.dtype))
+    def segment_shapes(self) -> list[tuple[int, int]]:
+        """Returns the steps of each segment and the columns of the cache in it."""
+        steps = self.segments()
+        return list(zip(steps, map(bucket, np.cumsum(steps).tolist()), strict=True))
 
-    rows = place(tokens)
-    for row, prompt in zip(rows, (prompts[i] for i in owner), strict=True):
-        row[: len(prompt)] = prompt
-    support = None if support is None else place(support)
-    lengths = prompt_lengths + lengths
-    return Rollouts(rows, place(mask), place(logprobs), lengths, prompt_lengths, finished, slot_steps, support)
+    def num_slots_after(self, num_slots: int) -> int:
+        """Returns the slots that a compaction leaves of so many; 0: there is none."""
+        all_done = np.ones(num_slots, bool)
+        kept = live_slots(np.arange(num_slots), all_done, self.layout.row_shards) if self.compact else None
+        return 0 if kept is None else len(kept)
+
+
+class Chain:
+    """The completions of some prompts while they are drawn: slots on the device, rows on the host."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        num_columns: int,
+        row_offset: int,
+    ):
+        self.sampler, self.layout = sampler, sampler.layout
+        self.weights, self.prompts = weights, prompts
+        self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
+        num_prompts, num_rows = len(prompts), len(keys)
+        group_size = num_rows // num_prompts
+        support_size = sampler.distribution.support_size(sampler.model.vocab_size)
+        self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size)
+        self.owner = np.repeat(np.arange(num_prompts), group_size)  # prompt of each row
+        self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
+
+        # The prompts' shards are filled up with empty slots, which compute for prompt -1 and are never read.
+        padded = np.arange(round_up(num_prompts, self.layout.row_shards))
+        padded[num_prompts:] = -1
+        rows = padded[:, None] * group_size + np.arange(group_size)
+        self.slots = np.where(padded[:, None] < 0, -1, rows).ravel()  # row of each slot
+        lengths = np.array([len(prompt) for prompt in prompts])
+        self.starts = np.int32(num_columns + 1 - lengths[padded])  # first column of each prompt
+        self.prompt_cache = self.prefill(padded)
+        self.cache = self.prompt_cache
+        self.width = 0  # columns of the cache for completions
+
+    def prefill(self, padded: Int[np.ndarray, "N"]) -> Cache:
+        """Returns the cache of all prompt tokens but the last, which the first decode step reads."""
+        tokens = np.zeros((len(padded), self.num_columns), np.int32)
+        for row, i in zip(tokens, padded, strict=True):
+            prompt = self.prompts[i]
+            row[self.num_columns + 1 - len(prompt) :] = prompt[:-1]
+        return prefill(self.sampler.model, self.weights, *self.layout.put((tokens, self.starts)))
+
+    def run(self, cancelled: Event) -> Completions:
+        """Draws segments until all rows are done."""
+        start = 0
+        for steps in self.sampler.segments():
+            if self.drawn.done.all() or cancelled.is_set():
+                break
+            if self.sampler.compact:
+                self.compact()
+            self.grow(start + steps)
+            self.decode(start, steps)
+            start += steps
+        return self.drawn.completions(self.prompts, self.owner)
+
+    def compact(self) -> None:
+        """Gives up the slots of rows that are done, as long as half of the slots hold the others."""
+        while (kept := live_slots(self.slots, self.drawn.done, self.layout.row_shards)) is not None:
+            # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
+            slots_per_prompt = len(self.slots) // len(self.starts)
+            owner = kept // slots_per_prompt
+            self.slots = np.where(kept < 0, -1, self.slots[kept])
+            self.starts = self.starts[owner]
+            self.prompt_cache = gather_cache(self.prompt_cache, self.layout.put(np.int32(owner)), self.num_columns)
+            self.cache = gather_cache(self.cache, self.layout.put(np.int32(kept)), self.width)
+
+    def grow(self, num_tokens: int) -> None:
+        """Widens the cache where so many tokens need it.
+
+        The first one is gathered from the prompts' cache, one row for each slot: so it is sharded like that one on
+        every mesh. What the columns hold before a token is written there is masked.
+        """
+        if bucket(num_tokens) <= self.width:
+            return
+        self.width = bucket(num_tokens)
+        num_slots = len(self.slots)
+        num_cache_rows = len(jax.tree.leaves(self.cache)[0])
+        source = np.arange(num_slots) * num_cache_rows // num_slots
+        self.cache = gather_cache(self.cache, self.layout.put(np.int32(source)), self.width)
+
+    def decode(self, start: int, steps: int) -> None:
+        """Draws the tokens number `start` to `start + steps` of all slots, and notes which rows are done."""
+        sampler, drawn = self.sampler, self.drawn
+        forced = self.forced_tokens(start, steps)
+        rows = np.maximum(self.slots, 0)
+        state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
+        settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
+        arguments = self.weights, self.prompt_cache, self.cache, np.int32(start), *state
+        self.cache, *results = decode_segment(*settings, *arguments)
+        results = self.layout.fetch(results)
+        end = start + steps
+        for row in drawn.add_segment(self.slots, start, forced, results):
+            length = sampler.completion_end(drawn.tokens[row], start, end)
+            if length:
+                drawn.lengths[row] = length
+                drawn.done[row] = True
+        self.last_tokens = drawn.tokens[:, end - 1]
+        if sampler.on_segment:
+            sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
+
+    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
+        """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
+        sampler = self.sampler
+        forced = np.full((len(self.slots), steps), -1, np.int32)
+        if not sampler.force_answer_at or start != sampler.max_new_tokens - sampler.force_answer_at:
+            return forced
+        for slot in np.flatnonzero(self.slots >= 0):
+            reply = sampler.tokenizer.decode(self.drawn.tokens[self.slots[slot], :start])
+            answer = sampler.tokenizer.encode(sampler.forced_answer.text_after(reply))
+            forced[slot, : len(answer)] = answer[:steps]
+        return forced
+
+
+def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that is cut by rows."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
 
 
 @jax.jit
-def row_keys(key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
-    """The key of each row, as plain numbers."""
-    return jax.random.key_data(jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(ids, samples))
+def row_keys(key: Key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
+    """Returns the key of each row, as plain numbers."""
+
+    def row_key(i: Int[Array, ""], sample: Int[Array, ""]) -> Key:
+        return jax.random.fold_in(jax.random.fold_in(key, i), sample)
+
+    return jax.random.key_data(jax.vmap(row_key)(ids, samples))
 
 
-def rollout_weights(model: Qwen, params, layout: Layout):
-    """The weights as sampling reads them, cast and laid out once a call: left to the loop it would be every token."""
-    table = model.unstacked_table()
-    shardings = jax.tree.map(lambda spec: layout.sharding(*spec, rollout=True), table, is_leaf=qwen3.is_spec)
-    policy = {name: params[name] for name in table}  # without a critic
-    return jax.jit(qwen3.unstack, static_argnums=0, out_shardings=shardings)(model, policy)
+@partial(jax.jit, static_argnums=(0, 1))
+def decode_weights(model: Qwen, layout: Layout, params: Params) -> Weights:
+    """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it."""
+    shardings = jax.tree.map(
+        lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=qwen3.is_spec
+    )
+    return jax.lax.with_sharding_constraint(qwen3.decode_weights(model, params), shardings)
+
+
+@partial(jax.jit, static_argnums=0)
+def prefill(
+    model: Qwen, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]
+) -> Cache:
+    """Returns the cache of left-padded prompts."""
+    return qwen3.prefill(model, weights, tokens, starts)
+
+
+@partial(jax.jit, static_argnums=2)
+def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
+    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
+
+    A slot's row is on its own device, where the remainder of `source` is its local number: a gather over all devices
+    would make caches whole on each.
+    """
+
+    def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:
+        caches, source = state
+
+        def gather_rows(x: Shaped[Array, "R K C D"]) -> Shaped[Array, "S K W D"]:
+            x = x[source % len(x), :, :width]
+            missing = max(0, width - x.shape[2])
+            return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
+
+        return jax.tree.map(gather_rows, caches)
+
+    return on_each(jax.typeof(source).sharding.mesh, gather, None, (caches, source))
+
+
+Segment = tuple[Cache, Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"]]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def decode_segment(
+    model: Qwen,
+    distribution: Distribution,
+    is_forcing: bool,
+    weights: Weights,
+    prompt_cache: Cache,
+    cache: Cache,
+    start: Int[Array, ""],
+    starts: Int[Array, "N"],
+    last_tokens: Int[Array, "S"],
+    keys: UInt32[Array, "S 2"],
+    forced: Int[Array, "S s"],
+) -> Segment:
+    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
+
+    Returns the cache, the tokens, their log-probabilities, and the ids that they were drawn from. `forced` tokens (-1:
+    none) are written in place of drawn ones.
+    """
+    S, num_steps = forced.shape
+    # All at once: in the loop it would be twenty small programs for a token.
+    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), start + jnp.arange(num_steps))
+
+    def step(i: Int[Array, ""], state: tuple) -> tuple:
+        cache, last, tokens, logprobs, support = state
+        logits, cache = qwen3.decode(model, weights, prompt_cache, cache, last, start + i, starts)
+        token, logprob, ids = distribution.draw(logits, uniforms[i])
+        if is_forcing:
+            force = forced[:, i]
+            is_forced = force >= 0
+            token = jnp.where(is_forced, force, token)
+            forced_logprob, _ = distribution.logprobs(logits, jnp.maximum(force, 0))
+            logprob = jnp.where(is_forced, forced_logprob, logprob)
+        token = token.astype(jnp.int32)
+        tokens, logprobs = tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
+        return cache, token, tokens, logprobs, support.at[:, i].set(ids)
+
+    tokens = jnp.zeros((S, num_steps), jnp.int32)
+    logprobs = jnp.zeros((S, num_steps), jnp.float32)
+    support = jnp.zeros((S, num_steps, distribution.support_size(model.vocab_size)), jnp.int32)
+    # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
+    state = cache, last_tokens, tokens, logprobs, support
+    cache, _, tokens, logprobs, support = jax.lax.fori_loop(0, num_steps, step, state)
+    return cache, tokens, logprobs, support
 
 
 def make_sampler(
@@ -312,17 +510,27 @@ def make_sampler(
     tokenizer: Tokenizer,
     layout: Layout,
     max_new_tokens: int,
-    force_at: int,
-    forced_answer: ForcedAnswer = ForcedAnswer(),
+    force_answer_at: int = 0,
+    forced_answer: ForcedAnswer = ForcedAnswer(),  # noqa: B008 (frozen)
 ) -> Sampler:
     """Returns the sampler that these settings ask for."""
-    if not 0 <= force_at < max_new_tokens:
-        raise UserError(f"--force_answer_at {force_at} must be below the {max_new_tokens} tokens of a completion")
+    if not 0 <= force_answer_at < max_new_tokens:
+        raise UserError(
+            f"--force_answer_at {force_answer_at} must be below the {max_new_tokens} tokens of a completion"
+        )
     stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
     return Sampler(
-        model, max_new_tokens, stop_ids, config.distribution, stop_strings, force_at, forced_answer,
-        config.prompt_length, tokenizer=tokenizer, layout=layout,
-    )  # fmt: skip
+        model,
+        max_new_tokens,
+        stop_ids,
+        config.distribution,
+        stop_strings,
+        force_answer_at,
+        forced_answer,
+        config.prompt_length,
+        tokenizer=tokenizer,
+        layout=layout,
+    )
 
 
 def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -331,7 +539,8 @@ def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[
     A special token counts by its id, since it is not part of the text that is searched for stop strings.
     Raises: UserError for a stop string that holds a special token and more.
     """
-    stop_ids, stop_strings, special_ids = [*tokenizer.stop_ids], [], tokenizer.special_ids
+    stop_ids, stop_strings = [*tokenizer.stop_ids], []
+    special_ids = tokenizer.special_ids
     for stop in filter(None, text.split(",")):
         special = next((token for token in special_ids if token in stop), None)
         if special is None:
@@ -346,123 +555,8 @@ def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[
     return tuple(dict.fromkeys(stop_ids)), tuple(stop_strings)
 
 
-@partial(jax.jit, static_argnums=0)
-def prefill(model: Qwen, weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]):
-    """The cache of left-padded prompts."""
-    return qwen3.prefill(model, weights, tokens, starts)
-
-
-@partial(jax.jit, static_argnums=2)
-def regroup(caches, source: Int[Array, "S"], width: int):
-    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
-
-    Each of them stays on its device: gathered from all, caches would be whole on each device.
-    """
-
-    def move(_, state):
-        caches, source = state
-
-        def one(x):
-            x = x[source % len(x), :, :width]
-            return jnp.pad(x, ((0, 0), (0, 0), (0, max(0, width - x.shape[2])), (0, 0)))
-
-        return jax.tree.map(one, caches)
-
-    return on_each(jax.typeof(source).sharding.mesh, move, None, (caches, source))
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def decode_segment(sampler: Sampler, weights, prefix, caches, t, starts, last, keys, forced: Int[Array, "S steps"]):
-    """Draws tokens number t, t + 1, ... for each slot, after its token `last`.
-
-    Returns the cache, tokens [S, steps], their log-probabilities, and the ids that they were drawn from.
-    """
-    # All at once: in the loop it would be twenty small programs for a token.
-    uniforms = uniform_numbers(jax.random.wrap_key_data(keys), t + jnp.arange(forced.shape[1]))
-
-    def step(i, state):
-        caches, last, tokens, logprobs, support = state
-        logits, caches = qwen3.decode(sampler.model, weights, prefix, caches, last, t + i, starts)
-        drawn, scores, ids = sampler.distribution.draw(logits, uniforms[i])
-        if sampler.force_answer_at:
-            force = forced[:, i]
-            truth = log_softmax_at(logits / (sampler.distribution.temperature or 1.0), jnp.maximum(force, 0))
-            drawn, scores = jnp.where(force < 0, drawn, force), jnp.where(force < 0, scores, truth)
-        drawn = drawn.astype(jnp.int32)
-        return caches, drawn, tokens.at[:, i].set(drawn), logprobs.at[:, i].set(scores), support.at[:, i].set(ids)
-
-    outputs = jnp.zeros(forced.shape, jnp.int32), jnp.zeros(forced.shape, jnp.float32)
-    outputs += (jnp.zeros((*forced.shape, sampler.distribution.support_size(sampler.model.vocab_size)), jnp.int32),)
-    # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    caches, _, *outputs = jax.lax.fori_loop(0, forced.shape[1], step, (caches, last, *outputs))
-    return caches, *outputs
-
-
-@dataclass(frozen=True)
-class Command(SamplingConfig, LayoutConfig):
-    """Prompts and output."""
-
-    ckpt_dir: str = option("models/tiny", "Hugging Face folder, hub id or run folder (its last step)")
-    prompts: str = option("", 'JSONL file of {"prompt": text} or {"messages": [...]}; empty: a few built-in prompts')
-    json: str = option("", "JSONL file to write: the same rows with the completions")
-    raw: bool = option(False, "continue plain prompts as they are, without chat template")
-    thinking: bool = option(False, "let Qwen3 think first")
-    num_samples: int = option(1, "completions of each prompt")
-    seed: int = option(0, "of the draws")
-    dtype: str = option("", "of the matmuls; empty: bfloat16, float32 on CPU", ["", "bfloat16", "float32"])
-
-
-PROMPTS = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
-
-
-def read_prompts(path: str) -> list[dict]:
-    """The rows of a JSONL file, each with "prompt" or "messages"."""
-    lines = Path(path).expanduser().read_text().splitlines()
-    rows = [json.loads(line) for line in lines if line.strip()]
-    for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}:
-            raise UserError(f'{path}: row {i} has neither "prompt" nor "messages"')
-    return rows
-
-
-def main(config: Command):
-    with user_errors():
-        layout = make_layout(config)
-        rows = read_prompts(config.prompts) if config.prompts else [{"prompt": prompt} for prompt in PROMPTS]
-        given = {"param_dtype": config.dtype, "kv_dtype": config.kv_dtype}
-        _, folder = find_checkpoints(config.ckpt_dir, find_model)[-1]  # the last one of a run folder
-        model, params, tokenizer = load_model(folder, layout, config.dtype, **given)
-        limit = 256 if config.num_generation_tokens < 0 else config.num_generation_tokens
-        sampler = make_sampler(config, model, tokenizer, layout, limit, max(0, config.force_answer_at))
-    if not config.prompts and not config.json and sys.stdin.isatty() and sys.stdout.isatty():
-        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
-        return chat(sampler, params, jax.random.key(config.seed), config.thinking)
-    with user_errors():
-        prompts = [
-            tokenizer.encode(row["prompt"]) if config.raw and "prompt" in row
-            else tokenizer.chat(row.get("messages") or [{"role": "user", "content": row["prompt"]}], config.thinking)
-            for row in rows
-        ]  # fmt: skip
-    out, G = [], config.num_samples
-    per_call = max(1, config.inference_batch_per_device * layout.row_shards // G)
-    for start in range(0, len(rows), per_call):
-        ids = np.arange(start, min(start + per_call, len(rows)))
-        memory = out_of_memory("inference_batch_per_device", config.inference_batch_per_device)
-        with waiting("sampling", len(ids) * G, "rows") as wait, user_errors(), memory:
-            each = replace(sampler, watch=partial(wait.watch, start * G))
-            r = each(params, [prompts[i] for i in ids], ids, G, jax.random.key(config.seed))
-        for b, i in enumerate(np.repeat(ids, G)):
-            completion = slice(int(r.prompt_lengths[b]), int(r.lengths[b]))
-            drawn, logprobs = r.tokens[b, completion].tolist(), r.logprobs[b, completion].tolist()
-            drawn = {"tokens": drawn, "logprobs": logprobs, "text": tokenizer.decode(drawn)}
-            out.append(rows[i] | {"prompt_tokens": prompts[i]} | drawn | {"finished": bool(r.finished[b])})
-    if layout.is_main and config.json:
-        Path(config.json).expanduser().write_text("".join(json.dumps(row) + "\n" for row in out))
-    elif layout.is_main:
-        for row in out:
-            print(f"{'#' * 25} {printable(tokenizer.decode(row['prompt_tokens']))}\n{printable(row['text'])}")
-
-
 if __name__ == "__main__":
-    with ending_together():
-        main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"})[0])
+    from core.chat import Command, main
+
+    with ending_together(), user_errors():
+        main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))

@@ -35,7 +35,7 @@ ENVS = {
 
 
 def make_env(name: str, **options: Value) -> Env:
-    """The environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
+    """Returns the environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
 
     Its options are those of its constructor, and those of `Style`, which every environment takes. Raises UserError for
     a name that is not in the table, and for an option that the environment does not take.
@@ -44,7 +44,7 @@ def make_env(name: str, **options: Value) -> Env:
     env_class, preset = find_class(name)
     if split not in env_class.splits:
         raise UserError(f"environment {base_name} has no -{split}: its splits are {', '.join(env_class.splits)}")
-    style = {field.name: options.pop(field.name) for field in dataclasses.fields(Style) if field.name in options}
+    style = {name: options.pop(name) for name in style_names() if name in options}
     check_options(base_name, env_class, options)
     check_options(base_name, Style, style)
     env = env_class(split=split, **{**preset, **options})
@@ -75,23 +75,29 @@ def test_name(name: str, default: str = "test") -> str:
 def option_names(name: str) -> set[str]:
     """Returns the options that an environment takes. Raises UserError for an unknown name."""
     env_class, _ = find_class(name)
-    own = inspect.signature(env_class).parameters
-    return {*own, *(field.name for field in dataclasses.fields(Style))} - {"split"}
+    names = {*inspect.signature(env_class).parameters, *style_names()}
+    return names - {"split"}
+
+
+def style_names() -> list[str]:
+    """Returns the options of `Style`."""
+    return [field.name for field in dataclasses.fields(Style)]
 
 
 def parse_options(text: str, flag: str = "--env_options") -> Options:
-    """Options as typed on a command line: "numbers=3,prompt=bare" gives {"numbers": 3, "prompt": "bare"}."""
+    """Returns options of a command line: "numbers=3,prompt=bare" gives {"numbers": 3, "prompt": "bare"}."""
     options = {}
     for item in filter(None, map(str.strip, text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
+        key, equals, value = item.partition("=")
+        key = key.strip()
         if not key or not equals or key in options:
             raise UserError(f"{flag} {text!r}: {item!r} is not a new key=value")
-        options[key] = parse_value(value)
+        options[key] = parse_value(value.strip())
     return options
 
 
 def parse_value(text: str) -> Value:
-    """An int, else a float, else a bool (true, false), else the text as it is."""
+    """Returns an int, else a float, else a bool (true, false), else the text as it is."""
     for convert in (int, float):
         try:
             return convert(text)

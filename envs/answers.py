@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from envs.numerals import (
     CHANGING,
@@ -27,6 +27,11 @@ from envs.numerals import (
     plain_value,
 )
 
+if TYPE_CHECKING:
+    import sympy
+
+Expression: TypeAlias = "sympy.Basic | sympy.MatrixBase | str"
+
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
 MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and the limit bounds the work below
@@ -39,17 +44,17 @@ MAX_BESIDE_LOGS = 10_000
 MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
 
-# where the answer stands
+# the place of the answer
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands in the last complete <answer> ... </answer>, stripped; None where there is none."""
+    """Returns the text of the last complete <answer> ... </answer>, stripped; None where there is none."""
     start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
     return text[start + len(OPEN) : text.find(CLOSE, start)].strip() if start >= 0 else None
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What stands in the last complete \boxed{...}, stripped; None where there is none."""
+    r"""Returns the text of the last complete \boxed{...}, stripped; None where there is none."""
     end = len(text)
     for _ in range(100):  # boxes that never close; more are not looked at
         start = text.rfind("\\boxed", 0, end)
@@ -65,9 +70,12 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_hash(text: str) -> str | None:
-    """What stands behind the last ####, up to the end of the line; None where there is none."""
-    _, found, rest = text.rpartition("####")
-    return rest.lstrip(" \t").split("\n", 1)[0].strip() if found else None
+    """Returns the text behind the last ####, up to the end of the line; None where there is none."""
+    _, mark, rest = text.rpartition("####")
+    if not mark:
+        return None
+    line = rest.lstrip(" \t").split("\n", 1)[0]
+    return line.strip()
 
 
 NUMBERS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
@@ -93,12 +101,12 @@ def extract_last_number(text: str) -> str | None:
     clauses = [end.end() for end in CLAUSE_END.finditer(text, start, last.start())]
     end = CLAUSE_END.search(text, last.end())
     clause = text[max([start, *clauses]) : end.start() if end else len(text)].strip()
-    found = find_number(clause, words=True)
-    return found[1] if found else clause
+    match = find_number(clause, words=True)
+    return match[1] if match else clause
 
 
 def final_answer(text: str, form: str) -> str | None:
-    r"""The answer that a text gives in this form (one of FORMS), without a \boxed{} around it; None where none is."""
+    r"""Returns the answer that a text gives in a form of FORMS, without a \boxed{} around it; None without one."""
     match form:
         case "tags":
             answer = extract_answer(text)
@@ -107,8 +115,9 @@ def final_answer(text: str, form: str) -> str | None:
         case "boxed":
             return extract_boxed(text)
         case _:
-            found = (extract(text) for extract in (extract_answer, extract_boxed, extract_hash, extract_last_number))
-            answer = next((answer for answer in found if answer is not None), None)
+            extractors = (extract_answer, extract_boxed, extract_hash, extract_last_number)
+            answers = (extract(text) for extract in extractors)
+            answer = next((answer for answer in answers if answer is not None), None)
     boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
     return answer if boxed is None else boxed
 
@@ -117,7 +126,7 @@ def final_answer(text: str, form: str) -> str | None:
 
 
 def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
-    """The exact value of an expression in + - * / ( ) over non-negative integers, and the integers as they occur in it.
+    """Returns the exact value of an expression in + - * / ( ) over non-negative integers, and these integers in order.
 
     Signs before a number or a bracket are allowed ("-(2-5)*4" is 12). (None, []) for anything else: names, powers,
     decimals, a number straight after another, division by zero, more than MAX_ARITHMETIC characters.
@@ -135,7 +144,7 @@ def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
 
 
 def _value(node: ast.expr, numbers: list[int]) -> Fraction:
-    """The value of a syntax tree; appends the integers in it to `numbers`. Raises ValueError on other syntax."""
+    """Returns the value of a syntax tree; appends its integers to `numbers`. Raises ValueError on other syntax."""
     match node:
         case ast.Constant(value=int(number)):
             numbers.append(number)
@@ -171,27 +180,32 @@ def same_math(reference: str, answer: str) -> bool:
 
 
 def _same_math(reference: str, answer: str) -> bool:
-    if (written := simplified(reference)) and written == simplified(answer):
+    simple_reference = simplified(reference)
+    if simple_reference and simple_reference == simplified(answer):
         return True
     if not (is_tame(reference) and is_tame(answer)):
         return False
-    (reference, expected_unit), (answer, given_unit) = split_unit(reference), split_unit(answer)
-    if expected_unit and given_unit and expected_unit != given_unit:
+    reference, reference_unit = split_unit(reference)
+    answer, answer_unit = split_unit(answer)
+    if reference_unit and answer_unit and reference_unit != answer_unit:
         return False
-    expected, given = parse_number(reference), parse_number(answer)
-    if expected and given:
-        if expected.equals(given):
+    reference_number = parse_number(reference)
+    answer_number = parse_number(answer)
+    if reference_number and answer_number:
+        if reference_number.equals(answer_number):
             return True
-        if expected.value.denominator == given.value.denominator == 1:  # fractions may be meant as roundings
+        # Fractions may be meant as roundings.
+        if reference_number.value.denominator == answer_number.value.denominator == 1:
             return False
     if not may_be_same(reference, answer):
         return False
-    expected_math, given_math = parse_math(reference, is_reference=True), parse_math(answer)
-    if not (expected_math and given_math):
+    reference_math = parse_math(reference, is_reference=True)
+    answer_math = parse_math(answer)
+    if not (reference_math and answer_math):
         return False
     from math_verify import verify
 
-    return verify(expected_math, given_math, timeout_seconds=None)
+    return verify(reference_math, answer_math, timeout_seconds=None)
 
 
 def simplified(text: str) -> str:
@@ -202,7 +216,7 @@ def simplified(text: str) -> str:
     return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text)
 
 
-# what math-verify does not tell apart
+# differences that math-verify overlooks
 
 UNITS = {
     "cm": "cm centimeter centimeters centimetre centimetres",
@@ -334,7 +348,7 @@ def to_frac(value: Fraction) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def parse_math(text: str, is_reference: bool = False) -> list[Any]:
+def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
     """Returns what math-verify reads in a text, as sympy's expressions; nothing where that could take for ever.
 
     What does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
@@ -343,7 +357,7 @@ def parse_math(text: str, is_reference: bool = False) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1024)  # a reference is compared with every reply of its group
-def _expressions(text: str, is_reference: bool) -> list[Any]:
+def _expressions(text: str, is_reference: bool) -> list[Expression]:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit, a signal, is off
@@ -354,15 +368,16 @@ def _expressions(text: str, is_reference: bool) -> list[Any]:
     if not ENVIRONMENT.search(latex):
         latex = f"${' '.join(latex.split()).rstrip('., ')}$"
     # LaTeX only: among plain numbers it would find the last one of a formula that does not parse.
-    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], parsing_timeout=None)
-    if all(isinstance(expression, str) for expression in found):
+    expressions = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], parsing_timeout=None)
+    if all(isinstance(expression, str) for expression in expressions):
         if is_reference and not number:
             number = parse_number(extract_last_number(text) or "")
-        found += [to_rational(number)] if number else []
-    return [x for x in found if isinstance(x, str) or is_light(x)]
+        if number:
+            expressions.append(to_rational(number))
+    return [x for x in expressions if isinstance(x, str) or is_light(x)]
 
 
-def to_rational(number: Number) -> Any:
+def to_rational(number: Number) -> Expression:
     """Returns a number as sympy has it."""
     import sympy
 
@@ -370,7 +385,7 @@ def to_rational(number: Number) -> Any:
 
 
 def is_tame(text: str) -> bool:
-    """Whether a piece of LaTeX can be parsed in reasonable time."""
+    """True if a piece of LaTeX can be parsed in reasonable time."""
     if len(text) > MAX_MATH or sum(map(text.count, "+-*/^|<=")) > MAX_OPERATORS:
         return False
     return nesting(text) <= MAX_DEPTH and not HUGE.search(text)
@@ -385,7 +400,7 @@ HUGE = re.compile(
 
 
 def nesting(text: str) -> int:
-    """How deep brackets of any kind stand within each other."""
+    """Returns the depth of nested brackets, of any kind."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -400,7 +415,7 @@ INFINITIES = ("Infinity", "NegativeInfinity", "ComplexInfinity")
 SEARCHED = ("Integral", "Derivative", "Limit")  # sympy looks for their value by trying
 
 
-def is_light(expression: Any) -> bool:
+def is_light(expression: Expression) -> bool:
     """True if sympy can compare an expression in reasonable time."""
     if weight(expression) > MAX_WEIGHT:
         return False
@@ -416,19 +431,19 @@ def is_light(expression: Any) -> bool:
     return not (is_searched or any(is_function)) or max(map(degree, nodes)) <= MAX_DEGREE
 
 
-def preorder(expression: Any) -> Iterator[Any]:
+def preorder(expression: Expression) -> Iterator[Expression]:
     """Yields an expression and all in it."""
     import sympy
 
     return (x for x in sympy.preorder_traversal(expression) if isinstance(x, sympy.Basic))
 
 
-def kind_of(expression: Any) -> str:
+def kind_of(expression: Expression) -> str:
     """Returns the name of an expression's class."""
     return type(expression).__name__
 
 
-def largest_beside_logs(expression: Any) -> int:
+def largest_beside_logs(expression: Expression) -> int:
     """Returns the largest integer outside of logarithms: sympy draws it into them, as an exponent."""
     if kind_of(expression) == "log":
         return 0
@@ -436,24 +451,25 @@ def largest_beside_logs(expression: Any) -> int:
     return max([own, *map(largest_beside_logs, getattr(expression, "args", expression))])
 
 
-def is_polynomial(expression: Any) -> bool:
+def is_polynomial(expression: Expression) -> bool:
     """False for a power with another exponent than a natural number."""
     return kind_of(expression) != "Pow" or bool(expression.args[1].is_Integer and expression.args[1] > 0)
 
 
-def degree(expression: Any) -> int:
+def degree(expression: Expression) -> int:
     """Returns the size of the exponent of a power of something unknown, 0 for any other expression."""
     if kind_of(expression) != "Pow" or not expression.args[0].free_symbols:
         return 0
     return math.ceil(abs(expression.args[1])) if expression.args[1].is_Rational else 1
 
 
-def weight(expression: Any) -> float:
+def weight(expression: Expression) -> float:
     """Returns about the bits of the largest number (or 8 for each term of an expanded power) in an expression.
 
     It looks at the parts first and evaluates nothing.
     """
-    parts = [weight(part) for part in getattr(expression, "args", expression)]  # a matrix is a sequence
+    arguments = getattr(expression, "args", expression)  # a matrix is a sequence
+    parts = [weight(argument) for argument in arguments]
     if not parts:
         is_rational = getattr(expression, "is_Rational", False)
         return float(max(expression.p.bit_length(), expression.q.bit_length(), 1)) if is_rational else 1.0
@@ -471,12 +487,12 @@ def weight(expression: Any) -> float:
     return sum(parts)
 
 
-def is_endless(limits: Any) -> bool:
+def is_endless(limits: Expression) -> bool:
     """True if something infinite occurs in the limits of a sum or an integral."""
     return any(kind_of(atom) in INFINITIES for atom in limits.atoms())
 
 
-def power_weight(base: Any, exponent: Any, base_weight: float, exponent_weight: float) -> float:
+def power_weight(base: Expression, exponent: Expression, base_weight: float, exponent_weight: float) -> float:
     """Returns the weight of a power from its parts and their weights."""
     if kind_of(exponent) in INFINITIES:
         return math.inf

@@ -1,4 +1,4 @@
-"""What an environment is: a numbered set of problems, and a score for the text that answers one."""
+"""Base of environments: a numbered set of problems, and rewards for the text that answers one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,24 @@ from typing import Any
 from envs.answers import final_answer
 
 ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form
+
+
+@dataclass(frozen=True)
+class ForcedAnswer:
+    """Beginning of an answer, written for a reply that comes near its limit without one."""
+
+    start: str = "<answer>"
+    signs: tuple[str, ...] = ("<answer>",)  # texts that show that an answer has begun
+    opening: str = ""  # the end of the prompt, which the reply continues; it may have opened a think block
+
+    def text_after(self, reply: str) -> str:
+        """Returns what to write after this reply, on a new line; empty where it has begun its answer."""
+        text = self.opening + reply
+        if any(sign in text for sign in self.signs):
+            return ""
+        if text.rfind("<think>") > text.rfind("</think>"):
+            return "</think>\n" + self.start
+        return self.start if text.endswith("\n") else "\n" + self.start
 
 
 @dataclass(frozen=True)
@@ -41,11 +59,11 @@ class Env:
     note: str = ""  # for people, once at the start: how many rows were left out, and why
 
     def problem(self, index: int) -> Problem:
-        """The problem with this number: a pure function of the index, the same in every process."""
+        """Returns the problem with this number: a pure function of the index, the same in every process."""
         raise NotImplementedError
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """Rewards of a completion, always under the same keys; never raises, whatever the text.
+        """Returns the rewards of a completion, always under the same keys; never raises, whatever the text.
 
         "return" is what training maximises, "correct_answer" is 1.0 or 0.0; both are there in every environment.
         All other keys are logged as they are.
@@ -53,9 +71,9 @@ class Env:
         raise NotImplementedError
 
     def answer(self, text: str) -> str | None:
-        """The answer that a reply gives, None where it gives none: what it votes for in a majority."""
+        """Returns the answer that a reply gives, its vote in a majority; None where it gives none."""
         return final_answer(text, self.form)
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        """Replies to look at, by name: "right" earns full marks, "wrong" looks alike; none where that is not known."""
+        """Returns example replies by name: "right" earns full marks, "wrong" looks alike; none if not known."""
         return {}

@@ -11,11 +11,10 @@ import re
 from copy import copy
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
 
 from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem
-from envs.data import Row, Source, has_file, load
+from envs.data import RawRow, Row, Source, has_file, load_rows
 from envs.splits import choose_split
 from utils.settings.errors import UserError
 
@@ -91,9 +90,15 @@ class Countdown(Env):
             raise UserError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
         if expression not in ("chain", "tree"):
             raise UserError(f"Countdown has no expression {expression!r}: choose chain or tree")
-        self.split, self.numbers, self.range = split, numbers, (min_number, max_number)
-        self.prompt, self.partial, self.truncation_penalty = prompt, partial, truncation_penalty
-        self.expression, self.max_target, self.max_value = expression, max_target, max_value
+        self.split = split
+        self.numbers = numbers
+        self.range = (min_number, max_number)
+        self.max_target = max_target
+        self.expression = expression
+        self.max_value = max_value
+        self.prompt = prompt
+        self.partial = partial
+        self.truncation_penalty = truncation_penalty
         self.num_tasks = num_tasks if num_tasks > 0 else NUM_TASKS[split]
         self.test_sets = self.find_test_sets() if split == "valid" else set()
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
@@ -102,16 +107,16 @@ class Countdown(Env):
             self.num_tasks = len(self.instances)
 
     def instance(self, index: int) -> tuple[tuple[int, ...], int]:
-        """The numbers and the target drawn under this index: numbers of this split, and a target they can make."""
+        """Returns the numbers and the target of this index: numbers of this split, and a target they can make."""
         rng = random.Random(f"countdown {self.split} {index}")  # seeded by the text's digest: the same in every process
         for _ in range(100_000):
             numbers = tuple(rng.randint(*self.range) for _ in range(self.numbers))
             if self.expression == "chain":
-                numbers, target = chain(numbers, rng)
+                numbers, target = chain_randomly(numbers, rng)
             if not self.is_of_split(numbers):
                 continue
             if self.expression == "tree":
-                target = self.combine(list(numbers), rng)
+                target = self.combine_randomly(list(numbers), rng)
             if target is not None and 1 <= target <= self.max_target:
                 return numbers, target
         taken = "; the test split takes all numbers that are held out" if self.split == "valid" else ""
@@ -134,8 +139,8 @@ class Countdown(Env):
         instances = test.distinct_instances(max(self.num_tasks, NUM_TASKS["test"]))
         return {tuple(sorted(numbers)) for numbers, _ in instances}
 
-    def combine(self, values: list[int], rng: random.Random) -> int | None:
-        """The result of a random expression over all values; None when a step leaves the positive integers."""
+    def combine_randomly(self, values: list[int], rng: random.Random) -> int | None:
+        """Returns the result of a random expression over all values; None when a step leaves the positive integers."""
         while len(values) > 1:
             a, b = (values.pop(rng.randrange(len(values))) for _ in range(2))
             op = rng.choice("+-*/")
@@ -147,18 +152,19 @@ class Countdown(Env):
         return values[0]
 
     def distinct_instances(self, num_instances: int) -> list[tuple[tuple[int, ...], int]]:
-        """The first instances that differ in more than the order of their numbers; fewer when the draws run dry."""
-        found = {}
+        """Returns the first instances that differ in more than the order of numbers; fewer where fewer are drawn."""
+        instances = {}
         for numbers, target in map(self.instance, range(10 * num_instances)):
-            found.setdefault((tuple(sorted(numbers)), target), (numbers, target))
-            if len(found) == num_instances:
+            key = (tuple(sorted(numbers)), target)
+            instances.setdefault(key, (numbers, target))
+            if len(instances) == num_instances:
                 break
-        return list(found.values())
+        return list(instances.values())
 
     def problem(self, index: int) -> Problem:
-        return self.ask(*(self.instance(index) if self.split == "train" else self.instances[index]))
+        return self.make_problem(*(self.instance(index) if self.split == "train" else self.instances[index]))
 
-    def ask(self, numbers: tuple[int, ...], target: int) -> Problem:
+    def make_problem(self, numbers: tuple[int, ...], target: int) -> Problem:
         text = PROMPTS[self.prompt].format(
             numbers=list(numbers), bare_numbers=" ".join(map(str, numbers)), target=target
         )
@@ -168,7 +174,7 @@ class Countdown(Env):
         return Problem(messages, (numbers, target), thinking=True, prefix=prefix, plain=self.prompt == "tinyzero")
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """The rewards, and three facts about the reply.
+        """Returns the rewards, and three facts about the reply.
 
         "valid": the answer parses and uses the numbers. "steps": how many steps "a op b = c" are written down.
         "arithmetic": the share of these that are right, 0.0 where there are none (a guess shows no arithmetic).
@@ -219,11 +225,11 @@ class CountdownData(Countdown):
         self.prompt, self.partial = prompt, partial
         has_test_file = has_file(SOURCES["test"], data_dir)
         source = SOURCES["test" if split == "test" and has_test_file else "train"]
-        rows, self.note = load("countdown34", source, data_dir, read_row, skip_bad_rows)
+        rows, self.note = load_rows("countdown34", source, data_dir, read_row, skip_bad_rows)
         if not has_test_file:
             rows = [row for row in rows if set_split(row.answer[0]) == split]
         elif split != "test":
-            tests, _ = load("countdown34", SOURCES["test"], data_dir, read_row, skip_bad_rows)
+            tests, _ = load_rows("countdown34", SOURCES["test"], data_dir, read_row, skip_bad_rows)
             taken = {tuple(sorted(row.answer[0])) for row in tests}
             rows = [row for row in rows if tuple(sorted(row.answer[0])) not in taken]
             rows = [row for row in rows if (set_split(row.answer[0]) == "valid") == (split == "valid")]
@@ -231,18 +237,18 @@ class CountdownData(Countdown):
         self.num_tasks = len(self.instances)
 
     def problem(self, index: int) -> Problem:
-        return self.ask(*self.instances[index])
+        return self.make_problem(*self.instances[index])
 
 
-def read_row(row: dict[str, Any]) -> Row:
-    """A row with the columns nums and target."""
+def read_row(row: RawRow) -> Row:
+    """Returns the problem in a row with the columns nums and target."""
     numbers, target = row["nums"], row["target"]
     if not numbers or not isinstance(numbers, list) or any(type(x) is not int or x < 0 for x in [*numbers, target]):
         raise UserError("nums must be a list of integers, and target one")
     return Row(f"{numbers} {target}", (tuple(numbers), target))
 
 
-def chain(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, ...], int]:
+def chain_randomly(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, ...], int]:
     """Returns the numbers, in random order, and the result of an expression that goes over them from left to right.
 
     Each step draws its operation. A division divides by one of the numbers still to come that leave no rest, which
@@ -267,11 +273,11 @@ def chain(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, ...]
 
 
 def solve(numbers: tuple[int, ...], target: int) -> str | None:
-    """An expression over all numbers that makes the target, by trying everything; None where there is none."""
+    """Returns an expression over all numbers that makes the target, by exhaustive search; None where there is none."""
     return _search([(Fraction(number), str(number)) for number in numbers], target, set())
 
 
-def _search(terms: list[tuple[Fraction, str]], target: int, seen: set) -> str | None:
+def _search(terms: list[tuple[Fraction, str]], target: int, seen: set[tuple[Fraction, ...]]) -> str | None:
     if len(terms) == 1:
         return terms[0][1].removeprefix("(").removesuffix(")") if terms[0][0] == target else None
     if (key := tuple(sorted(value for value, _ in terms))) in seen:
@@ -284,8 +290,8 @@ def _search(terms: list[tuple[Fraction, str]], target: int, seen: set) -> str | 
         results += [(a / b, f"({x}/{y})")] if b else []
         results += [(b / a, f"({y}/{x})")] if a else []
         for result in results:
-            if found := _search([*rest, result], target, seen):
-                return found
+            if expression := _search([*rest, result], target, seen):
+                return expression
     return None
 
 
@@ -295,9 +301,9 @@ def set_split(numbers: tuple[int, ...]) -> str:
 
 
 def share_right_arithmetic(text: str) -> tuple[int, int]:
-    """(right, written): how many steps "a op b = c" over integers a text writes down, and how many of them are right.
+    """Returns how many steps "a op b = c" over integers in a text are right, and how many there are.
 
-    Tells an honest search from guesses under fake arithmetic. To pool texts, add up both counts.
+    They separate an honest search from guesses under fake arithmetic. To pool texts, add up both counts.
     """
     steps = STEP.findall(text[:MAX_STEPS_TEXT])
     return sum(_is_right(int(a), op, int(b), int(c)) for a, op, b, c in steps), len(steps)

@@ -19,9 +19,13 @@ MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
 
 
+JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
+RawRow = dict[str, JSON]  # of a file, by column
+
+
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of one split are.
+    """Location of the rows of one split.
 
     `files`: names to look for in --data_dir, the first that is there counts. `hub`: "owner/name" or
     "owner/name:config" of the data set there, and its `hub_split`. `url`: where people find the files.
@@ -34,7 +38,7 @@ class Source:
 
     @property
     def advice(self) -> str:
-        """What to do when there is no data."""
+        """Returns the sentence that names the files and where to get them."""
         name = self.hub.partition(":")[0]
         ways = [f"`hf download {name} --repo-type dataset` on a machine with a network"] * bool(self.hub)
         ways += [self.url] * bool(self.url)
@@ -42,23 +46,26 @@ class Source:
 
 
 class Row(NamedTuple):
-    """A problem of a data set: what the model is asked (text, or chat messages), and what the reply is graded by."""
+    """A problem of a data set: the prompt (text, or chat messages), and the reference that grades the reply."""
 
     prompt: str | list[dict[str, str]]
     answer: Any
 
 
-Convert = Callable[[dict[str, Any]], Row]  # raises KeyError, TypeError or ValueError for a malformed row
+Convert = Callable[[RawRow], Row]  # raises KeyError, TypeError or ValueError for a malformed row
 
 
-def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool) -> tuple[list[Row], str]:
-    """The rows of a source in its order, without those that repeat a prompt or lack one or an answer; and a note.
+def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool) -> tuple[list[Row], str]:
+    """Returns the rows of a source in order, without those that repeat a prompt or lack one or an answer; and a note.
 
     Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
     """
     path = find_file(source, data_dir) if data_dir or not source.hub else None
-    rows, seen, left_out, total = [], set(), Counter(), 0
+    rows = []
+    seen = set()
+    left_out = Counter()
+    total = 0
     for place, raw in read_file(path) if path else read_hub(name, source):
         total += 1
         try:
@@ -68,7 +75,7 @@ def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_ro
             row = convert(raw)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
-                raise UserError(f"{place} is malformed: {explain(error, raw)}") from error
+                raise UserError(f"{place} is malformed: {explain_bad_row(error, raw)}") from error
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
@@ -84,7 +91,7 @@ def load(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_ro
     return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows; left out: {reasons}" if reasons else "")
 
 
-def check_text(value: Any) -> None:
+def check_text(value: JSON) -> None:
     """Raises UserError for text, at any depth, with a zero byte or with what UTF-8 cannot express.
 
     That is half a surrogate pair, which JSON can hold, and which bytes of other encodings become.
@@ -103,8 +110,8 @@ def check_text(value: Any) -> None:
             check_text(item)
 
 
-def explain(error: Exception, row: dict[str, Any] | Exception) -> str:
-    """What is wrong with a row, and what to do."""
+def explain_bad_row(error: Exception, row: RawRow | Exception) -> str:
+    """Returns the reason why a row is malformed, and advice."""
     skip = "or leave such rows out with --env_options skip_bad_rows=true"
     if not isinstance(error, KeyError):
         return f"{error}. Correct it, {skip}"
@@ -120,16 +127,17 @@ def has_file(source: Source, data_dir: str) -> bool:
 
 
 def find_file(source: Source, data_dir: str) -> Path:
-    """The first file of a source that is in the folder. Raises UserError when none is."""
+    """Returns the first file of a source that is in the folder. Raises UserError when none is."""
     folder = Path(os.path.expanduser(data_dir))
-    found = next((folder / file for file in source.files if (folder / file).is_file()), None)
-    if found is None:
-        raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
-    return found
+    for name in source.files:
+        path = folder / name
+        if path.is_file():
+            return path
+    raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
 
 
-def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """Each row of a file with its place (file:line), or the reason why there is none.
+def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields each row of a file with its place (file:line), or the reason why there is none.
 
     Raises: UserError where the file, or what is left of it, cannot be read; OSError.
     """
@@ -156,12 +164,12 @@ def check_compressed(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file to read, decompressed where it ends in .gz."""
+    """Opens a file to read, decompressed where it ends in .gz."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and content of each line, of which no more than MAX_ROW_BYTES + 1 are kept."""
+    """Yields the number and the content of each line, of which no more than MAX_ROW_BYTES + 1 are kept."""
     with open_file(path) as file:
         number = 0
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -172,12 +180,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+def read_jsonl(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     yield from ((f"{path}:{i}", parse_json(line)) for i, line in read_lines(path) if line.strip())
 
 
-def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """The objects of a list, also of one that is the only value of an object: {"data": [...]}."""
+def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the objects of a list, also of one that is the only value of an object: {"data": [...]}."""
     with open_file(path) as file:
         try:
             rows = json.loads(file.read().decode("utf-8-sig"))
@@ -190,8 +198,8 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
     yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
 
 
-def read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """The rows below a line of names. After a line that cannot be parsed, the next one begins a new row."""
+def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the rows below a line of names. After a line that cannot be parsed, the next one begins a new row."""
     csv.field_size_limit(MAX_ROW_BYTES)
     rows = csv.reader(csv_lines(path), strict=True)
     names = None
@@ -214,7 +222,7 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
 
 
 def csv_lines(path: Path) -> Iterator[str]:
-    """The lines as text, with half a surrogate pair for each byte that is not UTF-8.
+    """Yields the lines as text, with half a surrogate pair for each byte that is not UTF-8.
 
     Raises: UserError for a line that is too long.
     """
@@ -230,7 +238,7 @@ def check_csv_row(names: list[str], values: list[str]) -> dict[str, str] | Excep
     return ValueError(f"it has {len(values)} columns, where the first line names {len(names)}")
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -245,8 +253,8 @@ def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
 
 
-def parse_json(line: bytes) -> dict[str, Any] | Exception:
-    """The object in a line, or what is wrong with it."""
+def parse_json(line: bytes) -> RawRow | Exception:
+    """Returns the object in a line, or an error where there is none."""
     if len(line) > MAX_ROW_BYTES:
         return ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
     try:
@@ -257,12 +265,12 @@ def parse_json(line: bytes) -> dict[str, Any] | Exception:
         return ValueError(f"not JSON ({error})")
 
 
-def check_row(row: Any) -> dict[str, Any] | Exception:
+def check_row(row: JSON) -> RawRow | Exception:
     return row if isinstance(row, dict) else ValueError("it is not an object with named columns")
 
 
-def read_hub(name: str, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a data set of the hub (or of its cache on this machine). Raises UserError with what to do."""
+def read_hub(name: str, source: Source) -> Iterator[tuple[str, RawRow]]:
+    """Yields each row of a data set of the hub (or of its cache on this machine). Raises UserError with what to do."""
     hub, _, config = source.hub.partition(":")
     try:
         import datasets
@@ -276,8 +284,8 @@ def read_hub(name: str, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from ((f"{hub}, {source.hub_split} row {i}", row) for i, row in enumerate(rows, 1))
 
 
-def text_answer(value: Any) -> str:
-    """A reference as text: 142.0 is "142", "025" is "25". Raises TypeError for what is neither text nor number."""
+def text_answer(value: JSON) -> str:
+    """Returns a reference as text: 142.0 is "142", "025" "25". Raises TypeError unless it is text or a number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -286,8 +294,8 @@ def text_answer(value: Any) -> str:
     return str(int(value)) if value.isascii() and value.isdigit() and len(value) < 20 else value
 
 
-def text_prompt(value: Any) -> str:
-    """A question as text. Raises TypeError for anything else."""
+def text_prompt(value: JSON) -> str:
+    """Returns a question as text. Raises TypeError for anything else."""
     if not isinstance(value, str):
         raise TypeError(f"its question is a {type(value).__name__}, not text")
     return value if value.strip() else ""

@@ -8,11 +8,10 @@ where my_reward.py holds `def reward(completion, **row) -> float | dict[str, flo
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from envs.answers import final_answer, same_math
 from envs.base import Env, Problem
-from envs.data import Row, Source, load
+from envs.data import JSON, RawRow, Row, Source, load_rows
 from envs.questions import check_form, written_answers
 from envs.splits import select_split
 from utils.settings.errors import UserError
@@ -47,20 +46,24 @@ class Dataset(Env):
         if not path:
             raise UserError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
         check_form(form)
-        self.form, self.columns, self.tokens_per_action = form, (prompt, answer), tokens_per_action
+        self.form = form
+        self.columns = (prompt, answer)
+        self.tokens_per_action = tokens_per_action
         self.reward = load_function(reward) if reward else None
         tests = None
         if test_path:
-            tests, self.note = load("dataset", locate(test_path, test_hub_split), "", self.read_row, skip_bad_rows)
+            source = find_source(test_path, test_hub_split)
+            tests, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows)
         if split == "test" and test_path:
             self.rows = tests
         else:
-            rows, self.note = load("dataset", locate(path, hub_split), "", self.read_row, skip_bad_rows)
+            source = find_source(path, hub_split)
+            rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows)
             self.rows, selected = select_split(rows, split, 10, tests)
             self.note += selected
         self.num_tasks = len(self.rows)
 
-    def read_row(self, row: dict[str, Any]) -> Row:
+    def read_row(self, row: RawRow) -> Row:
         prompt, answer = self.columns
         if not self.reward and row[answer] in (None, ""):
             return Row(row[prompt], None)
@@ -71,14 +74,15 @@ class Dataset(Env):
         return Problem([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, row)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """The parts that the reward returns; unless it says so, they add up, and a return of 1 or more is correct.
+        """Returns the parts of the reward; unless it has a "return", that is their sum, and 1 or more is correct.
 
         Raises: whatever the reward raises, which costs this reply its score.
         """
         if not self.reward:
-            found = final_answer(text, self.form)
-            correct = found is not None and same_math(self.reference(problem), found)
-            return {"return": float(correct), "correct_answer": float(correct), "format": float(found is not None)}
+            answer = final_answer(text, self.form)
+            has_answer = answer is not None
+            correct = float(has_answer and same_math(self.reference(problem), answer))
+            return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
         row = {column: value for column, value in problem.answer.items() if column != "completion"}
         parts = self.reward(text, **row)
         parts = dict(parts) if isinstance(parts, Mapping) else {"return": float(parts)}
@@ -92,20 +96,26 @@ class Dataset(Env):
         return written_answers(self.form, self.reference(problem))
 
 
-def check_prompt(value: Any) -> str | list[dict[str, str]]:
-    """Text or chat messages as they are. Raises UserError for anything else."""
+def check_prompt(value: JSON) -> str | list[dict[str, str]]:
+    """Returns text or chat messages. Raises UserError for anything else."""
     if isinstance(value, str):
         return value
     keys = ("role", "content")
-    if not isinstance(value, list) or not all(
-        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in keys) and m["role"] in ROLES for m in value
-    ):
+    if not isinstance(value, list) or not all(map(is_message, value)):
         raise UserError("its prompt is neither text nor a list of messages with role and content")
     return [{key: message[key] for key in keys} for message in value]
 
 
-def locate(path: str, hub_split: str) -> Source:
-    """A source for a file that is there, else for the hub. Raises UserError for a file that is not there."""
+def is_message(value: JSON) -> bool:
+    """True if a value is a chat message: a text as its content, and a known role."""
+    if not isinstance(value, dict):
+        return False
+    has_texts = isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    return has_texts and value["role"] in ROLES
+
+
+def find_source(path: str, hub_split: str) -> Source:
+    """Returns the source of a file that exists, else of the hub. Raises UserError for a missing file."""
     file = Path(path).expanduser()
     if file.is_file():
         return Source((str(file.absolute()),))
@@ -115,7 +125,7 @@ def locate(path: str, hub_split: str) -> Source:
 
 
 def load_function(reward: str) -> Callable[..., float | Mapping[str, float]]:
-    """The function that FILE.py:FUNCTION names. Raises UserError when there is none."""
+    """Returns the function that FILE.py:FUNCTION names. Raises UserError when there is none."""
     file, _, name = reward.rpartition(":")
     path = Path(file).expanduser()
     if not file or not path.is_file():

@@ -3,9 +3,7 @@
 Source: github.com/openai/grade-school-math.
 """
 
-from typing import Any
-
-from envs.data import Row, Source, load, text_answer, text_prompt
+from envs.data import RawRow, Row, Source, load_rows, text_answer, text_prompt
 from envs.numerals import same_number
 from envs.questions import Questions
 from envs.splits import select_split
@@ -19,7 +17,7 @@ SOURCES = {
 
 
 class Gsm8k(Questions):
-    """The right number, in any spelling, is correct. One in 32 training problems is kept for the valid split."""
+    """A reply with the right number, in any spelling, is correct. One in 32 training problems is for validation."""
 
     splits = ("train", "valid", "test")
 
@@ -33,18 +31,19 @@ class Gsm8k(Questions):
         partial: float = 0.1,
         skip_bad_rows: bool = False,
     ):
-        rows, note = load("gsm8k", SOURCES["test" if split == "test" else "train"], data_dir, read_row, skip_bad_rows)
+        source = SOURCES["test" if split == "test" else "train"]
+        rows, note = load_rows("gsm8k", source, data_dir, read_row, skip_bad_rows)
         if split != "test":
             rows, selected = select_split(rows, split, 16, tests=[])
             note += selected
         super().__init__(rows, note, form, partial)
 
-    def same(self, reference: str, answer: str) -> bool:
+    def is_equal(self, reference: str, answer: str) -> bool:
         return same_number(reference, answer)
 
 
-def read_row(row: dict[str, Any]) -> Row:
-    """A row of the data set: the number stands after #### at the end of the worked solution."""
+def read_row(row: RawRow) -> Row:
+    """Returns the problem in a row of the data set: the number is after #### at the end of the worked solution."""
     _, mark, answer = text_answer(row["answer"]).rpartition("####")
     if not mark:
         raise UserError("its answer has no #### before the final number")

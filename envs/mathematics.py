@@ -3,10 +3,8 @@ r"""Competition mathematics with short answers, numbers or LaTeX: DeepScaleR to 
 Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), the MAA's AIME 2024 and 2025.
 """
 
-from typing import Any
-
 from envs.answers import extract_boxed, same_math
-from envs.data import Row, Source, has_file, load, text_answer, text_prompt
+from envs.data import RawRow, Row, Source, has_file, load_rows, text_answer, text_prompt
 from envs.questions import PROMPTS, TAGS_PROMPT, Questions
 from envs.splits import remove_overlap, select_split
 from utils.settings.errors import UserError
@@ -55,7 +53,7 @@ class Mathematics(Questions):
             raise UserError(f"data_set={data_set}: choose one of {', '.join(SOURCES)}")
         if split == "valid" and data_set not in TRAINING:
             raise UserError(f"{data_set} has no -valid: it is a benchmark, with test problems only")
-        rows, note = load(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
+        rows, note = load_rows(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
         if data_set in TRAINING:
             rows, selected = select_split(rows, split, 64)
             note += selected
@@ -68,7 +66,7 @@ class Mathematics(Questions):
         super().__init__(rows, note, form, partial)
         same_math("x+1", "1+x")  # loads the grader, which takes a second, before any clock runs
 
-    def same(self, reference: str, answer: str) -> bool:
+    def is_equal(self, reference: str, answer: str) -> bool:
         return same_math(reference, answer)
 
 
@@ -77,13 +75,16 @@ def remove_benchmarks(rows: list[Row], data_dir: str) -> tuple[list[Row], str]:
     benchmarks = [name for name in SOURCES if name not in TRAINING]
     compared = [name for name in benchmarks if has_file(SOURCES[name], data_dir)]
     unknown = [name for name in benchmarks if name not in compared]
-    tests = [row for name in compared for row in load(name, SOURCES[name], data_dir, read_row, skip_bad_rows=True)[0]]
+    tests = []
+    for name in compared:
+        benchmark, _ = load_rows(name, SOURCES[name], data_dir, read_row, skip_bad_rows=True)
+        tests += benchmark
     rows, num_removed = remove_overlap(rows, tests)
     note = f"; {num_removed} removed that {', '.join(compared)} have, too" if compared else ""
     return rows, note + (f"; not compared with {', '.join(unknown)}: no file in --data_dir" if unknown else "")
 
 
-def read_row(row: dict[str, Any]) -> Row:
-    """A row of any of these sets: problem or question, and answer."""
+def read_row(row: RawRow) -> Row:
+    """Returns the problem in a row of any of these sets: problem or question, and answer."""
     answer = text_answer(row["answer"])
     return Row(text_prompt(row["problem" if "problem" in row else "question"]), extract_boxed(answer) or answer)

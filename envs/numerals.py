@@ -15,16 +15,16 @@ MAX_NUMBER = 200  # characters of a text that may be a number
 
 
 class Number(NamedTuple):
-    """An exact number; `percent` tells that a percent sign followed it (25% has the value 25)."""
+    """An exact number; `percent` is true if a percent sign follows it (25% has the value 25)."""
 
     value: Fraction
     percent: bool = False
 
-    def equals(self, other: "Number") -> bool:
+    def equals(self, number: "Number") -> bool:
         """True if both are the same; 25% is both 25 and 1/4."""
-        if self.percent == other.percent:
-            return self.value == other.value
-        percent, plain = (self, other) if self.percent else (other, self)
+        if self.percent == number.percent:
+            return self.value == number.value
+        percent, plain = (self, number) if self.percent else (number, self)
         return plain.value in (percent.value, percent.value / 100)
 
 
@@ -112,7 +112,8 @@ def word_kind(word: str, after_number: bool) -> str:
     if not re.sub(r"[-.'’()23]", "", word).isalpha() or not unicodedata.is_normalized("NFKC", word):  # as "ⁿ" is
         return "o"
     if len(parts) > 1:
-        return "o" if {word_kind(part, after_number) for part in parts} & set("rosmhe") else "w"
+        kinds = {word_kind(word, after_number) for word in parts}
+        return "o" if kinds & set("rosmhe") else "w"
     if lower in SCALE_OF:
         return "s"
     if lower.endswith(("n't", "n’t")):
@@ -257,8 +258,8 @@ def parse_number(text: str, words: bool = False) -> Number | None:
     With `words` there may be some around it ("x = 18", "about 18 dollars per day"), but no second number and nothing
     that changes it. None for anything else, and for more than MAX_NUMBER characters.
     """
-    found = find_number(text, words)
-    return found and found[0]
+    match = find_number(text, words)
+    return match and match[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -310,5 +311,6 @@ def phrase_value(tokens: list[Token], match: re.Match[str]) -> Fraction | None:
 
 def same_number(reference: str, answer: str) -> bool:
     """True if an answer is the number of the reference, exactly; units and words around it do not count."""
-    expected, given = parse_number(reference, words=True), parse_number(answer, words=True)
-    return expected is not None and given is not None and expected.equals(given)
+    expected = parse_number(reference, words=True)
+    number = parse_number(answer, words=True)
+    return expected is not None and number is not None and expected.equals(number)

@@ -12,7 +12,7 @@ SUBJECTS = Path(__file__).with_name("imagenet_labels.txt")
 
 
 class Poem(Env):
-    """Reward 1 for each character, up to `max_characters` where that is set. Every fifth subject is for the test split.
+    """Pays 1 for each character, up to `max_characters` where that is set. Every fifth subject is for the test split.
 
     `subjects_file`: a text file with one subject a line, in place of imagenet_labels.txt.
     """
@@ -24,22 +24,33 @@ class Poem(Env):
             raise UserError(f"Poem has no split {split!r}: choose train or test")
         if max_characters < 0:
             raise UserError("Poem needs max_characters >= 0 (0: no maximum)")
-        subjects = read_subjects(Path(subjects_file).expanduser() if subjects_file else SUBJECTS)
+        path = Path(subjects_file).expanduser() if subjects_file else SUBJECTS
+        subjects = read_subjects(path)
         self.max_characters = max_characters
-        self.subjects = [subject for i, subject in enumerate(subjects) if (i % 5 == 0) == (split == "test")]
+        if split == "test":
+            self.subjects = subjects[::5]
+        else:
+            self.subjects = [subject for i, subject in enumerate(subjects) if i % 5]
         self.num_tasks = len(self.subjects)
 
     def problem(self, index: int) -> Problem:
-        return Problem([{"role": "user", "content": f"Write three sentences about {self.subjects[index]}"}])
+        prompt = f"Write three sentences about {self.subjects[index]}"
+        return Problem([{"role": "user", "content": prompt}])
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """The rewards and the length; "correct" is a poem that reaches `max_characters`: none where that is not set."""
-        reached = 0 < self.max_characters <= len(text)
-        rewarded = self.max_characters if reached else len(text)
-        return {"return": float(rewarded), "correct_answer": float(reached), "characters": float(len(text))}
+        """Returns the rewards and the length; a poem of `max_characters` is correct, none where that is not set."""
+        num_characters = len(text)
+        is_full = 0 < self.max_characters <= num_characters
+        num_rewarded = self.max_characters if is_full else num_characters
+        return {
+            "return": float(num_rewarded),
+            "correct_answer": float(is_full),
+            "characters": float(num_characters),
+        }
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        return {"right": "la " * (self.max_characters // 3 + 1), "wrong": ""}
+        num_words = self.max_characters // 3 + 1
+        return {"right": "la " * num_words, "wrong": ""}
 
 
 def read_subjects(path: Path) -> list[str]:
@@ -49,8 +60,10 @@ def read_subjects(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise UserError(f"Poem's subjects_file {path} is not there: it is a text file with one subject a line")
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    subjects = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    text = path.read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines()]
+    subjects = [line for line in lines if line and not line.startswith("#")]
+    subjects = list(dict.fromkeys(subjects))
     if len(subjects) < 2:
         raise UserError(f"Poem's subjects_file {path} needs at least two subjects: one to train on, one to test on")
     return subjects

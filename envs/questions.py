@@ -28,7 +28,7 @@ WRITTEN = {"tags": "<answer>\n{}\n</answer>", "boxed": "\\boxed{{{}}}", "hash": 
 class Questions(Env):
     """Reward 1.0 for the right answer, `partial` for another one in the asked form.
 
-    Subclasses say what is right (`same`), and may ask in other words (`prompts`, by form).
+    Subclasses define which answers are right (`is_equal`), and may have other prompts (`prompts`, by form).
     """
 
     tokens_per_action = 512
@@ -37,11 +37,14 @@ class Questions(Env):
 
     def __init__(self, rows: list[Row], note: str, form: str, partial: float):
         check_form(form)
-        self.rows, self.note, self.form, self.partial = rows, note, form, partial
+        self.rows = rows
+        self.note = note
+        self.form = form
+        self.partial = partial
         self.num_tasks = len(rows)
 
-    def same(self, reference: str, answer: str) -> bool:
-        """Whether an answer equals the reference; never raises, whatever the answer."""
+    def is_equal(self, reference: str, answer: str) -> bool:
+        """True if an answer equals the reference; never raises, whatever the answer."""
         raise NotImplementedError
 
     def problem(self, index: int) -> Problem:
@@ -54,7 +57,7 @@ class Questions(Env):
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         answer = final_answer(text, self.form)
         formed = answer is not None  # the text holds an answer in the asked form
-        correct = formed and self.same(problem.answer, answer)
+        correct = formed and self.is_equal(problem.answer, answer)
         value = 1.0 if correct else self.partial * formed
         return {"return": value, "correct_answer": float(correct), "format": float(formed)}
 
@@ -68,7 +71,7 @@ def check_form(form: str) -> None:
 
 
 def written_answers(form: str, answer: str) -> dict[str, str]:
-    """A right and a wrong reply in this form, and a right answer out of form."""
+    """Returns a right and a wrong reply in this form, and a reply without any answer."""
     return {
         "right": f"<think>\nLet me see.\n</think>\n{WRITTEN[form].format(answer)}",
         "wrong": f"<think>\nLet me see.\n</think>\n{WRITTEN[form].format('-12345678.9')}",

@@ -127,11 +127,11 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
 
 
 def parse_spec(item: str) -> Spec:
-    """name, name*weight or name*weight(key=value;key=value)."""
+    """Returns the data set of name, name*weight or name*weight(key=value;key=value)."""
     from envs import parse_options
 
-    found = SPEC.fullmatch(item)
-    if not found:
+    match = SPEC.fullmatch(item)
+    if not match:
         raise UserError(f"datasets: {item!r} is not name*weight(key=value;key=value)")
-    name, weight, config = found.groups()
+    name, weight, config = match.groups()
     return Spec(name, float(weight or 1), parse_options((config or "").replace(";", ",")))

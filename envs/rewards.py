@@ -7,18 +7,22 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_answer(text: str) -> float:
-    """1.0 for "<think> ... </think> <answer> ... </answer>", each tag once and nothing outside, else 0.0."""
+    """Returns 1.0 for "<think> ... </think> <answer> ... </answer>", each tag once and nothing outside, else 0.0."""
     places = [text.find(tag) for tag in TAGS]
-    in_order = all(text.count(tag) == 1 for tag in TAGS) and places == sorted(places)
-    if not in_order:
+    has_each_once = all(text.count(tag) == 1 for tag in TAGS)
+    if not has_each_once or places != sorted(places):
         return 0.0
-    between = text[places[1] + len("</think>") : places[2]]
-    outside = text[: places[0]] + between + text[places[3] + len("</answer>") :]
+    end_of_think = places[1] + len("</think>")
+    end_of_answer = places[3] + len("</answer>")
+    before = text[: places[0]]
+    between = text[end_of_think : places[2]]
+    after = text[end_of_answer:]
+    outside = before + between + after
     return float(not outside.strip())
 
 
 def quarter_per_tag(text: str) -> float:
-    """A quarter for each of the four tags that stands in the text at least once.
+    """Returns a quarter for each of the four tags that is in the text at least once.
 
     Source: github.com/zafstojano/policy-gradients.
     """
@@ -26,21 +30,24 @@ def quarter_per_tag(text: str) -> float:
 
 
 def graded_blocks(text: str) -> float:
-    r"""0.1 for a think block, 0.5 for an answer block, 1.0 where "<think>...</think>\n<answer>...</answer>" is all.
+    r"""Returns 0.1 for a think block + 0.5 for an answer block, 1.0 for "<think>...</think>\n<answer>...</answer>".
 
     Source: github.com/policy-gradient/GRPO-Zero, countdown_task.py.
     """
-    seam = text.find("</think>\n<answer>")
-    begins, ends = text.startswith("<think>"), text.removesuffix("\n").endswith("</answer>")
-    if begins and seam >= 0 and ends:
+    is_begun = text.startswith("<think>")
+    is_joined = "</think>\n<answer>" in text
+    is_ended = text.removesuffix("\n").endswith("</answer>")
+    if is_begun and is_joined and is_ended:
         return 1.0
-    return 0.1 * has_block(text, "<think>", "</think>") + 0.5 * has_block(text, "<answer>", "</answer>")
+    has_think = has_block(text, "<think>", "</think>")
+    has_answer = has_block(text, "<answer>", "</answer>")
+    return 0.1 * has_think + 0.5 * has_answer
 
 
 def has_block(text: str, start: str, end: str) -> bool:
-    """True if the end tag stands somewhere behind a start tag."""
-    first = text.find(start)
-    return first >= 0 and text.find(end, first) >= 0
+    """True if the end tag is somewhere behind a start tag."""
+    start_place = text.find(start)
+    return start_place >= 0 and text.find(end, start_place) >= 0
 
 
 FORMAT_REWARDS = {"think_answer": think_answer, "tags": quarter_per_tag, "blocks": graded_blocks}

@@ -32,22 +32,26 @@ def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | No
     `tests`: the rows of a test file; without one, some of `rows` are for test.
     Raises: UserError where no row is left.
     """
-    parts = {"train": [], "valid": [], "test": []}
+    by_split = {"train": [], "valid": [], "test": []}
     for row in rows:
         name = choose_split(json.dumps(row.prompt), one_in)
-        parts["train" if name == "test" and tests is not None else name].append(row)
+        if name == "test" and tests is not None:
+            name = "train"
+        by_split[name].append(row)
     if tests is not None:
-        parts["test"] = tests
-    later = {"train": parts["valid"] + parts["test"], "valid": parts["test"], "test": []}
-    kept, num_removed = remove_overlap(parts[split], later[split])
-    note = f"; {len(kept):,} in the {split} split"
-    note += f", {num_removed:,} removed that a held-out split has, too" if num_removed else ""
-    if not kept:
+        by_split["test"] = tests
+    held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}
+    selected, num_removed = remove_overlap(by_split[split], held_out[split])
+    note = f"; {len(selected):,} in the {split} split"
+    if num_removed:
+        note += f", {num_removed:,} removed that a held-out split has, too"
+    if not selected:
+        for_test = "none" if tests is not None else f"one in {one_in}"
         raise UserError(
             f"no row is left for the {split} split{note}: of {len(rows):,} rows, one in {2 * one_in} is for valid, and "
-            f"{'none' if tests is not None else f'one in {one_in}'} for test"
+            f"{for_test} for test"
         )
-    return kept, note
+    return selected, note
 
 
 def remove_overlap(rows: list[Row], others: Iterable[Row]) -> tuple[list[Row], int]:

@@ -12,9 +12,9 @@ NONE = "none"  # as the value of an option: without one, where the environment h
 
 @dataclass(frozen=True)
 class Style:
-    """What to change; the defaults leave the environment as it is."""
+    """Changes of prompts and rewards; the defaults leave the environment as it is."""
 
-    system: str = ""  # system prompt; @FILE: what stands in this file
+    system: str = ""  # system prompt; @FILE: the text of this file
     thinking: str = ""  # on or off: Qwen3's switch
     prefix: str = ""  # the beginning of the reply, put into the assistant's mouth and scored with it, as <think>
     plain: bool = False  # no chat template: the contents of the messages, for base models
@@ -34,11 +34,17 @@ class Styled(Env):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
-        self.env, self.style, self.system = env, style, style.system
+        self.env = env
+        self.style = style
+        self.system = style.system
         if style.system.startswith("@"):
             self.system = Path(style.system[1:]).expanduser().read_text(encoding="utf-8").strip()
-        self.num_tasks, self.is_generated, self.note, self.form = env.num_tasks, env.is_generated, env.note, env.form
-        self.tokens_per_action, self.force_answer_at = env.tokens_per_action, env.force_answer_at
+        self.num_tasks = env.num_tasks
+        self.is_generated = env.is_generated
+        self.note = env.note
+        self.form = env.form
+        self.tokens_per_action = env.tokens_per_action
+        self.force_answer_at = env.force_answer_at
         self.truncation_penalty = env.truncation_penalty
         self.num_eval_tasks = env.num_eval_tasks
 

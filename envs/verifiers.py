@@ -54,8 +54,8 @@ def is_literal_list(answer: str, entry: Entry) -> bool:
     return all(type(cell) in (int, float, str) for cell in cells)
 
 
-def matches(pattern: str) -> Grammar:
-    """The grammar of a regular expression, for the whole answer."""
+def regular_grammar(pattern: str) -> Grammar:
+    """Returns the grammar of a regular expression, for the whole answer."""
     compiled = re.compile(pattern, re.ASCII | re.DOTALL)
     return lambda answer, entry: compiled.fullmatch(answer) is not None
 
@@ -90,7 +90,7 @@ def is_expression(answer: str, names: frozenset[str], functions: frozenset[str])
         return False
     try:
         tree = ast.parse(answer.strip(), mode="eval")
-        return has_only(tree, names, functions) and bits(tree.body) <= MAX_BITS
+        return has_only(tree, names, functions) and value_bits(tree.body) <= MAX_BITS
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
         return False
 
@@ -109,8 +109,8 @@ def has_only(tree: ast.Expression, names: frozenset[str], functions: frozenset[s
     )
 
 
-def bits(node: ast.expr, calls: int = 0) -> float:
-    """A bound on the bits of an expression's value where variables are 3: it counts degrees of polynomials too.
+def value_bits(node: ast.expr, calls: int = 0) -> float:
+    """Returns a bound on the bits of an expression's value where variables are 3: it counts degrees of polynomials too.
 
     `calls` counts the functions around the node. Infinite for towers of powers and for too many nested functions.
     """
@@ -118,16 +118,16 @@ def bits(node: ast.expr, calls: int = 0) -> float:
         case ast.Constant():
             return math.log2(1 + node.value)
         case ast.UnaryOp():
-            return bits(node.operand, calls)
+            return value_bits(node.operand, calls)
         case ast.Call():
-            return 8 + bits(node.args[0], calls + 1) if calls < MAX_NESTED_CALLS else math.inf
+            return 8 + value_bits(node.args[0], calls + 1) if calls < MAX_NESTED_CALLS else math.inf
         case ast.BinOp(left, ast.Add() | ast.Sub(), right):
-            return 1 + max(bits(left, calls), bits(right, calls))
+            return 1 + max(value_bits(left, calls), value_bits(right, calls))
         case ast.BinOp(left, ast.Mult() | ast.Div(), right):
-            return bits(left, calls) + bits(right, calls)
+            return value_bits(left, calls) + value_bits(right, calls)
         case ast.BinOp(left, ast.Pow(), right):
-            exponent = bits(right, calls)
-            return (1 + bits(left, calls)) * 2**exponent if exponent < 10 else math.inf
+            exponent = value_bits(right, calls)
+            return (1 + value_bits(left, calls)) * 2**exponent if exponent < 10 else math.inf
     return 2.0
 
 
@@ -138,12 +138,12 @@ GRAMMARS: dict[str, Grammar] = {
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
     **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), is_formula),
     # Verifiers that compute without limit: 10 to the exponent, so many moves, a shift by so many places.
-    "coin_flip": matches(r"[-+.,/\d\s]*"),
-    **dict.fromkeys(("rubiks_cube", "rush_hour"), matches(r"(?!.*\d\d).*")),
+    "coin_flip": regular_grammar(r"[-+.,/\d\s]*"),
+    **dict.fromkeys(("rubiks_cube", "rush_hour"), regular_grammar(r"(?!.*\d\d).*")),
     # Verifiers that accept what is no answer: NaN, any text that is not empty, and text in place of no number.
-    "complex_arithmetic": matches(r"[-+.*()\d\seijEIJ]*"),
-    "number_sorting": matches(r"(?!.*[Nn][Aa][Nn]).*"),
-    "game_of_life_halting": matches(r"(?!)"),
-    "polynomial_equations": matches(r"[-+.,eE\d\s]*"),
-    "quantum_lock": matches(r"[-A-Ca-c,>\u2192\s]*"),
+    "complex_arithmetic": regular_grammar(r"[-+.*()\d\seijEIJ]*"),
+    "number_sorting": regular_grammar(r"(?!.*[Nn][Aa][Nn]).*"),
+    "game_of_life_halting": regular_grammar(r"(?!)"),
+    "polynomial_equations": regular_grammar(r"[-+.,eE\d\s]*"),
+    "quantum_lock": regular_grammar(r"[-A-Ca-c,>\u2192\s]*"),
 }

@@ -16,8 +16,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import objectives
-from utils import plots
-from utils.reporting.page import labelled, write_report
+from utils.reporting import plots
+from utils.reporting.page import label_runs, write_report
 
 HERE = Path(__file__).resolve().parent
 SIZE = (1120, 1040)  # of each half of the report's picture, pixels
@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
     if args.demo:
-        plots.draw({label: plots.read(file) for label, file in labelled(args.demo).items()}, HERE / "demo.png")
+        runs = {label: plots.read_metrics(file) for label, file in label_runs(args.demo).items()}
+        plots.plot_runs(runs, HERE / "demo.png")
     if args.objectives:
         objectives.draw(objectives.finished(args.objectives), HERE / "objectives.png")
     if args.report:

@@ -1,6 +1,6 @@
 """The distribution over next tokens that is sampled and trained: drawing from it, and scoring under it, in float32.
 
-Letters: R rows, V vocabulary, S ids of a truncated distribution.
+Letters: *R rows (of a batch, or rows and columns), V vocabulary, S ids of a truncated distribution.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from models.names import Array, Key
 from utils.devices.sharding import constrain, num_shards
 from utils.settings.errors import UserError
-from utils.training.batching import Array
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
+Logits = Float[Array, "*R V"]
+Uniforms = Float[Array, "*R 2"]
+Tokens = Int[Array, "*R"]
+Nats = Float[Array, "*R"]
+Support = Int[Array, "*R S"]  # ids that could be drawn, padded with -1
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Softmax of logits / temperature, cut to top-k, then top-p, then min-p ids as in transformers; 0 is greedy."""
+    """Softmax of logits / temperature, cut to top-k, then top-p, then min-p ids as in transformers; 0: greedy."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -26,105 +31,147 @@ class Distribution:
     min_p: float = 0.0
 
     def __post_init__(self):
-        if self.temperature < 0 or not 0 <= self.top_k <= MAX_SUPPORT:
+        is_top_k = 0 <= self.top_k <= MAX_SUPPORT
+        if self.temperature < 0 or not is_top_k:
             raise UserError(f"--temperature must be at least 0, and --top_k 0 (all ids) to {MAX_SUPPORT}")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+        is_top_p = 0 < self.top_p <= 1
+        is_min_p = 0 <= self.min_p < 1
+        if not is_top_p or not is_min_p:
             raise UserError("--top_p must be above 0 and up to 1, --min_p from 0 to below 1")
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token can be drawn."""
-        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+        """True if every token can be drawn."""
+        is_cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.temperature > 0 and not is_cut
 
-    @property
-    def note(self) -> str:
-        """For people, at the start of training: what is left out; empty for the whole distribution."""
+    def describe(self) -> str:
+        """Returns which tokens can be drawn, for the log; empty for the whole distribution."""
         if self.is_whole:
             return ""
-        limit = f"the {self.top_k or MAX_SUPPORT} likeliest tokens" + " at most" * (not self.top_k)
+        limit = f"the {self.top_k or MAX_SUPPORT} likeliest tokens"
+        if not self.top_k:
+            limit += " at most"
         return f"sampled and trained: {limit}, with top_p {self.top_p:g} and min_p {self.min_p:g} of them"
 
     def support_size(self, vocab_size: int) -> int:
-        """The most ids that can be drawn; 0: all of them, or only the likeliest."""
-        return 0 if self.is_whole or self.temperature == 0 else min(self.top_k or MAX_SUPPORT, vocab_size)
+        """Returns the most ids that can be drawn; 0: all of them, or only the likeliest."""
+        if self.is_whole or self.temperature == 0:
+            return 0
+        return min(self.top_k or MAX_SUPPORT, vocab_size)
 
-    def draw(
-        self, logits: Float[Array, "R V"], uniforms: Float[Array, "R 2"]
-    ) -> tuple[Int[Array, "R"], Float[Array, "R"], Int[Array, "R S"]]:
-        """A token for each row, its log-probability under the distribution it came from, and the support.
+    def draw(self, logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats, Support]:
+        """Draws a token for each row; returns it, its log-probability under this distribution, and the support.
 
-        The support are the `support_size` ids that could be drawn, filled up with -1. Greedy tokens come with their
+        The support is the ids that could be drawn, `support_size` columns padded with -1. Greedy tokens have their
         log-probability at temperature 1.
         """
-        size = self.support_size(logits.shape[-1])
         everything = jnp.zeros((len(logits), 0), jnp.int32)
         if self.temperature == 0:
             tokens = logits.argmax(-1)
             return tokens, log_softmax_at(logits, tokens), everything
         logits = logits / self.temperature
-        if not size:
-            return *categorical(logits, uniforms), everything
+        if self.support_size(logits.shape[-1]):
+            return self.draw_truncated(logits, uniforms)
+        tokens, logprobs = inverse_cdf_sample(logits, uniforms)
+        return tokens, logprobs, everything
+
+    def draw_truncated(self, logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats, Support]:
+        """Draws from top-k, top-p and min-p ids; the logits are divided by the temperature already."""
+        size = self.support_size(logits.shape[-1])
         top, ids = jax.lax.top_k(logits, size)
-        normalizer = jax.nn.logsumexp(top if self.top_k else logits, axis=-1, keepdims=True)
+        candidates = top if self.top_k else logits
+        normalizer = jax.nn.logsumexp(candidates, axis=-1, keepdims=True)
         probs = jnp.exp(top - normalizer)
-        keep = (jnp.cumsum(probs, axis=-1) - probs < self.top_p) & (probs >= self.min_p * probs[:, :1])
-        choice, logprobs = categorical(jnp.where(keep, top, -jnp.inf), uniforms)
-        return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0], logprobs, jnp.where(keep, ids, -1)
+        mass_before = jnp.cumsum(probs, axis=-1) - probs
+        keep = mass_before < self.top_p
+        keep &= probs >= self.min_p * probs[:, :1]
+        kept_logits = jnp.where(keep, top, -jnp.inf)
+        choice, logprobs = inverse_cdf_sample(kept_logits, uniforms)
+        tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
+        return tokens, logprobs, jnp.where(keep, ids, -1)
+
+    def logprobs(self, logits: Logits, tokens: Tokens, support: Support | None = None) -> tuple[Nats, Nats]:
+        """Returns the log-probability of each token, and the entropy of the distribution it is from, in nats.
+
+        `support` holds the ids that `draw` returned; None: all. A greedy distribution scores at temperature 1.
+        """
+        logits = logits / (self.temperature or 1.0)
+        if support is not None:
+            logits, tokens = _truncate(logits, tokens, support)
+        return log_softmax_at(logits, tokens), entropy(logits)
 
 
-def uniform_numbers(keys, steps: Int[Array, "A"]) -> Float[Array, "A R 2"]:
-    """What draws of these steps are made from, for each row's key: float32 in [0, 1)."""
-    return jax.vmap(lambda t: jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, t), (2,)))(keys))(steps)
+def sampling_uniforms(keys: Key, steps: Int[Array, "A"]) -> Float[Array, "A R 2"]:
+    """Returns the uniforms in [0, 1) that each row's key gives for the draws of these steps, float32."""
+
+    def uniforms(key: Key, step: Int[Array, ""]) -> Float[Array, "2"]:
+        return jax.random.uniform(jax.random.fold_in(key, step), (2,))
+
+    of_rows = jax.vmap(uniforms, in_axes=(0, None))
+    of_steps = jax.vmap(of_rows, in_axes=(None, 0))
+    return of_steps(keys, steps)
 
 
-def categorical(
-    logits: Float[Array, "R V"], uniforms: Float[Array, "R 2"]
-) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
-    """Inverse-CDF draws in two levels, one of 128 blocks and then an id in it: two uniforms a row, not V Gumbels.
+def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats]:
+    """Draws by the inverse CDF in two levels, one of 128 blocks and then an id in it; returns ids and logprobs.
 
-    The sum over the blocks is the softmax's denominator, so the log-probability costs nothing more. Devices that share
-    the vocabulary hold whole blocks each: blocks of 128 ids would have to be gathered for every token.
+    That takes two uniforms a row, not V Gumbels. The sum over the blocks is the softmax's denominator, so the
+    log-probability costs nothing more. Devices that share the vocabulary hold whole blocks each: blocks of 128 ids
+    would have to be gathered for every token.
     """
     R, V = logits.shape
     top = logits.max(-1, keepdims=True)
-    mass = jnp.pad(jnp.exp(logits - top), ((0, 0), (0, -V % 128))).reshape(R, 128, -1)
+    mass = jnp.exp(logits - top)
+    padding = (0, 0), (0, -V % 128)
+    mass = jnp.pad(mass, padding)
+    mass = mass.reshape(R, 128, -1)
+    block_mass = replicate(mass.sum(-1))
+    block = invert_cdf(block_mass, uniforms[:, 0])
+    mass_in_block = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
+    mass_in_block = constrain(mass_in_block, "rows")
+    tokens = block * mass.shape[2] + invert_cdf(mass_in_block, uniforms[:, 1])
+    token_logits = jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0]
+    normalizer = jnp.log(block_mass.sum(-1))
+    return tokens, token_logits - normalizer
 
-    def pick(mass, u):
-        cumulative = jnp.cumsum(mass, axis=-1)
-        return jnp.argmax((cumulative > u[:, None] * cumulative[:, -1:]) & (mass > 0), axis=-1)
 
-    blocks = replicate(mass.sum(-1))
-    block = pick(blocks, uniforms[:, 0])
-    chosen = constrain(jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0], "rows")
-    tokens = block * mass.shape[2] + pick(chosen, uniforms[:, 1])
-    return tokens, jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0] - jnp.log(blocks.sum(-1))
+def invert_cdf(mass: Float[Array, "R N"], uniforms: Float[Array, "R"]) -> Int[Array, "R"]:
+    """Returns the first place with mass whose cumulative share is above the row's uniform."""
+    cumulative = jnp.cumsum(mass, axis=-1)
+    threshold = uniforms[:, None] * cumulative[:, -1:]
+    return jnp.argmax((cumulative > threshold) & (mass > 0), axis=-1)
 
 
 def replicate(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
-    """Whole on each of the devices that share the vocabulary, as a sum of what each has.
+    """Returns the array whole on each of the devices that share the vocabulary, as a sum of their parts.
 
-    XLA would cut what is computed from it again, and talk about every little result.
+    XLA would partition what is computed from it again, with a collective for every small result.
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or num_shards(mesh, "vocab") == 1:
         return x
-    return constrain((x[:, :, None] * jnp.eye(x.shape[1])).sum(1), "rows")
+    whole = (x[:, :, None] * jnp.eye(x.shape[1])).sum(1)
+    return constrain(whole, "rows")
 
 
-def truncate(
-    logits: Float[Array, "... V"], support: Int[Array, "... S"], tokens: Int[Array, "..."]
-) -> tuple[Float[Array, "... S"], Int[Array, "..."]]:
-    """The logits of the support, and the place of each token in it."""
-    kept = jnp.take_along_axis(logits, jnp.maximum(support, 0), axis=-1)
-    return jnp.where(support < 0, -1e30, kept), jnp.argmax(support == tokens[..., None], axis=-1)
+def _truncate(logits: Logits, tokens: Tokens, support: Support) -> tuple[Float[Array, "*R S"], Tokens]:
+    """Returns the logits of the support, and the place of each token in it."""
+    ids = jnp.maximum(support, 0)
+    logits = jnp.take_along_axis(logits, ids, axis=-1)
+    logits = jnp.where(support < 0, -1e30, logits)
+    place = jnp.argmax(support == tokens[..., None], axis=-1)
+    return logits, place
 
 
-def log_softmax_at(logits: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Log-probability of one token per row, nats; the others' are not kept."""
-    picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return picked - jax.nn.logsumexp(logits, axis=-1)
+def log_softmax_at(logits: Logits, tokens: Tokens) -> Nats:
+    """Returns the log-probability of one token per row, nats, without those of the others in memory."""
+    token_logits = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
-def entropy(logits: Float[Array, "... V"]) -> Float[Array, "..."]:
-    """Entropy of the softmax, nats."""
-    return jax.nn.logsumexp(logits, axis=-1) - (jax.nn.softmax(logits) * logits).sum(-1)
+def entropy(logits: Logits) -> Nats:
+    """Returns the entropy of the softmax, nats."""
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    mean_logit = (jax.nn.softmax(logits) * logits).sum(-1)
+    return normalizer - mean_logit

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a thin cover over transformers' fast tokenizers."""
+"""Text to token ids and back: a thin wrapper of transformers' fast tokenizers."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is meant so
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
 from jaxtyping import Int
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -22,27 +22,33 @@ FILES = (
     "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG,
 )  # fmt: skip
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
-TEMPLATE_SECONDS, TEMPLATE_BYTES = 1, 1 << 28  # for a first conversation at load: published templates take milliseconds
+TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
+TEMPLATE_BYTES = 1 << 28  # limit of memory for it
 TEMPLATE_CHARACTERS = 10**6  # that a template may write besides the messages
+Message = Mapping[str, str]  # role and content
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` covers one that is in memory already."""
+    """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
     hf: PreTrainedTokenizerBase
-    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # what it was loaded from, saved unchanged
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved unchanged
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a completion: those of generation_config.json, then the tokenizer's own end of sequence."""
         ids = [*listed_stop_ids(self.files), self.hf.eos_token_id]
-        return tuple(dict.fromkeys(i for i in ids if i is not None))
+        unique = dict.fromkeys(ids)
+        unique.pop(None, None)
+        return tuple(unique)
 
     @property
     def pad_id(self) -> int:
-        """The id that fills unused columns; masks and lengths, never this id, tell what is padding."""
-        return next((i for i in (self.hf.pad_token_id, *self.stop_ids) if i is not None), 0)
+        """The id that fills unused columns; padding is known by masks and lengths, never by this id."""
+        if self.hf.pad_token_id is not None:
+            return self.hf.pad_token_id
+        return next(iter(self.stop_ids), 0)
 
     @property
     def special_ids(self) -> dict[str, int]:
@@ -50,36 +56,40 @@ class Tokenizer:
         return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; nothing is added before or after it."""
+        """Returns the ids of a text; nothing is added before or after it."""
         return self.hf.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:
-        """The text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
-        return self.hf.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Returns the text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
+        ids = [int(i) for i in ids]
+        return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], thinking: bool = False, prefix: str = "", plain: bool = False
+        self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
     ) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks, then `prefix`, the beginning of its answer.
+        """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
 
-        `thinking=False` closes Qwen3's thinking before it starts. `plain` leaves the chat template out, as a base model
-        without one does: then the contents of the messages stand one per line.
+        `thinking=False` closes Qwen3's thinking before it starts. `plain` leaves the chat template out, as for a base
+        model without one: then the contents of the messages are joined by newlines.
 
         Raises: UserError when the chat template fails, or writes far more than the messages.
         """
-        is_plain = plain or not self.hf.chat_template
-        text = "\n".join(message["content"] for message in messages) if is_plain else self.render(messages, thinking)
+        if plain or not self.hf.chat_template:
+            text = "\n".join(message["content"] for message in messages)
+        else:
+            text = self.render(messages, thinking)
         return self.encode(text) + self.encode(prefix)
 
-    def render(self, messages: Sequence[Mapping[str, str]], thinking: bool) -> str:
-        """The text that the chat template makes of a conversation. Raises UserError as `chat`."""
+    def render(self, messages: Sequence[Message], thinking: bool) -> str:
+        """Renders a conversation with the chat template. Raises UserError as `chat`."""
         try:
             text = self.hf.apply_chat_template(
                 list(messages), add_generation_prompt=True, enable_thinking=thinking, tokenize=False
             )
         except Exception as error:  # the template is a program: it can fail in any way
             raise UserError(f"the model's chat template fails ({describe_error(error)})") from error
-        most = TEMPLATE_CHARACTERS + 10 * sum(len(message["content"]) for message in messages)
+        num_characters = sum(len(message["content"]) for message in messages)
+        most = TEMPLATE_CHARACTERS + 10 * num_characters
         if len(text) > most:
             raise UserError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
         return text
@@ -100,20 +110,23 @@ class Tokenizer:
 
 
 def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:
-    """The ids in generation_config.json that end a completion, as they are written there."""
-    ids = json.loads(files.get(GENERATION_CONFIG, b"{}")).get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    """Returns the ids in generation_config.json that end a completion, as they are written there."""
+    generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer in a Hugging Face folder, for a model with ids below `vocab_size` (None: not compared).
+    """Loads the tokenizer of a Hugging Face folder, for a model with ids below `vocab_size` (None: not compared).
 
     Raises: UserError when the folder holds none, or one that is malformed or of another model.
     """
     folder = Path(os.path.expanduser(folder))
-    if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
-        raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
     names = [name for name in FILES if (folder / name).is_file()]
+    if "tokenizer.json" not in names and "vocab.json" not in names:
+        raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
     for name in names:
         check_file(folder, name)
     files = {name: (folder / name).read_bytes() for name in names}
@@ -131,7 +144,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
 
 def check_template(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raises UserError when a first conversation cannot be rendered within limits, or is no ids."""
+    """Raises UserError if a first conversation cannot be rendered within limits, or has no ids."""
     messages = [{"role": "user", "content": "1 + 1"}]
     try:
         if tokenizer.hf.chat_template:
@@ -145,12 +158,12 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def check_file(folder: Path, name: str) -> None:
-    """Raises UserError for a file of a tokenizer that is a link to some other place, or malformed JSON.
+    """Raises UserError for a file of a tokenizer that is a link out of its folder, or malformed JSON.
 
     It would be copied into saved models. Links into the hub's cache, whose files are all in `blobs`, are allowed.
     """
-    target = (folder / name).resolve()
-    if target.parent != folder.resolve() and target.parent.name != "blobs":
+    parent = (folder / name).resolve().parent
+    if parent != folder.resolve() and parent.name != "blobs":
         raise UserError(f"{folder / name} is a link out of the folder: put a copy of the file in its place")
     if name.endswith(".json"):
         read_json(folder / name)
@@ -170,7 +183,7 @@ def check_ids(tokenizer: Tokenizer, folder: Path, vocab_size: int | None) -> Non
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder. Raises UserError when there is none."""
+    """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
     if not file.is_file():
         raise UserError(f"{file.parent} has no {file.name}: it is not a complete Hugging Face model folder")
     if file.stat().st_size > MAX_JSON_BYTES:

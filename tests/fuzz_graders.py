@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from envs.answers import FORMS, final_answer, parse_arithmetic, same_math
 from envs.numerals import same_number
 from envs.rewards import quarter_per_tag, think_answer
-from utils.rewards.processes import descendants, tree_memory
+from utils.rewards.processes import descendant_pids, tree_memory
 from utils.rewards.scorer import Scorer
 
 PIECES = [
@@ -147,14 +147,14 @@ def main():
             while done < per_name:
                 texts = hypothesis_texts(500, done) + list(completions(random.Random(done), 1500))
                 clock = time.time()
-                scores, counts = scorer.score([k % 100 for k in range(len(texts))], texts)
+                scores, counts = scorer.score_replies([k % 100 for k in range(len(texts))], texts)
                 slowest = max(slowest, time.time() - clock)
                 assert len(scores) == len(texts)
                 totals = {kind: totals[kind] + counts[kind] for kind in totals}
                 done += len(texts)
                 memory.append(tree_memory(scorer.process.pid, 0))
                 if done % 10_000 < 2000:  # a worker dies now and then
-                    victim = descendants(scorer.process.pid)[-1]
+                    victim = descendant_pids(scorer.process.pid)[-1]
                     os.kill(victim, signal.SIGKILL)
         print(
             f"{name}: {done:,} texts in {time.time() - start:.0f} s, {totals}, slowest 2,000 in {slowest:.0f} s, "

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from kill_runs import virtual_devices
 
-from models.qwen3 import EMBED, HEAD, Qwen, is_spec
+from models.names import EMBED, HEAD
+from models.qwen3 import Qwen, is_spec
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 
@@ -40,14 +41,14 @@ def random_params(model: Qwen = MODEL) -> dict:
         is_gain = "norm" in path[-1].key
         return np.float32(rng.uniform(0.5, 1.5, spec.shape) if is_gain else rng.normal(0, 0.4, spec.shape))
 
-    params = jax.tree.map_with_path(draw, model.table(), is_leaf=is_spec)
+    params = jax.tree.map_with_path(draw, model.parameter_table(), is_leaf=is_spec)
     params[HEAD if HEAD in params else EMBED][0] *= 1.5  # id 0, which also fills the padding, is drawn often
     return params
 
 
 def on_layout(layout: Layout, model: Qwen = MODEL) -> dict:
     """The same parameters, laid out on the devices."""
-    shardings = jax.tree.map(lambda spec: layout.sharding(*spec), model.table(), is_leaf=is_spec)
+    shardings = jax.tree.map(lambda spec: layout.sharding(*spec), model.parameter_table(), is_leaf=is_spec)
     return jax.device_put(random_params(model), shardings)
 
 

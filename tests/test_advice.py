@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.metrics.health import QUIET, SYMPTOMS, Adviser
+from utils.metrics.health import QUIET, SYMPTOMS, HealthChecks
 from utils.metrics.logger import Logger
 
 WELL = {
@@ -27,16 +27,17 @@ def test_every_symptom_is_provoked_here():
 @pytest.mark.parametrize("metric", ILL)
 def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
     value, words = ILL[metric]
-    adviser, told = Adviser(), {}
+    health_checks, told = HealthChecks(), {}
     for step in range(40):
-        told[step] = adviser.look(step, WELL | ({metric: value} if step in (5, 6, 6 + QUIET + 1) else {}))
+        changed = {metric: value} if step in (5, 6, 6 + QUIET + 1) else {}
+        told[step] = health_checks.find_warnings(step, WELL | changed)
     assert [step for step, found in told.items() if found] == [5, 6 + QUIET + 1]
     (sentence,) = told[5]
     assert words in sentence and "--" in sentence, "and what to try"
 
 
 def test_what_was_not_logged_is_no_symptom():
-    assert Adviser().look(1, {"env/finished": 0.9}) == [] == Adviser().look(1, {})
+    assert HealthChecks().find_warnings(1, {"env/finished": 0.9}) == [] == HealthChecks().find_warnings(1, {})
 
 
 def test_the_terminal_says_it(tmp_path, capsys):

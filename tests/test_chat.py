@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from utils.evaluation.chat import Stream, converse
+from utils.evaluation.chat import StreamPrinter, converse
 
 
 def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
@@ -55,7 +55,7 @@ def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(mon
 
 
 def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
-    stream = Stream()
+    stream = StreamPrinter()
     for text in ("a", "a\ufffd", "a\u2713", "a\u2713\x1b[31mred", "a\u2713\x1b[31mred!"):
         stream(text)
     assert capsys.readouterr().out == "a\u2713red!"

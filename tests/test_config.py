@@ -5,7 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from utils.settings.config import option, parse, read_preset, to_dict
+from core import grpo
+from utils.settings.arguments import Rewrite, Spellings
+from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
+from utils.settings.errors import UserError
+from utils.settings.lmpo import LMPO
+from utils.settings.presets import read_preset
 
 
 @dataclass(frozen=True)
@@ -13,40 +18,127 @@ class Sampling:
     """How replies are drawn."""
 
     temperature: float = option(1.0, "of the softmax; 0 is greedy")
-    group_size: int = option(8, "rollouts of one prompt")
-    sharding: str = option("fsdp", "of the parameters", choices=["dp", "fsdp"])
+    group_size: int = option(8, "rollouts of one prompt", essential=True)
+    sharding: str = option("fsdp", "of the parameters", choices=["dp", "fsdp"], resumable=True)
 
 
 @dataclass(frozen=True)
-class Settings(Sampling):
+class Loop:
     """The training loop."""
 
     lr: float = option(1e-6, "learning rate")
     do_group_filter: bool = option(True, "drop groups in which all rewards are equal")
     ckpt_dir: str = option("", "folder of the model")
-    sharding: str = "dp"
 
     def __post_init__(self):
         if self.lr < 0:
-            raise ValueError("lr must not be negative.")
+            raise UserError("lr must not be negative.")
 
 
-def read(line: str, **options) -> tuple[Settings, set[str]]:
-    return parse(Settings, line.split(), "Trains.", aliases={"model_path": "ckpt_dir"}, **options)
+@dataclass(frozen=True)
+class Inherited(Loop, Sampling):
+    """All."""
+
+    sharding: str = "dp"
 
 
-def mistake(line: str, capsys) -> str:
+@dataclass(frozen=True)
+class Copies(Sampling):
+    """Sampling from copies."""
+
+    sharding: str = "dp"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """All."""
+
+    loop: Loop = group(Loop)
+    sampling: Copies = group(Copies)
+    seed: int = option(0, "seed of all draws")
+
+    def __post_init__(self):
+        if self.seed > self.sampling.group_size:
+            raise UserError("seed must not be above group_size.")
+
+
+OLD = Spellings("lmpo", {"greedy": Rewrite("sharding", "fsdp", "dp")}, {"use_flash": "chosen by platform"})
+both = pytest.mark.parametrize("settings", [Inherited, Composed], ids=["inherited", "composed"])
+
+
+def read(line: str, settings: type = Composed, **options) -> Composed | Inherited:
+    aliases = {"model_path": "ckpt_dir"}
+    return parse(settings, line.split(), "Trains.", aliases=aliases, spellings=OLD, **options)
+
+
+def mistake(line: str, capsys, settings: type = Composed) -> str:
     """The sentence that a wrong command line ends with."""
     with pytest.raises(SystemExit) as end:
-        read(line)
+        read(line, settings)
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1, f"one sentence, no traceback: {message}"
     return message
 
 
-def test_nothing_given_is_the_defaults():
-    assert read("") == (Settings(), set())
+@both
+def test_nothing_given_is_the_defaults(settings):
+    assert read("", settings) == settings()
+
+
+def test_options_reach_their_group():
+    config = read("--temperature 0.5 --lr 2 --seed 3")
+    assert (config.sampling.temperature, config.loop.lr, config.seed) == (0.5, 2.0, 3)
+    assert config == Composed(Loop(lr=2.0), Copies(temperature=0.5), seed=3)
+
+
+def test_options_of_groups_and_of_base_classes_are_the_same():
+    composed, inherited = options_of(Composed), options_of(Inherited)
+    assert set(composed) == {*inherited, "seed"}
+    for name, known in inherited.items():
+        described = composed[name]
+        assert (known.type, known.default, known.help) == (described.type, described.default, described.help)
+        assert known.owner is described.owner and known.group == ""
+    assert {name: known.group for name, known in composed.items()} == {
+        "lr": "loop", "do_group_filter": "loop", "ckpt_dir": "loop",
+        "temperature": "sampling", "group_size": "sampling", "sharding": "sampling", "seed": "",
+    }  # fmt: skip
+    sharding = composed["sharding"]
+    assert (sharding.default, sharding.choices, sharding.resumable) == ("dp", ["dp", "fsdp"], True)
+    assert composed["group_size"].essential and not composed["group_size"].resumable
+
+
+def test_names_are_unique_over_groups_and_groups_hold_options_only():
+    @dataclass(frozen=True)
+    class Twice:
+        first: Sampling = group(Sampling)
+        second: Copies = group(Copies)
+
+    @dataclass(frozen=True)
+    class Nested:
+        inner: Composed = group(Composed)
+
+    with pytest.raises(AssertionError, match="--temperature is an option of both first and second"):
+        parse(Twice, [])
+    with pytest.raises(AssertionError, match="loop: an option is a bool, int, float or str"):
+        parse(Nested, [])
+
+
+@both
+def test_settings_are_made_and_changed_by_flat_names(settings):
+    config = make_config(settings, temperature=0.5, ckpt_dir="x")
+    assert config == read("--temperature 0.5 --ckpt_dir x", settings)
+    assert with_options(config, lr=1.0) == make_config(settings, temperature=0.5, ckpt_dir="x", lr=1.0)
+    assert to_dict(config)["lr"] == 1e-6, "the original is as it was"
+    with pytest.raises(UserError, match="no option temprature; did you mean temperature"):
+        make_config(settings, temprature=1.0)
+    with pytest.raises(UserError, match="lr must not be negative"):
+        with_options(config, lr=-1.0)
+
+
+def test_checks_over_groups_run_again():
+    with pytest.raises(UserError, match="seed must not be above"):
+        with_options(make_config(Composed, seed=3), group_size=2)
 
 
 def test_the_block_of_policy_gradients_is_the_environment(tmp_path):
@@ -64,15 +156,12 @@ def test_the_block_of_policy_gradients_is_the_environment(tmp_path):
     + [("--do_group_filter 1", True), ("--do-group-filter=true", True), ("--do_group_filter --lr 1", True)],
 )
 def test_booleans_in_all_their_spellings(line, value):
-    config, explicit = read(line)
-    assert config.do_group_filter is value
-    assert "do_group_filter" in explicit
+    assert read(f"--do_group_filter={not value} {line}").loop.do_group_filter is value
 
 
 def test_dashes_aliases_and_negative_numbers():
-    config, explicit = read("--model-path x --temperature -1 --group-size=4")
-    assert (config.ckpt_dir, config.temperature, config.group_size) == ("x", -1.0, 4)
-    assert explicit == {"ckpt_dir", "temperature", "group_size"}
+    config = read("--model-path x --temperature -1 --group-size=4")
+    assert to_dict(config) == to_dict(Composed()) | {"ckpt_dir": "x", "temperature": -1.0, "group_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -85,22 +174,22 @@ def test_dashes_aliases_and_negative_numbers():
 )
 def test_preset_overrides_defaults_and_flags_override_the_preset(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    config, explicit = read(f"--group_size 3 --config {tmp_path / name}")
-    assert (config.lr, config.group_size, config.temperature) == (0.5, 3, 1.0)
-    assert explicit == {"lr", "group_size"}
+    config = read(f"--group_size 3 --config {tmp_path / name}")
+    assert to_dict(config) == to_dict(Composed()) | {"lr": 0.5, "group_size": 3}
 
 
-def test_the_settings_of_a_run_are_a_preset(tmp_path):
-    config, _ = read("--lr 1e-7 --nodo_group_filter")
+@both
+def test_the_settings_of_a_run_are_a_preset(settings, tmp_path):
+    config = read("--lr 1e-7 --nodo_group_filter --group_size 2 --greedy 1", settings)
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
-    assert read(f"--config {tmp_path / 'config.json'}")[0] == config
+    assert read(f"--config {tmp_path / 'config.json'}", settings) == config
 
 
 def test_an_empty_command_line_uses_the_default_preset_and_says_so(tmp_path, capsys):
     (tmp_path / "demo.yaml").write_text("lr: 2.0")
-    assert read("", default_preset=str(tmp_path / "demo.yaml"))[0].lr == 2.0
+    assert read("", default_preset=str(tmp_path / "demo.yaml")).loop.lr == 2.0
     assert "demo.yaml" in capsys.readouterr().out
-    assert read("--group_size 2", default_preset=str(tmp_path / "demo.yaml"))[0].lr == 1e-6
+    assert read("--group_size 2", default_preset=str(tmp_path / "demo.yaml")).loop.lr == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -116,14 +205,16 @@ def test_an_empty_command_line_uses_the_default_preset_and_says_so(tmp_path, cap
         ("--config nowhere.py", "no preset nowhere.py"),
     ],
 )
-def test_mistakes_end_with_one_sentence(line, words, capsys):
-    assert words in mistake(line, capsys)
+@both
+def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
+    assert words in mistake(line, capsys, settings)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [("group_sise: 3", "did you mean group_size"), ("group_size: [3]", "type int"), ("ckpt_dir: 3", "quotes")]
-    + [("- lr", "names and values"), ("lr: [", "not YAML")],
+    + [("- lr", "names and values"), ("lr: [", "not YAML"), ("config: other.yaml", "no option config")]
+    + [("greedy: maybe", "greedy must be one of 0, 1")],
 )
 def test_mistakes_in_a_preset_name_the_file(text, words, tmp_path, capsys):
     (tmp_path / "wrong.yaml").write_text(text)
@@ -131,11 +222,50 @@ def test_mistakes_in_a_preset_name_the_file(text, words, tmp_path, capsys):
     assert words in message and "wrong.yaml" in message
 
 
-def test_help_lists_each_option_under_the_class_that_introduces_it(capsys):
+@both
+def test_help_lists_each_option_once_under_the_class_that_introduces_it(settings, capsys):
     with pytest.raises(SystemExit) as end:
-        read("--help")
+        read("--help", settings)
     assert end.value.code == 0
     text = capsys.readouterr().out
-    order = ["Trains.", "The training", "--lr float = 1e-06", "How replies", "--group_size", "--sharding str = 'dp'"]
+    order = [
+        "Trains.", "Options needed most often", "--group_size int = 8", "The training", "--lr float = 1e-06",
+        "How replies", "--temperature", "--sharding str = 'dp'", "lmpo's spellings", "--greedy",
+    ]  # fmt: skip
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
+    assert all(text.count(f"\n  --{name} ") == 1 for name in options_of(settings))
     assert "of the parameters [dp | fsdp]" in text, "a new default keeps the help and the choices"
+
+
+# Flags of another program
+
+
+@both
+def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
+    assert read("--greedy 1", settings) == make_config(settings, sharding="fsdp")
+    assert read("--greedy 1 --sharding fsdp", settings) == make_config(settings, sharding="fsdp")
+    assert "greedy" not in to_dict(read("--greedy 0", settings))
+    (tmp_path / "old.yaml").write_text("greedy: 1")
+    assert read(f"--config {tmp_path / 'old.yaml'}", settings) == make_config(settings, sharding="fsdp")
+    (tmp_path / "old.json").write_text('{"greedy": "", "use_flash": "", "lr": 1}')  # config.json of an old run
+    assert read(f"--config {tmp_path / 'old.json'}", settings) == make_config(settings, lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--greedy 0 --sharding fsdp", "--greedy 0 contradicts --sharding fsdp: leave one of them out"),
+        ("--greedy yes", "greedy must be one of 0, 1"),
+        ("--greedy --lr 1", "--greedy needs a value"),
+        ("--use_flash 1", "--use_flash has no effect: chosen by platform; leave it out"),
+    ],
+)
+def test_spellings_that_cannot_be_followed(line, words, capsys):
+    assert words in mistake(line, capsys)
+
+
+def test_lmpos_flags_are_options_of_training():
+    options = options_of(grpo.Config)
+    assert not LMPO.names & set(options)
+    for target, on, off in LMPO.rewrites.values():
+        assert {on, off} <= set(options[target].choices)

@@ -6,7 +6,6 @@ Letters: N tasks, G samples of each.
 import json
 import shutil
 from collections import Counter
-from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -27,8 +26,9 @@ from utils.evaluation.estimates import (
     pass_at_k,
     task_estimates,
 )
-from utils.evaluation.tables import Result, as_json, compare, find_checkpoints, report, table
-from utils.settings.config import parse
+from utils.evaluation.tables import Result, compare_results, find_checkpoints, format_report, format_table, json_or_text
+from utils.settings.config import parse, with_options
+from utils.settings.errors import user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 
@@ -171,7 +171,7 @@ def result(name: str, ids: list[int], values: list[float], env_name: str = "poem
 def test_differences_are_of_tasks_that_both_played():
     first, second = result("a", [1, 2, 5], [0, 1, 0]), result("b", [2, 5, 7], [1, 1, 0])
     other, apart = result("a", [1], [1], "gsm8k-test"), result("c", [9], [1])
-    rows = compare([first, other, second, apart], seed=0)
+    rows = compare_results([first, other, second, apart], seed=0)
     assert "difference" not in rows[0] and "difference" not in rows[1]
     assert rows[2]["difference"]["to"] == "a" and rows[2]["difference"]["num_tasks"] == 2
     assert rows[2]["difference"]["return"] == paired_bootstrap(np.array([1, 0]), np.array([1, 1]))
@@ -182,13 +182,13 @@ def test_differences_are_of_tasks_that_both_played():
 def test_tables_are_aligned():
     pairs = [("poem-test", 1.0), ("gsm8k-test", 0.0)]
     results = [result(f"run/{name}", [1, 2], [0, x], env) for name in ("step5", "step10") for env, x in pairs]
-    lines = report(compare(results, seed=0)).splitlines()
+    lines = format_report(compare_results(results, seed=0)).splitlines()
     assert lines[0].split() == ["poem-test", "gsm8k-test"]
     assert lines[1].split() == ["run/", *["return", "correct", "length"] * 2]
     assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
     assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
     assert lines[-1] == "gsm8k-test, poem-test: fewer than 30 problems, so intervals are too narrow"
-    many = table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
+    many = format_table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
     assert max(map(len, many.splitlines())) <= 120 and many.count("pass@4") == 9
 
 
@@ -217,8 +217,8 @@ def test_answers_are_of_the_form_that_the_environment_asks_for():
 
 
 def test_references_of_any_kind_are_written():
-    assert as_json(((1, 2), 3)) == ((1, 2), 3) and as_json({"x": float("nan")}) == "{'x': nan}"
-    assert as_json({(1, 2): 3}) == "{(1, 2): 3}" and isinstance(as_json(object()), str)
+    assert json_or_text(((1, 2), 3)) == ((1, 2), 3) and json_or_text({"x": float("nan")}) == "{'x': nan}"
+    assert json_or_text({(1, 2): 3}) == "{(1, 2): 3}" and isinstance(json_or_text(object()), str)
 
 
 # The command
@@ -227,7 +227,7 @@ def test_references_of_any_kind_are_written():
 def command(*argv: str, **flags) -> evaluation.Command:
     flags = {"num_generation_tokens": 8, "num_score_workers": 1, "device_type": "cpu"} | flags
     argv = [*argv, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
-    return parse(evaluation.Command, argv, aliases={"num_epochs": "num_eval_samples"})[0]
+    return parse(evaluation.Command, argv, aliases={"num_epochs": "num_eval_samples"})
 
 
 def test_a_run_folder_on_two_environments(tmp_path, capsys):
@@ -277,8 +277,8 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
 )
 def test_mistakes_are_told_before_anything_is_loaded(flags, message, capsys, monkeypatch):
     monkeypatch.setattr(evaluation, "load_model", None)
-    with pytest.raises(SystemExit):
-        evaluation.main(replace(command(), **flags))
+    with pytest.raises(SystemExit), user_errors():
+        evaluation.main(with_options(command(), **flags))
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
 

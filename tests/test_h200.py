@@ -39,7 +39,7 @@ def assert_in_place(program: h200.Program, model: Qwen, layout) -> None:
 @pytest.mark.parametrize("channels", [64, 32])
 def test_decoding_writes_the_cache_in_place_on_cpu(channels):
     model = Qwen(512, 128, 256, 3, 4, 2, channels)
-    assert_in_place(h200.decode_segment(model, single_device(), B, S, 8), model, single_device())
+    assert_in_place(h200.decode_segment(model, single_device(), B, S), model, single_device())
 
 
 def test_a_cache_that_is_copied_is_noticed():
@@ -85,7 +85,7 @@ def train_step(**sizes) -> h200.Program:
     model = replace(FEW, remat="dots", mesh=layout.mesh, attention="plain")
     jaxtyping.config.update("jaxtyping_disable", True)  # a batch of shapes is no batch of arrays
     try:
-        return h200.train_step(model, layout, ROWS * layout.row_shards, T)
+        return h200.train_step(model, layout, ROWS, T)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 

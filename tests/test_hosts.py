@@ -10,8 +10,9 @@ import pytest
 from helpers import ROOT, slow, start_processes
 
 from core import grpo
-from utils.devices.sharding import LayoutConfig, ending_together, make_layout, started_processes
+from utils.devices.startup import DeviceConfig, ending_together, make_layout, started_processes
 from utils.settings.config import parse
+from utils.settings.errors import user_errors
 
 LIMIT = 600  # seconds until a process hangs
 FLAGS = {
@@ -43,7 +44,7 @@ def test_what_started_this_process(env, expected, monkeypatch):
 
 def test_one_process_joins_nothing(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("it tried to"))
-    assert make_layout(LayoutConfig()).is_main
+    assert make_layout(DeviceConfig()).is_main
     with pytest.raises(ZeroDivisionError), ending_together():
         raise ZeroDivisionError
 
@@ -60,8 +61,8 @@ def train(folder: str, address: str, process_id: int, ending: str) -> None:
         return collect(*args)
 
     grpo.collect = third
-    with ending_together():
-        grpo.main(parse(grpo.Config, argv)[0])
+    with ending_together(), user_errors():
+        grpo.main(parse(grpo.Config, argv))
 
 
 ENDED = {"killed": 1, "main killed": 0, "asked": 1}  # by a signal to this process

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 
 from envs import make_env
 from models.checkpoint import load_model
-from utils.devices.sharding import LayoutConfig, make_layout
+from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.errors import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -407,8 +407,8 @@ def test_a_device_that_is_not_there_is_named(device_type, package):
 
 
 def test_a_device_that_is_not_supported_is_named():
-    assert "--device_type mps is not supported" in outcome(lambda: make_layout(LayoutConfig(device_type="mps")))
-    assert "cpu, gpu, cuda, tpu are" in outcome(lambda: make_layout(LayoutConfig(device_type="abacus")))
+    assert "--device_type mps is not supported" in outcome(lambda: make_layout(DeviceConfig(device_type="mps")))
+    assert "cpu, gpu, cuda, tpu are" in outcome(lambda: make_layout(DeviceConfig(device_type="abacus")))
 
 
 @pytest.mark.slow

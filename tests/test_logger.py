@@ -11,7 +11,7 @@ import pytest
 
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
-from utils.reporting.plots import before_and_after, plot
+from utils.reporting.plots import before_and_after, plot_run
 
 
 def lines(folder) -> list[dict]:
@@ -59,7 +59,7 @@ def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp
     file.write_bytes(intact[0] + DAMAGE[kind](intact[1][:-1]) + b"\n" + intact[2])
     readers = (
         lambda: write_report([tmp_path], tmp_path / "report.html"),
-        lambda: plot(file, tmp_path / "plot.png"),
+        lambda: plot_run(file, tmp_path / "plot.png"),
         lambda: before_and_after(file),
         lambda: Logger(tmp_path, resume_step=2).close(),
     )
@@ -125,7 +125,7 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     with Logger(tmp_path) as logger:
         for step in range(3):
             logger.log(step, metrics)
-    plot(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
+    plot_run(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
     header = (tmp_path / "plot.png").read_bytes()[:24]
     assert header[1:4] == b"PNG"
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]

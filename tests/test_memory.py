@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 from bench.common import shape
-from core.grpo import Config
+from core.config import Config
 from models.qwen3 import Qwen, is_spec
-from utils.devices.memory import Sizes, fit_memory, measure, out_of_memory, update_bytes
+from utils.devices.memory import MemoryPlan, Sizes, fit_memory, measure_sizes, out_of_memory, update_bytes
 from utils.devices.sharding import Layout, single_device
-from utils.training.state import TrainState, make_optimizer
+from utils.settings.config import make_config
+from utils.training.batching import bucket
+from utils.training.optimizers import OptimizerConfig, make_optimizer
+from utils.training.state import TrainState
 
 GB = 10**9
 
@@ -25,31 +28,39 @@ class Device(Layout):
 
 
 def settings_for(**settings) -> Config:
-    return replace(Config(num_generation_tokens=1024), **settings)
+    return make_config(Config, **{"num_generation_tokens": 1024} | settings)
 
 
-def state_of(model, config: Config) -> TrainState:
+def row_length(config: Config) -> int:
+    return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
+
+
+def state_of(model: Qwen, config: OptimizerConfig) -> TrainState:
     """Shapes where a run has arrays."""
     here = single_device().replicated
-    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), model.table(), is_leaf=is_spec)
+    table = model.parameter_table()
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), table, is_leaf=is_spec)
     state = TrainState(params, jax.eval_shape(make_optimizer(config).init, params), (), ())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), state)
 
 
-def fit(name: str, gigabytes: float, **settings) -> tuple[Config, list[str], Sizes]:
-    layout, config = Device(single_device().mesh, int(gigabytes * GB)), settings_for(**settings)
+def fit(name: str, gigabytes: float, **settings) -> tuple[MemoryPlan, Sizes]:
+    """Returns what is decided for a model on a device of so much memory, and the sizes that decide it."""
+    config = settings_for(**settings)
+    layout = Device(single_device().mesh, int(gigabytes * GB))
     model = replace(shape(name, dtype="bfloat16"), mesh=layout.mesh)
-    state = state_of(model, config)
-    found, fitted, said = fit_memory(config, model, layout, state)
-    assert fitted == replace(model, remat=found.remat)
-    return found, said, measure(found, model, layout, state)
+    state = state_of(model, config.optimizer)
+    run = config.memory, model, layout, state, None, row_length(config)
+    return fit_memory(*run, config.sampling.inference_batch_per_device), measure_sizes(*run)
 
 
 def test_a_cpu_gets_small_microbatches():
-    config, model = settings_for(num_generation_tokens=128, prompt_length=64), shape("small")
-    layout = single_device()
-    found, _, _ = fit_memory(config, replace(model, mesh=layout.mesh), layout, state_of(model, config))
-    assert (found.remat, found.tokens_per_microbatch) == ("none", 2048)
+    config, layout = settings_for(num_generation_tokens=128, prompt_length=64), single_device()
+    model = shape("small", mesh=layout.mesh)
+    state = state_of(model, config.optimizer)
+    num_rows = config.sampling.inference_batch_per_device
+    plan = fit_memory(config.memory, model, layout, state, None, row_length(config), num_rows)
+    assert (plan.remat, plan.tokens_per_microbatch) == ("none", 2048)
 
 
 # GB that `accumulate` needs in all, as compiled for an H200, 16 rows x 1024 tokens: bench/h200.py
@@ -67,48 +78,48 @@ def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
     model = shape(name, dtype="bfloat16")
     params = 4 * model.num_parameters
     sizes = Sizes(held=params, gradients=2 * params, sampling_copy=0, kv_row=0, available=0)
-    found = update_bytes(sizes, model, remat, 16 * 1024, 1024) / GB
-    assert 0.94 < found / COMPILED[name, kernel, remat] < 1.15
+    estimate = update_bytes(sizes, model, remat, 16 * 1024, 1024) / GB
+    assert 0.94 < estimate / COMPILED[name, kernel, remat] < 1.15
 
 
 def test_the_more_memory_the_less_is_recomputed():
-    found = [fit("Qwen3-0.6B", memory)[0] for memory in (20, 40, 80, 1000)]
-    order = [("full", "dots", "none").index(each.remat) for each in found]
+    plans = [fit("Qwen3-0.6B", memory)[0] for memory in (20, 40, 80, 1000)]
+    order = [("full", "dots", "none").index(plan.remat) for plan in plans]
     assert order == sorted(order) and order[0] == 0 and order[-1] == 2
-    assert found[-1].tokens_per_microbatch == 32768
+    assert plans[-1].tokens_per_microbatch == 32768
+    model = shape("Qwen3-0.6B", dtype="bfloat16")
     for memory in (20, 40, 80):
-        config, said, sizes = fit("Qwen3-0.6B", memory)
-        model, tokens = shape("Qwen3-0.6B", dtype="bfloat16"), config.tokens_per_microbatch
-        assert update_bytes(sizes, model, config.remat, tokens, 1536) < 0.9 * memory * GB
-        assert tokens == 32768 or update_bytes(sizes, model, config.remat, 2 * tokens, 1536) > 0.9 * memory * GB
-        assert not any("will not fit" in each for each in said[1:]) or "KV cache" in said[1]
+        plan, sizes = fit("Qwen3-0.6B", memory)
+        tokens = plan.tokens_per_microbatch
+        assert update_bytes(sizes, model, plan.remat, tokens, 1536) < 0.9 * memory * GB
+        assert tokens == 32768 or update_bytes(sizes, model, plan.remat, 2 * tokens, 1536) > 0.9 * memory * GB
+        assert not any("will not fit" in note for note in plan.notes[1:]) or "KV cache" in plan.notes[1]
 
 
 def test_what_the_user_says_is_done():
-    config, *_ = fit("Qwen3-0.6B", 140, remat="full", tokens_per_microbatch=4096)
-    assert (config.remat, config.tokens_per_microbatch) == ("full", 4096)
-    config, *_ = fit("Qwen3-0.6B", 30, tokens_per_microbatch=4096)
-    assert (config.remat, config.tokens_per_microbatch) == ("dots", 4096)
+    plan, _ = fit("Qwen3-0.6B", 140, remat="full", tokens_per_microbatch=4096)
+    assert (plan.remat, plan.tokens_per_microbatch) == ("full", 4096)
+    plan, _ = fit("Qwen3-0.6B", 30, tokens_per_microbatch=4096)
+    assert (plan.remat, plan.tokens_per_microbatch) == ("dots", 4096)
 
 
 def test_what_does_not_fit_is_said():
-    _, said, sizes = fit("Qwen3-1.7B", 80, inference_batch_per_device=512)
-    fitting = int(said[1].rsplit(" ", 1)[1])
+    plan, sizes = fit("Qwen3-1.7B", 80, inference_batch_per_device=512)
+    fitting = int(plan.notes[1].rsplit(" ", 1)[1])
     rest = sizes.available - sizes.held - sizes.sampling_copy
-    assert "KV cache" in said[1] and fitting * sizes.kv_row <= rest < (fitting + 1) * sizes.kv_row
-    _, said, _ = fit("Qwen3-0.6B", 30, tokens_per_microbatch=1 << 18, inference_batch_per_device=8)
-    assert "lower --tokens_per_microbatch to 131072" in said[1]
-    _, said, _ = fit("Qwen3-8B", 80)
-    assert any("--optimizer adafactor" in each for each in said)
+    assert "KV cache" in plan.notes[1] and fitting * sizes.kv_row <= rest < (fitting + 1) * sizes.kv_row
+    plan, _ = fit("Qwen3-0.6B", 30, tokens_per_microbatch=1 << 18, inference_batch_per_device=8)
+    assert "lower --tokens_per_microbatch to 131072" in plan.notes[1]
+    plan, _ = fit("Qwen3-8B", 80)
+    assert any("--optimizer adafactor" in note for note in plan.notes)
 
 
 def test_optimizers_and_dtypes_count():
-    held = [fit("Qwen3-1.7B", 80, **settings)[2].held for settings in (
-        {}, {"mu_dtype": "bfloat16"}, {"optimizer": "adafactor"}
-    )]  # fmt: skip
-    assert [round(each / 1720574976) for each in held] == [12, 10, 4]
-    gradients = [fit("Qwen3-1.7B", 80, grad_dtype=dtype)[2].gradients for dtype in ("", "bfloat16")]
-    assert [round(each / 1720574976) for each in gradients] == [8, 6]
+    optimizers = {}, {"mu_dtype": "bfloat16"}, {"optimizer": "adafactor"}
+    held = [fit("Qwen3-1.7B", 80, **settings)[1].held for settings in optimizers]
+    assert [round(num_bytes / 1720574976) for num_bytes in held] == [12, 10, 4]
+    gradients = [fit("Qwen3-1.7B", 80, grad_dtype=dtype)[1].gradients for dtype in ("", "bfloat16")]
+    assert [round(num_bytes / 1720574976) for num_bytes in gradients] == [8, 6]
 
 
 def test_an_allocation_that_fails_becomes_a_sentence(capsys):

@@ -27,15 +27,20 @@ from safetensors.numpy import load_file
 
 from bench import scaling
 from core import grpo, sampling
-from core.grpo import Config, accumulate
-from core.objectives import Batch
+from core.config import Config
+from core.learner import accumulate, apply_gradients
+from core.objectives import ObjectiveConfig
+from core.records import Batch
 from core.sampling import Sampler
 from models import qwen3
 from models.checkpoint import load_model
-from utils.devices import sharding
-from utils.devices.sharding import LayoutConfig, arrange, cut, make_layout, mesh_sizes
+from models.distribution import Distribution
+from utils.devices.sharding import sharding_of
+from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
-from utils.training.state import OptimizerConfig, init_state, make_optimizer
+from utils.settings.lmpo import LMPO
+from utils.training.optimizers import OptimizerConfig, make_optimizer
+from utils.training.state import init_state
 
 SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
 NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)
@@ -54,10 +59,15 @@ WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generati
 def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
     """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
     records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
-    expected, sample, drawn = iter(list(records)), Sampler.__call__, []
+    expected, sample, drawn = iter(list(records)), Sampler.generate, []
+    load_weights, loaded = Sampler.load_weights, []
 
-    def replay(self, params, prompts, ids, num_samples, key):
-        found = sample(self, params, prompts, ids, num_samples, key)
+    def load(self, params):
+        loaded[:] = [params]
+        return load_weights(self, params)
+
+    def replay(self, weights, prompts, ids, num_samples, key):
+        found = sample(self, weights, prompts, ids, num_samples, key)
         drawn.append(found)
         if not records:
             return found
@@ -66,7 +76,7 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
             at = int(np.argmax(found.tokens[row] != known.tokens[row]))
             assert (found.prompt_lengths == known.prompt_lengths).all() and at >= found.prompt_lengths[row]
             tokens = known.tokens[row, :at][None]
-            logits = qwen3.logits(self.model, self.layout.fetch(params), jnp.asarray(tokens))[0, -1]
+            logits = qwen3.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
             place = int(np.asarray(ids)[row // num_samples]), row % num_samples, at - int(found.prompt_lengths[row])
             key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, place[0]), place[1]), place[2])
             distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
@@ -82,11 +92,11 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
 
     flags = FLAGS | flags | {"save_dir": folder}
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    Sampler.__call__ = replay
+    Sampler.load_weights, Sampler.generate = load, replay
     try:
-        grpo.main(parse(Config, argv)[0])
+        grpo.main(parse(Config, argv, spellings=LMPO))
     finally:
-        Sampler.__call__ = sample
+        Sampler.load_weights, Sampler.generate = load_weights, sample
     if not records:
         recorded.write_bytes(pickle.dumps(drawn))
 
@@ -115,7 +125,7 @@ def hosts_step(folder: str, address: str, num_processes: int, process_id: int) -
     flags = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     folder = Path(folder)
     mesh = {"mesh": "fsdp=2,tp=2"} if num_processes == 2 else {"mesh": f"data={num_processes},fsdp=-1"}
-    with sharding.ending_together():
+    with ending_together():
         step_of_grpo(folder / f"hosts-{num_processes}", folder / "recorded", **flags, **mesh)
 
 
@@ -170,7 +180,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 def shardings_on_eight_devices() -> None:
     """Asserts on the arrays of a step under fsdp=4,tp=2."""
-    layout = make_layout(LayoutConfig(mesh="fsdp=4,tp=2"))
+    layout = make_layout(DeviceConfig(mesh="fsdp=4,tp=2"))
     params = on_layout(layout)
     q, norm = params["model.layers"]["self_attn.q_proj.weight"], params["model.norm.weight"]
     assert q.sharding.spec == P(None, "tp", "fsdp") and norm.sharding.is_fully_replicated
@@ -180,7 +190,7 @@ def shardings_on_eight_devices() -> None:
         jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(x), tree, params)
 
     optimizer = make_optimizer(OptimizerConfig())
-    state, config = init_state(params, optimizer), Config()
+    state = init_state(params, optimizer)
     (moments,) = (s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
     same(moments.mu), same(moments.nu)
 
@@ -193,28 +203,31 @@ def shardings_on_eight_devices() -> None:
     batch = layout.put(batch)
     assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
-    (grads, _), _ = accumulate(MODEL, config, params, (grads, np.float32(0)), batch, 1)
+    distribution = Distribution()
+    settings = MODEL, ObjectiveConfig(), distribution
+    (grads, _), _ = accumulate(*settings, 1, params, (grads, np.float32(0)), batch)
     same(grads)
-    state, _ = grpo.apply_gradients(optimizer, state, grads)
+    state, _ = apply_gradients(optimizer, 0, state, grads)
     same(state.params)
 
     sampler = Sampler(MODEL, 8, (3,), layout=layout)
-    weights = sampling.rollout_weights(MODEL, state.params, layout)
+    weights = sampler.load_weights(state.params)
     specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
     assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
     prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
     source = layout.put(np.arange(16, dtype=np.int32) // 2)
-    caches = sampling.regroup(prefix, source, 48)
-    by_rows = cut(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
+    caches = sampling.gather_cache(prefix, source, 48)
+    by_rows = sharding_of(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
     assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
-    assert not scaling.collective_bytes(sampling.regroup.lower(prefix, source, 48).compile().as_text())
+    assert not scaling.collective_bytes(sampling.gather_cache.lower(prefix, source, 48).compile().as_text())
     zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
     starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
     decode = jax.jit(qwen3.decode, static_argnums=0)
     logits, _ = decode(MODEL, weights, prefix, caches, rows[0], np.int32(0), starts)
     assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
-    caches, tokens, *_ = sampling.decode_segment(sampler, weights, prefix, caches, np.int32(0), starts, *rows)
+    settings = MODEL, distribution, False
+    caches, tokens, *_ = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)
 
@@ -258,25 +271,25 @@ def test_copies_stand_on_slices():
     """Hosts of GPUs, or TPU slices, as JAX numbers them: the slow network carries the data axis alone."""
     kind = {"platform": "gpu", "device_kind": "NVIDIA H200"}
     devices = [SimpleNamespace(id=i, process_index=i // 4, slice_index=i // 4, **kind) for i in range(16)]
-    sizes = mesh_sizes(LayoutConfig("fsdp_tp"), 16, 4)
+    sizes = mesh_sizes(DeviceConfig("fsdp_tp"), 16, 4)
     assert sizes == {"data": 4, "fsdp": 2, "tp": 2}
-    slices = np.vectorize(lambda device: device.slice_index)(arrange(sizes, devices))
+    slices = np.vectorize(lambda device: device.slice_index)(arrange_devices(sizes, devices))
     assert slices.shape == (4, 2, 2) and all(len(set(copy.ravel())) == 1 for copy in slices)
-    asked = mesh_sizes(LayoutConfig(mesh="data=-1,fsdp=8"), 16, 4)
+    asked = mesh_sizes(DeviceConfig(mesh="data=-1,fsdp=8"), 16, 4)
     assert asked == {"data": 2, "fsdp": 8, "tp": 1}
-    slices = np.vectorize(lambda device: device.slice_index)(arrange({"data": 1, "fsdp": 16, "tp": 1}, devices))
+    slices = np.vectorize(lambda device: device.slice_index)(arrange_devices({"data": 1, "fsdp": 16, "tp": 1}, devices))
     assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbours first"
     with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
-        arrange({"data": 2, "fsdp": 2, "tp": 2}, devices)
+        arrange_devices({"data": 2, "fsdp": 2, "tp": 2}, devices)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (LayoutConfig(mesh="fsdp"), "--mesh 'fsdp' is not like"),
-        (LayoutConfig(mesh="rows=4"), "--mesh has no axis rows"),
-        (LayoutConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* there are 8 devices"),
-        (LayoutConfig("fsdp_tp"), "--sharding fsdp_tp makes .* there are 1 devices"),
+        (DeviceConfig(mesh="fsdp"), "--mesh 'fsdp' is not like"),
+        (DeviceConfig(mesh="rows=4"), "--mesh has no axis rows"),
+        (DeviceConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* there are 8 devices"),
+        (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* there are 1 devices"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_by_its_flag(config, words):

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from helpers import assert_close, depth, slow
 
 from models import attention, checkpoint, qwen3
 from models.checkpoint import load_model, save_model
+from models.distribution import Distribution
+from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import MESH_AXES
 
@@ -36,9 +38,9 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
-    weights = qwen3.unstack(model, params)
+    weights = qwen3.decode_weights(model, params)
     prefix = prefill(model, weights, prompts[:, :-1], starts)
-    caches = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], num_tokens, x.shape[3]), x.dtype), prefix)
+    caches = qwen3.init_cache(model, len(prompts), num_tokens)
     last, tokens, rows = prompts[:, -1], [], []
     for i in range(num_tokens):  # the first step reads the last prompt token
         row, caches = decode(model, weights, prefix, caches, last, i, starts)
@@ -65,9 +67,9 @@ def test_no_token_sees_what_stands_right_of_it(name):
     @jax.jit
     def gradients(t):
         def output(embedding):
-            return qwen3.forward(model, params | {qwen3.EMBED: embedding}, tokens)[0, t] @ direction
+            return qwen3.forward(model, params | {EMBED: embedding}, tokens)[0, t] @ direction
 
-        return jax.grad(output)(params[qwen3.EMBED])[:10]
+        return jax.grad(output)(params[EMBED])[:10]
 
     for t in range(10):
         moved = np.abs(gradients(t)).max(axis=1) > 0
@@ -98,8 +100,31 @@ def test_decoding_with_a_cache_equals_the_forward_pass(name):
     _, cached = cached_logits(model, params, prompts, starts, lambda i, row: drawn[:, i], drawn.shape[1])
     whole = [np.roll([*prompt, *row], -start) for prompt, start, row in zip(prompts, starts, drawn, strict=True)]
     uncached = logits(model, params, np.stack(whole))  # right-padded, as in training
-    for start, found, row in zip(starts, cached, uncached, strict=True):
-        assert_close(found, row[P - start - 1 :][: len(found)], depth(model, uncached.shape[1]))
+    for start, decoded, row in zip(starts, cached, uncached, strict=True):
+        assert_close(decoded, row[P - start - 1 :][: len(decoded)], depth(model, uncached.shape[1]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+def test_an_empty_cache_has_the_layout_of_prefill(dtype, kv_dtype):
+    model, params, _ = load(FIXTURES / "qwen3-tied")
+    model = replace(model, dtype=dtype, kv_dtype=kv_dtype)
+    weights = jax.eval_shape(partial(qwen3.decode_weights, model), params)
+    rows = jax.ShapeDtypeStruct((3, 5), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    filled = jax.eval_shape(partial(qwen3.prefill, model), weights, *rows)
+    empty = jax.jit(qwen3.init_cache, static_argnums=(0, 1, 2))(model, 3, 5)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), empty) == jax.tree.map(lambda x: (x.shape, x.dtype), filled)
+    assert not any(x.any() for x in jax.tree.leaves(empty))
+
+
+@pytest.mark.parametrize("setting", [(1.0,), (0.0,), (0.6, 0, 0.8), (1.3, 12, 0.9, 0.03)], ids=str)
+def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
+    distribution = Distribution(*setting)
+    logits = jnp.float32(2 * np.random.default_rng(5).standard_normal((50, 300)))
+    tokens, drawn, support = distribution.draw(logits, jax.random.uniform(jax.random.key(1), (50, 2)))
+    scored, entropy = distribution.logprobs(logits, tokens, support if support.size else None)
+    assert_close(scored, drawn, logits.shape[1], np.abs(logits).max())
+    assert np.isfinite(entropy).all()
 
 
 @pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16
@@ -110,10 +135,11 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
     monkeypatch.setattr(qwen3, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
-    found, entropy, _ = jax.jit(partial(qwen3.score_tokens, model, temperature=0.7, first=5))(params, tokens)
-    assert_close(found[:, 5:], reference[:, 4:], operations, size)
+    score = partial(qwen3.score_tokens, model, distribution=Distribution(0.7), first_scored=5)
+    logprobs, entropy, _ = jax.jit(score)(params, tokens)
+    assert_close(logprobs[:, 5:], reference[:, 4:], operations, size)
     assert_close(entropy[:, 5:], -(np.exp(scaled) * scaled).sum(-1)[:, 4:], operations, size)
-    assert not found[:, :5].any() and not entropy[:, :5].any()
+    assert not logprobs[:, :5].any() and not entropy[:, :5].any()
 
 
 def heads(T: int, C: int) -> list[jax.Array]:
@@ -128,14 +154,14 @@ def test_splash_attention_is_the_plain_one(T):
     *qkv, direction = heads(T, 128)
 
     def plain(q, k, v):
-        return attention.attend(q, k, v, attention.causal_mask(T))[0].reshape(q.shape)
+        return attention.masked_attention(q, k, v, attention.causal_mask(T))[0].reshape(q.shape)
 
     results = [
         jax.jit(jax.vjp(f, *qkv)[1])(direction) + (jax.jit(f)(*qkv),)
         for f in (partial(attention.splash, interpret=True), plain)
     ]
-    for found, expected in zip(*results, strict=True):
-        assert_close(found, expected, 3 * (128 + 2 * T))  # forward and twice backward: channels, softmax, values
+    for result, expected in zip(*results, strict=True):
+        assert_close(result, expected, 3 * (128 + 2 * T))  # forward and twice backward: channels, softmax, values
 
 
 def test_kernels_are_chosen_by_device_and_heads():
@@ -167,9 +193,9 @@ def test_a_saved_model_is_loaded_unchanged(name, max_bytes, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", max_bytes)
     model, params, tokenizer = load_model(FIXTURES / name, param_dtype="")
     save_model(tmp_path / "new", model, params, tokenizer)
-    other, others, other_tokenizer = load_model(f"{tmp_path}/new/", param_dtype="")
-    assert (other, other_tokenizer.stop_ids) == (model, tokenizer.stop_ids)
-    assert_trees_all_equal(params, others)
+    saved_model, saved_params, saved_tokenizer = load_model(f"{tmp_path}/new/", param_dtype="")
+    assert (saved_model, saved_tokenizer.stop_ids) == (model, tokenizer.stop_ids)
+    assert_trees_all_equal(params, saved_params)
     assert (tmp_path / "new" / "model.safetensors").exists() == (max_bytes > 20_000)
     assert [entry.name for entry in tmp_path.iterdir()] == ["new"]
 
@@ -178,17 +204,17 @@ def test_parameters_are_cut_as_the_layout_says(tmp_path):
     class Halves:
         mesh = None
 
-        def check(self, params):
+        def check_mesh_axes(self, params):
             pass
 
         def sharding(self, shape, axes):
             mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-            asked.append((shape, axes))
+            requested.append((shape, axes))
             return jax.NamedSharding(mesh, jax.P("x"))
 
-    asked = []
+    requested = []
     model, params, _ = load_model(FIXTURES / "qwen3-tied", layout=Halves())
-    assert set(asked) == set(jax.tree.leaves(model.table(), is_leaf=qwen3.is_spec))
+    assert set(requested) == set(jax.tree.leaves(model.parameter_table(), is_leaf=qwen3.is_spec))
     assert_trees_all_equal(params, load(FIXTURES / "qwen3-tied")[1])
 
 
@@ -196,10 +222,10 @@ def test_dtypes_are_as_asked(tmp_path):
     model, params, tokenizer = load(FIXTURES / "qwen3-bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
     save_model(tmp_path / "bfloat16", model, params, tokenizer, dtype="bfloat16")
-    again = load_model(tmp_path / "bfloat16", param_dtype="", remat="none")
-    assert {x.dtype.name for x in jax.tree.leaves(again[1])} == {"bfloat16"}
-    assert again[0].remat == "none"
-    assert_trees_all_equal(params, jax.tree.map(lambda x: x.astype("float32"), again[1]))
+    saved_model, saved_params, _ = load_model(tmp_path / "bfloat16", param_dtype="", remat="none")
+    assert {x.dtype.name for x in jax.tree.leaves(saved_params)} == {"bfloat16"}
+    assert saved_model.remat == "none"
+    assert_trees_all_equal(params, jax.tree.map(lambda x: x.astype("float32"), saved_params))
 
 
 def test_saving_replaces_a_model_and_nothing_else(tmp_path):
@@ -234,7 +260,7 @@ def test_a_second_copy_of_a_tied_weight_is_ignored(tmp_path):
 
     shutil.copytree(FIXTURES / "qwen3-tied", tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {qwen3.HEAD: tensors[qwen3.EMBED]}, tmp_path / "model.safetensors")
+    save_file(tensors | {HEAD: tensors[EMBED]}, tmp_path / "model.safetensors")
     assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3-tied")[1])
 
 
@@ -313,13 +339,13 @@ def test_transformers_loads_what_we_save(tmp_path):
     for name in NAMES:
         model, params, tokenizer = load(FIXTURES / name)
         save_model(tmp_path / name, model, params, tokenizer)
-        theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
-        assert not any(report.values()) and theirs.dtype == torch.float32
-        assert theirs.generation_config.eos_token_id in (list(tokenizer.stop_ids), *tokenizer.stop_ids)
+        reference_model, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(report.values()) and reference_model.dtype == torch.float32
+        assert reference_model.generation_config.eos_token_id in (list(tokenizer.stop_ids), *tokenizer.stop_ids)
         assert AutoTokenizer.from_pretrained(tmp_path / name).encode("a=1") == tokenizer.encode("a=1")
         with torch.no_grad():
-            found = theirs(torch.tensor(expected(name)["tokens"])).logits
-        assert_close(found, expected(name)["logits"], depth(model, expected(name)["tokens"].shape[1]))
+            logits_of_saved = reference_model(torch.tensor(expected(name)["tokens"])).logits
+        assert_close(logits_of_saved, expected(name)["logits"], depth(model, expected(name)["tokens"].shape[1]))
 
 
 # Tokenizer
@@ -357,10 +383,10 @@ def test_the_ids_of_qwen3(tmp_path):
     assert tokenizer.decode(tokenizer.encode("<think>a</think>b<|im_end|>")) == "<think>a</think>b"
     for saved in (tokenizer, Tokenizer(tokenizer.hf)):  # as loaded, and as transformers writes it
         saved.save(tmp_path)
-        again = load_tokenizer(tmp_path)
-        assert again.stop_ids[0] == 151645 and again.pad_id == 151643
+        loaded = load_tokenizer(tmp_path)
+        assert loaded.stop_ids[0] == 151645 and loaded.pad_id == 151643
         messages = [{"role": "user", "content": "Hello, y'all! 你好"}]
-        assert again.chat(messages, True, "<think>") == tokenizer.chat(messages, True, "<think>")
+        assert loaded.chat(messages, True, "<think>") == tokenizer.chat(messages, True, "<think>")
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
 

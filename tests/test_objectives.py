@@ -14,20 +14,23 @@ import pytest
 from helpers import assert_close
 
 from core import objectives
-from core.grpo import Config, Learner
+from core.config import Config
+from core.learner import split_minibatches
 from core.objectives import (
-    Batch,
     ObjectiveConfig,
-    advantages,
-    describe,
+    compute_advantages,
+    describe_objective,
     generalised_advantages,
-    normalize,
     policy_loss,
-    total,
+    reduce_metrics,
+    set_loss_denominators,
     value_loss,
 )
-from utils.devices.sharding import single_device
-from utils.training.batching import concatenate, take
+from core.records import Batch
+from utils.settings.config import make_config
+from utils.training.batching import concatenate, select_rows
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of groups without a graded rollout
 
 N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
 B = N * G
@@ -66,7 +69,7 @@ def random_batch(seed: int, rewards=None, group_size: int = G) -> Batch:
     return Batch(
         tokens=rng.integers(0, 50, (B, T)), mask=mask, sample_logprobs=dirty(sampled), rewards=np.float32(rewards),
         lengths=lengths, prompt_lengths=prompts, finished=rng.random(B) < 0.7, old_logprobs=dirty(old),
-        ref_logprobs=dirty(ref), values=dirty(rng.normal(0.4, 0.5, (B, T))), group_size=group_size,
+        ref_logprobs=dirty(ref), values=dirty(rng.normal(0.4, 0.5, (B, T))), row=np.arange(B), group_size=group_size,
     )  # fmt: skip
 
 
@@ -285,14 +288,12 @@ def slopes(oracle, new, *rest) -> np.ndarray:
 @functools.cache
 def credited(config: ObjectiveConfig, seed: int) -> tuple[Batch, np.ndarray]:
     """A batch of the rows that stay, with its advantages, and what these should be."""
-    batch = random_batch(seed)
-    found, keep = advantages(batch, config)
-    expected, expected_keep, _ = oracle_advantages(batch, config)
-    assert keep.tolist() == expected_keep
+    batch = compute_advantages(random_batch(seed), config)
+    expected, keep, _ = oracle_advantages(random_batch(seed), config)
     rows = np.flatnonzero(keep)
-    batch = take(batch.replace(advantages=np.asarray(found)), rows)
+    assert batch.row.tolist() == rows.tolist()
     assert_close(batch.advantages, expected[rows], B * T, SURPRISE)
-    return batch, expected[rows]
+    return batch.replace(returns=None), expected[rows]
 
 
 def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], seed: int) -> None:
@@ -304,7 +305,7 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
     inputs, expected = [], []
     for batch, a in cases:
         new, entropy = new_logprobs(batch, config, seed)
-        inputs.append((new, entropy, jax.tree.map(np.asarray, normalize(batch, ROLLOUTS, LIMIT, config))))
+        inputs.append((new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config)))
         rows = oracle_loss(new, new, entropy, a, batch, config).sum(axis=1)
         by_entropy = -config.entropy_coef * batch.mask / batch.mask.sum()
         expected.append((slopes(oracle_loss, new, entropy, a, batch, config), by_entropy, rows))
@@ -420,7 +421,7 @@ def test_masks_leave_out_the_policy_loss_of_tokens(row):
         lengths=np.array([2]), prompt_lengths=np.array([0]), old_logprobs=old, advantages=np.full((1, 2), advantage),
     )  # fmt: skip
     config = ObjectiveConfig(objective="reinforce", **flags)
-    grad, metrics = learn(new, np.zeros((1, 2)), normalize(batch, 1, LIMIT, config), config)
+    grad, metrics = learn(new, np.zeros((1, 2)), set_loss_denominators(batch, 1, LIMIT, config), config)
     assert (grad == 0).tolist() == [left_out]
     assert metrics["masked_fraction"] == np.mean(left_out)
 
@@ -433,24 +434,23 @@ def test_masks_leave_out_the_policy_loss_of_tokens(row):
 @pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
 def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_group_filter, do_truncation_filter):
     """For -A log p, summed over a step's minibatches of 8 rollouts; `constant` is Dr. GRPO's, whatever has left."""
-    config = Config(
-        advantage="group_mean", objective="reinforce", loss_normalization=normalization, entropy_coef=0.0,
+    config = make_config(
+        Config, advantage="group_mean", objective="reinforce", loss_normalization=normalization, entropy_coef=0.0,
         groups_per_batch=6, group_size=G, ppo_minibatch=8, do_group_filter=do_group_filter,
         do_truncation_filter=do_truncation_filter,
     )  # fmt: skip
     rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
     batch = random_batch(8, rewards).replace(old_logprobs=None, values=None, ref_logprobs=None)
     batch = batch.replace(tokens=np.tile(np.arange(6 * G)[:, None], T))  # tokens say which row they are from
-    learner = Learner(None, None, single_device(), config)
     found, sizes, expected = np.zeros((6 * G, T)), [], np.zeros((6 * G, T))
-    for minibatch in learner.minibatches(learner.credit(batch)[0], 1, 0):
+    for minibatch in split_minibatches(compute_advantages(batch, config.objective), config, 1, 0):
         sizes.append(len(minibatch.rewards))
         rows, masks = minibatch.tokens[:, 0], batch.mask[minibatch.tokens[:, 0]]
-        piece = normalize(minibatch, config.minibatch_size, LIMIT, config)
-        piece = take(piece, np.resize(np.arange(len(rows)), 8))
+        piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective)
+        piece = select_rows(piece, np.resize(np.arange(len(rows)), 8))
         piece.mask[len(rows) :] = False  # rows that only fill the shape up
         zeros = np.zeros(piece.mask.shape)
-        found[rows] = learn(zeros - 1, zeros, piece, config)[0][: len(rows)]
+        found[rows] = learn(zeros - 1, zeros, piece, config.objective)[0][: len(rows)]
         for row in rows:
             divisor = {
                 "constant": 8 * LIMIT,
@@ -485,11 +485,17 @@ def test_advantages(advantage, flags):
         return
     config = ObjectiveConfig(advantage, **flags)
     batch = random_batch(4, np.ravel(REWARDS))
-    found, keep = advantages.__wrapped__(batch, config)  # not compiled, as above
-    expected, expected_keep, signal = oracle_advantages(batch, config)
-    assert keep.tolist() == expected_keep
-    assert_close(found[keep], expected[keep], B * T, SURPRISE)
-    assert not found[~np.array(signal)].any() and not found[~batch.mask].any(), "exactly 0"
+    found = compute_advantages(batch, config)
+    expected, keep, signal = oracle_advantages(batch, config)
+    rows = np.flatnonzero(keep)
+    assert found.row.tolist() == rows.tolist()
+    assert_close(found.advantages, expected[rows], B * T, SURPRISE)
+    has_signal = np.array(signal)[rows]
+    assert not found.advantages[~has_signal].any() and not found.advantages[~found.mask].any(), "exactly 0"
+    assert (found.returns is not None) == (advantage == "gae")
+    if advantage == "gae":
+        returns = (oracle_gae(batch, config) + batch.values)[rows]
+        assert_close(found.returns[found.mask], returns[found.mask], 4 * T, SURPRISE)
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
@@ -528,12 +534,13 @@ def test_equal_rewards_carry_no_signal(advantage, flags):
     for name, rewards in NEARLY_EQUAL.items():
         G = len(rewards)
         batch = random_batch(6, rewards + [*range(G)], G)
-        found, keep = jax.jit(advantages, static_argnums=1)(batch, config)
-        expected, expected_keep, signal = oracle_advantages(batch, config)
+        found = compute_advantages(batch, config)
+        expected, keep, signal = oracle_advantages(batch, config)
+        rows = np.flatnonzero(keep)
         assert signal == [False] * G + [True] * G
-        assert not found[:G].any(), f"exactly 0 for {name}"
-        assert keep.tolist() == expected_keep
-        assert_close(found[keep], expected[keep], B * T, SURPRISE, err_msg=name)
+        assert found.row.tolist() == rows.tolist()
+        assert not found.advantages[rows < G].any(), f"exactly 0 for {name}"
+        assert_close(found.advantages, expected[rows], B * T, SURPRISE, err_msg=name)
 
 
 @pytest.mark.parametrize("objective", CHOICES["objective"])
@@ -543,17 +550,17 @@ def test_a_group_without_signal_has_no_gradient(objective):
         if advantage not in (*NOT_RELATIVE, "best_k"):  # of best_k only two rows of a group would be left
             batch, _ = credited(ObjectiveConfig(advantage, do_group_filter=False), seed=1)
             new, entropy = new_logprobs(batch, config, seed=1)
-            grad, _ = learn(new, entropy, normalize(batch, ROLLOUTS, LIMIT, config), config)
+            grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)
             assert not grad[G : 2 * G].any() and grad[:G].any() and grad[2 * G :].any()
 
 
 @pytest.mark.parametrize("do_group_filter", [True, False])
 def test_best_k_imitates_groups_that_are_all_right_without_the_filter(do_group_filter):
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
-    found, keep = advantages(batch, ObjectiveConfig("best_k", do_group_filter=do_group_filter))
-    best = np.array([not do_group_filter] * 2 + [False] * 2 + [False, True, False, True])
-    assert keep.tolist() == best.tolist()
-    assert (found[best] == batch.mask[best]).all()
+    found = compute_advantages(batch, ObjectiveConfig("best_k", do_group_filter=do_group_filter))
+    best = [5, 7] if do_group_filter else [0, 1, 5, 7]
+    assert found.row.tolist() == best
+    assert (found.advantages == batch.mask[best]).all()
 
 
 @pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}, {"do_global_normalization": True}], ids=in_words)
@@ -568,27 +575,27 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     batch = random_batch(7, rewards)
     batch.rewards[failed] = np.nan
     others = np.setdiff1d(np.arange(len(rewards)), failed)
-    found, keep = map(np.asarray, advantages(batch, config))
-    expected, expected_keep = map(np.asarray, advantages(take(batch, others).replace(group_size=G - 1), config))
-    assert not keep[failed].any() and not found[failed].any() and np.isfinite(found).all()
-    assert keep[others].tolist() == expected_keep.tolist()
-    assert_close(found[others], expected, B * T, SURPRISE)
+    found = compute_advantages(batch, config)
+    expected = compute_advantages(select_rows(batch, others).replace(group_size=G - 1), config)
+    assert np.isfinite(found.advantages).all()
+    assert found.row.tolist() == expected.row.tolist()
+    assert_close(found.advantages, expected.advantages, B * T, SURPRISE)
 
 
 def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
     config = ObjectiveConfig()
     rewards = np.float32([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
     assert np.asarray(objectives.has_signal(rewards, config)).tolist() == [False, False, True, True]
-    found, keep = advantages(random_batch(0, rewards.ravel()), config)
-    assert np.asarray(keep).tolist() == [False] * 8 + [False, True, True, False] + [True, True, False, True]
+    found = compute_advantages(random_batch(0, rewards.ravel()), config)
+    assert found.row.tolist() == [9, 10, 12, 13, 15]
 
 
 def test_a_group_leaves_where_an_advantage_does_not_know_of_failed_graders(monkeypatch):
     mine = lambda rewards, batch, config: rewards - rewards.mean(axis=1, keepdims=True)  # noqa: E731
     monkeypatch.setitem(objectives.ADVANTAGES, "rloo", mine)
     batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
-    found, keep = map(np.asarray, advantages(batch, ObjectiveConfig(advantage="rloo")))
-    assert keep.tolist() == [True] * 4 + [False] * 4 and np.isfinite(found).all()
+    found = compute_advantages(batch, ObjectiveConfig(advantage="rloo"))
+    assert found.row.tolist() == [0, 1, 2, 3] and np.isfinite(found.advantages).all()
 
 
 def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
@@ -601,10 +608,10 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
     for do_group_filter in (True, False):
         config = ObjectiveConfig("mine", do_group_filter=do_group_filter)
-        found, keep = advantages(batch, config)
-        assert keep.tolist() == [not do_group_filter] * 4 + [True] * 4
-        assert not found[:4].any() and found[4:].any()
-        assert describe(config).endswith("; A = half_of_group_mean")
+        found = compute_advantages(batch, config)
+        assert found.row.tolist() == [*range(4 if do_group_filter else 0, 8)]
+        assert not found.advantages[found.row < 4].any() and found.advantages[found.row >= 4].any()
+        assert describe_objective(config).endswith("; A = half_of_group_mean")
 
 
 # The value loss
@@ -614,7 +621,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
 def test_value_loss(value_clip):
     config, batch, rng = ObjectiveConfig("gae", value_clip=value_clip), random_batch(7), np.random.default_rng(7)
     returns = np.float32(oracle_gae(batch, config) + batch.values)
-    batch = normalize(batch.replace(returns=returns), ROLLOUTS, LIMIT, config)
+    batch = set_loss_denominators(batch.replace(returns=returns), ROLLOUTS, LIMIT, config)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
     num_tokens, expected, sides = int(batch.mask.sum()), np.zeros(batch.mask.shape), set()
 
@@ -640,7 +647,7 @@ def test_value_loss(value_clip):
 def test_without_old_logprobs_the_ratio_is_one(objective):
     """And all of these have the same gradient (dppo's ratio is to the sampler)."""
     config, batch = ObjectiveConfig(objective=objective, entropy_coef=0.0), credited(ObjectiveConfig("gae"), 3)[0]
-    batch = normalize(batch, ROLLOUTS, LIMIT, config)
+    batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config)
     for old in (None, batch.old_logprobs):
         grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), batch.replace(old_logprobs=old), config)
         assert_close(grad, -batch.advantages / batch.mask.sum(), B * T)
@@ -654,7 +661,7 @@ def test_metrics(objective, kl):
     config = ObjectiveConfig(objective=objective, clip_epsilon_high=0.28, **KL[kl])
     batch = credited(ObjectiveConfig(do_group_filter=False, **KL[kl]), seed=1)[0]
     new, entropy = new_logprobs(batch, config, 4)
-    found = total([learn(new, entropy, normalize(batch, ROLLOUTS, LIMIT, config), config)[1]])
+    found = reduce_metrics([learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)[1]])
     mask, a = batch.mask, np.float64(batch.advantages)
     log_ratio = np.float64(new)[mask] - np.float64(batch.old_logprobs)[mask]
     log_w = np.float64(batch.old_logprobs)[mask] - np.float64(batch.sample_logprobs)[mask]
@@ -694,8 +701,8 @@ def test_metrics(objective, kl):
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
 def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
     config = ObjectiveConfig("gae", objective, normalization, kl_coef=0.1, entropy_coef=0.1)
-    batch = normalize(credited(ObjectiveConfig("gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
-    batch = jax.tree.map(np.asarray, batch.replace(returns=oracle_gae(batch, config)))
+    batch = set_loss_denominators(credited(ObjectiveConfig("gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
+    batch = batch.replace(returns=oracle_gae(batch, config))
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
     expected_grad, whole = learn(new, entropy, batch, config)
@@ -703,11 +710,11 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
     for cuts in ([4], [4, 8]):
         grad, parts = np.zeros(new.shape), []
         for rows in np.split(np.random.default_rng(5).permutation(B), cuts):
-            grad[rows], metrics = learn(new[rows], entropy[rows], take(batch, rows), config)
-            parts.append(metrics | {"value/loss": value_loss(values[rows], take(batch, rows), config)})
+            grad[rows], metrics = learn(new[rows], entropy[rows], select_rows(batch, rows), config)
+            parts.append(metrics | {"value/loss": value_loss(values[rows], select_rows(batch, rows), config)})
         assert_close(grad, expected_grad, B * T, SURPRISE * np.abs(expected_grad).max())
-        for name, x in total([whole]).items():
-            assert_close(total(parts)[name], x, B * T, SURPRISE * max(1, abs(x)), err_msg=name)
+        for name, x in reduce_metrics([whole]).items():
+            assert_close(reduce_metrics(parts)[name], x, B * T, SURPRISE * max(1, abs(x)), err_msg=name)
 
 
 # Settings
@@ -772,7 +779,7 @@ def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, 
     for advantage in CHOICES["advantage"]:
         A = {"reinforce": "r"}.get(advantage) or FORMULAS[advantage]
         config = ObjectiveConfig(advantage, objective, normalization, 0.2, 0.28, 3.0, entropy_coef=0.0)
-        assert describe(config) == f"minimise {normalization} of {FORMULAS[objective]}{warning}; A = {A}"
+        assert describe_objective(config) == f"minimise {normalization} of {FORMULAS[objective]}{warning}; A = {A}"
 
 
 @pytest.mark.parametrize(
@@ -794,7 +801,8 @@ def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, 
 )
 def test_the_description_names_what_is_added(flags, words):
     flags = {"objective": "reinforce", "advantage": "group_mean", "entropy_coef": 0.0} | flags
-    assert describe(ObjectiveConfig(**flags)) == f"minimise token_mean of -A log p{words}; A = r - mean of the group"
+    description = describe_objective(ObjectiveConfig(**flags))
+    assert description == f"minimise token_mean of -A log p{words}; A = r - mean of the group"
 
 
 def test_the_description_names_what_is_done_to_advantages():
@@ -802,4 +810,4 @@ def test_the_description_names_what_is_done_to_advantages():
         "group_mean", do_global_normalization=True, do_clip_advantages=True, negative_advantage_multiplier=0.5
     )
     words = "; A = r - mean of the group, normalised over the batch, 0 where negative, times 0.5 where negative"
-    assert describe(config).endswith(words)
+    assert describe_objective(config).endswith(words)

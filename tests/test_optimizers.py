@@ -12,10 +12,12 @@ import optax
 import pytest
 from helpers import assert_close, on_four_devices, on_layout, rounding
 
-from core import grpo
-from utils.devices.runtime import Compilations
-from utils.devices.sharding import Layout, LayoutConfig, make_layout, single_device
-from utils.training.state import OptimizerConfig, describe_optimizer, init_state, lr_multiplier, make_optimizer
+from core.learner import apply_gradients
+from utils.devices.compile_log import Compilations
+from utils.devices.sharding import Layout, single_device
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.training.optimizers import OptimizerConfig, describe_optimizer, make_optimizer, schedule
+from utils.training.state import init_state
 
 EMBED, LAYERS, HEAD, VALUE = "model.embed_tokens.weight", "model.layers", "lm_head.weight", "v_head.weight"
 L, D = 2, 12
@@ -45,8 +47,8 @@ def train(config: OptimizerConfig, params: dict, gradients, total_steps: int = 1
     history = [by_name(state.params)]
     for i, gradient in enumerate([gradients] * total_steps if callable(gradients) else gradients):
         gradient = gradient(state.params) if callable(gradient) else gradient
-        multiplier = np.float32(lr_multiplier(config, i / total_steps, i))
-        state, _ = grpo.apply_gradients(optimizer, state, gradient, multiplier=multiplier)
+        factor = np.float32(schedule(config, i / total_steps))
+        state, _ = apply_gradients(optimizer, config.warmup_steps, state, gradient, factor=factor)
         history.append(by_name(state.params))
     return history
 
@@ -197,14 +199,14 @@ def assert_compiled_once(layout, **flags) -> None:
     with Compilations() as compilations:
         for _ in range(2):
             gradient = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), state.params)
-            state, _ = grpo.apply_gradients(optimizer, state, gradient)
-            counts = compilations.take()
+            state, _ = apply_gradients(optimizer, 0, state, gradient)
+            counts = compilations.take_metrics()
             num_programs.append(counts["compile/num_programs"] + counts["compile/num_from_cache"])
     assert num_programs[0] > 0 and num_programs[1] == 0
 
 
 def four_devices() -> Layout:
-    return make_layout(LayoutConfig(mesh="fsdp=2,tp=2"))
+    return make_layout(DeviceConfig(mesh="fsdp=2,tp=2"))
 
 
 def test_the_second_update_does_not_compile():

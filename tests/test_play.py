@@ -5,21 +5,24 @@ import re
 import unicodedata
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import MODEL, ROOT, Letters
 
-from core import eval as evaluation
-from core import grpo, sampling
-from core.sampling import Sampler, SamplingConfig
+from core import chat, grpo
+from core.config import Config
+from core.rollout import RolloutWorker, encode_prompt, find_tasks, reply_opening
+from core.sampling import Sampler, read_stops
 from envs import make_env, split_name
 from envs.base import Env, Problem
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import single_device
 from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
 from utils.settings.config import parse
-from utils.settings.errors import fail
+from utils.settings.environments import RolloutSettings, resolve_environments, system_prompt
+from utils.settings.errors import UserError, fail
 
 LIMIT = 40  # tokens of a prompt
 DATA = str(ROOT / "tests" / "fixtures" / "data")
@@ -64,7 +67,7 @@ def test_long_prompts_are_dropped_by_the_kind_of_environment(env, num_dropped):
 def test_the_bound_on_tokens_is_one(folder):
     tokenizer, rng = load_tokenizer(ROOT / folder), np.random.default_rng(0)
     pieces = [*"ab  \n\t.,<>/{}é日😀'0123\u00a0\u3000", "the ", "ing", " answer", "<think>", "<|im_end|>", "\r\n"]
-    encode = partial(evaluation.encode, tokenizer)
+    encode = partial(encode_prompt, tokenizer)
     bound = TokenBound(encode)
     for i in range(300):
         contents = ["".join(rng.choice(pieces, rng.integers(1, 30))) for _ in range(1 + i % 3)]
@@ -75,27 +78,25 @@ def test_the_bound_on_tokens_is_one(folder):
 
 
 def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
-    config = SamplingConfig(prompt_length=20)
     for name in ("countdown", "poem-test"):
         with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 20 tokens: raise --prompt_length"):
-            evaluation.find_tasks(config, name, make_env(name), Letters(), single_device())
+            find_tasks(20, name, make_env(name), Letters(), single_device())
 
 
 @pytest.mark.parametrize(("every", "num_dropped", "first"), [(3, 10, 2), (15, 2, 14)])
 def test_what_was_dropped_is_printed_with_the_number_of_the_problem(every, num_dropped, first, capsys):
-    evaluation.find_tasks(SamplingConfig(prompt_length=LIMIT), "mine", Rows(30, every), Letters(), single_device())
+    find_tasks(LIMIT, "mine", Rows(30, every), Letters(), single_device())
     words = f"mine: {num_dropped} prompts of more than 40 tokens are left out, from problem {first} on\n"
     assert capsys.readouterr().out == words
 
 
-def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem(capsys):
+def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem():
     env, tokenizer = Rows(10, 10, is_generated=True), Letters()
     sampler = Sampler(MODEL, 8, (), max_prompt_tokens=LIMIT, tokenizer=tokenizer)
-    player = evaluation.Player(env, tokenizer, sampler, None, single_device(), 4, name="mine")
-    with pytest.raises(SystemExit):
-        player.play({}, np.array([0, 9]), 2, None, places=np.array([100, 101]))
-    error = capsys.readouterr().err
-    assert error.startswith("error: the prompt of problem 9 of mine has 41 tokens, more than --prompt_length 40: ")
+    worker = RolloutWorker(env, "mine", tokenizer, sampler, None, single_device(), 4)
+    words = "^the prompt of problem 9 of mine has 41 tokens, more than --prompt_length 40: "
+    with pytest.raises(UserError, match=words):
+        worker.play({}, np.array([0, 9]), 2, None, places=np.array([100, 101]))
 
 
 HOSTILE = "\x1b]52;c;cm0=\x07a\x1b]0;title\x07b\x1b[2Jc\u202ed\x9b31me"  # clipboard, title, screen, direction, colour
@@ -129,11 +130,12 @@ OPENINGS = {  # thinking and prefix: what the reply continues opens a think bloc
 }  # fmt: skip
 
 
-def settings_of(name: str, test: str = "", **flags: str | int) -> list[evaluation.RolloutSettings]:
+def settings_of(name: str, test: str = "", **flags: str | int) -> list[RolloutSettings]:
     """How training and testing are played under these settings."""
     flags |= {"env_name": name, "test_env_name": test}
     argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return list(grpo.resolve_environments(parse(grpo.Config, argv)[0]).values())
+    config = parse(Config, argv)
+    return list(resolve_environments(config.env, config.sampling).values())
 
 
 @pytest.mark.parametrize("style", OPENINGS, ids=str)
@@ -145,9 +147,9 @@ def test_the_forced_text_follows_form_and_thinking(name, form, style):
     options += f",path={DATA}/gsm8k/train.jsonl,prompt=question" if name == "dataset" else ""
     flags = {} if name == "dataset" else {"data_dir": DATA}
     (settings,) = settings_of(name, env_options=options, force_answer_at=20, **flags)
-    assert (settings.force_answer_at, settings.form) == (20, form)
+    assert (settings.force_answer_at, settings.env.form) == (20, form)
     tokenizer = load_tokenizer(ROOT / "models" / "tiny")
-    opening = evaluation.reply_opening(tokenizer, settings.env.problem(0))
+    opening = reply_opening(tokenizer, settings.env.problem(0))
     answer = replace(settings.forced_answer, opening=opening)
     for reply, expected in REPLIES[form]:
         is_open = OPENINGS[style] and "</think>" not in reply and expected
@@ -207,13 +209,12 @@ PLAYS = [
 @pytest.mark.parametrize(("name", "test", "flags", "expected"), PLAYS, ids=lambda x: x if isinstance(x, str) else "")
 def test_the_test_environment_is_played_as_training_is(name, test, flags, expected):
     training, tester = settings_of(name, test, **flags)
-    found = (tester.max_new_tokens, tester.force_answer_at, tester.form, tester.thinking, tester.split)
+    problem = tester.env.problem(0)
+    found = (tester.max_new_tokens, tester.force_answer_at, tester.env.form, problem.thinking, tester.split)
     assert found == expected, tester.describe()
     assert training.split == "train" and training.name == name
     if not flags.get("test_env_options"):
         assert tester.max_new_tokens == training.max_new_tokens
-    problem = tester.env.problem(0)
-    assert (problem.thinking, problem.prefix) == (tester.thinking, tester.prefix)
     assert make_env(tester.name, **tester.options).problem(0) == problem, "what scores it is made from the same options"
     if split_name(name)[0] == split_name(test)[0] == "countdown":
         sets = [{tuple(sorted(x.env.problem(i).answer[0])) for i in range(30)} for x in (training, tester)]
@@ -223,8 +224,9 @@ def test_the_test_environment_is_played_as_training_is(name, test, flags, expect
 def test_every_option_of_style_reaches_another_environment():
     options = "form=hash,system=Be brief.,thinking=off,prefix=Well: ,plain=true,partial=0.3"
     for settings in settings_of("gsm8k", "math500", data_dir=DATA, env_options=options):
-        assert (settings.form, settings.thinking, settings.plain) == ("hash", False, True)
-        assert (settings.system, settings.prefix) == ("Be brief.", "Well:")
+        problem = settings.env.problem(0)
+        assert (settings.env.form, problem.thinking, problem.plain) == ("hash", False, True)
+        assert (system_prompt(problem.messages), problem.prefix) == ("Be brief.", "Well:")
     assert "partial" not in settings.options, "what is paid is the environment's own"
 
 
@@ -255,27 +257,28 @@ def test_how_it_is_played_is_one_line():
 
 def test_all_of_gsm8k_is_evaluated():
     env = make_env("gsm8k-test", data_dir=DATA, system="none")
-    player = evaluation.Player(env, None, None, None, None, 4)
-    assert [player.num_eval_tasks(n) for n in (-1, 0, 3)] == [env.num_tasks, env.num_tasks, 3]
-    player = evaluation.Player(Rows(1024, 5), None, None, None, None, 4)
-    assert [player.num_eval_tasks(n) for n in (-1, 0, 3)] == [512, 1024, 3]
+    worker = RolloutWorker(env, "gsm8k-test", None, None, None, None, 4)
+    assert [worker.num_eval_tasks(n) for n in (-1, 0, 3)] == [env.num_tasks, env.num_tasks, 3]
+    worker = RolloutWorker(Rows(1024, 5), "mine", None, None, None, None, 4)
+    assert [worker.num_eval_tasks(n) for n in (-1, 0, 3)] == [512, 1024, 3]
 
 
 # Model folders and stop strings
 
 
 def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
+    run = tmp_path / "run"
     for step in (9, 10):
-        (tmp_path / f"step{step}").mkdir()
+        (run / f"step{step}").mkdir(parents=True)
     seen = []
     for module, config in (
-        (grpo, parse(grpo.Config, ["--model_dir", str(tmp_path)])[0]),
-        (sampling, parse(sampling.Command, ["--ckpt_dir", str(tmp_path)])[0]),
+        (grpo, parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
+        (chat, parse(chat.Command, ["--ckpt_dir", str(run)])),
     ):
-        monkeypatch.setattr(module, "load_model", lambda folder, *_, **__: seen.append(folder) or fail("seen"))
+        monkeypatch.setattr(module, "load_model", lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
         with pytest.raises(SystemExit):
             module.main(config)
-    assert seen == [tmp_path / "step10"] * 2
+    assert seen == [run / "step10"] * 2
 
 
 @pytest.mark.parametrize("folder", ["models/tiny", "tests/fixtures/qwen2-tied"])
@@ -283,9 +286,9 @@ def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
     tokenizer = load_tokenizer(ROOT / folder)
     (special, number), *_ = tokenizer.special_ids.items()
     assert tokenizer.decode([number]) == "", "so it is never found in the text"
-    stop_ids, stop_strings = sampling.read_stops(f"END,{special},\n\n", tokenizer)
+    stop_ids, stop_strings = read_stops(f"END,{special},\n\n", tokenizer)
     assert set(stop_ids) == {*tokenizer.stop_ids, number} and stop_strings == ("END", "\n\n")
-    assert sampling.read_stops("", tokenizer) == (tokenizer.stop_ids, ())
+    assert read_stops("", tokenizer) == (tokenizer.stop_ids, ())
     for stop in (special + "\n", "a" + special):
         with pytest.raises(ValueError, match="can never match, since"):
-            sampling.read_stops(f"END,{stop}", tokenizer)
+            read_stops(f"END,{stop}", tokenizer)

@@ -14,12 +14,12 @@ WAITS = """
 import sys, time
 sys.path[0] = {root!r}
 import jax, numpy as np
-from utils.metrics.terminal import terminal, track, waiting
+from utils.metrics.terminal import main_terminal, track, waiting
 with waiting("sampling", 4, "rows") as wait:
-    wait.watch(0, 0, None, 32, np.array([10, 20, 64, 64]))
+    wait.on_segment(0, 0, None, 32, np.array([10, 20, 64, 64]))
     time.sleep(1.5)
-    if terminal():
-        terminal().hear("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
+    if main_terminal():
+        main_terminal().on_compilation("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
     time.sleep(1.5)
     jax.jit(lambda x: x + 1)(np.ones(3))
     time.sleep(0.5)
@@ -34,7 +34,7 @@ def test_rows_and_tokens_are_counted_over_the_calls_of_a_sampler_and_its_chains(
     wait, counted = Wait("sampling", 6, "rows"), []
     first_call = ((0, 0, 32, [10]), (0, 1, 32, [64]), (0, 1, 64, [64]))
     for call, first, t, lengths in (*first_call, (2, 0, 32, [5, 6]), (4, 0, 32, [64, 20]), (4, 0, 64, [64, 20])):
-        wait.watch(call, first, None, t, np.array(lengths))
+        wait.on_segment(call, first, None, t, np.array(lengths))
         counted.append((wait.done, wait.num_tokens))
     assert counted == [(1, 10), (1, 42), (2, 74), (4, 85), (5, 137), (6, 169)]
 

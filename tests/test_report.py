@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from utils.reporting.page import PANELS, describe_run, embed, main, read_rollouts, thin, write_report
+from core.records import Batch, Completions, Episodes
+from utils.reporting.page import PANELS, embed_json, main, read_rollouts, run_data, thin, write_report
 from utils.reporting.plots import running_mean
-from utils.runs.folder import rollout_rows
+from utils.reporting.rollouts import rollout_rows
 
 MEGABYTE = "🙂" * 250_000  # in UTF-8
 HOSTILE = {
@@ -67,7 +68,7 @@ def coloured_row(i: int) -> dict:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_embedded_json_ends_no_element_and_is_what_it_was(text):
-    embedded = embed({text: [text, 0.5, None]})
+    embedded = embed_json({text: [text, 0.5, None]})
     assert not set(embedded) & set("<>&\u2028\u2029\0")
     embedded.encode("utf-8")
     assert json.loads(embedded) == {text: [text, 0.5, None]}
@@ -131,7 +132,7 @@ def test_half_lines_and_missing_files_are_no_obstacle(tmp_path):
     (run / "rollouts" / "step_3.jsonl").write_text("")
     (run / "rollouts" / "step_4.jsonl").write_text(json.dumps(row(0, valid=float("nan"))))
     (run / "config.json").unlink()
-    described = describe_run("run", run / "metrics.jsonl", 10_000)
+    described = run_data("run", run / "metrics.jsonl", 10_000)
     assert described["config"] is None and described["metrics"]["env/return"]["x"][-1] == 30
     assert described["metrics"]["entropy"]["y"][2] is None
     assert described["metrics"]["test_env/return"]["bars"] == [0.05] * 3
@@ -161,23 +162,23 @@ def test_tokens_are_written_with_what_is_known_of_each():
     tokens, lengths = np.zeros((3, 8), int), np.array([6, 3, 2])
     for i, each in enumerate(ids):
         tokens[i, : len(each)] = each
-    rollouts = SimpleNamespace(
-        tokens=tokens, lengths=lengths, prompt_lengths=np.ones(3, int), finished=np.ones(3, bool),
-        logprobs=-np.arange(24.0).reshape(3, 8),
-    )  # fmt: skip
+    logprobs = -np.arange(24.0).reshape(3, 8)
+    finished, one, columns = np.ones(3, bool), np.ones(3, int), np.arange(8)
+    is_drawn = (columns >= 1) & (columns < lengths[:, None])
+    completions = Completions(tokens, is_drawn, logprobs, lengths, one, finished, slot_steps=lengths - 1.0)
     scores, failed = {"return": np.arange(3.0)}, np.array([False, False, True])
-    played = [SimpleNamespace(rollouts=rollouts, texts=texts, ids=[0, 1, 2], scores=scores, failed=failed)]
-    learnt = SimpleNamespace(
-        tokens=tokens[[1], :4], lengths=lengths[[1]], advantages=np.full((1, 4), 0.5), old_logprobs=None,
-        entropies=np.array([[0, 0.25, 2, 0]]),
+    episodes = Episodes(completions, np.arange(3), texts, scores, failed, failures={}, times={})
+    batch = Batch(
+        tokens[[1], :4], is_drawn[[1], :4], logprobs[[1], :4], scores["return"][[1]], lengths[[1]], one[[1]],
+        row=np.array([1]), advantages=np.full((1, 4), 0.5), entropies=np.array([[0, 0.25, 2, 0]]),
     )  # fmt: skip
     tokenizer = SimpleNamespace(hf=SimpleNamespace(decode=lambda ids: bytes(ids).decode("utf-8", "replace")))
-    first, second, third = rollout_rows(played, 1, tokenizer, learnt)
+    first, second, third = rollout_rows(episodes, 1, tokenizer, batch)
     assert first["tokens"] == ["x", "", "", "", "🙂"] and first["prompt"] == "\x01" and "advantage" not in first
     assert second["tokens"] == ["a", "b"] and list(second["logprobs"]) == [-9, -10]
     assert second["advantage"] == 0.5 and "old_logprobs" not in second and list(second["entropies"]) == [0.25, 2]
     assert "tokens" not in third and third["reward_failed"], "tokens of the first two groups only"
-    assert rollout_rows(played, 1)[0].keys() == {"group", "task", "text", "return", "length", "finished"}
+    assert rollout_rows(episodes, 1)[0].keys() == {"group", "task", "text", "return", "length", "finished"}
 
 
 # In a browser

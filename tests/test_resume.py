@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,23 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, gradient_depth, rounding, slow
+from helpers import MODEL, ROOT, gradient_depth, rounding, slow
 from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 
 from core import grpo
-from core.grpo import Config
+from core.config import Config
+from core.records import Batch, Completions, Episodes, Progress
 from envs import make_env
-from envs.base import Env
+from envs.base import ForcedAnswer
 from models.checkpoint import load_model
+from models.tokenizer import load_tokenizer
 from utils.devices import runtime
 from utils.devices.sharding import single_device
 from utils.metrics import logger
-from utils.metrics.logger import Forgiving
+from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, fingerprints, lock
 from utils.runs import folder as run_folder
 from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
-from utils.settings.config import parse
+from utils.settings.config import make_config, parse
+from utils.settings.environments import RolloutSettings, resolve_environments
+from utils.settings.errors import UserError, user_errors
 from utils.training.state import fingerprint
 
 STEPS = 6
@@ -45,9 +48,10 @@ FLAGS = FLAGS | {"max_steps": STEPS}
 
 
 def train(folder: Path, **flags) -> int:
-    """The command, in this process: its exit status."""
+    """Runs the command in this process; returns its exit status."""
     try:
-        grpo.main(parse(Config, arguments(**FLAGS | flags, save_dir=folder))[0])
+        with user_errors():
+            grpo.main(parse(Config, arguments(**FLAGS | flags, save_dir=folder)))
     except SystemExit as end:
         return end.code
     return 0
@@ -97,7 +101,7 @@ def test_a_run_goes_on_on_other_devices(whole, tmp_path):
     assert 0 < difference(folder, whole, STEPS) < rounding(operations, size=10)  # nats of an unlikely token
 
 
-@pytest.mark.parametrize("place", ["collect", "describe_play"], ids=["in the rollouts", "in the update"])
+@pytest.mark.parametrize("place", ["collect", "rollout_metrics"], ids=["in the rollouts", "in the update"])
 def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeypatch, capsys):
     calls, real = [], getattr(grpo, place)
 
@@ -120,7 +124,7 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
 
 def test_the_second_signal_ends_at_once_whatever_the_main_thread_does():
     code = (
-        "import hashlib, os, signal, threading, time; from utils.run_folder.shutdown import Signals\n"
+        "import hashlib, os, signal, threading, time; from utils.runs.shutdown import Signals\n"
         "def twice():\n  for _ in range(2): time.sleep(0.3); os.kill(os.getpid(), signal.SIGTERM)\n"
         "with Signals():\n  threading.Thread(target=twice).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     )
@@ -142,8 +146,30 @@ def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, 
 # Damage
 
 
-def small_run(folder: Path) -> Run:
-    return Run(Config(save_dir=str(folder), device_type="cpu"), single_device())
+def small_run(folder: Path, data: RolloutSettings | None = None, **options) -> Run:
+    """Returns a run that has not started, of the default environment or of `data`."""
+    config = make_config(Config, save_dir=str(folder), device_type="cpu", **options)
+    environments = {"env": data} if data else resolve_environments(config.env, config.sampling)
+    return Run(config, single_device(), environments)
+
+
+def started(run: Run) -> Run:
+    return run.start(MODEL, load_tokenizer(FLAGS["model_dir"]), [])
+
+
+def save(run: Run, step: int) -> None:
+    run.newest = states(step), Progress(step, cursor=7 * step)
+    run.save_newest()
+
+
+def end_step(run: Run, step: int) -> None:
+    """Ends a step of one rollout of one token; it is no step to save."""
+    ones = np.ones((1, 2), np.int32)
+    row, reward = np.ones(1, np.int32), np.ones(1, np.float32)
+    completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward)
+    episodes = Episodes(completions, row, ["a"], {"return": reward}, row < 0, {}, {})
+    batch = Batch(ones, ones > 0, np.float32(ones), reward, 2 * row, row, row=row - 1)
+    run.end_step(Progress(step), states(step), {}, episodes, batch, is_last=False)
 
 
 def states(step: int) -> dict:
@@ -154,9 +180,9 @@ def states(step: int) -> dict:
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped"])
 def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
-    with small_run(tmp_path / "run") as run:
+    with started(small_run(tmp_path / "run")) as run:
         for step in (1, 2):
-            run.reached(step, states(step), {"step": step, "cursor": 7 * step}, True)
+            save(run, step)
     rng, newest, told = np.random.default_rng(0), tmp_path / "run" / "state" / "2", 0
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
     assert len(files) > 8
@@ -170,10 +196,11 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
         path.write_bytes(content[:place] if damage == "truncated" else content)
         if damage == "deleted":
             path.unlink()
-        with small_run(tmp_path / str(i)) as run:
-            state, progress = run.states.restore(states(0))
-        step = progress["step"]
-        assert progress == {"step": step, "cursor": 7 * step}
+        run = small_run(tmp_path / str(i))
+        state, progress = run.restore(states(0))
+        with started(run):
+            step = progress.step
+        assert progress == Progress(step, cursor=7 * step)
         assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (state, states(step))), strict=True))
         said = "the training state of step 2 is damaged and set aside" in capsys.readouterr().out
         assert said == (step == 1) == (tmp_path / str(i) / "state" / "2.damaged").exists()
@@ -231,11 +258,13 @@ def test_a_byte_flipped_in_any_file_of_a_run_is_survived_or_named(seed, whole, t
 
 
 def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
-    with small_run(tmp_path) as run:
-        run.reached(1, states(1), {"step": 1}, True)
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
     before = sorted(tmp_path.rglob("*"))
-    with small_run(tmp_path) as run, pytest.raises(ValueError, match="none of the training states in .* can be read"):
-        run.states.restore(states(0) | {"more": jnp.zeros(3)})
+    run = small_run(tmp_path)
+    with pytest.raises(UserError, match="none of the training states in .* can be read"):
+        run.restore(states(0) | {"more": jnp.zeros(3)})
+    run.release()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -254,20 +283,19 @@ def test_a_fingerprint_sees_single_and_paired_changes():
 
 
 def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_path, capsys):
-    layout, config = single_device(), Config(save_dir=str(tmp_path), lr=1e-3)
-    with Run(config, layout) as run:
-        run.start_logger(-1).close()
-        run.reached(1, states(1), {"step": 1}, True)
-    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"lr_schedule": "linear", "max_steps": 9}):
-        with pytest.raises(ValueError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
-            Run(replace(config, **change), layout)
-    with pytest.raises(ValueError, match="--resume never"):
-        Run(replace(config, resume="never"), layout)
+    options = {"lr": 1e-3}
+    with started(small_run(tmp_path, **options)) as run:
+        save(run, 1)
+    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
+        with pytest.raises(UserError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
+            small_run(tmp_path, **options | change)
+    with pytest.raises(UserError, match="--resume never"):
+        small_run(tmp_path, **options, resume="never")
     free = {"mesh": "fsdp=1", "max_steps": 9, "save_interval": 3, "model_dir": "models/tiny/", "tensorboard": True}
     capsys.readouterr()
-    Run(replace(config, **free), layout)
+    small_run(tmp_path, **options, **free).release()
     assert not capsys.readouterr().out
-    Run(replace(config, lr=2e-3, resume="force"), layout)
+    small_run(tmp_path, lr=2e-3, resume="force").release()
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
@@ -286,31 +314,29 @@ CHANGED = {  # the rows of the file of a run whose file had rows(*range(20))
 }
 
 
-def data_env(path: Path, content: list[dict]) -> Env:
+def played_file(path: Path, content: list[dict]) -> RolloutSettings:
+    """Writes a data set, and returns how it is played; the settings of a run need not name its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return make_env("dataset", path=str(path))
+    return RolloutSettings("dataset", {}, make_env("dataset", path=str(path)), 8, 0, ForcedAnswer())
 
 
 @pytest.mark.parametrize("kind", CHANGED)
 def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
-    run = small_run(tmp_path / "run")
-    run.check_data({"dataset": data_env(tmp_path / "a.jsonl", rows(*range(20)))})
-    with run:
-        run.start_logger(-1).close()
-        run.reached(1, states(1), {"step": 1}, True)
-    small_run(tmp_path / "run").check_data({"dataset": data_env(tmp_path / "moved.jsonl", rows(*range(20)))})
-    changed = {"dataset": data_env(tmp_path / "a.jsonl", CHANGED[kind])}
-    with pytest.raises(ValueError, match="other data: dataset is .* problems, digest .* and was .* problems, digest"):
-        small_run(tmp_path / "run").check_data(changed)
-    forced = Config(save_dir=str(tmp_path / "run"), device_type="cpu", resume="force")
-    Run(forced, single_device()).check_data(changed)
+    folder = tmp_path / "run"
+    with started(small_run(folder, played_file(tmp_path / "a.jsonl", rows(*range(20))))) as run:
+        save(run, 1)
+    small_run(folder, played_file(tmp_path / "moved.jsonl", rows(*range(20)))).release()
+    changed = played_file(tmp_path / "a.jsonl", CHANGED[kind])
+    with pytest.raises(UserError, match="other data: dataset is .* problems, digest .* and was .* problems, digest"):
+        small_run(folder, changed)
+    small_run(folder, changed, resume="force").release()
     assert "goes on with other data: dataset is" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["countdown3", "poem"])
 def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(name):
-    envs = [make_env(each) for each in (name, name, f"{name}-test")]
-    first, again, other = map(fingerprints.fingerprint, envs)
+    envs = [make_env(split) for split in (name, name, f"{name}-test")]
+    first, again, other = map(fingerprints.fingerprint_env, envs)
     assert first == again != other
 
 
@@ -321,7 +347,7 @@ def test_processes_that_see_different_data_stop():
         def broadcast(self, text: str) -> str:
             return "5 problems, digest 0"
 
-        def on_all(self, value: int) -> list[int]:
+        def gather_values(self, value: int) -> list[int]:
             return [1, value]
 
     fingerprints.compare_processes({"a": "5 problems, digest 0"}, Other())
@@ -376,8 +402,7 @@ def test_default_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
     made = [small_run("") for _ in range(3)]
     assert [run.directory.name for run in made] == ["poem-now", "poem-now-2", "poem-now-3"]
-    with made[0]:
-        pass
+    made[0].release()
     assert not made[0].directory.exists(), "nothing was written to it"
 
 
@@ -426,15 +451,15 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, capsys):
 @pytest.mark.parametrize("kind", ["written over", "replaced"])
 def test_a_run_whose_lock_was_taken_saves_nothing_more(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
-    with pytest.raises(SystemExit) as end, small_run(tmp_path) as run:
-        run.reached(1, states(1), {"step": 1}, False)
+    with pytest.raises(SystemExit) as end, started(small_run(tmp_path)) as run:
+        end_step(run, 1)
         file = tmp_path / ".lock"
         if kind == "replaced":
             file.unlink()
         file.write_text("another")
         while not run.lock.is_lost:
             time.sleep(0.01)
-        run.reached(2, states(2), {"step": 2}, True)
+        end_step(run, 2)
     assert end.value.code == 1 and "another process has taken" in capsys.readouterr().err
     assert not [*(tmp_path / "state").iterdir()] and file.read_text() == "another"
 
@@ -575,7 +600,7 @@ def test_output_that_nobody_takes_stops_nothing(kind, monkeypatch):
         os.close(read_end)
     if kind == "full disk":
         write_end = os.open("/dev/full", os.O_WRONLY)
-    out = Forgiving(write_end)
+    out = LossyWriter(write_end)
     clock = time.monotonic()
     for _ in range(100):
         assert 0 < out.write(b"x" * 10_000) <= 10_000

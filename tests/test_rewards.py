@@ -12,6 +12,7 @@ from utils.rewards.shaping import (
     cosine_reward,
     overlong_penalty,
 )
+from utils.settings.environments import EnvConfig
 
 
 def test_overlong_penalty_is_that_of_dapo():
@@ -35,9 +36,12 @@ def test_a_length_reward_is_a_part_of_the_return():
 
 
 def test_settings_become_options_of_the_environment():
-    assert RewardConfig().env_flags == {}
-    flags = RewardConfig(data_dir="d", format_reward="tags", format_weight=0.5).env_flags
+    assert EnvConfig().flags == {}
+    flags = EnvConfig(data_dir="d", format_reward="tags", format_weight=0.5).flags
     assert flags == {"data_dir": "d", "format_reward": "tags", "format_weight": 0.5}
+
+
+def test_settings_of_rewards_are_checked():
     with pytest.raises(ValueError, match="overlong_buffer"):
         RewardConfig(overlong_buffer=-1)
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from helpers import ROOT
 
-from core.grpo import Config
+from core.config import Config
 from envs import ENVS
 from utils.settings.config import parse
 
@@ -21,10 +21,11 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     command = ["bash", script, "--seed", "7"]
     said = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True, check=True)
     program, *flags = said.stdout.splitlines()
-    config, explicit = parse(Config, flags)
-    assert program == "core/grpo.py" and config.seed == 7 and "seed" in explicit
-    assert config.test_env_name.endswith("-test"), "a result needs held-out problems"
-    assert {config.env_name, config.test_env_name.removesuffix("-test")} <= set(ENVS)
+    config = parse(Config, flags)
+    assert program == "core/grpo.py" and config.seed == 7
+    test_env_name = config.env.test_env_name
+    assert test_env_name.endswith("-test"), "a result needs held-out problems"
+    assert {config.env.env_name, test_env_name.removesuffix("-test")} <= set(ENVS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

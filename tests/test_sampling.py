@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from helpers import MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
 
-from core import sampling
-from core.sampling import ForcedAnswer, Rollouts, Sampler
+from core.records import Completions
+from core.sampling import Sampler
+from envs.base import ForcedAnswer
 from models import qwen3
-from models.distribution import Distribution, categorical, uniform_numbers
-from utils.devices.sharding import LayoutConfig, make_layout
+from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
+from utils.devices.startup import DeviceConfig, make_layout
 
 LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
 KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4
@@ -27,25 +28,20 @@ OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0  # of a log-probability; no logit 
 ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
 
 
-@pytest.fixture(autouse=True, scope="module")
-def short_segments():
-    """Several in each completion."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "SEGMENT", 8)
-        yield
-
-
-def draw_all(sampler: Sampler, prompts=PROMPTS, ids=IDS, num_samples: int = G) -> Rollouts:
-    return sampler(random_params(), prompts, np.array(ids), num_samples, KEY)
+def draw_all(sampler: Sampler, prompts=PROMPTS, ids=IDS, num_samples: int = G, segment: int = 8) -> Completions:
+    """Draws all completions, in several segments each."""
+    sampler = replace(sampler, segment=segment)
+    weights = sampler.load_weights(random_params())
+    return sampler.generate(weights, prompts, np.array(ids), num_samples, KEY)
 
 
 @cache
-def free(temperature: float = 1.0) -> Rollouts:
+def free(temperature: float = 1.0) -> Completions:
     """Completions that nothing stops before the limit."""
     return draw_all(Sampler(MODEL, LIMIT, (), Distribution(temperature)))
 
 
-def completions(r: Rollouts, ids=IDS, num_samples: int = G) -> dict[tuple[int, int], tuple]:
+def completions(r: Completions, ids=IDS, num_samples: int = G) -> dict[tuple[int, int], tuple]:
     """What was drawn, by (task, sample)."""
     rows = [(i, sample) for i in ids for sample in range(num_samples)]
     parts = zip(rows, r.tokens, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
@@ -59,7 +55,7 @@ def assert_same(found: dict, expected: dict) -> None:
         assert_close(logprobs, expected[row][1], OPERATIONS, LOGIT)
 
 
-def assert_well_formed(r: Rollouts, forced=lambda row, t: False) -> None:
+def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
     """Prompts stand in front, the mask covers the completion but for forced tokens, the rest is padding."""
     for row, prompt in enumerate(p for p in PROMPTS for _ in range(G)):
         p, end = int(r.prompt_lengths[row]), int(r.lengths[row])
@@ -97,14 +93,14 @@ teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_training_pass(temperature):
     r = free(temperature)
-    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, temperature)
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution(temperature))
     assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT / temperature)
     assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
 
 
 def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
     model = replace(MODEL, kv_dtype="int8")
-    weights = qwen3.unstack(model, random_params())
+    weights = qwen3.decode_weights(model, random_params())
     tokens = np.array(PROMPTS[1:2], np.int32)
     caches, exact = (qwen3.prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
     assert sum(x.nbytes for x in jax.tree.leaves(caches)) == tokens.size * model.cache_bytes < tokens.size * (
@@ -115,7 +111,7 @@ def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
         step = np.abs(true).max(-1, keepdims=True) / 127
         assert (np.abs(np.asarray(kept.integers) * np.asarray(kept.scale, np.float64) - true) <= 0.501 * step).all()
     r = draw_all(Sampler(model, LIMIT, ()))
-    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, 1.0)
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution())
     error = np.abs(r.logprobs - expected)[r.mask]
     assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
 
@@ -157,7 +153,7 @@ def stop_ids() -> tuple[int, ...]:
 
 
 @cache
-def stopped() -> Rollouts:
+def stopped() -> Completions:
     return draw_all(Sampler(MODEL, LIMIT, stop_ids()))
 
 
@@ -230,7 +226,7 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
 
 @pytest.mark.parametrize("prompt", [[], [1] * 13])
 def test_a_prompt_that_does_not_fit_is_named(prompt):
-    with pytest.raises(ValueError, match=rf"task 5 has {len(prompt)} tokens, allowed are 1 to 12"):
+    with pytest.raises(ValueError, match=rf"prompt 5 has {len(prompt)} tokens, allowed are 1 to 12"):
         draw_all(Sampler(MODEL, LIMIT, (), max_prompt_tokens=12), [PROMPTS[0], prompt], [3, 5])
 
 
@@ -254,16 +250,17 @@ def test_nor_on_compaction():
     assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), compact=False))), completions(stopped()))
 
 
-LAYOUTS = (LayoutConfig("fsdp"), LayoutConfig(mesh="data=2,tp=2"))
+LAYOUTS = (DeviceConfig("fsdp"), DeviceConfig(mesh="data=2,tp=2"))
 
 
 def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
-    sampling.SEGMENT, arrays = 16, {}
+    arrays = {}
     for i, config in enumerate(LAYOUTS):
         layout = make_layout(config)
         params = on_layout(layout)
         assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(params))
-        r = Sampler(MODEL, LIMIT, stops, layout=layout)(params, PROMPTS, np.array(IDS), G, KEY)
+        sampler = Sampler(MODEL, LIMIT, stops, layout=layout, segment=16)
+        r = sampler.generate(sampler.load_weights(params), PROMPTS, np.array(IDS), G, KEY)
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if x is not None}
     np.savez(file, **arrays)
 
@@ -273,7 +270,7 @@ def test_nor_on_the_devices(tmp_path):
     with np.load(tmp_path / "drawn.npz") as arrays:
         for i in range(len(LAYOUTS)):
             fields = {name: arrays[f"{i} {name}"] for name, x in vars(stopped()).items() if x is not None}
-            assert_same(completions(Rollouts(**fields)), completions(stopped()))
+            assert_same(completions(Completions(**fields)), completions(stopped()))
 
 
 # Distributions
@@ -317,7 +314,7 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters(), force_answer_at=4)
     r = draw_all(sampler, PROMPTS[:2], IDS[:2])
     assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
-    scores = teacher_forced(MODEL, random_params(), r.tokens, 0.6, support=r.support)
+    scores = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
     ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
     assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
     assert np.isfinite(scores.logprobs).all() and np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
@@ -325,7 +322,7 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     for row, t in np.argwhere(r.mask)[::7]:
         logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
         assert_close(scores.entropy[row, t], -(np.exp(logprobs) * logprobs).sum(), OPERATIONS, LOGIT / 0.6)
-    whole = teacher_forced(MODEL, random_params(), r.tokens, 0.6).logprobs
+    whole = teacher_forced(MODEL, random_params(), r.tokens, distribution).logprobs
     assert np.abs(whole - r.logprobs)[r.mask].max() > 0.01, "without the support it would not be"
 
 
@@ -375,7 +372,7 @@ def test_truncated_distributions(setting):
 
 
 def our_categorical(logits, keys):
-    return categorical(logits, uniform_numbers(keys, jnp.zeros(1, int))[0])
+    return inverse_cdf_sample(logits, sampling_uniforms(keys, jnp.zeros(1, int))[0])
 
 
 def lmpo_categorical(logits, keys):

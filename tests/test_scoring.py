@@ -14,8 +14,8 @@ import pytest
 
 from tests.hostile import MEMORY
 from utils.rewards import scorer as scoring
-from utils.rewards.helper import Settings
-from utils.rewards.scorer import Failure, Scorer, Stream
+from utils.rewards.helper import ScorerSettings
+from utils.rewards.scorer import Failure, Scorer, ScoringStream
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "tests.hostile:make"
@@ -49,7 +49,7 @@ def wait_until_gone(*pids: int, seconds: float = 5) -> None:
 def test_scores_come_in_order_from_processes_without_jax(scorer):
     import jax  # noqa: F401 (so that this process has what the workers must not have)
 
-    scores, counts = scorer.score(range(100), ["ok"] * 100)
+    scores, counts = scorer.score_replies(range(100), ["ok"] * 100)
     assert [score["index"] for score in scores] == list(range(100))
     assert {score["jax"] for score in scores} == {0.0}
     assert os.getpid() not in {score["pid"] for score in scores}
@@ -57,11 +57,11 @@ def test_scores_come_in_order_from_processes_without_jax(scorer):
 
 
 def test_no_replies_no_scores(scorer):
-    assert scorer.score([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
+    assert scorer.score_replies([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
 
 
 def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
-    with Stream(scorer) as stream:
+    with ScoringStream(scorer) as stream:
         stream.add({3: (7, "ok"), 1: (8, "ok")})
         deadline = time.monotonic() + 20
         while not stream.outcomes:
@@ -77,7 +77,7 @@ def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
 def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
     with pytest.raises(ZeroDivisionError), Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
         helper = scorer.process.pid
-        with Stream(scorer) as stream:
+        with ScoringStream(scorer) as stream:
             stream.add({0: (0, "sleep")})
             while not stream.queue.empty():
                 time.sleep(0.01)
@@ -90,7 +90,7 @@ def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
 @pytest.mark.parametrize("text", ["sleep", "regex", "endless", "stop"])
 def test_a_reward_that_does_not_return_is_killed(scorer, text):
     start = time.monotonic()
-    scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+    scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     assert scores[20] is None
     assert all(score["return"] == 1.0 for i, score in enumerate(scores) if i != 20), "its neighbours keep their scores"
     assert counts == {"reward_timeouts": 1, "reward_errors": 0}
@@ -100,14 +100,14 @@ def test_a_reward_that_does_not_return_is_killed(scorer, text):
 @pytest.mark.parametrize("text", FAILING)
 def test_a_reward_that_fails_costs_one_score(scorer, text):
     helper = scorer.process.pid
-    scores, counts = scorer.score(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+    scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     assert [i for i, score in enumerate(scores) if score is None] == [20]
     assert counts == {"reward_timeouts": 0, "reward_errors": 1}
     assert scorer.process.pid == helper
 
 
 def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
-    scores, _ = scorer.score(range(40), ["fork"] * 40)
+    scores, _ = scorer.score_replies(range(40), ["fork"] * 40)
     assert [score["index"] for score in scores] == list(range(40))
 
 
@@ -115,17 +115,17 @@ def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
 def test_the_end_of_a_worker_is_noticed_before_the_time_limit(text):
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
-        assert scorer.score([0, 1], [text, "ok"])[1] == {"reward_timeouts": 0, "reward_errors": 1}
+        assert scorer.score_replies([0, 1], [text, "ok"])[1] == {"reward_timeouts": 0, "reward_errors": 1}
     assert time.monotonic() - start < 60
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
 @pytest.mark.parametrize("text", ["shared memory", "memory of children"])
 def test_memory_of_all_that_a_reward_starts_counts(text, monkeypatch):
-    monkeypatch.setattr(scoring, "Settings", functools.partial(Settings, max_memory=3 * MEMORY))
+    monkeypatch.setattr(scoring, "ScorerSettings", functools.partial(ScorerSettings, max_memory=3 * MEMORY))
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
-        (failed, score), counts = scorer.score([0, 1], [text, "ok"])
+        (failed, score), counts = scorer.score_replies([0, 1], [text, "ok"])
     assert failed is None and score["return"] == 1 and counts == {"reward_timeouts": 0, "reward_errors": 1}
     assert time.monotonic() - start < 60
 
@@ -144,9 +144,9 @@ def hanging(number: int, num_hanging: int) -> list[str]:
 def test_replies_that_hang_are_waited_for_together(number, num_hanging, num_workers, timeout, limit):
     texts = hanging(number, num_hanging)
     with Scorer(HOSTILE, num_workers=num_workers, timeout=timeout) as scorer:
-        scorer.score(range(64), ["ok"] * 64)
+        scorer.score_replies(range(64), ["ok"] * 64)
         start = time.monotonic()
-        scores, counts = scorer.score([i % 1000 for i in range(number)], texts)
+        scores, counts = scorer.score_replies([i % 1000 for i in range(number)], texts)
         seconds = time.monotonic() - start
     print(f"{number} replies of which {num_hanging} hang, {num_workers} workers, {timeout} s: {seconds:.1f} s")
     assert [score is None for score in scores] == [text == "sleep" for text in texts]
@@ -160,21 +160,22 @@ def test_workers_see_no_secrets(monkeypatch):
     monkeypatch.setenv("REWARD_API_KEY", "for the reward")
     monkeypatch.setenv("HF_HOME", str(ROOT))
     with Scorer("tests.hostile:make_with_token", num_workers=1) as scorer:
-        variables = scorer.score([0], ["environment"])[0][0]
+        variables = scorer.score_replies([0], ["environment"])[0][0]
         environ = Path(f"/proc/{scorer.process.pid}/environ")
         assert not environ.exists() or b"secret" not in environ.read_bytes()
     assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables) and not set(secrets) & set(variables)
 
 
 def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
-    scores, counts = scorer.score(range(16), ["slow"] * 2 + ["ok"] * 14)  # chunks of two: 2 x 0.3 s, limit 0.5 s
+    texts = ["slow"] * 2 + ["ok"] * 14  # chunks of two: 2 x 0.3 s, limit 0.5 s
+    scores, counts = scorer.score_replies(range(16), texts)
     assert all(score["return"] == 1.0 for score in scores) and sum(counts.values()) == 0
 
 
 def test_failures_are_told_once_and_written_down(tmp_path, capsys):
     with Scorer(HOSTILE, num_workers=1, failures_dir=tmp_path) as scorer:
-        scorer.score([7], ["raise"])
-        scorer.score([8], ["nan"])
+        scorer.score_replies([7], ["raise"])
+        scorer.score_replies([8], ["nan"])
     written = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
     assert [(line["problem"], line["text"]) for line in written] == [(7, "raise"), (8, "nan")]
     assert "ZeroDivisionError: of the reward" in written[0]["reason"]
@@ -183,14 +184,14 @@ def test_failures_are_told_once_and_written_down(tmp_path, capsys):
 
 def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):
     with pytest.raises(RuntimeError, match="failed for 11 of 20 replies: 'ZeroDivisionError"):
-        scorer.score(range(20), ["raise"] * 11 + ["ok"] * 9)
-    scorer.score(range(20), ["raise"] * 10 + ["ok"] * 10)
+        scorer.score_replies(range(20), ["raise"] * 11 + ["ok"] * 9)
+    scorer.score_replies(range(20), ["raise"] * 10 + ["ok"] * 10)
 
 
 def test_a_reward_that_always_hangs_stops_the_run_in_time(scorer):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="failed for 60 of 60 replies: 'it took longer than 0.5 seconds'"):
-        scorer.score(range(60), ["sleep"] * 60)  # one by one these were 15 s
+        scorer.score_replies(range(60), ["sleep"] * 60)  # one by one these were 15 s
     assert time.monotonic() - start < 14
 
 
@@ -200,9 +201,9 @@ def test_an_environment_that_cannot_be_made_is_the_users_mistake():
 
 
 def test_a_lost_helper_is_replaced(scorer):
-    (score,), _ = scorer.score([0], ["ok"])
+    (score,), _ = scorer.score_replies([0], ["ok"])
     os.kill(scorer.process.pid, signal.SIGKILL)
-    assert scorer.score([3], ["ok"])[0][0]["index"] == 3
+    assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
     wait_until_gone(int(score["pid"]))
 
 
@@ -210,25 +211,25 @@ def test_a_stuck_helper_is_replaced_and_ends_the_run_when_it_is_stuck_again(monk
     monkeypatch.setattr(scoring, "STALL", 2)
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
         os.kill(scorer.process.pid, signal.SIGSTOP)
-        assert scorer.score([3], ["ok"])[0][0]["index"] == 3
+        assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
         assert "started again: the helper process gave no sign of life" in capsys.readouterr().err
         if sys.platform == "linux":
             with pytest.raises(RuntimeError, match="failed twice in a row: the helper process gave no sign of life"):
-                scorer.score([0], ["stop helper"])
+                scorer.score_replies([0], ["stop helper"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts what is left in another session")
 @pytest.mark.parametrize("ending", ["closed", "stuck", "worker lost", "keeper lost"])
 def test_what_a_reward_starts_in_another_session_ends_with_it(ending):
     with Scorer(HOSTILE, num_workers=1, timeout=0.5) as scorer:
-        (score,), _ = scorer.score([0], ["daemon"])
+        (score,), _ = scorer.score_replies([0], ["daemon"])
         daemon = int(score["daemon"])
         assert is_alive(daemon)
         if ending == "worker lost":
-            scorer.score([0], ["sleep"])
+            scorer.score_replies([0], ["sleep"])
             wait_until_gone(daemon)
         if ending == "keeper lost":
-            scorer.score([0], ["kill parent"])
+            scorer.score_replies([0], ["kill parent"])
         if ending == "stuck":
             os.kill(scorer.process.pid, signal.SIGSTOP)
             scorer.kill()
@@ -238,7 +239,7 @@ def test_what_a_reward_starts_in_another_session_ends_with_it(ending):
 
 def test_closing_leaves_no_process_behind():
     with Scorer(HOSTILE, num_workers=1) as scorer:
-        (score,), _ = scorer.score([0], ["ok"])
+        (score,), _ = scorer.score_replies([0], ["ok"])
         assert is_alive(int(score["pid"]))
     wait_until_gone(int(score["pid"]), scorer.process.pid)
 
@@ -249,8 +250,8 @@ def test_workers_die_with_a_run_that_is_killed(text):
     program = (
         "from utils.rewards.scorer import Scorer\n"
         f"scorer = Scorer({HOSTILE!r}, num_workers=1, timeout=60)\n"
-        "print(int(scorer.score([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
-        f"scorer.score([0], [{text!r}])\n"
+        "print(int(scorer.score_replies([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
+        f"scorer.score_replies([0], [{text!r}])\n"
         "input()\n"
     )
     run = subprocess.Popen(

@@ -4,21 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.records import Episodes
 from core.sampling import Sampler
 from models import qwen3
 from models.qwen3 import Qwen
 from tests.kill_runs import FLAGS, arguments, start
-from utils.devices.runtime import Compilations
+from utils.devices.compile_log import Compilations
 from utils.devices.sharding import single_device
-from utils.metrics.speed import describe_speed, sampling_bytes, training_flops
+from utils.metrics.speed import sampling_bytes, speed_metrics, training_flops
 
 MODEL = Qwen(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 
@@ -49,15 +50,16 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
     sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
     params = qwen3.init_params(model, jax.random.key(0))
     ends = {}  # columns drawn after each segment, by the first row of a chain
-    watched = Sampler(**vars(sampler) | {"watch": lambda first, tokens, t, _: ends.setdefault(first, []).append(t)})
-    rollouts = watched(params, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
-    lengths, num_slots = rollouts.lengths - rollouts.prompt_lengths, 0
+    watched = replace(sampler, on_segment=lambda first, tokens, t, _: ends.setdefault(first, []).append(t))
+    weights = watched.load_weights(params)
+    completions = watched.generate(weights, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
+    lengths, num_slots = completions.lengths - completions.prompt_lengths, 0
     for part in np.split(np.arange(64), len(ends)):
         live = [(lengths[part] > t - 8).sum() for t in ends[part[0]]]
         num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
-    np.testing.assert_allclose(rollouts.slot_steps.sum(), 8 * num_slots)
-    played = [SimpleNamespace(rollouts=rollouts)]
-    speed = describe_speed(model, single_device(), played, {"times/rollout": 2.0})
+    np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_slots)
+    episodes = Episodes(completions, np.zeros(64, int), [""] * 64, {}, np.zeros(64, bool), {}, {})
+    speed = speed_metrics(model, single_device(), episodes, {"times/rollout": 2.0})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
     assert set(speed) == {"speed/occupancy", "speed/decode_gb_per_second"}  # nothing is known of this device's limits
 
@@ -67,20 +69,22 @@ def test_compilations_are_counted_once():
     with Compilations() as compilations:
         f = jax.jit(lambda x: x * 3.25)
         f(x)
-        first = compilations.take()
+        first = compilations.take_metrics()
         f(x)
-        second = compilations.take()
+        second = compilations.take_metrics()
     jax.jit(lambda x: x * 4.25)(x)
     assert first["compile/num_programs"] + first["compile/num_from_cache"] == 1 and first["times/compile"] > 0
-    assert second == compilations.take() == {
+    assert second == compilations.take_metrics() == {
         "compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0
     }  # fmt: skip
 
 
 def test_a_second_process_compiles_nothing(tmp_path):
     program = (
-        "import json, jax, jax.numpy as jnp; from utils.devices.runtime import Compilations, prepare; prepare()\n"
-        "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))); print(json.dumps(c.take()))"
+        "import json, jax, jax.numpy as jnp\n"
+        "from utils.devices.compile_log import Compilations; from utils.devices.runtime import prepare; prepare()\n"
+        "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))\n"
+        "print(json.dumps(c.take_metrics()))"
     )
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PATH": ""}
     root = Path(__file__).parents[1]

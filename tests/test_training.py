@@ -35,27 +35,37 @@ from kill_runs import reproducible
 from safetensors.numpy import load_file
 
 from core import grpo
-from core.eval import Player, evaluate
-from core.grpo import Config, Learner, collect, num_groups_to_draw, task_numbers
-from core.objectives import Batch, advantages, describe, normalize, total
+from core.config import Config
+from core.eval import evaluate
+from core.grpo import collect, make_batch, num_groups_to_sample, task_numbers
+from core.learner import Learner, Update, apply_gradients, split_minibatches
+from core.objectives import compute_advantages, describe_objective, set_loss_denominators
+from core.records import Batch, Episodes
+from core.rollout import RolloutWorker
 from core.sampling import Sampler
 from envs.base import Env, Problem
 from models import qwen3
 from models.distribution import Distribution
-from utils.devices.sharding import Layout, LayoutConfig, make_layout, single_device
+from utils.devices.sharding import Layout, single_device
+from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.estimates import pass_at_k
-from utils.rewards.helper import Settings
+from utils.metrics.rollout import rollout_metrics
+from utils.rewards.helper import ScorerSettings
 from utils.rewards.scorer import Failure, Scorer
-from utils.runs.folder import describe_play
-from utils.settings.config import parse
-from utils.training.batching import draw_sizes, take
-from utils.training.state import OptimizerConfig, init_state, lr_multiplier, make_optimizer
+from utils.settings.config import make_config, parse, with_options
+from utils.settings.errors import user_errors
+from utils.settings.lmpo import LMPO
+from utils.training.batching import group_counts, select_rows
+from utils.training.optimizers import OptimizerConfig, make_optimizer, schedule
+from utils.training.state import TrainState, init_state
 
 G = 4
-CONFIG = Config(
-    advantage="group_mean", entropy_coef=0.02, temperature=0.8, groups_per_batch=2, group_size=G, ppo_minibatch=4,
-    ppo_epochs=2, num_generation_tokens=50, max_resampling=3.0, tokens_per_microbatch=128,
+CONFIG = make_config(
+    Config, advantage="group_mean", entropy_coef=0.02, temperature=0.8, groups_per_batch=2, group_size=G,
+    ppo_minibatch=4, ppo_epochs=2, num_generation_tokens=50, max_resampling=3.0,
 )  # fmt: skip
+DISTRIBUTION = CONFIG.sampling.distribution
+SGD, NO_STEPS = optax.sgd(1.0), optax.sgd(0.0)
 
 SCORES = depth(MODEL, 64)  # operations of a log-probability
 GRADIENT = gradient_depth(MODEL, 64, 8 * 64)
@@ -76,11 +86,11 @@ def random_batch() -> Batch:
     mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
     mask[1, 20:23] = False  # forced tokens
     tokens = np.where(columns < lengths[:, None], rng.integers(0, MODEL.vocab_size, (B, T)), 0).astype(np.int32)
-    true = np.asarray(teacher_forced(MODEL, random_params(), tokens, CONFIG.temperature)[0])
+    true = np.asarray(teacher_forced(MODEL, random_params(), tokens, DISTRIBUTION)[0])
     old = np.where(mask, true + rng.normal(0, 0.3, (B, T)), 0).astype(np.float32)
     rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 0, 0])
     batch = Batch(tokens, mask, np.where(mask, true, 0), rewards, lengths, prompts, old_logprobs=old, group_size=G)
-    return batch.replace(advantages=np.asarray(advantages(batch, CONFIG)[0]))
+    return compute_advantages(batch, CONFIG.objective)
 
 
 @jax.jit
@@ -88,31 +98,52 @@ def plain_gradient(params, batch: Batch):
     """Of the clipped loss with entropy bonus, token mean, all rows at once."""
 
     def loss(params):
-        logprobs = jax.nn.log_softmax(qwen3.logits(MODEL, params, batch.tokens)[:, :-1] / CONFIG.temperature)
+        logprobs = jax.nn.log_softmax(qwen3.logits(MODEL, params, batch.tokens)[:, :-1] / CONFIG.sampling.temperature)
         entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
         chosen = jnp.take_along_axis(logprobs, batch.tokens[:, 1:, None], axis=-1)[..., 0]
         mask, a = batch.mask[:, 1:], batch.advantages[:, 1:]
         ratio = jnp.exp(jnp.where(mask, chosen - batch.old_logprobs[:, 1:], 0))
         surrogate = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
-        return -jnp.sum((surrogate + CONFIG.entropy_coef * entropy) * mask) / mask.sum()
+        return -jnp.sum((surrogate + CONFIG.objective.entropy_coef * entropy) * mask) / mask.sum()
 
     return jax.grad(loss)(params)
 
 
-def update(batch: Batch, layout=None, **changes) -> tuple[dict, dict]:
-    """The gradient and the metrics of one update, by plain descent with rate 1."""
+def make_learner(
+    config: Config = CONFIG, optimizer=SGD, layout: Layout | None = None, tokens_per_microbatch: int = 128, **options
+) -> Learner:
     layout = layout or single_device()
-    learner = Learner(replace(MODEL, mesh=layout.mesh), optax.sgd(1.0), layout, replace(CONFIG, **changes))
-    state, parts, metrics = learner.update(init_state(on_layout(layout), learner.optimizer), batch)
-    parts, metrics = layout.fetch((parts, metrics))
-    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), total(parts) | metrics
+    config = with_options(config, **options)
+    model = replace(MODEL, mesh=layout.mesh)
+    num_tokens = config.sampling.num_generation_tokens
+    return Learner(model, optimizer, layout, config, num_tokens, tokens_per_microbatch)
 
 
-def learn(learner: Learner, state, batch: Batch, step: int, progress: float = 0.0):
-    """A step of training after its rollouts."""
-    batch, assessed = learner.assess(state.params, batch)
-    state, learnt = learner.learn(state, batch, step, progress)
-    return state, assessed | learnt
+def first_state(learner: Learner) -> TrainState:
+    return init_state(on_layout(learner.layout), learner.optimizer)
+
+
+def update(batch: Batch, **options) -> tuple[dict, dict]:
+    """The gradient and the metrics of one update, by plain descent with rate 1."""
+    learner = make_learner(**options)
+    state, update = learner.update(first_state(learner), batch, fraction_done=0.0)
+    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), learner.read(update)
+
+
+def train_step(
+    learner: Learner, state: TrainState, batch: Batch, step: int = 1, progress: float = 0.0
+) -> tuple[TrainState, dict, list[Update]]:
+    """A step of training after its rollouts, as in core/grpo.py."""
+    config, updates = learner.config, []
+    batch = compute_advantages(learner.score(state.params, batch), config.objective)
+    for epoch in range(config.update.ppo_epochs):
+        minibatches = split_minibatches(batch, config, step, epoch)
+        for minibatch in minibatches:
+            state, update = learner.update(state, minibatch, progress)
+            updates.append(update)
+        if learner.policy_moved_too_far(updates[-len(minibatches) :]):
+            break
+    return state, learner.metrics(batch, updates), updates
 
 
 def assert_same_gradient(found, expected) -> None:
@@ -173,7 +204,8 @@ def test_other_objectives_do_not_depend_on_how_the_batch_is_cut(name):
     cut = jax.tree.map(lambda batch: batch[::-1], with_garbage(with_reference(random_batch())))
     gradient, metrics_of_cut = update(cut, tokens_per_microbatch=128, **FAMILY[name])
     assert_same_gradient(gradient, whole)
-    for metric, value in metrics.items():
+    for metric in metrics.keys() - {"speed/padding"}:
+        value = metrics[metric]
         assert_close(metrics_of_cut[metric], value, GRADIENT, max(abs(value), SURPRISE), err_msg=metric)
 
 
@@ -183,19 +215,21 @@ def test_a_row_has_the_same_gradient_whatever_leaves_the_batch(monkeypatch):
 
     def spy(batch, num_rollouts, num_generation_tokens, config):
         seen.append((num_rollouts, num_generation_tokens))
-        return normalize(batch, num_rollouts, num_generation_tokens, config)
+        return set_loss_denominators(batch, num_rollouts, num_generation_tokens, config)
 
-    monkeypatch.setattr(grpo, "normalize", spy)
-    parts = [update(take(batch, rows), **FAMILY["cispo"])[0] for rows in np.split(np.arange(2 * G), [3])]
+    monkeypatch.setattr("core.learner.set_loss_denominators", spy)
+    parts = [update(select_rows(batch, rows), **FAMILY["cispo"])[0] for rows in np.split(np.arange(2 * G), [3])]
     assert_same_gradient(jax.tree.map(np.add, *parts), update(batch, **FAMILY["cispo"])[0])
     assert seen == [(4, 50)] * 3
 
 
 def updates_on_four_devices(file: str, names: tuple[str, ...]) -> None:
-    layout = make_layout(LayoutConfig(mesh="fsdp=2,tp=2"))
-    found = {"ppo": update(random_batch(), layout, tokens_per_microbatch=256)[0]}
+    layout = make_layout(DeviceConfig(mesh="fsdp=2,tp=2"))
+    found = {"ppo": update(random_batch(), layout=layout, tokens_per_microbatch=256)[0]}
     for name in names:
-        found[name] = update(with_reference(random_batch()), layout, tokens_per_microbatch=256, **FAMILY[name])[0]
+        found[name] = update(
+            with_reference(random_batch()), layout=layout, tokens_per_microbatch=256, **FAMILY[name]
+        )[0]
     arrays = {f"{name} {i}": x for name, tree in found.items() for i, x in enumerate(jax.tree.leaves(tree))}
     np.savez(file, **arrays)
 
@@ -213,7 +247,7 @@ def test_an_update_does_not_depend_on_the_devices(names, tmp_path):
 
 
 def true_logprobs(batch: Batch) -> np.ndarray:
-    return np.asarray(teacher_forced(MODEL, random_params(), batch.tokens, CONFIG.temperature)[0])
+    return np.asarray(teacher_forced(MODEL, random_params(), batch.tokens, DISTRIBUTION)[0])
 
 
 def assert_ratio_is_one(metrics) -> None:
@@ -223,9 +257,8 @@ def assert_ratio_is_one(metrics) -> None:
 
 
 def test_before_the_first_update_the_ratio_is_one():
-    learner = Learner(MODEL, optax.sgd(0.0), single_device(), CONFIG)
-    state = init_state(on_layout(learner.layout), learner.optimizer)
-    _, metrics = learn(learner, state, random_batch().replace(old_logprobs=None), step=1)
+    learner = make_learner(optimizer=NO_STEPS)
+    _, metrics, _ = train_step(learner, first_state(learner), random_batch().replace(old_logprobs=None))
     assert metrics["num_updates"] == 4
     assert_ratio_is_one(metrics)
 
@@ -234,14 +267,14 @@ def test_before_the_first_update_the_ratio_is_one():
 def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
     """Whether the old log-probabilities are recomputed or the sampler's."""
     for from_sampler in (False, True):
-        config = replace(COLLECT, temperature=0.6, do_inference_logprobs=from_sampler, **cut)
-        batch, *_ = collect(player(12, distribution=config.distribution), random_params(), config, step=1, cursor=0)
-        learner = Learner(MODEL, optax.sgd(0.0), single_device(), config)
-        _, metrics = learn(learner, init_state(on_layout(learner.layout), learner.optimizer), batch, step=1)
+        config = with_options(COLLECT, temperature=0.6, do_inference_logprobs=from_sampler, **cut)
+        batch, *_ = collect_batch(make_worker(12, distribution=config.sampling.distribution), config)
+        learner = make_learner(config, NO_STEPS)
+        _, metrics, _ = train_step(learner, first_state(learner), batch)
         assert_ratio_is_one(metrics)
         assert_close(metrics["inference_recompute/logprob_diff_max"], 0, SCORES, SURPRISE / 0.6)
         assert metrics["grad_norm"] > 0.01
-    whole = learner.scores(random_params(), batch.replace(support=None)).logprobs
+    whole = learner.token_scores(random_params(), batch.replace(support=None)).logprobs
     assert np.abs(whole - batch.sample_logprobs)[batch.mask].max() > 0.01, "without the support it would not be"
 
 
@@ -255,84 +288,57 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
     ],
 )
 def test_old_logprobs(flags, expected):
-    seen = []
-
-    class Spy(Learner):
-        def update(self, state, batch, multiplier):
-            seen.append(batch)
-            names = "loss", "approx_kl", "clip_fraction", "inference_recompute/ratio"
-            part = dict.fromkeys((*names, "inference_recompute/ratio_squared"), 0)
-            part["importance_ratio_histogram"] = np.zeros(201)
-            return state, [part], {"grad_norm": 0, "skipped_in_a_row": 0}
-
     batch = random_batch().replace(old_logprobs=None)
-    state = init_state(on_layout(single_device()), optax.sgd(0.0))
-    learn(Spy(MODEL, optax.sgd(0.0), single_device(), replace(CONFIG, **flags)), state, batch, step=1)
-    assert sum(len(part.rewards) for part in seen) == (8 if flags.get("ppo_epochs") == 1 else 16)
-    for part in seen:
-        if expected is None:
-            assert part.old_logprobs is None
-        else:
-            assert_close(part.old_logprobs[part.mask], expected(part)[part.mask], SCORES)
-
-
-def learner(**changes) -> tuple[Learner, list[Batch]]:
-    """A learner, and the minibatches that it updates on."""
-    seen = []
-
-    class Spy(Learner):
-        def update(self, state, batch, multiplier):
-            seen.append(batch)
-            return super().update(state, batch, multiplier)
-
-    return Spy(MODEL, optax.sgd(1.0), single_device(), replace(CONFIG, **changes)), seen
-
-
-def fresh_state(of: Learner):
-    return init_state(on_layout(of.layout), of.optimizer)
+    scored = make_learner(**flags).score(random_params(), batch)
+    if expected is None:
+        assert scored.old_logprobs is None
+    else:
+        assert_close(scored.old_logprobs[scored.mask], expected(batch)[batch.mask], SCORES)
 
 
 def test_the_best_of_each_group_are_learnt_from_alone():
-    best, seen = learner(advantage="best_k", best_k=1, objective="reinforce", ppo_minibatch=2, ppo_epochs=1)
-    _, metrics = learn(best, fresh_state(best), random_batch().replace(old_logprobs=None), step=1)
-    assert metrics["num_rows"] == 2 and metrics["num_updates"] == 1
-    assert sorted(seen[0].lengths.tolist()) == sorted(random_batch().lengths[[1, 4]].tolist())
-    assert (seen[0].advantages[seen[0].mask] == 1).all()
+    learner = make_learner(advantage="best_k", best_k=1, objective="reinforce", ppo_minibatch=2, ppo_epochs=1)
+    _, metrics, updates = train_step(learner, first_state(learner), random_batch().replace(old_logprobs=None))
+    assert metrics["num_rows"] == 2 and metrics["num_updates"] == len(updates) == 1
+    minibatch = updates[0].minibatch
+    assert sorted(minibatch.lengths.tolist()) == sorted(random_batch().lengths[[1, 4]].tolist())
+    assert (minibatch.advantages[minibatch.mask] == 1).all()
 
 
 def test_epochs_end_when_the_policy_has_moved_far_enough():
     for target, epochs in ((0.0, 2), (1e-6, 1), (1e6, 2)):
-        some, seen = learner(target_kl=target)
-        _, metrics = learn(some, fresh_state(some), random_batch().replace(old_logprobs=None), step=1)
-        assert len(seen) == metrics["num_updates"] == len(metrics["updates/approx_kl"]) == 2 * epochs
+        learner = make_learner(target_kl=target)
+        _, metrics, updates = train_step(learner, first_state(learner), random_batch().replace(old_logprobs=None))
+        assert len(updates) == metrics["num_updates"] == len(metrics["updates/approx_kl"]) == 2 * epochs
         assert metrics["approx_kl"] == pytest.approx(np.mean(metrics["updates/approx_kl"]))
 
 
 def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_comes_again():
-    kept = []
-    some, seen = learner(do_inference_logprobs=True, ppo_epochs=1, max_skipped_updates=3)
-    some = replace(some, report_bad=kept.append)
+    skipped = []
+    learner = make_learner(do_inference_logprobs=True, ppo_epochs=1, max_skipped_updates=3)
+    learner = replace(learner, on_skipped=skipped.append)
     batch = random_batch()
     bad = batch.replace(sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite
-    state, metrics = learn(some, fresh_state(some), bad, step=1)
-    assert len(kept) == len(seen) == 2 and (kept[0].tokens == seen[0].tokens).all() and int(state.num_skipped) == 2
+    state, _, updates = train_step(learner, first_state(learner), bad, step=1)
+    assert len(skipped) == len(updates) == 2 and int(state.num_skipped) == 2
+    assert (skipped[0].tokens == updates[0].minibatch.tokens).all()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), random_params())
-    state, _ = learn(some, state, batch, step=2)
+    state, *_ = train_step(learner, state, batch, step=2)
     assert int(state.num_skipped) == 0 and int(state.step) == 2, "one that is finite ends the row"
-    state, _ = learn(some, state, bad, step=3)
+    state, *_ = train_step(learner, state, bad, step=3)
     with pytest.raises(FloatingPointError, match="3 updates in a row .* lower --lr"):
-        learn(some, state, bad, step=4)
+        train_step(learner, state, bad, step=4)
 
 
 def test_the_kl_is_that_to_the_reference():
-    some, _ = learner(kl_coef=0.1, ppo_epochs=1, ppo_minibatch=0)
+    learner = make_learner(kl_coef=0.1, ppo_epochs=1, ppo_minibatch=0)
     reference = jax.tree.map(lambda x: 1.1 * x, random_params())
-    _, metrics = learn(replace(some, reference=reference), fresh_state(some), random_batch(), step=1)
+    _, metrics, _ = train_step(replace(learner, reference=reference), first_state(learner), random_batch())
     batch = random_batch()
-    other = np.asarray(teacher_forced(MODEL, reference, batch.tokens, CONFIG.temperature)[0], np.float64)
+    other = np.asarray(teacher_forced(MODEL, reference, batch.tokens, DISTRIBUTION)[0], np.float64)
     x = (true_logprobs(batch) - other)[batch.mask]
     assert_close(metrics["kl"], np.mean(np.exp(-x) + x - 1), SCORES, SURPRISE * np.exp(-x).mean())
-    _, metrics = learn(replace(some, reference=random_params()), fresh_state(some), random_batch(), step=1)
+    _, metrics, _ = train_step(replace(learner, reference=random_params()), first_state(learner), random_batch())
     assert_close(metrics["kl"], 0, 2, size=1)  # exp(-x) + x - 1
 
 
@@ -344,7 +350,8 @@ def step(config: OptimizerConfig, gradient: float, model=MODEL) -> tuple[dict, d
     params = random_params(model)
     optimizer = make_optimizer(config)
     grads = jax.tree.map(lambda x: jnp.full(x.shape, gradient), params)
-    state, _ = grpo.apply_gradients(optimizer, init_state(jax.tree.map(jnp.array, params), optimizer), grads)
+    state = init_state(jax.tree.map(jnp.array, params), optimizer)
+    state, _ = apply_gradients(optimizer, config.warmup_steps, state, grads)
 
     def by_name(tree):
         return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
@@ -369,7 +376,7 @@ def test_weight_decay_spares_norms_and_biases():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "warmup_steps", "expected"),
+    ("lr_schedule", "warmup_steps", "expected"),
     [
         ("constant", 0, [1, 1, 1, 1, 1, 1, 1, 1]),
         ("constant", 4, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
@@ -378,37 +385,35 @@ def test_weight_decay_spares_norms_and_biases():
         ("cosine", 0, [(1 + np.cos(np.pi * i / 8)) / 2 for i in range(8)]),
     ],
 )
-def test_learning_rates(schedule, warmup_steps, expected):
-    config = OptimizerConfig(lr_schedule=schedule, warmup_steps=warmup_steps)
-    assert [lr_multiplier(config, i / 8, i) for i in range(8)] == pytest.approx(expected, rel=1e-12)
+def test_learning_rates(lr_schedule, warmup_steps, expected):
+    config = OptimizerConfig(lr_schedule=lr_schedule, warmup_steps=warmup_steps)
+    state, multipliers = init_state({"x": jnp.zeros(2)}, SGD), []
+    for i in range(8):
+        gradient, factor = {"x": jnp.ones(2)}, np.float32(schedule(config, i / 8))
+        state, metrics = apply_gradients(SGD, warmup_steps, state, gradient, factor=factor)
+        multipliers.append(float(metrics["lr_multiplier"]))
+    assert_close(multipliers, expected, 3)
+    assert_close(state.params["x"], -np.sum(expected), 8 * 3)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_live", "is_early_end", "expected"),
+    ("lr_schedule", "num_live", "is_early_end", "expected"),
     [("constant", 8, False, 6), ("linear", 8, True, 2), ("linear", 4, False, 3), ("cosine", 4, True, 2)],
 )
-def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(schedule, num_live, is_early_end, expected):
+def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(lr_schedule, num_live, is_early_end, expected):
     """Groups that leave the batch and epochs that --target_kl ends make updates fewer, not the schedule longer."""
-    rates = []
-
-    class Spy(Learner):
-        def update(self, state, batch, multiplier):
-            rates.append(multiplier)
-            return super().update(state, batch, multiplier)
-
-    config = replace(CONFIG, lr_schedule=schedule, ppo_epochs=3, target_kl=1e-9 if is_early_end else 0.0)
-    spy = Spy(MODEL, optax.sgd(0.1), single_device(), config)
+    target_kl = 1e-9 if is_early_end else 0.0
+    learner = make_learner(optimizer=optax.sgd(0.1), lr_schedule=lr_schedule, ppo_epochs=3, target_kl=target_kl)
     batch = random_batch().replace(old_logprobs=None)
     batch.rewards[num_live:] = 0.0  # the second group has no signal
-    state, num_updates = fresh_state(spy), []
+    state, rates = first_state(learner), []
     for step in range(1, 4):
-        already = len(rates)
-        state, metrics = learn(spy, state, batch, step, (step - 1) / 3)
-        num_updates.append(len(rates) - already)
-        assert metrics["lr"] == pytest.approx(config.lr * np.mean(rates[already:]))
-    assert num_updates == 3 * [expected]
-    last = {"constant": 1, "linear": 1 / 3, "cosine": (1 + np.cos(np.pi * 2 / 3)) / 2}[schedule]
-    assert rates[-1] == pytest.approx(last) and rates[0] == 1
+        state, metrics, updates = train_step(learner, state, batch, step, (step - 1) / 3)
+        rates.append([float(update.metrics["lr_multiplier"]) for update in updates])
+        assert metrics["lr"] == pytest.approx(learner.config.optimizer.lr * np.mean(rates[-1]))
+    assert [*map(len, rates)] == 3 * [expected]
+    last = {"constant": 1, "linear": 1 / 3, "cosine": (1 + np.cos(np.pi * 2 / 3)) / 2}[lr_schedule]
+    assert rates[-1][-1] == pytest.approx(last) and rates[0][0] == 1
 
 
 # Collecting and evaluating
@@ -433,20 +438,27 @@ class HereScorer(Scorer):
 
     def __init__(self, env: Env):
         self.env, self.num_failures, self.failures_file = env, 0, None
-        self.settings = Settings("", {}, 0, 0.0, max_error_share=0.5)
+        self.settings = ScorerSettings("", {}, 0, 0.0, max_error_share=0.5)
 
-    def ask(self, jobs):
+    def request_outcomes(self, jobs):
         return [self.env.score(self.env.problem(i), text) for i, text in jobs]
 
 
 WHOLE = Distribution()
-COLLECT = replace(CONFIG, groups_per_batch=4)
+COLLECT = with_options(CONFIG, groups_per_batch=4)
 
 
-def player(num_tasks: int, rows_per_call: int = 64, distribution: Distribution = WHOLE) -> Player:
+def make_worker(num_tasks: int, rows_per_call: int = 64, distribution: Distribution = WHOLE) -> RolloutWorker:
     env = Digest(num_tasks)
     sampler = Sampler(MODEL, 6, (3,), distribution)
-    return Player(env, Letters(), sampler, HereScorer(env), single_device(), rows_per_call)
+    return RolloutWorker(env, "digest", Letters(), sampler, HereScorer(env), single_device(), rows_per_call)
+
+
+def collect_batch(worker: RolloutWorker, config: Config, cursor: int = 0) -> tuple[Batch, Episodes, int]:
+    """The batch of a step, all of its episodes, and the number of the next task."""
+    weights = worker.load_weights(random_params())
+    episodes, cursor = collect(worker, weights, config, step=1, cursor=cursor)
+    return make_batch(episodes, config), episodes, cursor
 
 
 def rows_of(batch: Batch) -> list[tuple]:
@@ -463,10 +475,11 @@ def test_the_order_of_tasks_is_a_function_of_seed_and_epoch():
 
 
 def test_a_batch_is_filled_with_groups_that_have_signal():
-    batch, played, cursor = collect(player(12), random_params(), COLLECT, step=1, cursor=3)
-    ids = np.concatenate([episodes.ids for episodes in played])[::G]
+    batch, episodes, cursor = collect_batch(make_worker(12), COLLECT, cursor=3)
+    ids = episodes.task_ids[::G]
     assert ids.tolist() == task_numbers(COLLECT.seed, 12, 3 + np.arange(len(ids))).tolist()
-    returns = np.concatenate([episodes.scores["return"] for episodes in played]).reshape(-1, G)
+    assert (batch.rewards == episodes.scores["return"][batch.row]).all()
+    returns = episodes.scores["return"].reshape(-1, G)
     has_signal = np.ptp(returns, axis=1) > 1e-6
     with_signal = returns[has_signal]
     assert not has_signal[:4].all() and (batch.rewards.reshape(4, G) == with_signal[:4]).all()
@@ -474,8 +487,8 @@ def test_a_batch_is_filled_with_groups_that_have_signal():
 
 
 def test_a_step_without_signal_has_no_batch():
-    batch, played, cursor = collect(player(1), random_params(), COLLECT, step=1, cursor=0)
-    assert batch is None and sum(len(episodes.ids) for episodes in played) == 3 * 4 * G == cursor * G
+    batch, episodes, cursor = collect_batch(make_worker(1), COLLECT)
+    assert len(batch) == 0 and len(episodes) == 3 * 4 * G == cursor * G
 
 
 def test_refilling_draws_about_what_is_missing():
@@ -485,8 +498,8 @@ def test_refilling_draws_about_what_is_missing():
         for largest in (256, 64, 7):
             num_played, missing, share = 0, 256, 1.0
             while missing > 0:
-                size = num_groups_to_draw(missing, share, largest)
-                assert size in draw_sizes(largest)
+                size = num_groups_to_sample(missing, share, largest)
+                assert size in group_counts(largest)
                 num_played += size
                 missing -= int(rng.binomial(size, probability))
                 share = (256 - missing) / num_played
@@ -495,26 +508,26 @@ def test_refilling_draws_about_what_is_missing():
 
 @pytest.mark.parametrize("max_resampling", [1.0, 3.0])
 def test_a_batch_does_not_depend_on_how_many_rows_are_sampled_at_a_time(max_resampling):
-    config = replace(COLLECT, max_resampling=max_resampling)
-    found = [collect(player(12, rows), random_params(), config, step=1, cursor=0) for rows in (64, 2 * G, 3 * G)]
+    config = with_options(COLLECT, max_resampling=max_resampling)
+    found = [collect_batch(make_worker(12, rows), config) for rows in (64, 2 * G, 3 * G)]
     for batch, _, cursor in found[1:]:
         assert rows_of(batch) == rows_of(found[0][0]) and cursor == found[0][2]
 
 
 def test_a_task_that_comes_twice_in_a_step_is_played_anew():
-    batch, *_ = collect(player(3), random_params(), replace(COLLECT, do_group_filter=False), step=1, cursor=0)
+    batch, *_ = collect_batch(make_worker(3), with_options(COLLECT, do_group_filter=False))
     rows = rows_of(batch)
     assert len({tuple(rows[i : i + G]) for i in range(0, len(rows), G)}) == 4
 
 
 def test_scores_do_not_depend_on_the_rows_sampled_at_a_time():
-    found = [evaluate(player(7, rows), random_params(), 4, 4, seed=3)[0] for rows in (64, 8, 1)]
+    found = [evaluate(make_worker(7, rows), random_params(), 4, 4, seed=3)[0] for rows in (64, 8, 1)]
     assert found[0] == found[1] == found[2]
 
 
 def test_scores_are_those_of_the_completions():
-    metrics, episodes = evaluate(player(7), random_params(), 4, 4, seed=3)
-    env, r = Digest(7), episodes.rollouts
+    metrics, episodes, _ = evaluate(make_worker(7), random_params(), 4, 4, seed=3)
+    env, r = Digest(7), episodes.completions
     returns = np.zeros((4, 4))
     for row in range(16):
         text = "".join(map(chr, r.tokens[row, r.prompt_lengths[row] : r.lengths[row]]))
@@ -531,13 +544,13 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
     def has_no_score(text: str) -> bool:
         return zlib.crc32(text.encode()) % 3 == 0
 
-    def ask(self, jobs):
+    def request_outcomes(self, jobs):
         failure = Failure("reward_errors", "of a test")
         return [failure if has_no_score(text) else {"return": 0.5} for _, text in jobs]
 
-    monkeypatch.setattr(HereScorer, "ask", ask)
+    monkeypatch.setattr(HereScorer, "request_outcomes", request_outcomes)
     monkeypatch.setattr(Layout, "share", lambda self, work, n: json.loads(json.dumps(work(range(n)))))
-    _, episodes = evaluate(player(7), random_params(), 4, 4, seed=3)
+    _, episodes, _ = evaluate(make_worker(7), random_params(), 4, 4, seed=3)
     expected = np.array([has_no_score(text) for text in episodes.texts])
     assert 0 < expected.sum() < 16 and episodes.failed.tolist() == expected.tolist()
     assert episodes.scores["return"].tolist() == np.where(expected, 0, 0.5).tolist()
@@ -548,30 +561,28 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
 def test_a_failed_grader_is_no_reward_of_zero(on_failure, monkeypatch):
     """The sample is not learnt from, and a group with fewer than two graded samples is replaced by another one."""
 
-    def ask(self, jobs):
-        scores = HereScorer.ask(self, jobs)
+    def request_outcomes(self, jobs):
+        scores = HereScorer.request_outcomes(self, jobs)
         failure = Failure("reward_timeouts", "of a test")
         is_failing = [i % 4 == 1 or zlib.crc32(text.encode()) % 4 == 0 for i, text in jobs]
         return [failure if fails else score for fails, score in zip(is_failing, scores, strict=True)]
 
-    some = player(12)
-    some = replace(some, scorer=type("Failing", (HereScorer,), {"ask": ask})(some.env))
-    some.scorer.settings = some.scorer.settings._replace(max_error_share=1.0)
-    config = replace(COLLECT, on_reward_failure=on_failure)
-    batch, played, _ = collect(some, random_params(), config, step=1, cursor=0)
-    failed = np.concatenate([episodes.failed for episodes in played])
-    metrics = describe_play(played, G)
+    worker = make_worker(12)
+    worker = replace(worker, scorer=type("Failing", (HereScorer,), {"request_outcomes": request_outcomes})(worker.env))
+    worker.scorer.settings = worker.scorer.settings._replace(max_error_share=1.0)
+    batch, episodes, _ = collect_batch(worker, with_options(COLLECT, on_reward_failure=on_failure))
+    failed, returns = episodes.failed, episodes.scores["return"]
+    metrics = rollout_metrics(episodes, G)
     assert metrics["env/reward_timeouts"] == failed.sum() > 0
-    returns = np.concatenate([episodes.scores["return"] for episodes in played])
     assert metrics["env/return"] == pytest.approx(returns[~failed].mean(), rel=1e-5)
     if on_failure == "zero":
         assert np.isfinite(batch.rewards).all()
         return
     graded = np.isfinite(batch.rewards).reshape(-1, G)
     assert not graded.all() and (graded.sum(axis=1) >= 2).all()
-    spy, seen = learner(ppo_minibatch=0, ppo_epochs=1)
-    _, metrics = learn(spy, fresh_state(spy), batch, step=1)
-    assert np.isfinite(metrics["loss"]) and np.isfinite(seen[0].rewards).all()
+    learner = make_learner(ppo_minibatch=0, ppo_epochs=1)
+    _, metrics, updates = train_step(learner, first_state(learner), batch)
+    assert np.isfinite(metrics["loss"]) and np.isfinite(updates[0].minibatch.rewards).all()
     assert metrics["num_rows"] == graded.sum()
 
 
@@ -599,7 +610,8 @@ def arguments(**flags) -> list[str]:
 
 def train(*argv: str) -> None:
     """The command, in this process."""
-    grpo.main(parse(Config, argv)[0])
+    with user_errors():
+        grpo.main(parse(Config, argv, spellings=LMPO))
 
 
 def lines(folder: Path) -> list[dict]:
@@ -645,7 +657,8 @@ def test_presets_train(name, tmp_path):
 
 def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(tmp_path, monkeypatch):
     scores = iter([0.0, -0.4, -0.1, -0.2, 0.0])  # of the untrained model, and after each step
-    monkeypatch.setattr(grpo, "held_out", lambda *_: {"test_env/return": 1.0, "valid_env/return": next(scores)})
+    scripted = lambda *_, **__: {"test_env/return": 1.0, "valid_env/return": next(scores)}  # noqa: E731
+    monkeypatch.setattr(grpo, "evaluate_held_out", scripted)
     subjects = tmp_path / "subjects.txt"
     subjects.write_text("\n".join("abcdefghijklmno"))
     options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "save_best": 1}
@@ -687,8 +700,8 @@ def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_presets_are_valid_and_say_what_they_maximise(path):
-    config, explicit = parse(Config, ["--config", str(path)])
-    assert explicit and describe(config).startswith("minimise ")
+    config = parse(Config, ["--config", str(path)])
+    assert describe_objective(config.objective).startswith("minimise ")
 
 
 MISTAKES = [
@@ -725,5 +738,5 @@ def test_the_command_from_another_folder(tmp_path):
 
 def test_lmpos_switches_come_before_the_checks():
     argv = arguments(do_group_normalization=0, group_size=1, groups_per_batch=64)
-    config, _ = parse(Config, argv)
-    assert (config.advantage, config.batch_size) == ("reinforce", 64)
+    config = parse(Config, argv, spellings=LMPO)
+    assert (config.objective.advantage, config.batch_size) == ("reinforce", 64)

@@ -1,40 +1,35 @@
 """Compiles every program of a run before its first step: minutes at its start, and no step waits for the compiler."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Generator
 
 import jax
+from jaxtyping import PyTree
 
-from utils.evaluation.preview import prompt_lengths
-from utils.metrics.terminal import waiting
-from utils.training.batching import bucket, draw_sizes, power_below
-from utils.training.state import fingerprint
+# Yields jitted functions with their arguments, or shapes of them, and is sent the shapes of what they return.
+Programs = Generator[tuple[Callable, tuple], PyTree, None]
 
 
-@waiting("compiling ahead")
-def precompile(config: Any, players: dict[str, Any], learner: Any, state: Any) -> tuple[dict[str, Any], Any]:
-    """Returns players by role ("env" trains) and learner, all compiled for prompts of the lengths that were looked at.
+def compile_programs(programs: Programs) -> None:
+    """Compiles programs for the shapes of their arguments; calls with such arguments find them compiled."""
+    results = None
+    while True:
+        try:
+            function, arguments = programs.send(results)
+        except StopIteration:
+            return
+        lowered = function.lower(*arguments)
+        results = with_shardings(lowered.out_info, lowered.compile().output_shardings)
 
-    Those are all prompts of an environment, or 1,000 of a large one; all prompts are padded as the longest one from now
-    on, so that there are few shapes.
-    """
-    jax.random.fold_in(jax.random.key(config.seed), 0), fingerprint(state)
-    lengths = {role: prompt_lengths(player.env, player.encode, player.tasks) for role, player in players.items()}
-    players = {
-        role: replace(player, sampler=replace(player.sampler, prompt_columns=bucket(max(lengths[role]) - 1)))
-        for role, player in players.items()
-    }
-    player, shortest, longest = players["env"], min(lengths["env"]), max(lengths["env"])
-    largest = player.num_prompts(config.groups_per_batch, config.group_size)
-    refills = draw_sizes(largest) if config.most_groups > largest else []
-    for num_prompts in {largest, *refills, config.most_groups % largest} - {0}:
-        player.rehearse(state.params, num_prompts, config.group_size)
-    for role in players.keys() - {"env"}:
-        tester, num_tasks = players[role], players[role].num_eval_tasks(config.num_eval_tasks)
-        tester.rehearse(state.params, num_tasks, config.num_eval_samples)
-        if config.test_greedy and role == "test_env":
-            tester.greedy().rehearse(state.params, num_tasks, 1)
-    learner = replace(learner, first=power_below(shortest))
-    for width in {bucket(n): None for n in range(shortest + 1, longest + config.num_generation_tokens + 1)}:
-        learner.rehearse(state, width)
-    return players, learner
+
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """Returns shapes that are laid out on devices."""
+
+    def lay_out(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(lay_out, shapes, shardings)
+
+
+def shapes_of(arrays: PyTree) -> PyTree:
+    """Returns the shapes of arrays, laid out as they are."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)

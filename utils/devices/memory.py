@@ -6,16 +6,17 @@ vocabulary.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
+from models.qwen3 import Qwen
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option
 from utils.settings.errors import UserError, fail
-from utils.training.batching import bucket
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
@@ -29,14 +30,22 @@ class MemoryConfig:
     """Memory."""
 
     remat: str = option(
-        "auto", "what the backward pass of a layer recomputes: less memory, more work; auto: by the memory there is",
+        "auto",
+        "Rematerialisation in the backward pass; none: nothing is recomputed, dots: all but matrix products, full: "
+        "each layer (least memory, most work); auto: the first of these that fits in memory",
         ["auto", "none", "dots", "full"],
-    )  # fmt: skip
-    tokens_per_microbatch: int = option(
-        0, "tokens, with padding, per device in one forward and backward pass; changes results by rounding, since sums "
-        "have another order; 0: by the memory there is"
+        resumable=True,
     )
-    grad_dtype: str = option("", "of gradients summed over micro-batches; empty: float32", ["", "bfloat16", "float32"])
+    tokens_per_microbatch: int = option(
+        0,
+        "Tokens, padding included, on each device in one forward and backward pass; another number changes the "
+        "order of sums, so results differ by rounding; 0: as many as fit in memory",
+        resumable=True,
+        essential=True,
+    )
+    grad_dtype: str = option(
+        "", "Data type of the sum of gradients over micro-batches; empty: float32", ["", "bfloat16", "float32"]
+    )
 
     def __post_init__(self):
         if self.tokens_per_microbatch < 0:
@@ -53,7 +62,7 @@ class Sizes(NamedTuple):
     available: int
 
 
-def activation_bytes(model, remat: str, width: int) -> tuple[int, int]:
+def activation_bytes(model: Qwen, remat: str, width: int) -> tuple[int, int]:
     """Bytes for each token of rows of `width`: kept from the forward pass, and in use by one layer's backward pass.
 
     The factors are those of compiled programs: see bench/memory.py.
@@ -67,72 +76,92 @@ def activation_bytes(model, remat: str, width: int) -> tuple[int, int]:
     return item * model.num_hidden_layers * kept, item * (products + scores)
 
 
-def update_bytes(sizes: Sizes, model, remat: str, num_tokens: int, width: int) -> int:
+def update_bytes(sizes: Sizes, model: Qwen, remat: str, num_tokens: int, width: int) -> int:
     """Bytes in use on a device at the peak of an update with micro-batches of `num_tokens`."""
     kept, working = activation_bytes(model, remat, width)
     return sizes.held + sizes.gradients + num_tokens * kept + max(num_tokens * working, LOGITS)
 
 
-def measure(config, model, layout: Layout, state, reference=None) -> Sizes:
-    """The sizes of a training run; what is held is looked up, not estimated."""
-    params, tp = bytes_on_device(state.params), layout.mesh.shape["tp"]
+def measure_sizes(
+    config: MemoryConfig, model: Qwen, layout: Layout, state: PyTree, reference: PyTree, row_length: int
+) -> Sizes:
+    """Returns the sizes of a training run; what is held is looked up, not estimated."""
+    params = bytes_on_device(state.params)
+    tp = layout.mesh.shape["tp"]
     item = jnp.dtype(model.dtype).itemsize
+    gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
     return Sizes(
         bytes_on_device((state, reference)),
-        params + params // 4 * jnp.dtype(config.grad_dtype or "float32").itemsize,
+        params + params // 4 * gradient_item,
         model.num_parameters * item // tp,
-        model.cache_bytes // tp * longest_row(config) * 5 // 3,
+        model.cache_bytes // tp * row_length * 5 // 3,
         int(USABLE * layout.device_memory),
     )
 
 
-def longest_row(config) -> int:
-    return bucket(config.prompt_length + config.num_generation_tokens)
+class MemoryPlan(NamedTuple):
+    """Settings that were decided by the memory there is, and lines about it for people."""
+
+    remat: str
+    tokens_per_microbatch: int
+    notes: tuple[str, ...]
 
 
-def fit_memory(config, model, layout: Layout, state, reference=None) -> tuple[Any, Any, list[str]]:
-    """The settings and the model with what is left open decided, and what to say about memory.
-
-    --remat recomputes as little as leaves room for ENOUGH tokens in a micro-batch.
-    """
-    sizes, width = measure(config, model, layout, state, reference), longest_row(config)
+def fit_memory(
+    config: MemoryConfig,
+    model: Qwen,
+    layout: Layout,
+    state: PyTree,
+    reference: PyTree,
+    row_length: int,
+    num_sampled_rows: int,
+) -> MemoryPlan:
+    """Decides what the settings leave open: --remat recomputes as little as leaves room for ENOUGH tokens at once."""
+    sizes = measure_sizes(config, model, layout, state, reference, row_length)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
-    plenty = max(plenty, width)
+    plenty = max(plenty, row_length)
 
-    def tokens(remat: str) -> int:
-        """The largest power of two that fits, `plenty` at most; 0: not even one row does."""
-        sums = (plenty >> i for i in range((plenty // width).bit_length()))
-        return next((n for n in sums if update_bytes(sizes, model, remat, n, width) < sizes.available), 0)
+    def fitting_tokens(remat: str) -> int:
+        """Returns the largest power of two that fits, `plenty` at most; 0: not even one row does."""
+        num_choices = (plenty // row_length).bit_length()
+        choices = (plenty >> i for i in range(num_choices))
+        return next((n for n in choices if update_bytes(sizes, model, remat, n, row_length) < sizes.available), 0)
 
-    choices = [config.remat] if config.remat != "auto" else ["none", "dots", "full"]
-    wanted = config.tokens_per_microbatch or enough
-    remat = next((remat for remat in choices if tokens(remat) >= min(wanted, plenty)), choices[-1])
-    chosen = config.tokens_per_microbatch or tokens(remat) or width
-    config = replace(config, remat=remat, tokens_per_microbatch=chosen)
-    return config, replace(model, remat=remat), describe(sizes, config, model)
+    choices = ["none", "dots", "full"] if config.remat == "auto" else [config.remat]
+    requested = min(config.tokens_per_microbatch or enough, plenty)
+    remat = next((remat for remat in choices if fitting_tokens(remat) >= requested), choices[-1])
+    num_tokens = config.tokens_per_microbatch or fitting_tokens(remat) or row_length
+    notes = describe_memory(sizes, model, remat, num_tokens, row_length, num_sampled_rows)
+    return MemoryPlan(remat, num_tokens, tuple(notes))
 
 
-def describe(sizes: Sizes, config, model) -> list[str]:
-    """Bytes of sampling and update in words, and what to lower where they do not fit."""
-    rows, tokens, width = config.inference_batch_per_device, config.tokens_per_microbatch, longest_row(config)
+def describe_memory(
+    sizes: Sizes, model: Qwen, remat: str, num_tokens: int, row_length: int, num_sampled_rows: int
+) -> list[str]:
+    """Returns the bytes of sampling and update in words, and what to lower where they do not fit."""
     fixed = sizes.held + sizes.sampling_copy
-    sampling, update = fixed + rows * sizes.kv_row, update_bytes(sizes, model, config.remat, tokens, width)
-    said = [
+    sampling = fixed + num_sampled_rows * sizes.kv_row
+    update = update_bytes(sizes, model, remat, num_tokens, row_length)
+    notes = [
         f"memory of a device: {gigabytes(sizes.available)} GB to use, {gigabytes(sizes.held)} held; sampling "
-        f"{gigabytes(sampling)} with {rows} rows, update {gigabytes(update)} with --remat {config.remat} "
-        f"--tokens_per_microbatch {tokens}; attention: {model.kernel}"
+        f"{gigabytes(sampling)} with {num_sampled_rows} rows, update {gigabytes(update)} with --remat {remat} "
+        f"--tokens_per_microbatch {num_tokens}; attention: {model.kernel}"
     ]
     if sampling > sizes.available:
         fitting = max(0, sizes.available - fixed) // sizes.kv_row
-        said.append(
-            f"the KV cache of {rows} rows x {width} tokens will not fit when all are long: lower "
-            f"--inference_batch_per_device to {fitting}" if fitting else f"sampling will not fit: {SMALLER}"
-        )  # fmt: skip
+        advice = (
+            f"the KV cache of {num_sampled_rows} rows x {row_length} tokens will not fit when all are long: lower "
+            f"--inference_batch_per_device to {fitting}"
+        )
+        notes.append(advice if fitting else f"sampling will not fit: {SMALLER}")
     if update > sizes.available:
-        lower = [f"--tokens_per_microbatch to {max(width, tokens // 2)}"] * (tokens > width)
-        lower += ["--remat to full"] * (config.remat != "full")
-        said.append(f"the update will not fit: lower {' or '.join(lower)}" if lower else f"no update fits: {SMALLER}")
-    return said
+        lower = []
+        if num_tokens > row_length:
+            lower.append(f"--tokens_per_microbatch to {max(row_length, num_tokens // 2)}")
+        if remat != "full":
+            lower.append("--remat to full")
+        notes.append(f"the update will not fit: lower {' or '.join(lower)}" if lower else f"no update fits: {SMALLER}")
+    return notes
 
 
 def gigabytes(num_bytes: int) -> str:

@@ -1,19 +1,20 @@
-"""A conversation on the terminal with a model that was just trained."""
+"""Chat on the terminal with a model that was just trained."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import count
-from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from utils.metrics.logger import printable
 
 Message = dict[str, str]
+Tokens = Int[np.ndarray, "B A"]
+ShowText = Callable[[str], None]  # called with all of a reply so far
+MakeReply = Callable[[list[Message], ShowText], str]
 
 
-class Stream:
-    """Prints a text that grows, without the end that may still change: half a character is shown as a blot."""
+class StreamPrinter:
+    """Prints a text that grows, without the end that may still change: the bytes of half a character."""
 
     def __init__(self):
         self.shown = ""
@@ -25,23 +26,8 @@ class Stream:
             self.shown = text
 
 
-def chat(sampler: Any, params: Any, key: Any, thinking: bool) -> None:
-    """A conversation with the model of a sampler, streamed as often as the sampler's segments end."""
-    draws, tokenizer = count(), sampler.tokenizer
-
-    def reply(messages: list[Message], show: Callable[[str], None]) -> str:
-        def watch(first, tokens, t, lengths):
-            show(tokenizer.decode(tokens[0, : sampler.end_of(tokens[0], 0, t) or t]))
-
-        prompt = tokenizer.chat(messages, thinking)
-        r = replace(sampler, watch=watch)(params, [prompt], np.array([next(draws)]), 1, key)
-        return tokenizer.decode(r.tokens[0, len(prompt) : r.lengths[0]])
-
-    converse(reply)
-
-
-def converse(reply: Callable[[list[Message], Callable[[str], None]], str]) -> None:
-    """Talks until the end of input; `reply(messages, show)` calls `show` with the text so far and returns all of it."""
+def converse(reply: MakeReply) -> None:
+    """Reads messages until the end of input, and prints the replies as they grow."""
     print("Ctrl-D ends the conversation, /new begins another, Ctrl-C stops a reply.")
     messages: list[Message] = []
     while True:
@@ -54,7 +40,7 @@ def converse(reply: Callable[[list[Message], Callable[[str], None]], str]) -> No
         if not text or text == "/new":
             continue
         messages.append({"role": "user", "content": text})
-        stream = Stream()
+        stream = StreamPrinter()
         try:
             answer = reply(messages, stream)
             stream(answer)

@@ -1,4 +1,4 @@
-"""Estimates from samples of several tasks: what k of them would reach, and how far two models are apart.
+"""Estimates from samples of several tasks: pass@k, best_of_k and maj@k, intervals, differences between models.
 
 Letters: N tasks, G samples of each.
 """
@@ -13,11 +13,17 @@ from jaxtyping import Bool, Float
 
 MAX_VOTERS = 1000  # samples of a task; for more the numbers of subsets leave float64
 RESAMPLES = 10_000
+RESAMPLES_AT_ONCE = 100  # bounds memory, however many tasks
 FEW_TASKS = 30  # with fewer, resampled intervals are too narrow
 Z = 1.96  # 97.5% quantile of the normal distribution
 
+TaskValues = Float[np.ndarray, "N"]
+SampleValues = Float[np.ndarray, "N G"]
+SampleFlags = Bool[np.ndarray, "N G"]
+Groups = tuple[tuple[int, float], ...]  # for each answer of a task: its votes, and the share of them that is right
 
-def mean_and_ci(name: str, x: Float[np.ndarray, "N"]) -> dict[str, float]:
+
+def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
     """Returns the mean over tasks and its 95% interval, by the name of the score.
 
     `_ci` is half the width of the interval. A score from 0 to 1 also gets `_low` and `_high`, the ends of Wilson's
@@ -25,13 +31,18 @@ def mean_and_ci(name: str, x: Float[np.ndarray, "N"]) -> dict[str, float]:
     tasks are equal, since their spread is then unknown.
     """
     x = np.asarray(x, np.float64)
-    mean = float(x.mean())
-    if x.min() >= 0 and x.max() <= 1:
-        low, high = wilson_interval(mean, effective_samples(x))
-        return {name: mean, f"{name}_ci": (high - low) / 2, f"{name}_low": low, f"{name}_high": high}
-    if np.ptp(x) == 0:
-        return {name: mean}
-    return {name: mean, f"{name}_ci": float(Z * x.std(ddof=1) / len(x) ** 0.5)}
+    num_tasks = len(x)
+    estimate = {name: float(x.mean())}
+    is_share = x.min() >= 0 and x.max() <= 1
+    if is_share:
+        low, high = wilson_interval(estimate[name], effective_samples(x))
+        estimate[f"{name}_ci"] = (high - low) / 2
+        estimate[f"{name}_low"] = low
+        estimate[f"{name}_high"] = high
+    elif np.ptp(x) != 0:
+        half_width = Z * x.std(ddof=1) / num_tasks**0.5
+        estimate[f"{name}_ci"] = float(half_width)
+    return estimate
 
 
 def wilson_interval(p: float, n: float) -> tuple[float, float]:
@@ -41,65 +52,106 @@ def wilson_interval(p: float, n: float) -> tuple[float, float]:
     """
     shrunk = 1 + Z**2 / n
     middle = (p + Z**2 / (2 * n)) / shrunk
-    half = Z / shrunk * (p * (1 - p) / n + Z**2 / (4 * n**2)) ** 0.5
-    return max(0.0, middle - half), min(1.0, middle + half)
+    variance = p * (1 - p) / n
+    correction = Z**2 / (4 * n**2)
+    half_width = Z / shrunk * (variance + correction) ** 0.5
+    low = max(0.0, middle - half_width)
+    high = min(1.0, middle + half_width)
+    return low, high
 
 
-def effective_samples(x: Float[np.ndarray, "N"]) -> float:
+def effective_samples(x: TaskValues) -> float:
     """Returns how many samples of 0 or 1 would know the mean of task means from 0 to 1 as well as these do.
 
     That is p (1 - p) / (Var(x) / N): exactly N for one sample a task, more for several. Where all tasks are equal, the
     variance between tasks is unknown, and each task counts as one sample.
     Source: Korn and Graubard 1998, Confidence Intervals for Proportions With Small Expected Number of Positive Counts.
     """
-    p, num_tasks = x.mean(), len(x)
+    num_tasks = len(x)
     if np.ptp(x) == 0:
         return float(num_tasks)
-    return float(p * (1 - p) / (x.var() / num_tasks))
+    p = x.mean()
+    variance_of_mean = x.var() / num_tasks
+    return float(p * (1 - p) / variance_of_mean)
 
 
 def task_estimates(
-    scores: Mapping[str, Float[np.ndarray, "N G"]], answers: Sequence[str | None]
-) -> dict[str, Float[np.ndarray, "N"]]:
-    """Each task's own estimates: the mean of each score, then pass@k, best_of_k and maj@k for several k.
+    scores: Mapping[str, SampleValues],
+    answers: Sequence[str | None],
+) -> dict[str, TaskValues]:
+    """Returns estimates of each task: the mean of each score, then pass@k, best_of_k and maj@k for several k.
 
     k is each number from 2 to 8, then 16, 32, ..., and G.
 
     `answers` are those of all N G samples, None where there is none; without a single one maj@k is left out.
     """
-    found = {name: x.mean(axis=1) for name, x in scores.items()}
-    correct, total = scores["correct_answer"] > 0, scores["return"].shape[1]
-    ks = sorted({k for k in range(2, total + 1) if k <= 8 or k.bit_count() == 1 or k == total})
-    found |= {f"pass@{k}": pass_at_k(correct, k) for k in ks}
-    found |= {f"best_of_{k}": best_of_k(scores["return"], k) for k in ks}
-    if any(answer is not None for answer in answers) and total <= MAX_VOTERS:
-        votes = [answers[i : i + total] for i in range(0, len(answers), total)]
-        shares = np.array([majority_at_k(*task, tuple(ks)) for task in zip(votes, correct, strict=True)])
-        found |= {f"maj@{k}": shares[:, i] for i, k in enumerate(ks)}
-    return found
+    correct = scores["correct_answer"] > 0
+    num_samples = correct.shape[1]
+    ks = [k for k in range(2, num_samples + 1) if is_reported(k, num_samples)]
+    estimates = {name: x.mean(axis=1) for name, x in scores.items()}
+    estimates |= {f"pass@{k}": pass_at_k(correct, k) for k in ks}
+    estimates |= {f"best_of_{k}": best_of_k(scores["return"], k) for k in ks}
+    has_votes = any(answer is not None for answer in answers)
+    if has_votes and num_samples <= MAX_VOTERS:
+        shares = majority_shares(answers, correct, ks)
+        estimates |= {f"maj@{k}": shares[:, column] for column, k in enumerate(ks)}
+    return estimates
 
 
-def pass_at_k(correct: Bool[np.ndarray, "N G"], k: int) -> Float[np.ndarray, "N"]:
-    """Unbiased chance that one of k samples is right, from G >= k samples. Source: arXiv 2107.03374, eq. 1."""
-    total = correct.shape[1]
-    return np.array([1 - comb(total - c, k) / comb(total, k) for c in correct.sum(axis=1).tolist()])
+def majority_shares(
+    answers: Sequence[str | None],
+    correct: SampleFlags,
+    ks: Sequence[int],
+) -> Float[np.ndarray, "N K"]:
+    """Returns maj@k of each task, for each k."""
+    num_samples = correct.shape[1]
+    shares = []
+    for task, is_right in enumerate(correct):
+        start = task * num_samples
+        votes = answers[start : start + num_samples]
+        shares.append(majority_at_k(votes, is_right, tuple(ks)))
+    return np.array(shares)
 
 
-def best_of_k(returns: Float[np.ndarray, "N G"], k: int) -> Float[np.ndarray, "N"]:
-    """Unbiased mean of the best return of k samples, from G >= k samples.
+def is_reported(k: int, num_samples: int) -> bool:
+    """True if estimates for k of `num_samples` are computed: up to 8, powers of two, and all samples."""
+    is_power_of_two = k.bit_count() == 1
+    return k <= 8 or is_power_of_two or k == num_samples
+
+
+def pass_at_k(correct: SampleFlags, k: int) -> TaskValues:
+    """Returns the unbiased chance that one of k samples is right, from G >= k samples.
+
+    Source: arXiv 2107.03374, eq. 1.
+    """
+    num_samples = correct.shape[1]
+    num_subsets = comb(num_samples, k)
+    chances = []
+    for num_right in correct.sum(axis=1).tolist():
+        num_failing_subsets = comb(num_samples - num_right, k)
+        chances.append(1 - num_failing_subsets / num_subsets)
+    return np.array(chances)
+
+
+def best_of_k(returns: SampleValues, k: int) -> TaskValues:
+    """Returns the unbiased mean of the best return of k samples, from G >= k samples.
 
     That is Σ_i C(i - 1, k - 1) / C(G, k) r_i, with r_i the i-th smallest: it is the best of so many subsets. The same
     counting as in pass@k, of which this is the form for returns that are not 0 or 1.
     """
-    total = returns.shape[1]
-    weights = np.array([comb(i, k - 1) / comb(total, k) for i in range(total)])
-    return np.sort(returns, axis=1) @ weights
+    num_samples = returns.shape[1]
+    num_subsets = comb(num_samples, k)
+    weights = [comb(num_smaller, k - 1) / num_subsets for num_smaller in range(num_samples)]
+    ordered = np.sort(returns, axis=1)
+    return ordered @ np.array(weights)
 
 
 def majority_at_k(
-    answers: Sequence[str | None], correct: Bool[np.ndarray, "G"], ks: tuple[int, ...]
+    answers: Sequence[str | None],
+    correct: Bool[np.ndarray, "G"],
+    ks: tuple[int, ...],
 ) -> Float[np.ndarray, "K"]:
-    """Unbiased chance, for each k, that the answer most frequent among k of a task's G samples is right.
+    """Returns the unbiased chance, for each k, that the answer most frequent among k of a task's G samples is right.
 
     Answers are one where they are equal but for white space at their ends and its amount within. Ties are decided by
     lot, in expectation. Samples without an answer (None) do not vote; where nobody votes, nothing is right. Where equal
@@ -107,49 +159,86 @@ def majority_at_k(
 
     Source: arXiv 2203.11171 (majority vote); the mean over all subsets of k samples, as in pass@k, is exact.
     """
-    keys = [None if answer is None else " ".join(answer.split()) for answer in answers]
-    votes, right = Counter(keys), Counter(key for key, is_right in zip(keys, correct, strict=True) if is_right)
-    silent = votes.pop(None, 0)
-    groups = tuple(sorted((size, right[key] / size) for key, size in votes.items()))
-    return count_majorities(groups, silent)[list(ks)]
+    votes = Counter()
+    right_votes = Counter()
+    num_silent = 0
+    for answer, is_right in zip(answers, correct, strict=True):
+        if answer is None:
+            num_silent += 1
+            continue
+        key = " ".join(answer.split())
+        votes[key] += 1
+        right_votes[key] += bool(is_right)
+    groups = [(num_votes, right_votes[key] / num_votes) for key, num_votes in votes.items()]
+    chances = count_majorities(tuple(sorted(groups)), num_silent)
+    return chances[list(ks)]
 
 
 @lru_cache(maxsize=4096)  # most tasks of a set are alike: all wrong, all right, one answer against others
-def count_majorities(groups: tuple[tuple[int, float], ...], silent: int) -> Float[np.ndarray, "G_and_1"]:
-    """Chance that the majority of k samples is right, for k = 0 ... G; `groups`: votes of each answer, share right.
+def count_majorities(groups: Groups, num_silent: int) -> Float[np.ndarray, "G_and_1"]:
+    """Returns the chance that the majority of k samples is right, for k = 0 ... G.
 
-    For each number m of votes that wins, subsets in which the winners have m and all others fewer are counted by a
-    product of polynomials: an answer with c votes is a factor Σ_{j<m} C(c, j) x^j + C(c, m) x^m y. The power of x
-    counts samples, that of y winners, each of whom wins the lot with probability 1 / their number.
+    `groups` are the votes of each answer and the share of them that is right, `num_silent` samples have no answer.
+    For each number of votes that wins, the subsets are counted in which the winners have so many and all others fewer.
+    Each of the winners wins the lot with probability 1 / their number.
     """
-    total = silent + sum(size for size, _ in groups)
-    wins = np.zeros(total + 1)
-    for m in range(1, max((size for size, _ in groups), default=0) + 1):
-        ways = np.zeros((1 + sum(size >= m for size, _ in groups), total + 1))  # [winners, samples] subsets
-        ways[0, : silent + 1] = choices(silent, silent)
-        right = np.zeros_like(ways)  # the same, each subset times how many of its winners are right
-        for size, share in groups:
-            losing, winning = choices(size, m - 1), float(comb(size, m))  # 0 ways where it has fewer votes than m
-            new_ways, new_right = times(ways, losing), times(right, losing)
-            new_ways[1:, m:] += winning * ways[:-1, :-m]
-            new_right[1:, m:] += winning * (right[:-1, :-m] + share * ways[:-1, :-m])
-            ways, right = new_ways, new_right
-        wins += (right[1:] / np.arange(1, len(right))[:, None]).sum(axis=0)
-    return wins / choices(total, total)
+    sizes = [size for size, _ in groups]
+    num_samples = num_silent + sum(sizes)
+    wins = np.zeros(num_samples + 1)
+    for num_votes in range(1, max(sizes, default=0) + 1):
+        right_winners = count_right_winners(groups, num_silent, num_votes)
+        num_winners = np.arange(1, len(right_winners))
+        wins += (right_winners[1:] / num_winners[:, None]).sum(axis=0)
+    return wins / binomials(num_samples, num_samples)
 
 
-def choices(size: int, most: int) -> Float[np.ndarray, "J"]:
-    """C(size, j) for j = 0 ... most."""
+def count_right_winners(
+    groups: Groups,
+    num_silent: int,
+    num_votes: int,
+) -> Float[np.ndarray, "W G_and_1"]:
+    """Returns the number of right winners in all subsets, by the number of winners and of samples.
+
+    The winners of a subset are the answers with m = `num_votes`; no answer has more. Subsets are counted by a product
+    of polynomials: an answer with c votes is a factor Σ_{j<m} C(c, j) x^j + C(c, m) x^m y. The power of x counts
+    samples, that of y winners.
+    """
+    sizes = [size for size, _ in groups]
+    num_samples = num_silent + sum(sizes)
+    max_winners = sum(size >= num_votes for size in sizes)
+    subsets = np.zeros((1 + max_winners, num_samples + 1))
+    subsets[0, : num_silent + 1] = binomials(num_silent, num_silent)
+    right = np.zeros_like(subsets)  # each subset times how many of its winners are right
+    for size, share in groups:
+        losing = binomials(size, num_votes - 1)
+        winning = float(comb(size, num_votes))  # 0 where the answer has fewer votes
+        new_subsets = multiply_rows(subsets, losing)
+        new_right = multiply_rows(right, losing)
+        one_winner_fewer = subsets[:-1, :-num_votes]
+        new_subsets[1:, num_votes:] += winning * one_winner_fewer
+        right_of_fewer = right[:-1, :-num_votes] + share * one_winner_fewer
+        new_right[1:, num_votes:] += winning * right_of_fewer
+        subsets = new_subsets
+        right = new_right
+    return right
+
+
+def binomials(size: int, most: int) -> Float[np.ndarray, "J"]:
+    """Returns C(size, j) for j = 0 ... most."""
     return np.array([float(comb(size, j)) for j in range(most + 1)])
 
 
-def times(rows: Float[np.ndarray, "W T"], polynomial: Float[np.ndarray, "J"]) -> Float[np.ndarray, "W T"]:
-    """Each row times a polynomial, up to the power that a row holds."""
-    return np.array([np.convolve(row, polynomial)[: rows.shape[1]] for row in rows])
+def multiply_rows(rows: Float[np.ndarray, "W T"], polynomial: Float[np.ndarray, "J"]) -> Float[np.ndarray, "W T"]:
+    """Returns each row times a polynomial, up to the power that a row holds."""
+    num_powers = rows.shape[1]
+    return np.array([np.convolve(row, polynomial)[:num_powers] for row in rows])
 
 
 def paired_bootstrap(
-    x: Float[np.ndarray, "N"], y: Float[np.ndarray, "N"], seed: int = 0, resamples: int = RESAMPLES
+    x: TaskValues,
+    y: TaskValues,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> dict[str, float | None]:
     """Returns how much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
 
@@ -160,20 +249,36 @@ def paired_bootstrap(
     Sources: Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation, section 4; Phipson and Smyth
     2010, Permutation P-values Should Never Be Zero.
     """
-    difference, rng = np.asarray(y, np.float64) - x, np.random.default_rng(seed)
-    size, chunk = len(difference), 100  # resamples at a time: memory, whatever N
-    draws = (rng.integers(size, size=(min(chunk, resamples - start), size)) for start in range(0, resamples, chunk))
-    means = np.concatenate([difference[tasks].mean(axis=1) for tasks in draws])
-    count = np.sum(means <= 1e-12)  # a sum that is 0 but for rounding is 0
-    p = max((1 + count) / (1 + resamples), 0.5**size)
-    low, high = np.quantile(means, [0.025, 0.975]).tolist() if np.ptp(difference) else (None, None)
-    return {"mean": float(difference.mean()), "low": low, "high": high, "p": float(p)}
+    difference = np.asarray(y, np.float64) - x
+    rng = np.random.default_rng(seed)
+    num_tasks = len(difference)
+    chunks = []
+    for start in range(0, resamples, RESAMPLES_AT_ONCE):
+        count = min(RESAMPLES_AT_ONCE, resamples - start)
+        tasks = rng.integers(num_tasks, size=(count, num_tasks))
+        chunks.append(difference[tasks].mean(axis=1))
+    means = np.concatenate(chunks)
+    num_not_above = np.sum(means <= 1e-12)  # a sum that is 0 but for rounding is 0
+    share = (1 + num_not_above) / (1 + resamples)
+    p = max(share, 0.5**num_tasks)
+    low = None
+    high = None
+    if np.ptp(difference):
+        low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    mean = float(difference.mean())
+    return {"mean": mean, "low": low, "high": high, "p": float(p)}
 
 
 def explained_variance(
-    targets: Float[np.ndarray, "B #T"], values: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]
+    targets: Float[np.ndarray, "B #T"],
+    values: Float[np.ndarray, "B T"],
+    mask: Bool[np.ndarray, "B T"],
 ) -> float:
-    """1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one, or equal targets."""
-    targets, values = np.broadcast_to(targets, mask.shape)[mask], values[mask]
+    """Returns 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one or equal targets."""
+    targets = np.broadcast_to(targets, mask.shape)[mask]
     variance = targets.var()
-    return float(1 - (targets - values).var() / variance) if variance > 1e-12 else 0.0
+    is_constant = not variance > 1e-12
+    if is_constant:
+        return 0.0
+    residuals = targets - values[mask]
+    return float(1 - residuals.var() / variance)

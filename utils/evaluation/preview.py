@@ -1,8 +1,7 @@
-"""A look at an environment before anything is trained on it: prompts as the model sees them, references, rewards."""
+"""Preview of an environment before training: prompts as the model sees them, references, rewards, prompt lengths."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -13,46 +12,67 @@ from utils.metrics.logger import printable
 MAX_MEASURED = 1000  # prompts whose lengths are counted, spread over the environment
 MAX_MADE_UP = 10_000  # problems that are all made in order to measure them
 
-Encode = Callable[[Problem], list[int]]  # the prompt of a problem, token ids
+Encode = Callable[[Problem], list[int]]  # returns the prompt of a problem, token ids
+Decode = Callable[[list[int]], str]  # returns the text of token ids, special tokens included
+Tasks = Int[np.ndarray, "N"]  # numbers of problems
 
 
-def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: int) -> str:
-    """The first `count` problems with what example replies score, and the distribution of prompt lengths in tokens.
+def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
+    """Returns the first `count` problems with the scores of example replies, and quantiles of prompt lengths in tokens.
 
-    `decode` gives the text of ids, special tokens included. Control characters of the data are dropped.
+    Control characters of the data are dropped, since a terminal obeys them.
     """
     lines = [env.note] if env.note else []
     for index in range(min(count, env.num_tasks)):
         problem = env.problem(index)
-        lines += [f"======== problem {index}", decode(encode(problem)), f"-------- reference {shorten(problem.answer)}"]
-        for name, reply in {**env.examples(problem), "empty": ""}.items():
-            scores = env.score(problem, problem.prefix + reply.removeprefix(problem.prefix))
-            parts = ", ".join(f"{part} {value:g}" for part, value in scores.items())
-            lines.append(f"{name:>10} {shorten(reply)}\n{'':>10} {parts}")
+        lines.append(f"======== problem {index}")
+        lines.append(decode(encode(problem)))
+        lines.append(f"-------- reference {shorten(problem.answer)}")
+        replies = {**env.examples(problem), "empty": ""}
+        lines += [format_example(env, problem, name, reply) for name, reply in replies.items()]
     lengths = prompt_lengths(env, encode)
-    quantiles = ", ".join(f"{q}% {int(np.percentile(lengths, q))}" for q in (5, 50, 95, 99))
-    lines.append(f"======== prompts: {env.num_tasks:,}; tokens: {quantiles}, longest {max(lengths)}")
+    quantiles = []
+    for percent in (5, 50, 95, 99):
+        quantile = np.percentile(lengths, percent)
+        quantiles.append(f"{percent}% {int(quantile)}")
+    summary = f"tokens: {', '.join(quantiles)}, longest {max(lengths)}"
+    lines.append(f"======== prompts: {env.num_tasks:,}; {summary}")
     text = "\n".join(lines)
-    return printable(text, max_chars=len(text))  # rows of a data set may hold sequences that a terminal obeys
+    return printable(text, max_chars=len(text))
 
 
-def prompt_lengths(env: Env, encode: Encode, tasks: Int[np.ndarray, "N"] | None = None) -> list[int]:
-    """Tokens of the prompts of an environment, or of these tasks; of MAX_MEASURED where all would be too many."""
+def format_example(env: Env, problem: Problem, name: str, reply: str) -> str:
+    """Returns a reply and its scores, on two lines."""
+    completion = reply.removeprefix(problem.prefix)
+    scores = env.score(problem, problem.prefix + completion)
+    cells = [f"{key} {value:g}" for key, value in scores.items()]
+    indent = " " * 10
+    return f"{name:>10} {shorten(reply)}\n{indent} {', '.join(cells)}"
+
+
+def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:
+    """Returns the tokens of prompts: of these tasks, else of all or of MAX_MEASURED spread over the environment."""
     if tasks is None:
-        tasks = np.unique(np.linspace(0, env.num_tasks - 1, min(MAX_MEASURED, env.num_tasks)).astype(int))
-    return [len(encode(env.problem(int(i)))) for i in tasks]
+        count = min(MAX_MEASURED, env.num_tasks)
+        places = np.linspace(0, env.num_tasks - 1, count)
+        tasks = np.unique(places.astype(int))
+    problems = (env.problem(int(task)) for task in tasks)
+    return [len(encode(problem)) for problem in problems]
 
 
-def shorten(value: Any, width: int = 160) -> str:
+def shorten(value: object, width: int = 160) -> str:
+    """Returns the repr of a value, cut to `width` characters."""
     text = repr(value)
-    return text if len(text) <= width else text[: width - 3] + "..."
+    if len(text) <= width:
+        return text
+    return text[: width - 3] + "..."
 
 
-def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Int[np.ndarray, "N"] | None:
+def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 
-    Rows of files are all measured, whatever their number. Where problems are made up, of more than MAX_MADE_UP a sample
-    of them is measured first, and the others only where a part of the sample is too long.
+    Rows of files are all measured, whatever their number. Where problems are generated, of more than MAX_MADE_UP a
+    sample of them is measured first, and the others only where a part of the sample is too long.
     """
     if env.is_generated and env.num_tasks > MAX_MADE_UP:
         sample = prompt_lengths(env, encode)
@@ -61,9 +81,11 @@ def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Int[np.ndarray, "N"]
         if min(sample) > limit:
             return np.array([], int)
     bound = TokenBound(encode)
-    problems = (env.problem(i) for i in range(env.num_tasks))
-    fits = [bound(problem) <= limit or len(encode(problem)) <= limit for problem in problems]
-    return np.flatnonzero(fits)
+    is_short = np.zeros(env.num_tasks, bool)
+    for task in range(env.num_tasks):
+        problem = env.problem(task)
+        is_short[task] = bound(problem) <= limit or len(encode(problem)) <= limit
+    return np.flatnonzero(is_short)
 
 
 class TokenBound:
@@ -76,35 +98,39 @@ class TokenBound:
     def __init__(self, encode: Encode):
         self.encode = encode
         self.word_tokens = WordTokens(encode)
-        self.template_tokens: dict[tuple, int] = {}  # by roles, thinking and plain
+        self.template_tokens: dict[tuple[tuple[str, ...], bool, bool], int] = {}  # by roles, thinking and plain
 
     def __call__(self, problem: Problem) -> int:
         roles = tuple(message["role"] for message in problem.messages)
         style = (roles, problem.thinking, problem.plain)
         if style not in self.template_tokens:
             messages = [{"role": role, "content": "x"} for role in roles]
-            self.template_tokens[style] = len(self.encode(replace(problem, messages=messages, prefix="")))
+            template = replace(problem, messages=messages, prefix="")
+            self.template_tokens[style] = len(self.encode(template))
         num_tokens = self.template_tokens[style] + len(problem.prefix.encode())
         for message in problem.messages:
-            first, *words = message["content"].split(" ")
-            num_tokens += len(first.encode()) + sum(map(self.word_tokens.__getitem__, words))
+            first_word, *words = message["content"].split(" ")
+            num_tokens += len(first_word.encode())
+            num_tokens += sum(map(self.word_tokens.__getitem__, words))
         return num_tokens
 
 
 class WordTokens(dict[str, int]):
-    """At most how many tokens a word has, with the space before it.
+    """An upper bound on the tokens of each word, with the space before it.
 
-    A word that is met for the first time counts by its bytes, since most words of a data set stand in it once.
+    A word that is seen for the first time counts by its bytes, since most words of a data set occur in it once.
     """
 
     def __init__(self, encode: Encode):
         super().__init__()
         self.encode = encode
-        self.met: set[str] = set()
+        self.seen: set[str] = set()
 
     def __missing__(self, word: str) -> int:
-        if word not in self.met:
-            self.met.add(word)
+        if word not in self.seen:
+            self.seen.add(word)
             return len(word.encode()) + 1
-        self[word] = len(self.encode(Problem([{"role": "user", "content": " " + word}], plain=True)))
+        message = {"role": "user", "content": " " + word}
+        problem = Problem([message], plain=True)
+        self[word] = len(self.encode(problem))
         return self[word]

@@ -7,22 +7,36 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from core.records import Completions, Episodes
+from envs.base import Env
+from models.tokenizer import Tokenizer
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
+from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
 from utils.settings.errors import UserError
+
+Row = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
+Columns = Mapping[str, Sequence[str]]  # cells by title
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 WIDTH = 120  # characters; environments that do not fit next to each other stand below
 
 
+class Player(Protocol):
+    """Fields of a rollout worker that are read here."""
+
+    env: Env
+    tokenizer: Tokenizer
+
+
 @dataclass(frozen=True)
 class Result:
-    """What one checkpoint reached on one environment."""
+    """Scores of one checkpoint on one environment."""
 
     model_dir: str
     env_name: str
@@ -30,73 +44,107 @@ class Result:
     ids: Int[np.ndarray, "N"]  # tasks
     by_task: dict[str, Float[np.ndarray, "N"]]  # estimates whose means are the metrics
 
-    def describe(self, temperature: float) -> str:
-        """All metrics, with their 95% intervals."""
-        metrics, how = self.metrics, f"temperature {temperature:g}" if temperature else "greedy"
-        lines = [f"{self.model_dir} on {self.env_name}: {metrics['num_tasks']} tasks x {metrics['num_samples']}, {how}"]
-        for name in (name for name in metrics if not name.endswith(ENDINGS) and not name.startswith("num_")):
-            lines.append(f"{name:>20} {metrics[name]:.4f}{interval(metrics, name, digits=4)}")
+    def format_metrics(self, temperature: float) -> str:
+        """Returns all metrics as lines of text, with their 95% intervals."""
+        num_tasks = self.metrics["num_tasks"]
+        num_samples = self.metrics["num_samples"]
+        sampling = f"temperature {temperature:g}" if temperature else "greedy"
+        lines = [f"{self.model_dir} on {self.env_name}: {num_tasks} tasks x {num_samples}, {sampling}"]
+        for name, value in self.metrics.items():
+            if name.endswith(ENDINGS) or name.startswith("num_"):
+                continue
+            interval = format_interval(self.metrics, name, digits=4)
+            lines.append(f"{name:>20} {value:.4f}{interval}")
         return "\n".join(lines)
 
 
-# before: what to play, and where to write it
+# before an evaluation: checkpoints and output files
 
 
 def find_checkpoints(name: str, find_folder: Callable[[str], Path]) -> list[tuple[str, Path]]:
-    """The checkpoints under a name, and what to call each: one model, or step20/, step40/, ... of a run folder.
+    """Returns the checkpoints under a name, each with a name: one model, or step20/, step40/, ... of a run folder.
 
     Raises: UserError for a run folder without any, and whatever `find_folder` raises.
     """
     name = name.strip().rstrip("/")
     folder = find_folder(name)
-    steps = {int(path.name[4:]): path for path in folder.iterdir() if re.fullmatch(r"step\d+", path.name)}
     if any(folder.glob("*.safetensors")):
         return [(name, folder)]
+    steps = {}
+    for path in folder.iterdir():
+        if re.fullmatch(r"step\d+", path.name):
+            number = int(path.name.removeprefix("step"))
+            steps[number] = path
     if steps:
-        return [(f"{name}/{steps[step].name}", steps[step]) for step in sorted(steps)]
-    if (folder / "metrics.jsonl").is_file() or (folder / "state").is_dir():
+        paths = [steps[number] for number in sorted(steps)]
+        return [(f"{name}/{path.name}", path) for path in paths]
+    has_metrics = (folder / "metrics.jsonl").is_file()
+    has_states = (folder / "state").is_dir()
+    if has_metrics or has_states:
         raise UserError(f"{name} is a run folder without checkpoints: there is no step20/ or the like in it")
-    return [(name, folder)]  # which the loader will say what it lacks of
+    return [(name, folder)]  # the loader raises for what is missing in it
 
 
-def open_files(scores: str, samples: str) -> None:
-    """Makes sure that both files, where they are named, can be written, and empties that of samples.
+def check_writable(scores: str, samples: str) -> None:
+    """Opens both files, where they are named, before hours of work; empties the one of samples.
 
-    Raises: OSError when not: now, not after hours.
+    Raises: OSError when one cannot be written.
     """
-    for path, mode in ((scores, "a"), (samples, "w")):
-        if path:
-            Path(path).expanduser().open(mode).close()
+    modes = {scores: "a", samples: "w"}
+    for name, mode in modes.items():
+        if name:
+            path = Path(name).expanduser()
+            path.open(mode).close()
 
 
-# after: files and tables
+# after an evaluation: files and tables
 
 
-def write_samples(path: str, result: Result, player: Any, episodes: Any) -> None:
+def write_samples(file: str, result: Result, player: Player, episodes: Episodes) -> None:
     """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
-    rollouts, scores = episodes.rollouts, episodes.scores
-    per_task = len(episodes.ids) // len(result.ids)
-    with Path(path).expanduser().open("a") as file:
-        for start, task in zip(range(0, len(episodes.ids), per_task), result.ids.tolist(), strict=True):
-            prompt = player.tokenizer.hf.decode(rollouts.tokens[start, : rollouts.prompt_lengths[start]].tolist())
-            record = {"model_dir": result.model_dir, "env_name": result.env_name, "task": task, "prompt": prompt}
-            record["reference"] = as_json(player.env.problem(task).answer)
-            record["completions"] = [
-                {
-                    "text": episodes.texts[i],
-                    "answer": player.env.answer(episodes.texts[i]),
-                    "return": round(float(scores["return"][i]), 6),
-                    "correct": bool(scores["correct_answer"][i] > 0),
-                    "length": int(rollouts.lengths[i] - rollouts.prompt_lengths[i]),
-                    "finished": bool(rollouts.finished[i]),
-                }
-                for i in range(start, start + per_task)
-            ]
-            file.write(json.dumps(record) + "\n")
+    num_tasks = len(result.ids)
+    num_samples = len(episodes.task_ids) // num_tasks
+    with Path(file).expanduser().open("a") as lines:
+        for position, task in enumerate(result.ids.tolist()):
+            start = position * num_samples
+            rows = range(start, start + num_samples)
+            record = {
+                "model_dir": result.model_dir,
+                "env_name": result.env_name,
+                "task": task,
+                "prompt": prompt_text(player, episodes.completions, start),
+                "reference": json_or_text(player.env.problem(task).answer),
+                "completions": [completion_record(player.env, episodes, row) for row in rows],
+            }
+            lines.write(json.dumps(record) + "\n")
 
 
-def as_json(value: Any) -> Any:
-    """A value as it is where JSON can hold it, else its text."""
+def prompt_text(player: Player, completions: Completions, row: int) -> str:
+    """Returns the prompt of a rollout as text, special tokens included."""
+    num_tokens = completions.prompt_lengths[row]
+    tokens = completions.tokens[row, :num_tokens]
+    return player.tokenizer.hf.decode(tokens.tolist())
+
+
+def completion_record(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
+    """Returns the text, the answer, the scores and the length in tokens of a completion."""
+    completions = episodes.completions
+    text = episodes.texts[row]
+    value = float(episodes.scores["return"][row])
+    correct = episodes.scores["correct_answer"][row]
+    length = completions.lengths[row] - completions.prompt_lengths[row]
+    return {
+        "text": text,
+        "answer": env.answer(text),
+        "return": round(value, 6),
+        "correct": bool(correct > 0),
+        "length": int(length),
+        "finished": bool(completions.finished[row]),
+    }
+
+
+def json_or_text(value: object) -> JSON:
+    """Returns a value as it is where JSON can hold it, else its text."""
     try:
         json.dumps(value, allow_nan=False)
         return value
@@ -104,97 +152,180 @@ def as_json(value: Any) -> Any:
         return str(value)
 
 
-def finish(results: Sequence[Result], seed: int, path: str) -> None:
+def write_results(results: Sequence[Result], seed: int, path: str) -> None:
     """Prints the tables of several results, and writes the JSON file: one object for one result, else a list."""
-    objects = compare(results, seed) if len(results) > 1 else results[0].metrics
     if len(results) > 1:
-        print(writable("\n" + report(objects), sys.stdout))
+        objects = compare_results(results, seed)
+        report = format_report(objects)
+        print(writable("\n" + report, sys.stdout))
+    else:
+        objects = results[0].metrics
     if path:
-        Path(path).expanduser().write_text(json.dumps(objects, indent=2) + "\n")
+        text = json.dumps(objects, indent=2) + "\n"
+        Path(path).expanduser().write_text(text)
 
 
-def compare(results: Sequence[Result], seed: int) -> list[dict[str, Any]]:
-    """The results ready for JSON, each but the first of an environment with its "difference" to that one.
+def compare_results(results: Sequence[Result], seed: int) -> list[Row]:
+    """Returns the results ready for JSON, each but the first of an environment with its "difference" to that one.
 
-    A difference is that of the "num_tasks" tasks which both have played, for every metric of both.
+    A difference is over the "num_tasks" tasks that both have in common, for every metric of both.
     """
-    objects, first = [], {}
+    rows = []
+    first_results: dict[str, Result] = {}
     for result in results:
         row = {"model_dir": result.model_dir, "env_name": result.env_name} | result.metrics
-        base = first.setdefault(result.env_name, result)
+        base = first_results.setdefault(result.env_name, result)
         if base is not result:
-            tasks, i, j = np.intersect1d(base.ids, result.ids, return_indices=True)
-            names = [name for name in result.by_task if name in base.by_task] if tasks.size else []
-            pairs = {name: (base.by_task[name][i], result.by_task[name][j]) for name in names}
-            differences = {name: paired_bootstrap(*pair, seed) for name, pair in pairs.items()}
-            row["difference"] = {"to": base.model_dir, "num_tasks": int(tasks.size)} | differences
-        objects.append(row)
-    return objects
+            row["difference"] = compare_pair(base, result, seed)
+        rows.append(row)
+    return rows
 
 
-def report(objects: Sequence[dict[str, Any]]) -> str:
-    """Two tables, a row for each checkpoint: scores with 95% intervals, and differences to the first checkpoint.
+def compare_pair(base: Result, result: Result, seed: int) -> dict[str, JSON]:
+    """Returns the differences of a result to `base`, by metric, on the tasks of both."""
+    tasks, base_rows, rows = np.intersect1d(base.ids, result.ids, return_indices=True)
+    differences = {"to": base.model_dir, "num_tasks": int(tasks.size)}
+    if not tasks.size:
+        return differences
+    for name, values in result.by_task.items():
+        if name in base.by_task:
+            base_values = base.by_task[name][base_rows]
+            differences[name] = paired_bootstrap(base_values, values[rows], seed)
+    return differences
 
-    `objects`: as `compare` makes them, all checkpoints on all environments. Of metrics for several k, those of all
-    samples are shown.
+
+def format_report(objects: Sequence[Row]) -> str:
+    """Returns two tables, a row for each checkpoint: scores with 95% intervals, differences to the first checkpoint.
+
+    `objects`: from `compare_results`, all checkpoints on all environments. Of metrics for several k, those of all
+    samples are printed.
     """
-    names = [row["model_dir"] for row in objects if row["env_name"] == objects[0]["env_name"]]
-    scores, differences = {}, {}
-    for env_name in dict.fromkeys(row["env_name"] for row in objects):
-        rows = [row for row in objects if row["env_name"] == env_name]
-        n = rows[0]["num_samples"]
-        main = {"return": "return", "correct_answer": f"mean@{n}" if n > 1 else "correct"}
-        others = {name: name for name in (f"pass@{n}", f"maj@{n}", f"best_of_{n}", "length")}
-        shown = {name: title for name, title in (main | others).items() if any(name in row for row in rows)}
-        scores[env_name] = {title: [score(row, name) for row in rows] for name, title in shown.items()}
-        found = [row["difference"] for row in rows if "difference" in row]
-        differences[env_name] = {title: [difference(row.get(name)) for row in found] for name, title in main.items()}
+    rows_by_env: dict[str, list[Row]] = {}
+    for row in objects:
+        rows_by_env.setdefault(row["env_name"], []).append(row)
+    names = [row["model_dir"] for row in rows_by_env[objects[0]["env_name"]]]
+    scores = {env_name: score_columns(rows) for env_name, rows in rows_by_env.items()}
+    score_table = format_table(names, scores)
     if len(names) == 1:
-        return table(names, scores)
-    how = f"paired bootstrap over problems, {RESAMPLES:,} resamples: 95% interval, p of 0 or less"
-    few = {row["env_name"] for row in objects if row.get("difference", {}).get("num_tasks", FEW_TASKS) < FEW_TASKS}
-    note = f"\n{', '.join(sorted(few))}: fewer than {FEW_TASKS} problems, so intervals are too narrow" if few else ""
-    return f"{table(names, scores)}\n\ndifference to {names[0]} ({how})\n{table(names[1:], differences)}{note}"
+        return score_table
+    differences = {env_name: difference_columns(rows) for env_name, rows in rows_by_env.items()}
+    difference_table = format_table(names[1:], differences)
+    method = f"paired bootstrap over problems, {RESAMPLES:,} resamples: 95% interval, p of 0 or less"
+    title = f"difference to {names[0]} ({method})"
+    return f"{score_table}\n\n{title}\n{difference_table}{few_tasks_note(objects)}"
 
 
-def score(metrics: Mapping[str, float], name: str) -> str:
+def main_columns(rows: Sequence[Row]) -> dict[str, str]:
+    """Returns the titles of the two main metrics, return and correctness."""
+    num_samples = rows[0]["num_samples"]
+    correct = f"mean@{num_samples}" if num_samples > 1 else "correct"
+    return {"return": "return", "correct_answer": correct}
+
+
+def score_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Returns the cells of the metrics that one of these rows has, by title."""
+    num_samples = rows[0]["num_samples"]
+    titles = main_columns(rows)
+    for name in (f"pass@{num_samples}", f"maj@{num_samples}", f"best_of_{num_samples}", "length"):
+        titles[name] = name
+    columns = {}
+    for name, title in titles.items():
+        if any(name in row for row in rows):
+            columns[title] = [format_score(row, name) for row in rows]
+    return columns
+
+
+def difference_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Returns the cells of the differences in the main metrics, by title."""
+    differences = [row["difference"] for row in rows if "difference" in row]
+    columns = {}
+    for name, title in main_columns(rows).items():
+        columns[title] = [format_difference(difference.get(name)) for difference in differences]
+    return columns
+
+
+def few_tasks_note(objects: Sequence[Row]) -> str:
+    """Returns a line that names the environments whose differences are over few problems; empty where none is."""
+    names = set()
+    for row in objects:
+        num_tasks = row.get("difference", {}).get("num_tasks", FEW_TASKS)
+        if num_tasks < FEW_TASKS:
+            names.add(row["env_name"])
+    if not names:
+        return ""
+    return f"\n{', '.join(sorted(names))}: fewer than {FEW_TASKS} problems, so intervals are too narrow"
+
+
+def format_score(metrics: Mapping[str, float], name: str) -> str:
+    """Returns a metric and its interval, "-" where it is not there."""
     if name == "length":
         return f"{metrics[name]:.1f}"
-    return f"{metrics[name]:.3f}{interval(metrics, name, digits=3)}" if name in metrics else "-"
-
-
-def interval(metrics: Mapping[str, float], name: str, digits: int) -> str:
-    """The 95% interval of a metric behind its value: its ends, half its width where it is symmetric, or nothing."""
-    if name + "_low" in metrics:
-        return f" [{metrics[name + '_low']:.{digits}f}, {metrics[name + '_high']:.{digits}f}]"
-    return f" ± {metrics[name + '_ci']:.{digits}f}" if name + "_ci" in metrics else ""
-
-
-def difference(found: Mapping[str, float | None] | None) -> str:
-    if found is None:
+    if name not in metrics:
         return "-"
-    ends = "unknown" if found["low"] is None else "{low:+.3f}, {high:+.3f}".format(**found)
-    return f"{found['mean']:+.3f} [{ends}] p {found['p']:.4f}"
+    interval = format_interval(metrics, name, digits=3)
+    return f"{metrics[name]:.3f}{interval}"
 
 
-def table(names: Sequence[str], groups: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
-    """Aligned text: a row for each name, and for each group its columns, next to each other as far as WIDTH allows.
+def format_interval(metrics: Mapping[str, float], name: str, digits: int) -> str:
+    """Returns the 95% interval of a metric: its ends, half its width where it is symmetric, or nothing."""
+    if f"{name}_low" in metrics:
+        low = metrics[f"{name}_low"]
+        high = metrics[f"{name}_high"]
+        return f" [{low:.{digits}f}, {high:.{digits}f}]"
+    if f"{name}_ci" in metrics:
+        half_width = metrics[f"{name}_ci"]
+        return f" ± {half_width:.{digits}f}"
+    return ""
 
-    What the folders of all names have in common stands in the corner.
+
+def format_difference(difference: Mapping[str, float | None] | None) -> str:
+    """Returns a mean difference with its interval and p, "-" where there is none."""
+    if difference is None:
+        return "-"
+    interval = "unknown"
+    if difference["low"] is not None:
+        interval = f"{difference['low']:+.3f}, {difference['high']:+.3f}"
+    return f"{difference['mean']:+.3f} [{interval}] p {difference['p']:.4f}"
+
+
+def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
+    """Returns aligned text: a row for each name, and for each group its columns, side by side as far as WIDTH allows.
+
+    The folders that all names share are the corner.
     """
-    corner = "".join(os.path.commonprefix(list(names)).rpartition("/")[:2]) if len(names) > 1 else ""
-    left = aligned(["", corner, *(name[len(corner) :] for name in names)])
-    lines, block = [], []
+    corner = common_folder(names)
+    shortened = [name.removeprefix(corner) for name in names]
+    left = align_cells(["", corner, *shortened])
+    lines = []
+    block = left
     for group, columns in groups.items():
-        parts = [aligned([title, *cells]) for title, cells in columns.items()]
-        right = aligned([group, *map("  ".join, zip(*parts, strict=True))])
-        if block and len(block[0]) + 2 + len(right[0]) > WIDTH:
-            lines, block = [*lines, *block, ""], []
-        block = [f"{a}  {b}" for a, b in zip(block or left, right, strict=True)]
-    return "\n".join(line.rstrip() for line in [*lines, *block])
+        right = group_lines(group, columns)
+        is_too_wide = len(block[0]) + 2 + len(right[0]) > WIDTH
+        if is_too_wide and block is not left:
+            lines += [*block, ""]
+            block = left
+        block = [f"{cell}  {addition}" for cell, addition in zip(block, right, strict=True)]
+    lines += block
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def aligned(cells: Sequence[str]) -> list[str]:
-    """The cells of a column, all as wide as the widest."""
+def group_lines(group: str, columns: Columns) -> list[str]:
+    """Returns the lines of a group, all of one width: its name, the titles of its columns, and their cells."""
+    aligned = [align_cells([title, *cells]) for title, cells in columns.items()]
+    rows = ["  ".join(cells) for cells in zip(*aligned, strict=True)]
+    return align_cells([group, *rows])
+
+
+def common_folder(names: Sequence[str]) -> str:
+    """Returns the folder that several names begin with, a slash at its end; empty for a single name."""
+    if len(names) < 2:
+        return ""
+    prefix = os.path.commonprefix(list(names))
+    folder, slash, _ = prefix.rpartition("/")
+    return folder + slash
+
+
+def align_cells(cells: Sequence[str]) -> list[str]:
+    """Returns the cells of a column, all as wide as the widest."""
     width = max(map(len, cells))
     return [cell.ljust(width) for cell in cells]

@@ -1,18 +1,18 @@
-"""What looks wrong in the metrics of a run, in words, with what to try."""
+"""Health checks of a run's metrics: a warning in words, with settings to try."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 START = 3  # steps whose median is the run's beginning
-QUIET = 10  # steps without a symptom after which it is told again
+QUIET = 10  # steps without a symptom after which it is reported again
 
 
 class Symptom(NamedTuple):
-    """`is_there(now, start, recent)` of one metric: its value, its median at the start, and that of the steps since."""
+    """`is_present(now, start, recent)` of a metric: its value, its median at the start and in recent steps."""
 
     metric: str
-    is_there: Callable[[float, float, float], bool]
+    is_present: Callable[[float, float, float], bool]
     words: str  # filled with now, start and recent
 
 
@@ -39,25 +39,28 @@ SYMPTOMS = (
 )  # fmt: skip
 
 
-class Adviser:
-    """Looks at the metrics of each step, in order."""
+class HealthChecks:
+    """Looks for symptoms in the metrics of each step; the steps come in order."""
 
     def __init__(self, symptoms: Sequence[Symptom] = SYMPTOMS):
         self.symptoms = symptoms
         self.history: dict[str, list[float]] = {symptom.metric: [] for symptom in symptoms}
         self.last_seen: dict[str, int] = {}
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """A sentence for each symptom that is new, or back after QUIET steps."""
-        told = []
-        for metric, is_there, words in self.symptoms:
+    def find_warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Returns a sentence for each symptom that is new, or back after QUIET steps."""
+        warnings = []
+        for metric, is_present, words in self.symptoms:
             if metric not in metrics:
                 continue
-            now, past = float(metrics[metric]), self.history[metric]
-            start, recent = (median(some) if some else now for some in (past[:START], past[-2 * QUIET :]))
-            if is_there(now, start, recent):
-                if step - self.last_seen.get(metric, -QUIET - 1) > QUIET:
-                    told.append(words.format(now=now, start=start, recent=recent))
+            now = float(metrics[metric])
+            past = self.history[metric]
+            start = median(past[:START] or [now])
+            recent = median(past[-2 * QUIET :] or [now])
+            if is_present(now, start, recent):
+                last_seen = self.last_seen.get(metric, -QUIET - 1)
+                if step - last_seen > QUIET:
+                    warnings.append(words.format(now=now, start=start, recent=recent))
                 self.last_seen[metric] = step
             past.append(now)
-        return told
+        return warnings

@@ -4,10 +4,11 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+
+JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes) -> JSON:
     """Returns the value of JSON text, with null for numbers that are not finite.
 
     Raises: ValueError for everything that is not JSON in UTF-8, nesting that is too deep included.
@@ -24,7 +25,7 @@ def finite(number: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, Any]]]:
+def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, JSON]]]:
     """Returns each line of a file with one object a line: as it is written (with its end), and the object.
 
     Damaged lines are skipped with a warning: no object, or no integer under `key` (empty: not asked for). The half line
@@ -33,7 +34,7 @@ def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, A
     Raises: OSError.
     """
     lines = Path(path).read_bytes().splitlines(keepends=True)
-    rows: list[tuple[bytes, dict[str, Any]]] = []
+    rows: list[tuple[bytes, dict[str, JSON]]] = []
     damaged: list[int] = []
     for number, line in enumerate(lines, 1):
         value = parse_line(line, key)
@@ -47,7 +48,7 @@ def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, A
     return rows
 
 
-def parse_line(line: bytes, key: str) -> dict[str, Any] | None:
+def parse_line(line: bytes, key: str) -> dict[str, JSON] | None:
     """Returns the object in a line, None where there is none or it has no integer under `key`."""
     try:
         value = parse_json(line)

@@ -1,6 +1,6 @@
-"""What a run says: metrics.jsonl always, one line a step and sample completions on the terminal, sinks when asked.
+"""Log of a run: metrics.jsonl always, one line a step and sample completions on the terminal, sinks when asked.
 
-Only the main process speaks. The file belongs to the run, so a full disk stops it; a sink is a guest, and never may.
+Only the main process logs. The file belongs to the run, so a full disk stops it; a sink never stops it.
 """
 
 import contextlib
@@ -15,11 +15,14 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
-from utils.metrics.health import Adviser
-from utils.metrics.jsonl import read_lines
+from jaxtyping import Shaped
+
+from utils.metrics.health import HealthChecks
+from utils.metrics.jsonl import JSON, read_lines
 from utils.metrics.sinks import Sink
+from utils.training.batching import Array
 
 SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("env/return", "return", "{:.3f}"),
@@ -37,8 +40,9 @@ SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("test_env/return", "test return", "{:.3f}"),
     ("test_env/correct_answer", "test correct", "{:.1%}"),
 )
-PATIENCE = 10  # seconds that a full pipe is waited for
-ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; the rest of others stays as harmless text
+Value = JSON | Shaped[Array, "..."]
+PATIENCE = 10  # seconds to wait for a full pipe
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of other sequences, harmless text is left
 
 
 class Logger:
@@ -51,9 +55,17 @@ class Logger:
     """
 
     def __init__(
-        self, directory: str | Path, *, enabled: bool = True, resume_step: int | None = None, sinks: Sequence[Sink] = ()
+        self,
+        directory: str | Path,
+        *,
+        enabled: bool = True,
+        resume_step: int | None = None,
+        sinks: Sequence[Sink] = (),
     ):
-        self.enabled, self.file, self.sinks, self.adviser = enabled, None, sinks, Adviser()
+        self.enabled = enabled
+        self.sinks = sinks
+        self.health_checks = HealthChecks()
+        self.file = None
         if not enabled:
             return
         self.path = Path(directory) / "metrics.jsonl"
@@ -61,11 +73,12 @@ class Logger:
         truncate(self.path, resume_step)
         self.file = self.path.open("a")
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
         if not self.enabled:
             return
-        record = {"global_step": int(step)} | {name: plain(value) for name, value in metrics.items()}
+        record = {"global_step": int(step)}
+        record |= {name: json_value(value) for name, value in metrics.items()}
         try:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
@@ -75,34 +88,44 @@ class Logger:
             sink.log(int(step), record)
 
     def say(self, *lines: str) -> None:
-        """Print plain lines."""
+        """Prints lines as they are."""
         if self.enabled and lines:
             print(*lines, sep="\n", flush=True)
 
-    def line(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the metrics of a step that tell most, in one line, and what looks wrong in them."""
-        if self.enabled:
-            parts = [f"{label} {form.format(float(metrics[key]))}" for key, label, form in SUMMARY if key in metrics]
-            print(f"step {step:<5d} " + "  ".join(parts), flush=True)
-            for advice in self.adviser.look(step, metrics):
-                print(paint(f"warning: {advice}", "33"), flush=True)
+    def line(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the metrics of SUMMARY in one line, and warnings of the health checks."""
+        if not self.enabled:
+            return
+        cells = []
+        for metric, label, form in SUMMARY:
+            if metric in metrics:
+                value = float(metrics[metric])
+                cells.append(f"{label} {form.format(value)}")
+        print(f"step {step:<5d} " + "  ".join(cells), flush=True)
+        for warning in self.health_checks.find_warnings(step, metrics):
+            print(paint(f"warning: {warning}", "33"), flush=True)
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
-        """Print an example: the prompt, the completion, and what it earned."""
-        if self.enabled:
-            print(
-                paint(f"--- step {step}: prompt", "2"), printable(prompt), paint("--- completion", "2"),
-                printable(completion), paint(f"--- reward {float(reward):g}", "32" if reward > 0 else "31"),
-                sep="\n", flush=True,
-            )  # fmt: skip
+        """Prints a rollout: the prompt, the completion, and its reward."""
+        if not self.enabled:
+            return
+        colour = "32" if reward > 0 else "31"
+        lines = [
+            paint(f"--- step {step}: prompt", "2"),
+            printable(prompt),
+            paint("--- completion", "2"),
+            printable(completion),
+            paint(f"--- reward {float(reward):g}", colour),
+        ]
+        print(*lines, sep="\n", flush=True)
 
-    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send example rollouts to the sinks."""
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Value]]) -> None:
+        """Sends example rollouts to the sinks."""
         for sink in self.sinks if self.enabled else ():
             sink.log_rollouts(step, rows)
 
     def close(self) -> None:
-        """Finish the file and the sinks; a slow network delays this by a minute at most."""
+        """Closes the file and the sinks; a slow network delays this by a minute at most."""
         if self.file:
             with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `log` raised for
                 self.file.close()
@@ -121,56 +144,72 @@ def truncate(path: Path, last_step: int | None) -> None:
     if not path.exists():
         return
     rows = read_lines(path, key="global_step")
-    kept = [line for line, row in rows if last_step is None or row["global_step"] <= last_step]
-    text = b"".join(kept)
+    lines = [line for line, row in rows if last_step is None or row["global_step"] <= last_step]
+    text = b"".join(lines)
     if text != path.read_bytes():
         draft = path.with_name(path.name + ".new")
         draft.write_bytes(text)
         os.replace(draft, path)  # at every moment there is a whole file
 
 
-def plain(value: Any) -> Any:
-    """The same value in types that JSON knows; JSON has no NaN and no infinity."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+def json_value(value: Value) -> JSON:
+    """Returns a value in types that JSON has; NaN and infinity, which it lacks, become None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [json_value(item) for item in value]
+    is_not_finite = isinstance(value, float) and not math.isfinite(value)
+    return None if is_not_finite else value
 
 
 def printable(text: str, max_chars: int = 1600) -> str:
-    """Text of a model, made harmless for a terminal: no escape sequences, control or direction characters, no flood."""
+    """Returns text of a model, made harmless for a terminal: no control or direction characters, cut in length."""
     text = ESCAPE_SEQUENCE.sub("", text)
-    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
-    if len(text) > max_chars:
-        text = f"{text[: max_chars // 2]}\n[... {len(text) - max_chars} characters ...]\n{text[-max_chars // 2 :]}"
+    text = "".join(character for character in text if is_printable(character))
+    num_dropped = len(text) - max_chars
+    if num_dropped > 0:
+        head = text[: max_chars // 2]
+        tail = text[-max_chars // 2 :]
+        text = f"{head}\n[... {num_dropped} characters ...]\n{tail}"
     return writable(text, sys.stdout)
 
 
+def is_printable(character: str) -> bool:
+    """True if a character is a line break, a tab, or no control, format or unassigned code."""
+    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn")
+
+
 def writable(text: str, stream: TextIO) -> str:
-    """Text with a "?" for each character that the stream's encoding lacks, where print would raise."""
+    """Returns text with a "?" for each character that the stream's encoding lacks, where print would raise."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
 def paint(text: str, colour: str) -> str:
-    """Text in an ANSI colour, where that will be seen as one."""
-    return f"\x1b[{colour}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+    """Returns text in an ANSI colour, where standard output is a terminal and NO_COLOR is not set."""
+    has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[{colour}m{text}\x1b[0m" if has_colours else text
 
 
-class Forgiving(io.RawIOBase):
-    """Writes to a descriptor, or drops what it does not take: its reader is gone, its disk full, its pipe stuck."""
+class LossyWriter(io.RawIOBase):
+    """Writes to a descriptor, and drops output that it does not take: reader gone, disk full, pipe stuck."""
 
     def __init__(self, fd: int):
-        self.fd, self.poll, self.is_stuck = fd, select.poll(), False
+        self.fd = fd
+        self.is_stuck = False
+        self.poll = select.poll()
         self.poll.register(fd, select.POLLOUT)
         self.is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
 
     def write(self, data: memoryview) -> int:
         try:
             if self.is_pipe:
-                self.is_stuck = not self.poll.poll(0 if self.is_stuck else 1000 * PATIENCE)
+                milliseconds = 0 if self.is_stuck else 1000 * PATIENCE
+                self.is_stuck = not self.poll.poll(milliseconds)
                 data = data[: select.PIPE_BUF]  # so much never blocks once the pipe is ready
-            return len(data) if self.is_stuck else os.write(self.fd, data)
+            if self.is_stuck:
+                return len(data)
+            return os.write(self.fd, data)
         except OSError:
             return len(data)
 
@@ -185,14 +224,19 @@ class Forgiving(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def forgiving_output() -> Iterator[None]:
-    """What is printed inside never stops or delays the run for long: metrics.jsonl holds what counts."""
+def lossy_output() -> Iterator[None]:
+    """Drops output inside that would stop the run or delay it for long; metrics.jsonl has the metrics anyway."""
+    streams = (
+        (sys.stdout, contextlib.redirect_stdout),
+        (sys.stderr, contextlib.redirect_stderr),
+    )
     with contextlib.ExitStack() as stack:
-        for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+        for stream, redirect in streams:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stream, or none at all
-                raw = Forgiving(stream.fileno())
+                raw = LossyWriter(stream.fileno())
                 with contextlib.suppress(OSError):
                     stream.flush()
-                text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=True)
+                buffer = io.BufferedWriter(raw)
+                text = io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=True)
                 stack.enter_context(redirect(text))
         yield

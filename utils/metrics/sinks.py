@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: wandb, TensorBoard, MLflow, guests that never stop a run.
+"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard, MLflow. Their errors never stop a run.
 
 A sink is a class with `log(step, metrics)` and `close()`, and a line in `open_sinks`. Metrics have the same names
 everywhere (but that TensorBoard and MLflow know no "@": there pass@2 is pass_at_2).
@@ -15,51 +15,69 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import urlparse
 
 import numpy as np
 
+from utils.metrics.jsonl import JSON
 from utils.settings.config import option
 
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
+Returned = TypeVar("Returned")
+
 
 @dataclass(frozen=True)
 class SinkConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Metrics besides metrics.jsonl."""
 
-    wandb_project: str = option("", "wandb is on when this, a name or a key is given")
-    wandb_name: str = option("", "name of the run at wandb (and MLflow)")
-    wandb_group: str = option("", "group of the run at wandb")
-    wandb_mode: str = option("", "empty: online with a login, else offline", ["", "online", "offline", "disabled"])
-    tensorboard: bool = option(False, "write TensorBoard's event files to <save_dir>/tensorboard")
-    mlflow: str = option("", "address of an MLflow store to log to, as sqlite:///mlflow.db or http://host:5000")
+    wandb_project: str = option(
+        "",
+        "Project at Weights & Biases, where the run is logged if this, --wandb_name, --wandb_mode online or "
+        "offline, or WANDB_API_KEY is set; empty: lmpo",
+        resumable=True,
+    )
+    wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow", resumable=True)
+    wandb_group: str = option("", "Group of the run at Weights & Biases", resumable=True)
+    wandb_mode: str = option(
+        "",
+        "Mode of Weights & Biases; empty: WANDB_MODE, else online after a login and offline without",
+        ["", "online", "offline", "disabled"],
+        resumable=True,
+    )
+    tensorboard: bool = option(False, "TensorBoard event files in <save_dir>/tensorboard", resumable=True)
+    mlflow: str = option(
+        "",
+        "Address of an MLflow store to log to, for example sqlite:///mlflow.db or http://host:5000; empty: none",
+        resumable=True,
+    )
 
 
 class Sink(Protocol):
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
         """Records the metrics of a step: JSON values, None where a number is not finite."""
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Records example rollouts of a step, as they stand in rollouts/step_N.jsonl."""
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
+        """Records example rollouts of a step, rows of rollouts/step_N.jsonl."""
 
     def close(self) -> None:
         """Finishes what is still being written."""
 
 
-class Guarded:
-    """A sink whose first exception is told and its last: it is dropped."""
+class GuardedSink:
+    """A sink that is dropped after its first exception, with a warning."""
 
     def __init__(self, name: str, make: Callable[[], Sink]):
-        self.name, self.sink = name, None
+        self.name = name
+        self.sink = None
         self.sink = self.attempt(make)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
         if self.sink:
             self.attempt(self.sink.log, step, metrics)
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         if self.sink:
             self.attempt(self.sink.log_rollouts, step, rows)
 
@@ -67,60 +85,75 @@ class Guarded:
         if self.sink:
             self.attempt(self.sink.close)
 
-    def attempt(self, call: Callable, *args: Any) -> Any:
+    def attempt(self, call: Callable[..., Returned], *args: int | Mapping | Sequence) -> Returned | None:
+        """Calls a function of the sink, and drops the sink where that raises."""
         try:
             return call(*args)
-        except Exception as error:  # noqa: BLE001 (what it may raise is not written anywhere)
+        except Exception as error:  # noqa: BLE001 (its exceptions are not documented)
             self.sink = None
-            reason = f"`pip install {error.name}`" if isinstance(error, ModuleNotFoundError) else str(error)
-            print(
-                f"warning: {self.name} is switched off for this run ({type(error).__name__}: {reason}).",
-                file=sys.stderr,
-            )
+            is_missing = isinstance(error, ModuleNotFoundError)
+            reason = f"`pip install {error.name}`" if is_missing else str(error)
+            message = f"{self.name} is switched off for this run ({type(error).__name__}: {reason})."
+            print(f"warning: {message}", file=sys.stderr)
 
 
-def open_sinks(config: SinkConfig, directory: Path, settings: Mapping[str, Any], resume_step: int) -> list[Guarded]:
-    """The sinks that are asked for; `settings` is what they show of the run's configuration."""
-    named = config.wandb_name or config.wandb_project or config.wandb_mode in ("online", "offline")
-    wanted = {
-        "wandb": (named or os.environ.get("WANDB_API_KEY")) and config.wandb_mode != "disabled",
-        "TensorBoard": config.tensorboard,
-        "MLflow": config.mlflow,
-    }
-    make = {
-        "wandb": lambda: Wandb(config, directory, settings),
-        "TensorBoard": lambda: TensorBoard(directory, resume_step),
-        "MLflow": lambda: Mlflow(config, directory, settings),
-    }
-    return [Guarded(name, make[name]) for name, is_wanted in wanted.items() if is_wanted]
+def open_sinks(
+    config: SinkConfig, directory: Path, settings: Mapping[str, JSON], resume_step: int
+) -> list[GuardedSink]:
+    """Returns the sinks that are switched on; `settings` is the run's configuration, which they show."""
+    sinks = []
+    if uses_wandb(config):
+        sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
+    if config.tensorboard:
+        sinks.append(GuardedSink("TensorBoard", lambda: TensorBoard(directory, resume_step)))
+    if config.mlflow:
+        sinks.append(GuardedSink("MLflow", lambda: Mlflow(config, directory, settings)))
+    return sinks
+
+
+def uses_wandb(config: SinkConfig) -> bool:
+    """True if a name, a mode or a key of wandb is set, and the mode is not "disabled"."""
+    if config.wandb_mode == "disabled":
+        return False
+    has_name = bool(config.wandb_name or config.wandb_project)
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    return has_name or has_key or config.wandb_mode in ("online", "offline")
 
 
 class Wandb:
     """A run at wandb, continued after a restart; without a login it is recorded offline."""
 
-    def __init__(self, config: SinkConfig, directory: Path, settings: Mapping[str, Any]):
+    def __init__(self, config: SinkConfig, directory: Path, settings: Mapping[str, JSON]):
         import wandb
 
         mode = config.wandb_mode or os.environ.get("WANDB_MODE", "online")
         if mode == "online" and not has_wandb_login(wandb):
             print("wandb: no login found (`wandb login`), so this run is recorded offline.")
             mode = "offline"
-        names = {"project": config.wandb_project or "lmpo", "name": config.wandb_name or None}
-        place = {"dir": str(directory), "id": remembered(directory / "wandb_id", lambda: secrets.token_hex(4))}
         # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
         limits = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60)
         self.table = wandb.Table
         self.run = wandb.init(
-            config=dict(settings), mode=mode, settings=limits, resume="allow", group=config.wandb_group or None,
-            **place, **names,
-        )  # fmt: skip
+            config=dict(settings),
+            mode=mode,
+            settings=limits,
+            resume="allow",
+            group=config.wandb_group or None,
+            dir=str(directory),
+            id=read_or_create(directory / "wandb_id", lambda: secrets.token_hex(4)),
+            project=config.wandb_project or "lmpo",
+            name=config.wandb_name or None,
+        )
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
         self.run.log(dict(metrics), step=step)
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         columns = [name for name in ROLLOUT_COLUMNS if all(name in row for row in rows)]
-        table = self.table(columns=columns, data=[[plain(row[name]) for name in columns] for row in rows])
+        data = []
+        for row in rows:
+            data.append([python_value(row[name]) for name in columns])
+        table = self.table(columns=columns, data=data)
         self.run.log({"rollouts": table}, step=step)
 
     def close(self) -> None:
@@ -133,16 +166,21 @@ class TensorBoard:
     def __init__(self, directory: Path, resume_step: int):
         from tensorboardX import SummaryWriter
 
-        first = resume_step + 1  # in the name, lest a quick restart writes over the file of the same second
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=first, filename_suffix=f".{first}")
+        first_step = resume_step + 1
+        folder = str(directory / "tensorboard")
+        suffix = f".{first_step}"  # without it, a restart within a second would overwrite the file
+        self.writer = SummaryWriter(folder, purge_step=first_step, filename_suffix=suffix)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in numbers(metrics).items():
+    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
+        for name, value in finite_numbers(metrics).items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        texts = [f"return {row['return']:g}\n\n{indented(row['prompt'] + row['text'])}" for row in rows]
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
+        texts = []
+        for row in rows:
+            block = markdown_block(row["prompt"] + row["text"])
+            texts.append(f"return {row['return']:g}\n\n{block}")
         self.writer.add_text("rollouts", "\n\n".join(texts), step)
         self.writer.flush()
 
@@ -153,59 +191,69 @@ class TensorBoard:
 class Mlflow:
     """A run in an MLflow store, continued after a restart."""
 
-    def __init__(self, config: SinkConfig, directory: Path, settings: Mapping[str, Any]):
+    def __init__(self, config: SinkConfig, directory: Path, settings: Mapping[str, JSON]):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self.client, self.metric = MlflowClient(config.mlflow), Metric
-        name = config.wandb_project or "lmpo"
-        experiment = self.client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        self.client = MlflowClient(config.mlflow)
+        self.metric = Metric
+        project = config.wandb_project or "lmpo"
+        run_name = config.wandb_name or directory.name
+        experiment = self.client.get_experiment_by_name(project)
+        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(project)
+
+        def create_run() -> str:
+            return self.client.create_run(experiment_id, run_name=run_name).info.run_id
+
         file = directory / "mlflow_run_id"
         is_new = not file.exists()
-        title = config.wandb_name or directory.name
-        self.id = remembered(file, lambda: self.client.create_run(experiment_id, run_name=title).info.run_id)
+        self.id = read_or_create(file, create_run)
         if is_new:
             params = [Param(key, str(value)[:500]) for key, value in settings.items()]
             for start in range(0, len(params), 100):  # the most that one call takes
                 self.client.log_batch(self.id, params=params[start : start + 100])
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        now, found = int(1000 * time.time()), numbers(metrics).items()
-        self.client.log_batch(self.id, [self.metric(name, x, now, step) for name, x in found])
+    def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
+        milliseconds = int(1000 * time.time())
+        values = finite_numbers(metrics)
+        batch = [self.metric(name, value, milliseconds, step) for name, value in values.items()]
+        self.client.log_batch(self.id, batch)
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         """Records nothing: a store without a server would put files into the current folder."""
 
     def close(self) -> None:
         self.client.set_terminated(self.id)
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are one finite number, by names without "@"."""
-    found = {name: x for name, x in metrics.items() if isinstance(x, int | float) and math.isfinite(x)}
-    return {name.replace("@", "_at_"): x for name, x in found.items()}
+def finite_numbers(metrics: Mapping[str, JSON]) -> dict[str, float]:
+    """Returns the metrics that are one finite number, by names without "@"."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            numbers[name.replace("@", "_at_")] = value
+    return numbers
 
 
-def plain(value: Any) -> Any:
-    """Returns NumPy values as Python's."""
+def python_value(value: JSON | np.generic) -> JSON:
+    """Returns a NumPy scalar as Python's; any other value as it is."""
     return value.tolist() if isinstance(value, np.generic) else value
 
 
-def indented(text: str) -> str:
+def markdown_block(text: str) -> str:
     """Returns text as a literal block of Markdown, which TensorBoard renders."""
     return textwrap.indent(text, "    ")
 
 
-def remembered(file: Path, make: Callable[[], str]) -> str:
-    """The text in a file, made and written when it is not there."""
+def read_or_create(file: Path, make: Callable[[], str]) -> str:
+    """Returns the text in a file, which is made and written where there is none."""
     if not file.exists():
         file.write_text(make())
     return file.read_text()
 
 
 def has_wandb_login(wandb: ModuleType) -> bool:
-    """Whether wandb can log in without asking: it asks on any terminal, and a run must not wait for an answer."""
+    """True if wandb can log in without a prompt: it prompts on any terminal, and a run must not wait for an answer."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     hosts = (urlparse(wandb.setup().settings.base_url).netloc, "api.wandb.ai")

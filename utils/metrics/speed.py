@@ -1,13 +1,18 @@
-"""How fast a step was, and how near that is to what the devices can do.
+"""Speed of a step, and its share of what the devices can do.
 
 Letters: L layers, H query heads, K key heads, C channels of a head, T row length.
 """
+
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from utils.training.batching import Array
+from core.records import Episodes
+from models.names import Array
+from models.qwen3 import Qwen
+from utils.devices.sharding import Layout
 
 PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s of its memory. Source: data sheets
     "NVIDIA H200": (989e12, 4.8e12),
@@ -23,40 +28,67 @@ PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s
 }
 
 
-def sampling_bytes(model, prompt_lengths: Int[Array, "B"], lengths: Int[Array, "B"]) -> float:
-    """The least that sampling these rows in one batch reads: the weights for each token, and each row's cache."""
-    cached = (lengths * (lengths - 1) - prompt_lengths * (prompt_lengths - 1)) / 2  # tokens, summed over the draws
-    weights = jnp.dtype(model.dtype).itemsize * model.num_parameters
-    return float(weights * (lengths - prompt_lengths).max() + model.cache_bytes * cached.sum())
+Counts = Int[Array, "B"]  # tokens of each row
 
 
-def training_flops(model, lengths: Int[Array, "B"]) -> float:
-    """Of a forward and a backward pass: 6 for each token and parameter, and causal attention. Recomputing is no work.
+def sampling_bytes(model: Qwen, prompt_lengths: Counts, lengths: Counts) -> float:
+    """Returns the least bytes that sampling these rows in one batch reads: weights for each token, each row's cache."""
+    final_tokens = lengths * (lengths - 1)
+    prompt_tokens = prompt_lengths * (prompt_lengths - 1)
+    cached_tokens = (final_tokens - prompt_tokens) / 2  # summed over the draws
+    weight_bytes = jnp.dtype(model.dtype).itemsize * model.num_parameters
+    num_steps = (lengths - prompt_lengths).max()
+    return float(weight_bytes * num_steps + model.cache_bytes * cached_tokens.sum())
 
+
+def training_flops(model: Qwen, lengths: Counts) -> float:
+    """Returns the operations of a forward and a backward pass; recomputed ones do not count.
+
+    They are 6 for each token and parameter, and those of causal attention.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
     width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
-    return float((6 * model.num_matrix_parameters * lengths + 6 * width * lengths.astype(np.float64) ** 2).sum())
+    products = 6 * model.num_matrix_parameters * lengths
+    attention = 6 * width * lengths.astype(np.float64) ** 2
+    return float((products + attention).sum())
 
 
-def describe_speed(model, layout, played: list, metrics: dict[str, float]) -> dict[str, float]:
-    """Rates of a step from its rollouts, and their share of what the devices could do, where that is known.
+def speed_metrics(
+    model: Qwen,
+    layout: Layout,
+    episodes: Episodes,
+    metrics: Mapping[str, float],
+) -> dict[str, float]:
+    """Returns the rates of a step, and their share of the devices' peaks, where those are known.
 
-    `mfu` counts rows that were learnt from, without padding; `decode_bandwidth` the bytes that had to be read.
+    `mfu` counts the rows of the update without padding; `decode_bandwidth` the bytes that had to be read.
     """
-    peaks, num_devices = PEAKS.get(layout.mesh.devices.flat[0].device_kind), layout.mesh.size
-    rollouts = [each.rollouts for each in played]
-    num_bytes = sum(sampling_bytes(model, np.asarray(r.prompt_lengths), np.asarray(r.lengths)) for r in rollouts)
-    tokens = sum(float(np.sum(r.lengths - r.prompt_lengths)) for r in rollouts)
+    completions = episodes.completions
+    num_bytes = sampling_bytes(model, np.asarray(completions.prompt_lengths), np.asarray(completions.lengths))
+    num_tokens = episodes.completion_lengths.sum()
     speed = {
-        "speed/occupancy": tokens / sum(float(np.sum(r.slot_steps)) for r in rollouts),
+        "speed/occupancy": float(num_tokens / np.sum(completions.slot_steps)),
         "speed/decode_gb_per_second": num_bytes / metrics["times/rollout"] / 1e9,
     }
     if metrics.get("num_updates"):
         flops = metrics["num_updates"] * metrics["speed/flops"]
         speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12
-    if peaks:
-        speed["speed/decode_bandwidth"] = speed["speed/decode_gb_per_second"] * 1e9 / peaks[1] / num_devices
-        if "speed/update_tflops" in speed:
-            speed["speed/mfu"] = speed["speed/update_tflops"] * 1e12 / peaks[0] / num_devices
+    device_kind = layout.mesh.devices.flat[0].device_kind
+    if device_kind in PEAKS:
+        speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size)
     return speed
+
+
+def shares_of_peak(
+    speed: Mapping[str, float],
+    peak_flops: float,
+    peak_bandwidth: float,
+    num_devices: int,
+) -> dict[str, float]:
+    """Returns the rates of a step as shares of what its devices can do."""
+    bandwidth = speed["speed/decode_gb_per_second"] * 1e9
+    shares = {"speed/decode_bandwidth": bandwidth / peak_bandwidth / num_devices}
+    if "speed/update_tflops" in speed:
+        flops = speed["speed/update_tflops"] * 1e12
+        shares["speed/mfu"] = flops / peak_flops / num_devices
+    return shares

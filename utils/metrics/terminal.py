@@ -1,6 +1,6 @@
-"""What is waited for, in the last line of the terminal; nothing is drawn where standard error is no terminal.
+"""Progress in the last line of the terminal; nothing is drawn where standard error is no terminal.
 
-A thread draws, so that seconds go on while XLA compiles or a device works, and the work itself pays nothing for it.
+A thread draws, so that the seconds advance while XLA compiles or a device works, at no cost to that work.
 """
 
 import contextlib
@@ -10,42 +10,62 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
-from utils.devices.runtime import COMPILED
+from utils.devices.compile_log import COMPILED
 from utils.devices.sharding import is_main_process
 
-LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # told just before XLA begins with a program
-DELAY, PERIOD = 0.7, 0.2  # seconds until a wait is worth a line, and between two drawings of it
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # reported just before XLA compiles a program
+DELAY = 0.7  # seconds until a wait is drawn
+PERIOD = 0.2  # seconds between two drawings
 WIDTH = 24  # characters of a bar
+Item = TypeVar("Item")
 
 
 class Wait:
     """Something that is waited for, and how much of it is done."""
 
     def __init__(self, name: str, total: int = 0, unit: str = ""):
-        self.name, self.total, self.unit = name, total, unit
-        self.done, self.num_tokens, self.compiling = 0, 0, 0.0  # compiling: seconds
-        self.start, self.parts = time.perf_counter(), {}  # finished rows and tokens, by the first row of a part
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self.num_tokens = 0
+        self.compile_seconds = 0.0
+        self.start = time.perf_counter()
+        self.segments: dict[int, tuple[int, int]] = {}  # finished rows and tokens, by the first row of a chain
 
-    def watch(
-        self, call: int, first: int, tokens: Int[np.ndarray, "B A"], t: int, lengths: Int[np.ndarray, "B"]
+    def on_segment(
+        self,
+        call_offset: int,
+        row_offset: int,
+        tokens: Int[np.ndarray, "B A"],
+        num_columns: int,
+        lengths: Int[np.ndarray, "B"],
     ) -> None:
-        """Counts finished rows and their tokens: `watch` of a sampler, for its call that begins with row `call`."""
-        self.parts[call + first] = int((lengths <= t).sum()), int(np.minimum(lengths, t).sum())
-        self.done, self.num_tokens = map(sum, zip(*self.parts.values(), strict=True))
+        """Counts finished rows and tokens after a segment of a sampler's call, whose first row is `call_offset`."""
+        is_finished = lengths <= num_columns
+        num_tokens = np.minimum(lengths, num_columns).sum()
+        self.segments[call_offset + row_offset] = int(is_finished.sum()), int(num_tokens)
+        self.done = sum(rows for rows, _ in self.segments.values())
+        self.num_tokens = sum(tokens for _, tokens in self.segments.values())
 
     def __str__(self) -> str:
-        seconds, parts = time.perf_counter() - self.start, [self.name]
+        seconds = time.perf_counter() - self.start
+        cells = [self.name]
         if self.total:
-            filled = WIDTH * self.done // self.total
-            parts += [f"[{'#' * filled:.<{WIDTH}}]", f"{self.done / self.total:4.0%} of {self.total:,} {self.unit}"]
+            bar = "#" * (WIDTH * self.done // self.total)
+            cells.append(f"[{bar:.<{WIDTH}}]")
+            cells.append(f"{self.done / self.total:4.0%} of {self.total:,} {self.unit}")
         if self.num_tokens:
-            parts.append(f"{self.num_tokens / max(seconds - self.compiling, 1e-3):,.0f} tokens/s")
-        return "  ".join([*parts, f"{int(seconds) // 60}:{int(seconds) % 60:02d}"])
+            sampling_seconds = max(seconds - self.compile_seconds, 1e-3)
+            cells.append(f"{self.num_tokens / sampling_seconds:,.0f} tokens/s")
+        cells.append(f"{int(seconds) // 60}:{int(seconds) % 60:02d}")
+        return "  ".join(cells)
 
 
 class Terminal:
@@ -54,28 +74,35 @@ class Terminal:
     def __init__(self):
         self.waits: list[Wait] = []
         self.compiling: Wait | None = None
-        self.lock, self.is_drawn = threading.Lock(), False
-        jax.monitoring.register_event_duration_secs_listener(self.hear)
-        threading.Thread(target=self.run, daemon=True).start()
+        self.lock = threading.Lock()
+        self.is_drawn = False
+        jax.monitoring.register_event_duration_secs_listener(self.on_compilation)
+        threading.Thread(target=self.draw_forever, daemon=True).start()
 
-    def hear(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
+    def on_compilation(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
+        """Notes the begin and the end of a compilation; JAX calls it in the thread that compiles."""
         if event == LOWERED:
-            self.compiling = Wait(f"compiling {fun_name.removeprefix('jit(').removesuffix(')')}")
+            name = fun_name.removeprefix("jit(").removesuffix(")")
+            self.compiling = Wait(f"compiling {name}")
         elif event == COMPILED:
             self.compiling = None
             for wait in self.waits:
-                wait.compiling += seconds
+                wait.compile_seconds += seconds
 
-    def run(self) -> None:
+    def draw_forever(self) -> None:
+        """Draws the current wait every PERIOD seconds; runs in a daemon thread."""
         while True:
             time.sleep(PERIOD)
             with self.lock:
-                wait = self.waits and (self.compiling or self.waits[-1])
-                if wait and time.perf_counter() - wait.start > DELAY:
-                    self.write(str(wait)[: shutil.get_terminal_size().columns - 1])
+                if not self.waits:
+                    continue
+                wait = self.compiling or self.waits[-1]
+                if time.perf_counter() - wait.start > DELAY:
+                    width = shutil.get_terminal_size().columns - 1
+                    self.replace_line(str(wait)[:width])
 
-    def write(self, text: str) -> None:
-        """Replaces the line; what is printed next begins where it does."""
+    def replace_line(self, text: str) -> None:
+        """Replaces the line; the next text that is printed overwrites it."""
         if text or self.is_drawn:
             sys.stderr.write(f"\r\x1b[K{text}\r")
             sys.stderr.flush()
@@ -83,15 +110,17 @@ class Terminal:
 
 
 @functools.cache
-def terminal() -> Terminal | None:
-    """That of the main process, if it has one."""
-    return Terminal() if sys.stderr.isatty() and is_main_process() else None
+def main_terminal() -> Terminal | None:
+    """Returns the terminal of the main process; None where there is none."""
+    has_terminal = sys.stderr.isatty() and is_main_process()
+    return Terminal() if has_terminal else None
 
 
 @contextlib.contextmanager
 def waiting(name: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
-    """Says what is waited for inside, also as a decorator: `with waiting("sampling", 256, "rows") as wait`."""
-    wait, screen = Wait(name, total, unit), terminal()
+    """Draws a wait while the block runs, also as a decorator: `with waiting("sampling", 256, "rows") as wait`."""
+    wait = Wait(name, total, unit)
+    screen = main_terminal()
     if screen:
         screen.compiling = None  # what was lowered before was perhaps never compiled
         screen.waits.append(wait)
@@ -101,14 +130,16 @@ def waiting(name: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
         if screen:
             with screen.lock:
                 screen.waits.remove(wait)
-                screen.write("")
+                screen.replace_line("")
 
 
-def track(items: Sequence, unit: str) -> Iterator:
+def track(items: Sequence[Item], unit: str) -> Iterator[Item]:
     """Yields the items, counted by the innermost wait."""
-    screen = terminal()
+    screen = main_terminal()
     wait = screen.waits[-1] if screen and screen.waits else Wait("")
-    wait.done, wait.total, wait.unit = 0, len(items), unit
+    wait.done = 0
+    wait.total = len(items)
+    wait.unit = unit
     for item in items:
         yield item
         wait.done += 1

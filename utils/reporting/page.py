@@ -3,7 +3,7 @@
     python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --html compare.html    # open it with any browser
     python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --out compare.png      # the picture of plots.py
 
-The page is template.html with page.js, which draws; here it gets its data, thinned to what a browser opens at
+The page is template.html with page.js, which draws; this file adds the data, thinned to what a browser opens at
 once. Models write hostile text: the data is JSON in which nothing can end its element, the script shows text as text
 only, and the page's own policy lets no other script run and nothing be loaded from anywhere.
 """
@@ -15,22 +15,27 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np
+from jaxtyping import Float, Int
 
-from utils.metrics.jsonl import parse_json, read_lines
-from utils.reporting.plots import COLOURS, draw, read, running_mean
+from utils.metrics.jsonl import JSON, parse_json, read_lines
+from utils.reporting.plots import COLOURS, plot_runs, read_metrics, running_mean
 
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 20_000_000  # of rollouts in one report, as JSON lines
 ROLLOUT_STEPS = (10, 1000)  # steps whose rollouts are shown: at least, at most
 FOLDER = Path(__file__).resolve().parent
+
+Values = Float[np.ndarray, "N"]  # of a metric, by step
+Row = dict[str, JSON]  # a rollout
+SizedRow = tuple[int, Row]  # its bytes, and the rollout
 
 
 class Panel(NamedTuple):
@@ -130,43 +135,48 @@ PANELS = (
 
 
 def write_report(runs: Sequence[str | Path], out_html: str | Path) -> None:
-    """Write the report of runs (folders, or their metrics.jsonl); a browser never finds half of one.
+    """Writes the report of runs (folders, or their metrics.jsonl), whole or not at all.
 
-    Raises: FileNotFoundError when a run has no metrics.jsonl; without configuration or rollouts their part says so.
+    Raises: FileNotFoundError when a run has no metrics.jsonl. Configuration and rollouts may be missing.
     """
     budget = ROLLOUT_BYTES // len(runs)
-    parts = [describe_run(label, file, budget) for label, file in labelled(runs).items()]
-    page, draft = render(parts), Path(f"{out_html}.new")
+    page = render_page([run_data(label, file, budget) for label, file in label_runs(runs).items()])
+    draft = Path(f"{out_html}.new")
     try:
         draft.write_text(page, encoding="utf-8", newline="\n")
         os.replace(draft, out_html)
     except OSError:
-        draft.unlink(missing_ok=True)  # what is left of a disk that is full is for metrics and states
+        draft.unlink(missing_ok=True)  # a full disk keeps its last bytes for metrics and states
         raise
 
 
-def labelled(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """metrics.jsonl of each run by the run's name, or by its path where two runs share a name."""
-    files = {str(run): path / "metrics.jsonl" if (path := Path(run)).is_dir() else path for run in runs}
+def label_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
+    """Returns metrics.jsonl of each run by the run's name, or by its path where two runs share a name."""
+    files = {}
+    for run in runs:
+        path = Path(run)
+        files[str(run)] = path / "metrics.jsonl" if path.is_dir() else path
     names = [file.resolve().parent.name for file in files.values()]
-    return dict(zip(names, files.values(), strict=True)) if len(set(names)) == len(names) else files
+    if len(set(names)) < len(names):
+        return files
+    return dict(zip(names, files.values(), strict=True))
 
 
-def describe_run(label: str, metrics_jsonl: Path, budget: int) -> dict[str, Any]:
-    """What the page knows of a run."""
-    logged = read(metrics_jsonl)
+def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
+    """Returns the data of a run for the page: metrics, configuration and about `budget` bytes of rollouts."""
+    logged = read_metrics(metrics_jsonl)
     logged.pop("global_step", None)
     config = metrics_jsonl.parent / "config.json"
     return {
         "name": label,
-        "metrics": {name: curve(*logged[name], *logged.get(f"{name}_ci", ())) for name in logged},
+        "metrics": {name: curve_data(*logged[name], *logged.get(f"{name}_ci", ())) for name in logged},
         "config": read_settings(config),
         "rollouts": read_rollouts(metrics_jsonl.parent / "rollouts", budget),
     }
 
 
-def read_settings(config_json: Path) -> dict[str, Any] | None:
-    """The settings of a run, None where the file is not there or damaged."""
+def read_settings(config_json: Path) -> dict[str, JSON] | None:
+    """Returns the settings of a run, None where the file is missing or damaged."""
     try:
         settings = parse_json(config_json.read_bytes())
     except (OSError, ValueError):
@@ -174,61 +184,99 @@ def read_settings(config_json: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def curve(steps: np.ndarray, values: np.ndarray, bar_steps=(), bars=()) -> dict[str, list[float | None]]:
-    """A metric as it is drawn: `x`, `y`, their running `mean`, and half the height of the `bars` if it has such."""
-    kept = thin(values, POINTS)
-    half = dict(zip(bar_steps, bars, strict=True))
-    columns = {"x": steps[kept], "y": values[kept], "mean": running_mean(values)[kept]}
-    columns |= {"bars": np.array([half.get(step, np.nan) for step in steps[kept]])} if half else {}
-    return {name: [float(f"{x:.5g}") if np.isfinite(x) else None for x in column] for name, column in columns.items()}
+def curve_data(
+    steps: Values,
+    values: Values,
+    interval_steps: Sequence[float] | Values = (),
+    half_widths: Sequence[float] | Values = (),
+) -> dict[str, list[float | None]]:
+    """Returns a metric as it is drawn: `x`, `y`, its running `mean`, half the height of its `bars`."""
+    chosen = thin(values, POINTS)
+    columns = {"x": steps[chosen], "y": values[chosen], "mean": running_mean(values)[chosen]}
+    bars = dict(zip(interval_steps, half_widths, strict=True))
+    if bars:
+        columns["bars"] = np.array([bars.get(step, np.nan) for step in steps[chosen]])
+    return {name: [rounded(x) for x in column] for name, column in columns.items()}
 
 
-def thin(values: np.ndarray, limit: int) -> np.ndarray:
-    """Places of at most `limit` (4 or more) values that look like all: the ends, and the extremes of equal parts."""
-    if len(values) <= limit:
-        return np.arange(len(values))
-    kept = {0, len(values) - 1}
-    for part in np.array_split(np.arange(len(values)), (limit - 2) // 2):
-        finite = part[np.isfinite(values[part])]
-        kept |= {finite[values[finite].argmin()], finite[values[finite].argmax()]} if len(finite) else {part[0]}
-    return np.array(sorted(kept))
+def rounded(x: float) -> float | None:
+    """Returns a number with five digits, None where it is not finite."""
+    return float(f"{x:.5g}") if np.isfinite(x) else None
 
 
-def read_rollouts(folder: Path, budget: int) -> dict[str, Any]:
-    """Rollouts of steps evenly spread over the run, about `budget` bytes of them, and how many that leaves out.
+def thin(values: Values, limit: int) -> Int[np.ndarray, "K"]:
+    """Returns the places of at most `limit` (4 or more) values that keep a curve's shape.
 
-    A row has `text`, `return` and what else was scored, `group`, `task`, `length`, `finished`; and, where they were
-    written, `prompt`, `advantage` (one, or one for each token) and the lists `tokens` (text), `logprobs` (of the
-    sampler), `old_logprobs` (before the update) or `ratios` of the two, and `entropies`.
+    They are the ends, and the extremes of equal sections.
     """
-    names = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in folder.glob("*.jsonl"))
-    found = sorted((int(name[1]), path) for name, path in names if name)
-    if not found:
+    count = len(values)
+    if count <= limit:
+        return np.arange(count)
+    chosen = {0, count - 1}
+    for section in np.array_split(np.arange(count), (limit - 2) // 2):
+        finite = section[np.isfinite(values[section])]
+        if len(finite):
+            chosen.add(finite[values[finite].argmin()])
+            chosen.add(finite[values[finite].argmax()])
+        else:
+            chosen.add(section[0])
+    return np.array(sorted(chosen))
+
+
+def read_rollouts(folder: Path, budget: int) -> dict[str, JSON]:
+    """Returns rollouts of steps evenly spread over the run, about `budget` bytes of them, and a note on those left out.
+
+    A row has `text`, `return` and other scores, `group`, `task`, `length`, `finished`; and, where they were written,
+    `prompt`, `advantage` (one, or one for each token) and the lists `tokens` (text), `logprobs` (of the sampler),
+    `old_logprobs` (before the update) or `ratios` of the two, and `entropies`.
+    """
+    files = rollout_files(folder)
+    if not files:
         return {"rows": [], "note": ""}
-    mean_size = sum(path.stat().st_size for _, path in found) / len(found)
-    count = min(int(np.clip(budget // max(mean_size, 1), *ROLLOUT_STEPS)), len(found))
-    rows, num_written = [], 0
-    for place in np.linspace(0, len(found) - 1, count).round().astype(int):
-        step, path = found[place]
-        written = [(len(line), row) for line, row in read_lines(path)]
-        rows += [{"step": step} | row for row in whole_groups(written, budget // count)]
-        num_written += len(written)
-    note = f"{len(rows):,} of {num_written:,} rollouts" if len(rows) < num_written else f"{num_written:,} rollouts"
-    return {"rows": rows, "note": f"{note} of {count:,}" + f" of {len(found):,}" * (count < len(found)) + " steps"}
+    mean_size = sum(file.stat().st_size for _, file in files) / len(files)
+    num_steps = int(np.clip(budget // max(mean_size, 1), *ROLLOUT_STEPS))
+    num_steps = min(num_steps, len(files))
+    places = np.linspace(0, len(files) - 1, num_steps)
+    rows = []
+    num_written = 0
+    for place in places.round().astype(int):
+        step, file = files[place]
+        sized_rows = [(len(line), row) for line, row in read_lines(file)]
+        num_written += len(sized_rows)
+        rows += [{"step": step} | row for row in whole_groups(sized_rows, budget // num_steps)]
+    note = f"{num_written:,} rollouts of {num_steps:,}"
+    if len(rows) < num_written:
+        note = f"{len(rows):,} of {note}"
+    if num_steps < len(files):
+        note += f" of {len(files):,}"
+    return {"rows": rows, "note": f"{note} steps"}
 
 
-def whole_groups(sized_rows: list[tuple[int, dict]], budget: int) -> list[dict]:
-    """Rows within `budget` bytes, group by group: the first, the last, and those with extreme returns come first."""
+def rollout_files(folder: Path) -> list[tuple[int, Path]]:
+    """Returns the files step_N.jsonl of a folder with their steps, in order."""
+    files = []
+    for path in folder.glob("*.jsonl"):
+        match = re.fullmatch(r"step_(\d+)", path.stem)
+        if match:
+            files.append((int(match[1]), path))
+    return sorted(files)
+
+
+def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
+    """Returns rows within `budget` bytes, group by group: the first, the last, and those with extreme returns first."""
     total = sum(size for size, _ in sized_rows)
     if total <= budget:
         return [row for _, row in sized_rows]
-    groups: dict[Any, list[tuple[int, dict]]] = {}
+    by_number: dict[JSON, list[SizedRow]] = {}
     for size, row in sized_rows:
-        groups.setdefault(row.get("group"), []).append((size, row))
-    groups = list(groups.values())
-    returns = np.array([np.mean([row.get("return") or 0.0 for _, row in group]) for group in groups])
+        by_number.setdefault(row.get("group"), []).append((size, row))
+    groups = list(by_number.values())
+    returns = []
+    for group in groups:
+        returns.append(np.mean([row.get("return") or 0.0 for _, row in group]))
+    num_groups = max(4, len(groups) * budget // total)
     rows = []
-    for place in thin(returns, max(4, len(groups) * budget // total)):
+    for place in thin(np.array(returns), num_groups):
         for size, row in groups[place]:
             if size <= budget or not rows:
                 rows.append(row)
@@ -236,48 +284,51 @@ def whole_groups(sized_rows: list[tuple[int, dict]], budget: int) -> list[dict]:
     return rows
 
 
-def render(runs: list[dict[str, Any]]) -> str:
-    """The page: template, library, data and script, and a policy that names the two scripts by their hashes."""
+def render_page(runs: Sequence[Mapping[str, JSON]]) -> str:
+    """Returns the page: template, library, data and script, and a policy that names the two scripts by their hashes."""
     from plotly.offline import get_plotlyjs  # only here: nothing else of a run needs it
 
     panels = [panel._asdict() for panel in PANELS]
-    library, script = get_plotlyjs(), (FOLDER / "page.js").read_text(encoding="utf-8")
-    parts = {
+    library = get_plotlyjs()
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    hashes = [f"'sha256-{sha256(text)}'" for text in (library, script)]
+    sections = {
         "library": library,
         "script": script,
-        "hashes": " ".join(f"'sha256-{sha256(text)}'" for text in (library, script)),
-        "data": embed({"runs": runs, "panels": panels, "colours": COLOURS}),
+        "hashes": " ".join(hashes),
+        "data": embed_json({"runs": runs, "panels": panels, "colours": COLOURS}),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template)  # one pass: no part is searched again
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: sections[match[1]], template)  # inserted text is not searched
 
 
 def sha256(text: str) -> str:
-    """The hash of a script as a browser's content security policy spells it."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    """Returns the hash of a script as a browser's content security policy spells it."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return base64.b64encode(digest).decode()
 
 
-def embed(data: Any) -> str:
-    """JSON that may stand inside <script> and in UTF-8: nothing in it opens or closes an element, or is half a pair."""
+def embed_json(data: JSON) -> str:
+    """Returns JSON that is safe inside <script>, in UTF-8: no character that opens an element, no lone surrogate."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda character: f"\\u{ord(character[0]):04x}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report, or draw the picture, of the runs named on the command line."""
+    """Writes the report, or draws the picture, of the runs named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its metrics.jsonl")
     parser.add_argument("--html", help="the report to write")
     parser.add_argument("--out", help="the picture to write; plot.png when neither is named")
     options = parser.parse_args(argv)
-    files = labelled(options.runs)
+    files = label_runs(options.runs)
     if missing := [str(file) for file in files.values() if not file.is_file()]:
         parser.error(f"there is no {', '.join(missing)}")
     if options.html:
         write_report(options.runs, options.html)
     if options.out or not options.html:
         options.out = options.out or "plot.png"
-        draw({label: read(file) for label, file in files.items()}, options.out)
+        plot_runs({label: read_metrics(file) for label, file in files.items()}, options.out)
     print(f"wrote {' and '.join(filter(None, (options.html, options.out)))}")
 
 

@@ -4,15 +4,20 @@ Dots with bars are held-out scores and their 95 % intervals; lines are of the tr
 strong as a running mean.
 """
 
+import itertools
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from utils.metrics.jsonl import read_lines
 
-MAIN = (("test_env/correct_answer", "env/correct_answer"), ("test_env/return", "env/return"))  # (held out, training)
+MAIN = (  # (held out, training)
+    ("test_env/correct_answer", "env/correct_answer"),
+    ("test_env/return", "env/return"),
+)
 TITLES = {
     "test_env/correct_answer": "Correct answers",
     "test_env/return": "Return",
@@ -26,89 +31,186 @@ TITLES = {
 SIDE = ("env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "memory/peak_gb")
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
-
-def plot(metrics_jsonl: str | Path, out_png: str | Path) -> None:
-    """Draw one run (1200 x 600 pixels); panels of metrics that were never logged stay out."""
-    draw({Path(metrics_jsonl).resolve().parent.name: read(metrics_jsonl)}, out_png)
+Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
+Metrics = dict[str, Series]
 
 
-def read(metrics_jsonl: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of each metric; null is NaN, and damaged lines are skipped."""
+def plot_run(metrics_jsonl: str | Path, out_png: str | Path) -> None:
+    """Draws one run (1200 x 600 pixels); panels of metrics that were never logged are left out."""
+    label = Path(metrics_jsonl).resolve().parent.name
+    plot_runs({label: read_metrics(metrics_jsonl)}, out_png)
+
+
+def read_metrics(metrics_jsonl: str | Path) -> Metrics:
+    """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped."""
     columns: dict[str, list[tuple[int, float]]] = {}
     for _, record in read_lines(metrics_jsonl, key="global_step"):
+        step = record["global_step"]
         for name, value in record.items():
-            if value is None or isinstance(value, int | float):
-                columns.setdefault(name, []).append((record["global_step"], np.nan if value is None else value))
-    return {name: tuple(np.array(column, float).T) for name, column in columns.items()}
+            number = np.nan if value is None else value
+            if isinstance(number, int | float):
+                column = columns.setdefault(name, [])
+                column.append((step, number))
+    run = {}
+    for name, column in columns.items():
+        steps, values = np.array(column, float).T
+        run[name] = (steps, values)
+    return run
+
+
+def interval_by_step(run: Metrics, name: str) -> dict[float, float]:
+    """Returns half the width of a metric's 95% interval, by step; empty where none was logged."""
+    steps, half_widths = run.get(f"{name}_ci", ((), ()))
+    return dict(zip(steps, half_widths, strict=True))
 
 
 def before_and_after(metrics_jsonl: str | Path) -> str:
-    """What training changed, as a table: the first and the last value of the metrics that tell."""
-    logged = read(metrics_jsonl)
+    """Returns a table of the first and the last held-out scores and training metrics; empty where none was logged."""
+    run = read_metrics(metrics_jsonl)
+    held_out_names = [held_out for held_out, _ in MAIN]
     lines = [f"{'':<30}{'first':>16}{'last':>16}"]
-    for name in (*(held_out for held_out, _ in MAIN), *SIDE[:3]):
-        if name in logged:
-            bars = dict(zip(*logged.get(f"{name}_ci", ((), ())), strict=True))
-            cells = []
-            for i in (0, -1):
-                bar = bars.get(logged[name][0][i])
-                text = form(name, logged[name][1][i]) + (f" ± {form(name, bar)}" if bar is not None else "")
-                cells.append(f"{text:>16}")
-            lines.append(f"{('held out: ' if name.startswith('test_') else '') + TITLES[name]:<30}{''.join(cells)}")
+    for name in (*held_out_names, *SIDE[:3]):
+        if name not in run:
+            continue
+        title = TITLES[name]
+        if name in held_out_names:
+            title = f"held out: {title}"
+        first = format_point(run, name, 0)
+        last = format_point(run, name, -1)
+        lines.append(f"{title:<30}{first:>16}{last:>16}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
-def form(name: str, value: float) -> str:
-    """A value as text, with the precision that suits its metric."""
-    return f"{value:.1%}" if name.endswith("correct_answer") else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+def format_point(run: Metrics, name: str, index: int) -> str:
+    """Returns one value of a metric as text, with half the width of its interval where there is one."""
+    steps, values = run[name]
+    half_width = interval_by_step(run, name).get(steps[index])
+    text = format_value(name, values[index])
+    if half_width is not None:
+        text += f" ± {format_value(name, half_width)}"
+    return text
 
 
-def draw(runs: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]], out_png: str | Path) -> None:
-    """One large panel for the score, small ones for what explains it; a colour for each run."""
+def format_value(name: str, value: float) -> str:
+    """Returns a value as text, with the precision that suits its metric."""
+    if name.endswith("correct_answer"):
+        return f"{value:.1%}"
+    if abs(value) < 100:
+        return f"{value:.3g}"
+    return f"{value:.0f}"
+
+
+def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
+    """Draws one large panel for the score and small ones for other metrics; each run has a colour."""
     logged = set().union(*runs.values())
-    held_out, training = next((pair for pair in MAIN if logged & set(pair)), MAIN[-1])
+    held_out, training = choose_score(logged)
     side = [name for name in SIDE if name in logged and name != training]
-    cells = [[name, *side[i + 1 : i + 2]] for i, name in list(enumerate(side))[::2]]
-    mosaic = [["main"] * 2 + (cell * 2)[:2] for cell in cells] or [["main"]]
     figure = Figure(figsize=(12, 6), dpi=100, layout="constrained")  # not pyplot: no global state, no display
-    axes = figure.subplot_mosaic(mosaic)
-    for colour, (label, run) in zip(COLOURS * len(runs), runs.items(), strict=False):
-        draw_line(axes["main"], run.get(training), colour, f"{label} (training)", "--")
+    axes = figure.subplot_mosaic(arrange_panels(side))
+    colours = itertools.cycle(COLOURS)
+    for label, run in runs.items():
+        colour = next(colours)
+        plot_curve(axes["main"], run.get(training), colour, f"{label} (training)", "--")
         if held_out in run:
-            steps, values = run[held_out]
-            bars = dict(zip(*run.get(f"{held_out}_ci", ((), ())), strict=True))
-            heights = [bars.get(step, np.nan) for step in steps]
-            axes["main"].errorbar(
-                steps, values, heights, color=colour, fmt="o-", ms=5, lw=1.5, capsize=3, label=f"{label} (held out)"
-            )  # fmt: skip
+            plot_held_out(axes["main"], run, held_out, colour, f"{label} (held out)")
         for name in side:
-            draw_line(axes[name], run.get(name), colour, label)
+            plot_curve(axes[name], run.get(name), colour, label)
     for name, axis in axes.items():
-        axis.set_title(TITLES[held_out if name == "main" else name], loc="left", fontsize=11, fontweight="bold")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e5e7eb", lw=0.8)
-        axis.tick_params(labelsize=9, color="#9ca3af")
-        axis.set_axisbelow(True)
-    axes["main"].set_xlabel("step")
-    if held_out == MAIN[0][0]:
-        axes["main"].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if axes["main"].get_legend_handles_labels()[0]:
-        axes["main"].legend(loc="best", frameon=False, fontsize=9)
+        metric = held_out if name == "main" else name
+        format_axis(axis, TITLES[metric])
+    format_main_axis(axes["main"], is_share=held_out == MAIN[0][0])
     figure.savefig(out_png, facecolor="white")
 
 
-def draw_line(axis: Axes, series: tuple[np.ndarray, np.ndarray] | None, colour: str, label: str, style="-") -> None:
-    """A metric of each step: pale as it is, and strong as the mean of its neighbours."""
-    if series is not None:
-        steps, values = series
-        axis.plot(steps, values, color=colour, alpha=0.25, lw=1)
-        axis.plot(steps, running_mean(values), color=colour, lw=1.6, ls=style, label=label)
+def choose_score(logged: set[str]) -> tuple[str, str]:
+    """Returns the held-out and the training metric of the large panel: correct answers where they are logged."""
+    for held_out, training in MAIN:
+        if held_out in logged or training in logged:
+            return held_out, training
+    return MAIN[-1]
 
 
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """The mean of each value and its neighbours, a twentieth of all on either side; NaN where none is finite."""
-    width, places, finite = len(values) // 20, np.arange(len(values)), np.isfinite(values)
-    first, end = np.maximum(places - width, 0), np.minimum(places + width + 1, len(values))
-    total, count = (np.append(0, np.cumsum(x)) for x in (np.where(finite, values, 0), finite))
+def arrange_panels(side: list[str]) -> list[list[str]]:
+    """Returns rows of panels for matplotlib's mosaic: the main one on the left half, two of `side` beside it."""
+    rows = []
+    for start in range(0, len(side), 2):
+        panels = side[start : start + 2]
+        left = panels[0]
+        right = panels[-1]  # the same where the row has only one
+        rows.append(["main", "main", left, right])
+    return rows or [["main"]]
+
+
+def plot_held_out(
+    axis: Axes,
+    run: Metrics,
+    name: str,
+    colour: str,
+    label: str,
+) -> None:
+    """Draws a held-out score as dots with bars, its 95% intervals."""
+    steps, values = run[name]
+    half_widths = interval_by_step(run, name)
+    heights = [half_widths.get(step, np.nan) for step in steps]
+    axis.errorbar(
+        steps,
+        values,
+        heights,
+        color=colour,
+        label=label,
+        fmt="o-",
+        ms=5,
+        lw=1.5,
+        capsize=3,
+    )
+
+
+def format_axis(axis: Axes, title: str) -> None:
+    """Sets the title, the grid and the ticks of a panel."""
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#e5e7eb", lw=0.8)
+    axis.tick_params(labelsize=9, color="#9ca3af")
+    axis.set_axisbelow(True)
+
+
+def format_main_axis(axis: Axes, is_share: bool) -> None:
+    """Sets the labels and the legend of the large panel; a share has percents."""
+    axis.set_xlabel("step")
+    if is_share:
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    handles, _ = axis.get_legend_handles_labels()
+    if handles:
+        axis.legend(loc="best", frameon=False, fontsize=9)
+
+
+def plot_curve(
+    axis: Axes,
+    series: Series | None,
+    colour: str,
+    label: str,
+    style: str = "-",
+) -> None:
+    """Draws a metric of each step: pale as it is, and strong as a running mean."""
+    if series is None:
+        return
+    steps, values = series
+    axis.plot(steps, values, color=colour, alpha=0.25, lw=1)
+    axis.plot(steps, running_mean(values), color=colour, lw=1.6, ls=style, label=label)
+
+
+def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """Returns the mean of each value and its neighbours, a twentieth of all on each side; NaN where none is finite."""
+    count = len(values)
+    width = count // 20
+    places = np.arange(count)
+    start = np.maximum(places - width, 0)
+    end = np.minimum(places + width + 1, count)
+    is_finite = np.isfinite(values)
+    finite_values = np.where(is_finite, values, 0)
+    sums = np.append(0, np.cumsum(finite_values))
+    counts = np.append(0, np.cumsum(is_finite))
+    window_sums = sums[end] - sums[start]
+    window_counts = counts[end] - counts[start]
     with np.errstate(invalid="ignore"):
-        return (total[end] - total[first]) / (count[end] - count[first])
+        return window_sums / window_counts

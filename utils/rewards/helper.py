@@ -58,8 +58,8 @@ class Failure(NamedTuple):
 Outcome = Rewards | Failure
 
 
-class Settings(NamedTuple):
-    """What the run sends first. `tokens` are variables that only the making of the environment needs."""
+class ScorerSettings(NamedTuple):
+    """Settings of the helper, the first message. `tokens`: variables for the making of the environment only."""
 
     env_name: str
     env_options: Mapping[str, str | int | float | bool]
@@ -83,7 +83,7 @@ def serve(fd: int) -> None:
         while True:
             jobs = run.recv()
             try:
-                reply = pool.score(jobs)
+                reply = pool.score_jobs(jobs)
             except (BrokenEnvironment, OSError) as error:  # OSError: no process or pipe can be made
                 reply = str(error)
             run.send(reply)
@@ -94,12 +94,12 @@ def serve(fd: int) -> None:
 
 
 def max_failures(num_jobs: int, max_error_share: float) -> int:
-    """The number of replies that may have no rewards before the reward itself must be wrong."""
+    """Returns how many replies may have no rewards before the reward itself must be wrong."""
     return max(int(max_error_share * num_jobs), 8)
 
 
 def limit_waits(connection: Connection) -> None:
-    """Makes a send or a receive that stands still for STALL seconds raise BlockingIOError, where it waited for ever."""
+    """Makes a send or a receive raise BlockingIOError after STALL seconds without progress."""
     seconds = struct.pack("ll", STALL, 0)
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
@@ -126,7 +126,7 @@ class Worker:
 
     @property
     def position(self) -> int:
-        """The place in its chunk of the reply that it is at, or was at last; -1 for none."""
+        """Returns the place in its chunk of the reply that it is at, or was at last; -1 for none."""
         return PROGRESS.unpack_from(self.progress)[1]
 
 
@@ -135,7 +135,7 @@ class Pool:
     """Workers, and the request that they are at."""
 
     run: Connection
-    settings: Settings
+    settings: ScorerSettings
     workers: list[Worker] = field(default_factory=list)
     outcomes: list[Outcome | None] = field(default_factory=list)
     queue: deque[int] = field(default_factory=deque)  # jobs that no worker has
@@ -144,8 +144,8 @@ class Pool:
     num_idle_ends: int = 0
     last_alive: float = 0.0
 
-    def score(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """The outcome of each job. Without jobs, waits until a worker has made the environment.
+    def score_jobs(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Returns the outcome of each job. Without jobs, waits until a worker has made the environment.
 
         Raises: EOFError when the run has ended, BrokenEnvironment when a worker cannot make the environment.
         """
@@ -202,7 +202,7 @@ class Pool:
             worker.is_ready = True
             return
         for outcome in message:
-            self.settle(worker.chunk[worker.num_done], outcome)
+            self.set_outcome(worker.chunk[worker.num_done], outcome)
             worker.num_done += 1
         if worker.num_done == len(worker.chunk):
             worker.chunk = ()
@@ -210,21 +210,21 @@ class Pool:
             if worker.num_chunks >= MAX_CHUNKS:
                 self.remove(worker)
 
-    def settle(self, job: int, outcome: Outcome) -> None:
-        """Notes the outcome of a job."""
+    def set_outcome(self, job: int, outcome: Outcome) -> None:
+        """Sets the outcome of a job."""
         self.outcomes[job] = outcome
         self.num_left -= 1
 
     def enforce_limits(self) -> None:
         """Replaces workers that have ended or exceed a limit."""
-        self.reap()
+        self.reap_processes()
         for worker in list(self.workers):
             failure = self.find_failure(worker)
             if failure:
-                self.lose(worker, failure)
+                self.replace_worker(worker, failure)
 
-    def reap(self) -> None:
-        """Notes which keepers have ended. Orphans that were adopted end here too."""
+    def reap_processes(self) -> None:
+        """Collects the exit codes of keepers that have ended, and of adopted orphans."""
         workers = {worker.pid: worker for worker in self.workers}
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -235,7 +235,7 @@ class Pool:
                     workers[pid].exit_code = os.waitstatus_to_exitcode(status)
 
     def find_failure(self, worker: Worker) -> Failure | None:
-        """The reason why a worker must be replaced, if there is one."""
+        """Returns the reason why a worker must be replaced, None where there is none."""
         now = time.monotonic()
         if worker.exit_code is not None:
             return Failure("reward_errors", f"it ended its process with exit code {worker.exit_code}")
@@ -251,8 +251,8 @@ class Pool:
                 return Failure("reward_errors", f"its processes took more than {limit >> 20} MiB of memory")
         return None
 
-    def lose(self, worker: Worker, failure: Failure) -> None:
-        """Replaces a worker: the reply that it was at fails, what it had not begun or not reported is queued again."""
+    def replace_worker(self, worker: Worker, failure: Failure) -> None:
+        """Replaces a worker: the reply that it was at fails, those not begun or not reported are queued again."""
         if not worker.is_ready:
             raise BrokenEnvironment(f"the environment could not be made: {failure.reason}")
         kill_tree(worker.pid)
@@ -269,15 +269,16 @@ class Pool:
             if self.num_idle_ends > MAX_IDLE_ENDS:
                 raise BrokenEnvironment(f"processes end while they score nothing: {failure.reason}")
             return
-        self.settle(lost, failure)
+        self.set_outcome(lost, failure)
         self.num_lost += 1
         if self.num_lost > max_failures(len(self.outcomes), self.settings.max_error_share):
             self.give_up()
 
     def give_up(self) -> None:
-        """Fails what is queued: where a reward always hangs, trying the rest would take hours."""
+        """Fails the queued replies: where a reward always hangs, trying the rest would take hours."""
         while self.queue:
-            self.settle(self.queue.popleft(), Failure("reward_timeouts", "too many other replies had failed to try it"))
+            failure = Failure("reward_timeouts", "too many other replies had failed to try it")
+            self.set_outcome(self.queue.popleft(), failure)
 
     def remove(self, worker: Worker) -> None:
         """Ends a worker and all that it started."""
@@ -295,7 +296,7 @@ class Pool:
 # keepers and workers
 
 
-def start_worker(settings: Settings, inherited: Sequence[Connection]) -> Worker:
+def start_worker(settings: ScorerSettings, inherited: Sequence[Connection]) -> Worker:
     """Forks a keeper, which forks a worker; both close `inherited`, the connections of the helper."""
     ours, theirs = Pipe()
     limit_waits(ours)
@@ -310,13 +311,13 @@ def start_worker(settings: Settings, inherited: Sequence[Connection]) -> Worker:
         end_with_parent(helper)
         for connection in (ours, *inherited):
             connection.close()
-        keep(theirs, progress, settings)
+        run_keeper(theirs, progress, settings)
     finally:
         os._exit(1)
 
 
-def keep(connection: Connection, progress: mmap.mmap, settings: Settings) -> None:
-    """Life of a keeper: forks a worker, waits for its end, kills what it leaves, and ends with its exit code.
+def run_keeper(connection: Connection, progress: mmap.mmap, settings: ScorerSettings) -> None:
+    """Runs a keeper: forks a worker, waits for its end, kills the processes that it leaves, and exits with its code.
 
     An exit code of 128 + n means signal n, as in shells.
     """
@@ -329,7 +330,7 @@ def keep(connection: Connection, progress: mmap.mmap, settings: Settings) -> Non
     if not worker:
         try:
             end_with_parent(keeper)
-            work(connection, progress, settings)
+            run_worker(connection, progress, settings)
         finally:
             os._exit(1)
     connection.close()
@@ -341,8 +342,8 @@ def keep(connection: Connection, progress: mmap.mmap, settings: Settings) -> Non
     os._exit(code if code >= 0 else 128 - code)
 
 
-def work(connection: Connection, progress: mmap.mmap, settings: Settings) -> None:
-    """Life of a worker: makes the environment, then scores chunks until the connection is closed."""
+def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSettings) -> None:
+    """Runs a worker: makes the environment, then scores chunks until the connection is closed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
@@ -351,7 +352,7 @@ def work(connection: Connection, progress: mmap.mmap, settings: Settings) -> Non
         with temporary_variables(settings.tokens):
             env = make_environment(settings.env_name, settings.env_options)
     except BaseException as error:  # noqa: BLE001 (environments are other people's code)
-        connection.send(describe(error))
+        connection.send(describe_failure(error))
         return
     connection.send("")
     with contextlib.suppress(EOFError, OSError):
@@ -385,7 +386,7 @@ def score_chunk(env: Env, jobs: Sequence[Job], connection: Connection, progress:
 
 
 def score_reply(env: Env, problem: Callable[[int], Problem], index: int, text: str) -> Outcome:
-    """The rewards of a reply, or why it has none."""
+    """Returns the rewards of a reply, or the reason why it has none."""
     worker = os.getpid()
     try:
         scores = {str(key): float(value) for key, value in env.score(problem(index), text).items()}
@@ -393,14 +394,14 @@ def score_reply(env: Env, problem: Callable[[int], Problem], index: int, text: s
             raise ValueError(f"the return is {scores['return']}")
         outcome = scores
     except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
-        outcome = Failure("reward_errors", describe(error))
+        outcome = Failure("reward_errors", describe_failure(error))
     if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
         os._exit(0)
     return outcome
 
 
-def describe(error: BaseException) -> str:
-    """An error in a few words, even one that cannot be printed."""
+def describe_failure(error: BaseException) -> str:
+    """Returns an error in 500 characters at most, even one that cannot be printed."""
     try:
         return f"{type(error).__name__}: {error}"[:500]
     except Exception:
@@ -408,7 +409,7 @@ def describe(error: BaseException) -> str:
 
 
 def make_environment(name: str, options: Mapping[str, str | int | float | bool]) -> Env:
-    """The environment of this name, or what a function "module:function" returns."""
+    """Returns the environment of this name, or the one that a function "module:function" returns."""
     if ":" not in name:
         return make_env(name, **options)
     module, function = name.split(":")

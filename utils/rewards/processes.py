@@ -1,4 +1,4 @@
-"""Trees of processes on Linux: what a process has started, how much memory that takes, and how to end all of it.
+"""Trees of processes on Linux: the descendants of a process, their memory, and how to kill them all.
 
 Elsewhere there is no /proc and no prctl: there a tree is a process group, and its memory is not known.
 """
@@ -15,7 +15,7 @@ MAX_ROUNDS = 100  # searches for processes that are started while others are sto
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants whose own parent ends, so that `descendants` finds them."""
+    """Makes this process the parent of orphans among its descendants, so that `descendant_pids` finds them."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -32,8 +32,8 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started or adopted; none where there is no /proc."""
+def child_pids(pid: int) -> list[int]:
+    """Returns the processes that a process has started or adopted; none where there is no /proc."""
     pids = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -41,11 +41,11 @@ def children(pid: int) -> list[int]:
     return pids
 
 
-def descendants(pid: int) -> list[int]:
-    """The children of a process, their children and so on, in sessions of their own or not."""
+def descendant_pids(pid: int) -> list[int]:
+    """Returns the children of a process, their children and so on, in sessions of their own or not."""
     pids, unvisited = [], [pid]
     while unvisited:
-        new = children(unvisited.pop())
+        new = child_pids(unvisited.pop())
         pids += new
         unvisited += new
     return pids
@@ -53,52 +53,52 @@ def descendants(pid: int) -> list[int]:
 
 def kill_tree(pid: int) -> None:
     """Kills a process, its group and all its descendants."""
-    send(pid, signal.SIGSTOP)  # a stopped process starts no other
+    send_signal(pid, signal.SIGSTOP)  # a stopped process starts no other
     kill_descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    send(pid, signal.SIGKILL)
+    send_signal(pid, signal.SIGKILL)
 
 
 def kill_descendants(pid: int) -> None:
     """Kills all descendants of a process. They are stopped first, until no new ones are found."""
     stopped: set[int] = set()
     for _ in range(MAX_ROUNDS):
-        new = set(descendants(pid)) - stopped
+        new = set(descendant_pids(pid)) - stopped
         if not new:
             break
         for child in new:
-            send(child, signal.SIGSTOP)
+            send_signal(child, signal.SIGSTOP)
         stopped |= new
     for child in stopped:
-        send(child, signal.SIGKILL)
+        send_signal(child, signal.SIGKILL)
 
 
-def send(pid: int, number: int) -> None:
+def send_signal(pid: int, number: int) -> None:
     """Sends a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def tree_memory(pid: int, enough: int) -> int:
-    """Bytes in memory of a process and its descendants, shared memory included; 0 where there is no /proc.
+    """Returns the bytes in memory of a process and its descendants, shared memory included; 0 where there is no /proc.
 
     Pages that several of them share are counted for each, and once only (which is slower) if that exceeds `enough`.
     """
-    pids = [pid, *descendants(pid)]
+    pids = [pid, *descendant_pids(pid)]
     total = sum(map(resident_memory, pids))
     return total if total <= enough else sum(map(proportional_memory, pids))
 
 
 def resident_memory(pid: int) -> int:
-    """Bytes of a process in memory."""
+    """Returns the bytes of a process in memory."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def proportional_memory(pid: int) -> int:
-    """Bytes of a process in memory, each page divided by the number of processes that share it."""
+    """Returns the bytes of a process in memory, each page divided by the number of processes that share it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,7 +1,7 @@
 """Scores replies in worker processes, where a reward may hang, crash or raise without harming the run.
 
     with Scorer("countdown", timeout=10) as scorer:
-        rewards, counts = scorer.score([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
+        rewards, counts = scorer.score_replies([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
 
 The workers belong to one helper process, a program of its own (utils/rewards/helper.py): a process that runs JAX must
 not fork, and multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB each, and
@@ -22,12 +22,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
-from utils.rewards.helper import STALL, Failure, Job, Outcome, Rewards, Settings, limit_waits, max_failures
+from utils.rewards.helper import STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
 from utils.rewards.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"
-MAX_WRITTEN = 100  # failures that are kept to be looked at
+MAX_WRITTEN = 100  # failures that are written to a file
 
 # Environment variables that workers see; a key that a reward needs is given to it as REWARD_...
 PASSED = re.compile(
@@ -35,6 +35,8 @@ PASSED = re.compile(
     r"|PYTHON\w+|CONDA_\w+|XDG_\w+|HF_\w+|CUDA_\w+|NVIDIA_\w+|OMP_\w+|MKL_\w+|OPENBLAS_\w+|NUMEXPR_\w+"
     r"|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_proxy|\w+_PROXY|REWARD_\w+"
 )
+Scores = tuple[list[Rewards | None], dict[str, int]]  # rewards of each reply, None for a failure; counts of failures
+
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
 
 
@@ -60,12 +62,13 @@ class Scorer:
     ):
         num_workers = num_workers or min(os.cpu_count() or 1, 16)
         tokens = {name: os.environ[name] for name in TOKENS if name in os.environ}
-        self.settings = Settings(env_name, dict(env_options or {}), num_workers, timeout, max_error_share, tokens)
+        self.settings = ScorerSettings(env_name, dict(env_options or {}), num_workers, timeout, max_error_share, tokens)
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
-        self.num_failures, self.is_closed = 0, False
+        self.num_failures = 0
+        self.is_closed = False
         self.start()
 
-    def score(self, indices: Sequence[int], texts: Sequence[str]) -> tuple[list[Rewards | None], dict[str, int]]:
+    def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> Scores:
         """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
 
         A reply that exceeded its time limit, killed its worker or made the reward raise has None in place of rewards.
@@ -74,34 +77,38 @@ class Scorer:
         is wrong, not the replies.
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
-        return self.judge(jobs, self.ask(jobs))
+        return self.check_failures(jobs, self.request_outcomes(jobs))
 
-    def judge(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> tuple[list[Rewards | None], dict[str, int]]:
-        """Returns (and raises) what `score` does, from the outcome of each job."""
-        failures = [(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, Failure)]
-        counts = {kind: sum(f.kind == kind for _, f in failures) for kind in ("reward_timeouts", "reward_errors")}
-        self.report(failures)
+    def check_failures(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> Scores:
+        """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
+        failures = []
+        counts = {"reward_timeouts": 0, "reward_errors": 0}
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                failures.append((job, outcome))
+                counts[outcome.kind] += 1
+        self.report_failures(failures)
         if len(failures) > max_failures(len(jobs), self.settings.max_error_share):
             reason = failures[0][1].reason
             raise RuntimeError(f"The reward failed for {len(failures)} of {len(jobs)} replies: {reason!r}")
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
-    def report(self, failures: Sequence[tuple[Job, Failure]]) -> None:
-        """Warn about the first failure of the run, and keep the first ones in a file."""
+    def report_failures(self, failures: Sequence[tuple[Job, Failure]]) -> None:
+        """Warns about the first failure of the run, and writes the first MAX_WRITTEN ones to a file."""
         if failures and not self.num_failures:
             where = f"; see {self.failures_file}" if self.failures_file else ""
             print(f"warning: a reply got no score: {failures[0][1].reason!r}{where}.", file=sys.stderr)
-        keep = failures[: max(0, MAX_WRITTEN - self.num_failures)]
+        num_writable = max(0, MAX_WRITTEN - self.num_failures)
         self.num_failures += len(failures)
-        if keep and self.failures_file:
+        if failures[:num_writable] and self.failures_file:
             self.failures_file.parent.mkdir(parents=True, exist_ok=True)
             with self.failures_file.open("a") as file:
-                for (index, text), failure in keep:
+                for (index, text), failure in failures[:num_writable]:
                     record = {"env": self.settings.env_name, "problem": index, "reason": failure.reason, "text": text}
                     file.write(json.dumps(record) + "\n")
 
-    def ask(self, jobs: list[Job]) -> list[Outcome]:
-        """Has the helper score replies; a helper that is lost or stuck is replaced once. Empty when the scorer closes.
+    def request_outcomes(self, jobs: list[Job]) -> list[Outcome]:
+        """Returns outcomes from the helper, replaced once where it is lost or stuck; empty when the scorer closes.
 
         Raises: RuntimeError when scoring failed twice.
         """
@@ -109,7 +116,7 @@ class Scorer:
         for _ in range(2):
             try:
                 self.connection.send(jobs)
-                reply = self.receive()
+                reply = self.receive_reply()
             except TimeoutError as error:
                 reply = str(error)
             except (EOFError, OSError):
@@ -124,7 +131,7 @@ class Scorer:
             self.start()
         raise RuntimeError(f"Scoring failed twice in a row: {reason}")
 
-    def receive(self) -> list[Outcome] | str:
+    def receive_reply(self) -> list[Outcome] | str:
         """Returns the helper's reply: outcomes, or an error.
 
         Raises: EOFError or OSError when the helper is lost or the scorer closes; TimeoutError when it gives no sign of
@@ -158,7 +165,7 @@ class Scorer:
         try:
             self.connection.send(self.settings)
             self.connection.send([])
-            reply = self.receive()
+            reply = self.receive_reply()
         except (EOFError, OSError) as error:
             self.kill()
             raise RuntimeError("The helper process for scoring did not start; it says above why.") from error
@@ -167,7 +174,7 @@ class Scorer:
             raise ValueError(f"{self.settings.env_name}: {reply}")
 
     def close(self) -> None:
-        """Stop the workers; takes a second at most, and cannot hang."""
+        """Stops the workers; waits for 5 seconds at most, then kills them."""
         self.is_closed = True
         self.connection.close()
         try:
@@ -178,7 +185,7 @@ class Scorer:
     def kill(self) -> None:
         """Ends the helper and everything it started, at once."""
         self.connection.close()
-        if self.process.returncode is None:  # else the number may be another's by now
+        if self.process.returncode is None:  # else another process may have the number
             kill_tree(self.process.pid)
             self.process.wait()
 
@@ -190,43 +197,52 @@ class Scorer:
 
 
 def worker_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that workers see: those they need to run, and no keys, tokens or passwords."""
+    """Returns the environment variables that workers see: those they need to run, and no keys, tokens or passwords."""
     return {name: value for name, value in variables.items() if PASSED.fullmatch(name) and name not in TOKENS}
 
 
-class Stream:
-    """Scores replies of one rollout in the background, while others are sampled: a context manager.
+class ScoringStream:
+    """Scores the replies of one rollout in a thread, while others are sampled: a context manager.
 
-    A request takes all that have come since the one before it: however long a reply keeps it, the end waits for two.
+    A request has all replies that were added since the one before it, so that `finish` waits for two at most.
     """
 
     def __init__(self, scorer: Scorer):
-        self.scorer, self.queue = scorer, SimpleQueue()
+        self.scorer = scorer
+        self.queue: SimpleQueue[dict[int, Job] | None] = SimpleQueue()  # None: no more
         self.outcomes: dict[int, tuple[Job, Outcome]] = {}
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread = threading.Thread(target=self.score_until_closed, daemon=True)
 
     def add(self, jobs: dict[int, Job]) -> None:
-        """Replies to score, by the number of their row."""
+        """Adds replies to score, by the number of their row."""
         self.queue.put(jobs)
 
-    def run(self) -> None:
+    def score_until_closed(self) -> None:
+        """Requests scores until None is in the queue; runs in the thread."""
         try:
             is_open = True
             while is_open:
-                parts = [self.queue.get()]
+                additions = [self.queue.get()]
                 while not self.queue.empty():
-                    parts.append(self.queue.get())
-                is_open = None not in parts
-                jobs = {row: job for part in parts if part for row, job in part.items()}
-                if jobs:
-                    outcomes = self.scorer.ask([*jobs.values()])
-                    self.outcomes |= zip(jobs, zip(jobs.values(), outcomes, strict=False), strict=False)
+                    additions.append(self.queue.get())
+                is_open = None not in additions
+                self.score_additions(additions)
         except BaseException as error:  # noqa: BLE001 (raised again by `finish`)
             self.error = error
 
+    def score_additions(self, additions: Sequence[dict[int, Job] | None]) -> None:
+        """Scores all replies that were added, with one request."""
+        jobs: dict[int, Job] = {}
+        for addition in additions:
+            jobs |= addition or {}
+        if jobs:
+            outcomes = self.scorer.request_outcomes([*jobs.values()])  # empty where the scorer closes
+            pairs = zip(jobs.values(), outcomes, strict=False)
+            self.outcomes |= zip(jobs, pairs, strict=False)
+
     def finish(self) -> dict[int, tuple[Job, Outcome]]:
-        """The job and the outcome of each row, once all are there; raises what went wrong."""
+        """Returns the job and the outcome of each row, once all are scored; raises the error of the thread."""
         self.queue.put(None)
         self.thread.join()
         if self.error:

@@ -1,4 +1,4 @@
-"""Training states to go on from: written by Orbax in the background, whole or not at all, and checked when read."""
+"""Training states to resume from: written by Orbax in the background, whole or not at all, and checked when read."""
 
 import contextlib
 import json
@@ -8,15 +8,19 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from jaxtyping import PyTree
 
 from utils.devices.sharding import Layout
+from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError
 from utils.training.state import fingerprint
+
+Progress = dict[str, JSON]  # of a run: step, cursor and the like
 
 
 class Unraisable(Protocol):
@@ -26,7 +30,7 @@ class Unraisable(Protocol):
     exc_traceback: TracebackType | None
 
 
-class States:
+class CheckpointManager:
     """The training states in a folder, by step; all processes call every method.
 
     Raises: OSError where one cannot be written; an error of the writing in the background is raised by a later call.
@@ -35,72 +39,76 @@ class States:
     def __init__(self, folder: epath.PathLike, keep: int, layout: Layout):
         silence_orbax()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
-        self.manager, self.layout = ocp.CheckpointManager(folder, options=options), layout
+        self.manager = ocp.CheckpointManager(folder, options=options)
+        self.layout = layout
 
     @property
     def steps(self) -> list[int]:
-        """Those that were written to the end, newest first."""
+        """Returns the steps whose states were written completely, newest first."""
         return sorted(self.manager.all_steps(), reverse=True)
 
-    def save(self, step: int, state: Any, progress: dict) -> None:
-        """Starts to write a state and its progress (JSON values)."""
+    def save(self, step: int, state: PyTree, progress: Progress) -> None:
+        """Starts to write a state and its progress."""
         progress = progress | {"checksum": self.checksum(state, progress)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
         with write_errors():
             self.manager.save(step, args=args)
 
-    def check(self) -> None:
-        """Raises what has gone wrong in the background."""
+    def check_errors(self) -> None:
+        """Raises the OSError of a write in the background that has failed."""
         with write_errors():
             self.manager.check_for_errors()
 
     def close(self) -> None:
-        """Waits for what is still being written."""
+        """Waits for the writes in the background."""
         with write_errors():
             self.manager.wait_until_finished()
             self.manager.close()
 
-    def restore(self, state: Any) -> tuple[Any, dict]:
-        """The newest whole state, laid out as `state`, and the progress saved with it; `state` and {} without any.
+    def restore(self, state: PyTree) -> tuple[PyTree, Progress]:
+        """Returns the newest whole state, laid out as `state`, and its progress; `state` and {} where there is none.
 
-        The arrays of `state` are gone where another is found: memory holds one. Damaged states are set aside, and told.
+        The arrays of `state` are deleted where another is restored, since memory holds one. Damaged states are renamed,
+        with a warning.
 
         Raises: UserError when there are states, and all of them are damaged.
         """
-        damaged, steps = {}, self.steps
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        if steps:
-            jax.tree.map(lambda x: x.delete(), state)
+        steps = self.steps
+        if not steps:
+            return state, {}
+        abstract = jax.tree.map(abstract_array, state)
+        jax.tree.map(lambda x: x.delete(), state)
+        damaged: dict[int, str] = {}
         for step in steps:
-            found, reason = self.read(step, abstract)
-            if found:
-                self.set_aside(damaged)
-                return found
+            restored, reason = self.read_step(step, abstract)
+            if restored:
+                self.rename_damaged(damaged)
+                return restored
             damaged[step] = reason
-        if damaged:
-            told = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-            raise UserError(f"none of the training states in {self.manager.directory} can be read ({told})")
-        return state, {}
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+        raise UserError(f"none of the training states in {self.manager.directory} can be read ({reasons})")
 
-    def read(self, step: int, abstract: Any) -> tuple[tuple[Any, dict] | None, str]:
-        """State and progress of a step, or None and why they cannot be used."""
+    def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, Progress] | None, str]:
+        """Returns the state and the progress of a step, or None and the reason why they cannot be used."""
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
-        restored, reason = None, "another process cannot read it"
+        restored = None
+        reason = "another process cannot read it"
         try:
             restored = self.manager.restore(step, args=args)
-        except Exception as error:  # noqa: BLE001 (damage has many faces: tensorstore, JSON and the file system raise)
+        except Exception as error:  # noqa: BLE001 (tensorstore, JSON and the file system raise for damage)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if not all(self.layout.on_all(restored is not None)):
+        if not all(self.layout.gather_values(restored is not None)):
             return None, reason
         progress = dict(restored.progress)
         if progress.pop("checksum", None) != self.checksum(restored.state, progress):
             return None, "its checksum is wrong"
         return (restored.state, progress), ""
 
-    def set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Renames damaged states, since the run comes to those steps again, and says so."""
+    def rename_damaged(self, damaged: Mapping[int, str]) -> None:
+        """Renames damaged states, since the run reaches those steps again, and prints a warning."""
         for step, reason in damaged.items():
-            folder, aside = (self.manager.directory / name for name in (str(step), f"{step}.damaged"))
+            folder = self.manager.directory / str(step)
+            aside = self.manager.directory / f"{step}.damaged"
             if self.layout.is_main:
                 print(f"warning: the training state of step {step} is damaged and set aside ({reason})", flush=True)
                 if aside.exists():
@@ -110,10 +118,16 @@ class States:
             self.layout.broadcast("renamed")
             self.manager.reload()
 
-    def checksum(self, state: Any, progress: dict) -> int:
-        """One number of every bit of the state, on any mesh, and of the progress."""
+    def checksum(self, state: PyTree, progress: Progress) -> int:
+        """Returns a number that depends on every bit of the state, the same on any mesh, and on the progress."""
         numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
-        return zlib.crc32(json.dumps([numbers, progress], sort_keys=True).encode())
+        text = json.dumps([numbers, progress], sort_keys=True)
+        return zlib.crc32(text.encode())
+
+
+def abstract_array(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape, the type and the sharding of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 class LateCallbacks:
@@ -135,7 +149,7 @@ class LateCallbacks:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """False for what asyncio logs of Orbax's tasks that fail beside the first one, whose error Orbax raises."""
+    """True unless asyncio logs an Orbax task that failed after the first one, whose error Orbax raises."""
     text = record.getMessage()
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
     places = [text, *(frame.filename for frame in frames)]
@@ -144,7 +158,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def silence_orbax() -> None:
-    """Leaves the errors that Orbax raises, and drops the tracebacks that it prints besides."""
+    """Drops the tracebacks that Orbax prints beside the errors that it raises."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # the traceback of each error that it raises
     logging.getLogger("asyncio").addFilter(is_news)
     if not isinstance(sys.unraisablehook, LateCallbacks):
@@ -153,7 +167,7 @@ def silence_orbax() -> None:
 
 @contextlib.contextmanager
 def write_errors() -> Iterator[None]:
-    """Around what writes: whatever the libraries of storage raise there is an OSError of one line."""
+    """Turns the errors of storage libraries in the block into an OSError of one line."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 (their errors have no type of their own)

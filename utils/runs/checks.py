@@ -1,4 +1,4 @@
-"""What keeps a run from writing to its folder, found before training begins."""
+"""Checks before training that the run can write to its folder."""
 
 import os
 import re
@@ -22,34 +22,34 @@ def check_name(save_dir: str) -> None:
 
 
 def check_folder(directory: Path) -> None:
-    """Raises UserError naming what stands in a run folder where the run is going to write something else."""
+    """Raises UserError naming an entry of a run folder that is in the way of files or folders of the run."""
     for name in FOLDERS:
         path = directory / name
         if os.path.lexists(path) and not path.is_dir():
-            raise UserError(in_the_way(path, "is not a folder"))
+            raise UserError(obstacle_message(path, "is not a folder"))
     for name in FILES:
         path = directory / name
         if os.path.lexists(path) and not path.is_file():
-            raise UserError(in_the_way(path, "is not a file"))
+            raise UserError(obstacle_message(path, "is not a file"))
     for path in (directory / "state").glob("*"):
         if path.is_symlink():  # Orbax would take the states beside it for those of another format
-            raise UserError(in_the_way(path, "is a link"))
+            raise UserError(obstacle_message(path, "is a link"))
 
 
 def check_models(directory: Path, resume_step: int) -> None:
-    """Raises UserError naming what stands where models of later steps than `resume_step` are going to be saved."""
+    """Raises UserError naming an entry that is in the way of models of later steps than `resume_step`."""
     for path in directory.iterdir():
         step = re.fullmatch(r"step(\d+)", path.name)
         is_later = step is not None and int(step[1]) > resume_step
         if not is_later and path.name != "best":
             continue
         if not path.is_dir():
-            raise UserError(in_the_way(path, "is not a folder"))
+            raise UserError(obstacle_message(path, "is not a folder"))
         for entry in path.iterdir():
             if entry.is_dir():
-                raise UserError(in_the_way(entry, "is a folder within that of a model"))
+                raise UserError(obstacle_message(entry, "is a folder within that of a model"))
 
 
-def in_the_way(path: Path, reason: str) -> str:
+def obstacle_message(path: Path, reason: str) -> str:
     """Returns the sentence for a path that the run cannot write to."""
     return f"{path} {reason}, and is in the way of what this run writes: move it, or name another --save_dir"

@@ -1,22 +1,23 @@
-"""Fingerprints of environments: whether processes, or a run and what goes on with it, see the same problems."""
+"""Fingerprints of environments, to check that all processes, and a resumed run, see the same problems."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from utils.devices.sharding import Layout
+from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError
 
-NUM_SAMPLED = 64  # problems that stand for an environment that makes them up; of rows, all count
+NUM_SAMPLED = 64  # problems of a generated environment that are compared; of rows, all are
 
 
 class Problem(Protocol):
     messages: Sequence[Mapping[str, str]]
-    answer: Any
+    answer: object
 
 
 class Environment(Protocol):
@@ -27,7 +28,7 @@ class Environment(Protocol):
         """Returns the problem with this number."""
 
 
-def fingerprint(env: Environment) -> str:
+def fingerprint_env(env: Environment) -> str:
     """Returns the number of problems and a digest of their messages and answers."""
     count = min(env.num_tasks, NUM_SAMPLED) if env.is_generated else env.num_tasks
     digest = hashlib.blake2b(digest_size=8)
@@ -37,8 +38,8 @@ def fingerprint(env: Environment) -> str:
     return f"{env.num_tasks:,} problems, digest {digest.hexdigest()}"
 
 
-def stable(value: Any) -> Any:
-    """Returns what stands for a value that JSON lacks, the same in every process: no addresses, no order of a set."""
+def stable(value: object) -> JSON:
+    """Returns a substitute for a value that JSON lacks, equal in every process: no addresses, no order of a set."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
@@ -48,7 +49,7 @@ def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
     """Raises UserError, on all processes, when one of them sees other problems than process 0."""
     for name, here in fingerprints.items():
         is_same = layout.broadcast(here) == here
-        if not all(layout.on_all(is_same)):
+        if not all(layout.gather_values(is_same)):
             raise UserError(
                 f"processes see different problems of {name} (here: {here}): give all hosts the same files, library "
                 "versions and revision of the data set"

@@ -8,34 +8,47 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Protocol, Self
 
 import jax
 import numpy as np
-from etils import epath
 
-from utils.devices.sharding import Layout, LayoutConfig
-from utils.metrics.logger import Logger, forgiving_output
+from core.records import Batch, Episodes, Progress
+from models.checkpoint import find_local, find_model, save_model
+from models.names import Params
+from models.qwen3 import Qwen
+from models.tokenizer import Tokenizer
+from utils.devices.compile_log import Compilations
+from utils.devices.sharding import Layout
+from utils.evaluation.tables import find_checkpoints
+from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import SinkConfig, open_sinks
+from utils.metrics.terminal import waiting
 from utils.reporting.page import write_report
-from utils.reporting.plots import before_and_after, plot
-from utils.runs.checkpoints import States, write_errors
+from utils.reporting.plots import before_and_after, plot_run
+from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
+from utils.runs.bucket import Bucket, is_bucket, local_folder
+from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
-from utils.runs.fingerprints import Environment, compare_processes, compare_runs, fingerprint
+from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
 from utils.runs.lock import FolderLock
+from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
-from utils.settings.config import option, to_dict
-from utils.settings.errors import UserError, user_errors
-from utils.settings.lmpo import LmpoConfig
-from utils.training.batching import concatenate
+from utils.settings.config import option, options_of, to_dict
+from utils.settings.environments import RolloutSettings
+from utils.settings.errors import UserError
+from utils.training.state import TrainState
+
+PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
+DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
 
 
 @dataclass(frozen=True)
@@ -43,135 +56,126 @@ class RunConfig(SinkConfig):
     """Run folder and logging."""
 
     save_dir: str = option(
-        "", "run folder, also gs://... or s3://...; a run found there is resumed; empty: runs/<environment>-<time>"
-    )  # fmt: skip
-    resume: str = option(
-        "auto", "a run found in --save_dir; auto: goes on unless settings have changed what it means, force: goes on "
-        "even then, never: is left alone", ["auto", "force", "never"]
-    )  # fmt: skip
-    save_interval: int = option(20, "steps between saved models and states; 0: only at the end")
-    save_best: bool = option(False, "keep the model with the best held-out return so far in best/, from step 0 on")
-    keep: int = option(2, "training states kept")
-    save_rollouts: str = option(
-        "sample", "rollouts written per step; all: also their token ids, masks and returns", ["all", "sample", "none"]
+        "",
+        "Run folder, local or gs://... or s3://...; a run in it is resumed; empty: runs/<environment>-<time>",
+        resumable=True,
+        essential=True,
     )
-    sample_interval: int = option(10, "steps between example completions on the terminal; 0: none")
+    resume: str = option(
+        "auto",
+        "Treatment of a run in --save_dir; auto: resumed unless an option that changes its results differs, force: "
+        "resumed in any case, never: an error",
+        ["auto", "force", "never"],
+        resumable=True,
+    )
+    save_interval: int = option(
+        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True, essential=True
+    )
+    save_best: bool = option(
+        False,
+        "Copy of the model with the best held-out return so far, in <save_dir>/best; step 0 counts",
+        resumable=True,
+    )
+    keep: int = option(2, "Number of training states kept, the latest", resumable=True)
+    save_rollouts: str = option(
+        "sample",
+        "Rollouts written at each step; sample: two groups, all: all groups, with token ids, masks and returns",
+        ["all", "sample", "none"],
+        resumable=True,
+    )
+    sample_interval: int = option(10, "Steps between example completions on the terminal; 0: none", resumable=True)
+    profile: bool = option(False, "jax.profiler trace of the run's third step, in <save_dir>/profile", resumable=True)
 
     def __post_init__(self):
         if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
             raise UserError("--save_interval and --sample_interval must not be negative, --keep at least 1")
 
 
-MAY_CHANGE = {  # when a run goes on: where and how fast it runs, what it writes; all the rest is its meaning
-    *(field.name for cls in (LayoutConfig, RunConfig, LmpoConfig) for field in fields(cls)),  # lmpo's set other fields
-    "data_dir", "num_score_workers", "score_timeout", "max_error_share", "inference_batch_per_device",
-    "tokens_per_microbatch", "use_remat", "remat", "unroll_layers", "attention", "max_skipped_updates", "test_interval",
-    "test_greedy", "precompile", "profile",
-}  # fmt: skip
-LENGTH = {"max_steps", "num_epochs"}  # the same, but where the learning rate is on its way to 0 at the end
+class RunSettings(Protocol):
+    """Settings of a training run: composed groups, of which this file reads one."""
+
+    model_dir: str
+    run: RunConfig
 
 
 class Run:
     """A run folder; all processes call every method, the main one writes.
 
-    A bucket (gs://, s3://) cannot append to files: there the training state is written to it by Orbax, and everything
-    else to runs/gs/..., from which the bucket gets what is new whenever a state is saved.
+    As a context manager (`start`), around all that may run long, it ends the run: a signal or a failure to write ends
+    it with the newest state saved, in one sentence.
 
-    As a context manager, around all that may run long, it ends the run: `reached` says what there is to save. A signal
-    or a failure to write ends it with the newest state saved, in one sentence.
-
-    Raises: OSError when the folder cannot be made or written, UserError when it holds a run that must not go on.
+    Raises: OSError when the folder cannot be made or written, UserError when it holds a run that must not be resumed,
+    or when processes see different problems.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout):
-        check_name(config.save_dir)
-        name = config.save_dir or make_default_folder(config.env_name, layout)
-        self.bucket, self.uploaded = epath.Path(name) if is_bucket(name) else None, {}
-        self.directory = local_folder(name)
-        self.config, self.layout, self.signals = config, layout, Signals()
-        self.fingerprints: dict[str, str] = {}  # of the environments, by name
-        self.newest: tuple[int, Any, dict] | None = None  # step, state, progress: what is lost if it is not saved
-        self.next_drawing = 0.0  # of plot.png and report.html, by the clock
-        is_new = not config.save_dir or not self.directory.exists()
+    def __init__(self, settings: RunSettings, layout: Layout, environments: Mapping[str, RolloutSettings]):
+        self.config, self.layout, self.signals = settings.run, layout, Signals()
+        self.model_dir = resolve_model_dir(settings.model_dir)
+        self.settings = to_dict(settings) | {"model_dir": self.model_dir}
+        self.environments = environments
+        save_dir = self.config.save_dir
+        check_name(save_dir)
+        folder = save_dir or make_default_folder(environments["env"].name, layout)
+        self.directory = local_folder(folder)
+        self.bucket = Bucket(folder, self.directory) if is_bucket(folder) else None
+        is_new = not save_dir or not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)
         check_folder(self.directory)
         self.lock = take_lock(self.directory, is_new, layout)
-        if self.lock:  # it ends with the run, or, where that fails before it begins, with this object
+        if self.lock:  # released with the run, or, where that fails before it begins, with this object
             self.release = weakref.finalize(self, self.lock.release)
         if self.bucket:
-            self.download()
-        self.states = States((self.bucket or self.directory) / "state", config.keep, layout)
-        if self.states.steps:
-            check_settings(self.directory / "config.json", to_dict(config), config.resume)
-
-    def check_data(self, envs: Mapping[str, Environment]) -> None:
-        """Raises UserError when processes see different problems, or others than the run before them did."""
-        self.fingerprints = {name: fingerprint(env) for name, env in envs.items()}
-        compare_processes(self.fingerprints, self.layout)
-        if self.states.steps:
+            self.bucket.download()
+        state_folder = self.bucket.path if self.bucket else self.directory
+        self.checkpoints = CheckpointManager(state_folder / "state", self.config.keep, layout)
+        self.fingerprints = {played.name: fingerprint_env(played.env) for played in environments.values()}
+        if self.checkpoints.steps:
+            resumable = {option.name for option in options_of(type(settings)).values() if option.resumable}
+            check_settings(self.directory / "config.json", self.settings, self.config.resume, resumable)
+        compare_processes(self.fingerprints, layout)
+        if self.checkpoints.steps:
             compare_runs(self.directory / "data.json", self.fingerprints, self.config.resume)
+        self.resumed: Progress | None = None
+        self.newest: tuple[TrainState, Progress] | None = None  # lost if it is not saved
+        self.num_steps = 0  # of this process
+        self.times: dict[str, float] = {}  # seconds of the phases of a step
+        self.step_start = 0.0  # by the clock
+        self.next_drawing = 0.0  # by the clock
+        self.stack = contextlib.ExitStack()
 
-    def reached(self, step: int, state: Any, progress: dict, is_due: bool) -> None:
-        """Tells what there is to save, and saves it in the background when it is due; draws then, and now and then.
+    def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
+        """Returns the newest whole state and its progress; `state` and the beginning where there is none."""
+        state, saved = self.checkpoints.restore(state)
+        if not saved:
+            return state, Progress()
+        self.resumed = Progress(**saved)
+        return state, self.resumed
 
-        Raises: OSError when an earlier save has failed, or another run has taken the folder.
-        """
-        self.newest = (step, state, progress)
-        if self.lock and self.lock.is_lost:
-            self.newest = None
-            raise OSError(f"another process has taken {self.directory}, after a long silence of this one")
-        self.states.check()
-        if is_due or time.monotonic() > self.next_drawing:
-            self.draw()
-        if is_due:
-            self.save()
-
-    def save(self) -> None:
-        """Writes the newest state in the background; what is half-written is never gone on from."""
-        newest, self.newest = self.newest, None
-        self.upload()
-        self.states.save(*newest)
-
-    def upload(self) -> None:
-        """Copies what is new to the bucket; a resumed run drops what its state does not know of."""
-        for path in self.directory.rglob("*") if self.bucket and self.layout.is_main else ():
-            name, time_written = path.relative_to(self.directory), path.stat().st_mtime_ns
-            if path.is_file() and name.parts[0][0] != "." and self.uploaded.get(name) != time_written:
-                with write_errors():
-                    copy(path, self.bucket / str(name))
-                self.uploaded[name] = time_written
-
-    def download(self) -> None:
-        """Gets what a run in the bucket needs to go on: perhaps this machine has never seen it.
-
-        Raises: UserError when the bucket cannot be read.
-        """
-        try:
-            for name in ("config.json", "data.json", "metrics.jsonl", "wandb_id", "mlflow_run_id"):
-                if (self.bucket / name).exists():
-                    copy(self.bucket / name, self.directory / name)
-        except Exception as error:  # noqa: BLE001 (each storage library has errors of its own)
-            raise UserError(f"--save_dir {self.bucket} cannot be read ({error})") from error
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Around what may be abandoned half-way, while the newest state stands: a signal ends the run here.
-
-        Several processes must stop at the same place: they finish this and the step.
-        """
-        if asked := max(self.layout.on_all(self.signals.received or 0)):
-            self.signals.received = signal.Signals(asked)
-            raise Stop
-        with contextlib.nullcontext() if self.layout.mesh.is_multi_process else self.signals.raising():
-            yield
+    def start(self, model: Qwen, tokenizer: Tokenizer, workers: Iterable[AbstractContextManager]) -> Self:
+        """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it."""
+        self.model, self.tokenizer, self.workers = model, tokenizer, workers
+        is_main = self.layout.is_main
+        resume_step = self.resumed.step if self.resumed else -1
+        check_models(self.directory, resume_step)
+        if is_main:
+            write_json(self.directory / "config.json", self.settings)
+            write_json(self.directory / "data.json", self.fingerprints)
+        sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
+        self.logger = Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
+        self.compilations = Compilations(self.directory / "programs.jsonl" if is_main else None)
+        return self
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.logger)
+            stack.enter_context(self.compilations)
             if self.lock:
                 stack.callback(self.release)
-            stack.enter_context(forgiving_output())
+            stack.enter_context(lossy_output())
             stack.enter_context(self.signals)
             self.stack = stack.pop_all()
+        for worker in self.workers:
+            self.stack.enter_context(worker)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
@@ -180,40 +184,173 @@ class Run:
         Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1).
         """
         with self.stack:
+            is_stopped = kind is Stop
             try:
-                # After an error, the others may not come along to save; within an update, the arrays are given away.
-                together = kind in (None, Stop) or not self.layout.mesh.is_multi_process
-                if self.newest and together and not any(x.is_deleted() for x in jax.tree.leaves(self.newest[1])):
-                    self.save()
-                self.states.close()
-                if kind is Stop:
-                    self.layout.broadcast("saved")  # before one leaves, which would end the others
+                # After an error, the other processes may not come here to save.
+                if is_stopped or kind is None or not self.layout.mesh.is_multi_process:
+                    self.save_newest()
+                self.checkpoints.close()
+                if is_stopped:
+                    self.layout.broadcast("saved")  # before one process leaves, which would end the others
             except OSError as failure:
-                error = error if kind and kind is not Stop else failure
-            steps = self.states.steps
-            saved = f"step {steps[0]} is saved: the same command goes on from there" if steps else "no step is saved"
-            if isinstance(error, OSError):
-                print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
-                raise SystemExit(1) from error
-            if isinstance(error, Stop):
-                if self.layout.is_main:
-                    print(f"stopped by {self.signals.received.name}; {saved}")
-                raise SystemExit(128 + self.signals.received)
+                error = error if kind and not is_stopped else failure
+            self.exit_on(error)
 
-    def write_rollouts(self, step: int, rows: list[dict], played: list) -> None:
-        """Writes one JSON object per rollout: of all, with the arrays of all, or of the first two groups."""
+    def exit_on(self, error: BaseException | None) -> None:
+        """Prints how the run ended, and what is saved. Raises: SystemExit, see __exit__."""
+        steps = self.checkpoints.steps
+        saved = f"step {steps[0]} is saved: the same command goes on from there" if steps else "no step is saved"
+        if isinstance(error, OSError):
+            print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
+            raise SystemExit(1) from error
+        if isinstance(error, Stop):
+            if self.layout.is_main:
+                print(f"stopped by {self.signals.received.name}; {saved}")
+            raise SystemExit(128 + self.signals.received)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase of a step, and shows on the terminal that it is waited for.
+
+        A signal ends the run at once in the phase "rollout", where the newest state is whole, and else after the step.
+        """
+        clock = time.perf_counter()
+        if name == "rollout":
+            self.step_start = clock
+            self.trace_third_step()
+        can_stop = self.interruptible() if name == "rollout" else contextlib.nullcontext()
+        with can_stop, waiting(PHASES[name]):
+            yield
+        self.times[f"times/{name}"] = time.perf_counter() - clock
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Lets a signal end the run at any moment inside, since the newest state is whole.
+
+        Several processes must stop at the same place: they finish this and the step.
+        """
+        received = max(self.layout.gather_values(self.signals.received or 0))
+        if received:
+            self.signals.received = signal.Signals(received)
+            raise Stop
+        with contextlib.nullcontext() if self.layout.mesh.is_multi_process else self.signals.raising():
+            yield
+
+    def trace_third_step(self) -> None:
+        """Starts jax.profiler in the third step, which is past compilation, under --profile."""
+        if self.config.profile and self.num_steps == 2:
+            jax.profiler.start_trace(str(self.directory / "profile"))
+            self.stack.callback(stop_trace)
+
+    def save_model(self, name: str, params: Params) -> None:
+        """Writes a Hugging Face folder of this name."""
+        layout = self.layout
+        save_model(self.directory / name, self.model, params, self.tokenizer, "", layout.fetch, layout.is_main)
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns lines for people: how each environment is played, what it left out, and where the run is written."""
+        environments = self.environments.values()
+        lines = [played.describe() for played in environments]
+        lines += [played.env.note for played in environments if played.env.note]
+        verb = f"resuming at step {self.resumed.step} in" if self.resumed else "writing to"
+        return [*lines, f"{verb} {self.directory}"]
+
+    def print(self, *lines: str) -> None:
+        """Prints lines in the main process."""
+        self.logger.say(*lines)
+
+    def print_compilations(self) -> None:
+        """Prints how many programs were compiled ahead; the metrics of the first step do not count them."""
+        text = "compiled ahead: {compile/num_programs} programs, {compile/num_from_cache} more were in the cache"
+        self.print(text.format_map(self.compilations.take_metrics()))
+
+    def log_start(self, metrics: dict[str, float], state: TrainState, progress: Progress) -> Progress:
+        """Logs the evaluation before the first step; returns the progress with its score as the best one."""
+        self.logger.log(0, metrics)
+        self.logger.line(0, metrics)
+        if self.config.save_best:
+            self.save_model("best", state.params)
+        return replace(progress, best=selection_score(metrics))
+
+    def end_step(
+        self,
+        progress: Progress,
+        state: TrainState,
+        metrics: dict[str, float | list[float]],
+        episodes: Episodes,
+        batch: Batch,
+        is_last: bool,
+    ) -> Progress:
+        """Logs a step, writes its rollouts, and saves models and state where they are due; returns the progress.
+
+        Raises: OSError when an earlier save has failed, or another run has taken the folder.
+        """
+        step = progress.step
+        if self.config.profile and self.num_steps == 2:
+            stop_trace()
+        metrics |= self.compilations.take_metrics()
+        metrics["rollout/total_rollouts"] = progress.num_rollouts
+        metrics["times/step"] = time.perf_counter() - self.step_start
+        metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
+        self.logger.log(step, metrics)
+        self.logger.line(step, metrics)
+        self.write_rollouts(step, episodes, batch, is_last)
+        score = selection_score(metrics)
+        is_best = score is not None and (progress.best is None or score > progress.best)
+        if self.config.save_best and is_best:
+            progress = replace(progress, best=score)
+            self.save_model("best", state.params)
+        is_saved = is_last or is_due(step, self.config.save_interval)
+        if is_saved:
+            self.save_model(f"step{step}", state.params)
+        self.num_steps += 1
+        self.newest = state, progress
+        self.check_lock()
+        self.checkpoints.check_errors()
+        if is_saved or time.monotonic() > self.next_drawing:
+            self.draw()
+        if is_saved:
+            self.save_newest()
+        return progress
+
+    def check_lock(self) -> None:
+        """Raises OSError when another process has taken the folder."""
+        if self.lock and self.lock.is_lost:
+            self.newest = None
+            raise OSError(f"another process has taken {self.directory}, after a long silence of this one")
+
+    def save_newest(self) -> None:
+        """Writes the newest state in the background, if there is one; a run never resumes from half of one."""
+        newest, self.newest = self.newest, None
+        if newest is None:
+            return
+        state, progress = newest
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):
+            return  # donated to an update that did not end
+        if self.bucket and self.layout.is_main:
+            self.bucket.upload()
+        self.checkpoints.save(progress.step, state, asdict(progress))
+
+    def write_rollouts(self, step: int, episodes: Episodes, batch: Batch, is_last: bool) -> None:
+        """Writes one JSON object per rollout, of all with their arrays or of two groups; prints an example when due."""
+        group_size = self.settings["group_size"]
+        rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
+        first_rows = [row for row in rows if row["group"] < 2]
+        if is_last or self.num_steps == 0 or is_due(step, self.config.sample_interval):
+            self.logger.sample(step, *example(episodes, self.tokenizer))
+            self.logger.rollouts(step, first_rows)
         if not self.layout.is_main or self.config.save_rollouts == "none":
             return
         folder = self.directory / "rollouts"
         folder.mkdir(exist_ok=True)
         if self.config.save_rollouts == "all":
-            np.savez_compressed(folder / f"step_{step}.npz", **rollout_arrays(played, self.config.group_size))
-        else:
-            rows = [row for row in rows if row["group"] < 2]
-        lines = (json.dumps(row, default=plain) + "\n" for row in rows)
+            np.savez_compressed(folder / f"step_{step}.npz", **rollout_arrays(episodes, group_size))
+            first_rows = rows
+        lines = [json.dumps(row, default=json_value) + "\n" for row in first_rows]
         (folder / f"step_{step}.jsonl").write_text("".join(lines))
 
-    def write_bad_batch(self, batch: Any) -> None:
+    def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
         if not self.layout.is_main:
             return
@@ -224,50 +361,53 @@ class Run:
         np.savez(path, **arrays)
         print(f"warning: an update was skipped, since its loss or gradient is not finite; its batch: {path}")
 
-    def start_logger(self, resume_step: int) -> Logger:
-        """Writes config.json and data.json; returns the logger, which drops what was logged after `resume_step`."""
-        settings, is_main = to_dict(self.config), self.layout.is_main
-        with user_errors():
-            check_models(self.directory, resume_step)
-            if is_main:
-                write_json(self.directory / "config.json", settings)
-                write_json(self.directory / "data.json", self.fingerprints)
-            sinks = open_sinks(self.config, self.directory, settings, resume_step) if is_main else []
-            return Logger(self.directory, enabled=is_main, resume_step=resume_step, sinks=sinks)
-
     def draw(self) -> None:
-        """Draws plot.png and report.html anew, and says when it is worth it again: it may cost a run a hundredth."""
+        """Draws plot.png and report.html anew, so seldom that it costs a run a hundredth of its time at most."""
         clock = time.monotonic()
-        self.next_drawing = clock + 60
+        self.next_drawing = clock + DRAWING_INTERVAL
         if not self.layout.is_main:
             return
         try:
-            plot(self.directory / "metrics.jsonl", self.directory / "plot.png")
+            plot_run(self.directory / "metrics.jsonl", self.directory / "plot.png")
             write_report([self.directory], self.directory / "report.html")
         except Exception as error:  # noqa: BLE001 (pictures can be drawn later, and must not stop a run)
             print(f"warning: plot.png and report.html are not drawn ({type(error).__name__}: {error})", flush=True)
         self.next_drawing = max(self.next_drawing, clock + 100 * (time.monotonic() - clock))
 
-    def before_and_after(self) -> str:
-        """The first and the last held-out scores, as a table."""
-        return before_and_after(self.directory / "metrics.jsonl") if self.layout.is_main else ""
-
-    def profiled(self, wanted: bool) -> contextlib.AbstractContextManager:
-        """Traces what happens inside, when --profile asks for it and the step is past compilation."""
-        tracing = self.config.profile and wanted
-        return jax.profiler.trace(str(self.directory / "profile")) if tracing else contextlib.nullcontext()
+    def print_summary(self, progress: Progress) -> None:
+        """Prints the first and the last held-out scores, and where the model and the report are."""
+        if self.layout.is_main:
+            self.print(before_and_after(self.directory / "metrics.jsonl"))
+        self.print(f"model: {self.directory / f'step{progress.step}'}")
+        self.print(f"curves and completions: {self.directory / 'report.html'}")
 
 
-def make_default_folder(env_name: str, layout: Layout) -> str:
-    """Makes a new folder runs/<environment>-<time>, with -2, -3, ... at its end where it exists; returns its name.
+def resolve_model_dir(name: str) -> str:
+    """Returns the name of the model to load: for a local run folder, that of its last step."""
+    return find_checkpoints(name, find_model)[-1][0] if find_local(name) else name
+
+
+def selection_score(metrics: Mapping[str, float]) -> float | None:
+    """Returns the held-out return by which --save_best chooses, None where nothing was evaluated."""
+    return metrics.get("valid_env/return", metrics.get("test_env/return"))
+
+
+def stop_trace() -> None:
+    """Ends a trace of jax.profiler, if one is being taken."""
+    with contextlib.suppress(RuntimeError):
+        jax.profiler.stop_trace()
+
+
+def make_default_folder(name: str, layout: Layout) -> str:
+    """Makes a new folder runs/<name>-<time>, with -2, -3, ... at its end where it exists; returns its name.
 
     Raises: OSError where it cannot be made.
     """
-    name = f"runs/{env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not layout.is_main:
         return layout.broadcast("")
     for number in itertools.count(1):
-        folder = f"{name}-{number}" if number > 1 else name
+        folder = f"{stem}-{number}" if number > 1 else stem
         with contextlib.suppress(FileExistsError):
             Path(folder).mkdir(parents=True)
             return layout.broadcast(folder)
@@ -282,188 +422,21 @@ def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
     if layout.is_main:
         try:
             lock = FolderLock(folder, is_new)
-        except ValueError as error:
+        except UserError as error:
             problem = str(error)
-    if problem := layout.broadcast(problem):
+    problem = layout.broadcast(problem)
+    if problem:
         raise UserError(problem)
     return lock
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_json(file: Path, value: Mapping[str, object]) -> None:
     """Writes a JSON file, whole or not at all."""
     draft = file.with_name(file.name + ".new")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(draft, file)
 
 
-def is_bucket(name: str) -> bool:
-    return "://" in name
-
-
-def local_folder(name: str) -> Path:
-    """The folder of a run on this machine: the one of that name, or runs/gs/bucket/name for gs://bucket/name."""
-    return (Path("runs") / name.replace("://", "/") if is_bucket(name) else Path(name).expanduser()).absolute()
-
-
-def copy(source: Any, target: Any) -> None:
-    """Copies a file between this machine and a bucket."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as reader, target.open("wb") as writer:
-        shutil.copyfileobj(reader, writer, 2**24)
-
-
-def check_settings(file: Path, settings: Mapping[str, Any], resume: str) -> None:
-    """Compares the settings with those in `file`, of the run that is to go on.
-
-    Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
-    """
-    if resume == "never":
-        raise UserError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
-    try:
-        before = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        before = error
-    if not isinstance(before, dict):
-        reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
-        print(f"warning: the settings are not compared with those of the run before ({reason})")
-        return
-    free = MAY_CHANGE | (LENGTH if settings["lr_schedule"] == "constant" else set())
-    told = [
-        f"--{name} is {value!r} now and was {before[name]!r}"
-        for name, value in settings.items()
-        if name in before and name not in free and clean(before[name]) != clean(value)
-    ]
-    if told and resume != "force":
-        raise UserError(
-            f"{file.parent} holds a run with other settings: {'; '.join(told)}; go on with the old ones, with --resume "
-            "force, or with another --save_dir"
-        )
-    if told:
-        print("warning: the run goes on with other settings:", "; ".join(told))
-
-
-def clean(value: Any) -> Any:
-    """A setting as it is compared: a folder may be written with a slash at its end."""
-    return value.rstrip("/") if isinstance(value, str) else value
-
-
-def plain(value: Any) -> Any:
-    """NumPy values as JSON knows them."""
-    return np.asarray(value).tolist()
-
-
-def describe_play(played: list, group_size: int) -> dict[str, float]:
-    """Returns means over all rollouts of a step that were graded, whether they are learnt from or not."""
-    metrics, graded = {}, np.concatenate([~e.failed for e in played])
-    for name in sorted(set().union(*(e.scores for e in played))):
-        parts = [e.scores.get(name, np.zeros(len(e.ids))) for e in played]
-        metrics[f"env/{name}"] = float(np.concatenate(parts)[graded].sum() / max(graded.sum(), 1))
-    lengths = np.concatenate([e.rollouts.lengths - e.rollouts.prompt_lengths for e in played])
-    returns = np.concatenate([e.scores["return"] for e in played])
-    groups = np.where(graded, returns, np.nan).reshape(-1, group_size)
-    spreads = np.fmax.reduce(groups, axis=1) - np.fmin.reduce(groups, axis=1)  # of rollouts that were graded
-    for name in played[0].failures:
-        metrics[f"env/{name}"] = sum(e.failures[name] for e in played)
-    times = {f"times/{name}": sum(e.times[name] for e in played) for name in played[0].times}
-    return metrics | times | {
-        "env/length": float(lengths.mean()),
-        "env/finished": float(np.concatenate([e.rollouts.finished for e in played]).mean()),
-        "env/groups_without_signal": float((~(spreads > 1e-6)).mean()),
-        "rollout/num_rollouts": len(lengths),
-        "rollout/tokens_per_second": float(lengths.sum() / times["times/rollout"]),
-    }  # fmt: skip
-
-
-def rollout_rows(played: list, group_size: int, tokenizer: Any = None, learnt: Any = None) -> list[dict]:
-    """What rollouts/step_N.jsonl holds of each rollout.
-
-    With a tokenizer also what report.html colours, for the first two groups only, since it is long: prompt, tokens and
-    their log-probabilities; and of rows that are in the batch `learnt`, their advantage and what else it knows of them.
-    """
-    rows, learnt_rows = [], {} if learnt is None else {identity(learnt, i): i for i in range(len(learnt.lengths))}
-    for e in played:
-        r = e.rollouts
-        for i, text in enumerate(e.texts):
-            scores = {name: x[i] for name, x in e.scores.items()}
-            completion = {"length": r.lengths[i] - r.prompt_lengths[i], "finished": r.finished[i]}
-            row = {"group": len(rows) // group_size, "task": e.ids[i], "text": text} | scores | completion
-            row |= {"reward_failed": True} if e.failed[i] else {}
-            if tokenizer and row["group"] < 2:
-                row |= token_fields(r, i, tokenizer, learnt, learnt_rows.get(identity(r, i)))
-            rows.append(row)
-    return rows
-
-
-def rollout_arrays(played: list, group_size: int) -> dict[str, np.ndarray]:
-    """The arrays of rollouts/step_N.npz: B rollouts in the order of step_N.jsonl, T columns.
-
-    tokens          int32 [B, T]    prompt, completion, padding
-    mask            bool [B, T]     tokens that the policy chose: the completion without forced tokens
-    logprobs        float32 [B, T]  of the completion's tokens under the distribution they were drawn from, nats
-    lengths, prompt_lengths  int32 [B]  tokens of prompt and completion, and of the prompt
-    finished        bool [B]        ended by a stop token or string
-    failed          bool [B]        the reward failed: its scores are 0 and mean nothing
-    tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
-    returns         float32 [B]     what training maximises; scores/NAME: each part of it
-    """
-    rollouts = concatenate([episodes.rollouts.replace(support=None) for episodes in played])
-    names = sorted(set().union(*(episodes.scores for episodes in played)))
-    arrays = {
-        "tokens": np.asarray(rollouts.tokens, np.int32),
-        "mask": np.asarray(rollouts.mask, bool),
-        "logprobs": np.asarray(rollouts.logprobs, np.float32),
-        "lengths": np.asarray(rollouts.lengths, np.int32),
-        "prompt_lengths": np.asarray(rollouts.prompt_lengths, np.int32),
-        "finished": np.asarray(rollouts.finished, bool),
-        "failed": np.concatenate([episodes.failed for episodes in played]),
-        "tasks": np.concatenate([episodes.ids for episodes in played]).astype(np.int32),
-    }
-    arrays["groups"] = np.arange(len(arrays["tasks"]), dtype=np.int32) // group_size
-    for name in names:
-        parts = [episodes.scores.get(name, np.zeros(len(episodes.ids), np.float32)) for episodes in played]
-        arrays[f"scores/{name}"] = np.concatenate(parts).astype(np.float32)
-    arrays["returns"] = arrays.pop("scores/return")
-    return arrays
-
-
-def identity(rollouts: Any, i: int) -> bytes:
-    """The tokens of a row, by which it is found again in a batch whose rows were chosen and cut to another width."""
-    return np.asarray(rollouts.tokens[i, : rollouts.lengths[i]], np.int32).tobytes()
-
-
-def token_fields(rollouts: Any, i: int, tokenizer: Any, learnt: Any, row: int | None) -> dict[str, Any]:
-    """The fields of rollout `i` that speak of single tokens; it is `row` of the batch `learnt` (None: not in it)."""
-    start, end = int(rollouts.prompt_lengths[i]), int(rollouts.lengths[i])
-    ids, columns = rollouts.tokens[i].tolist(), slice(start, end)
-    fields = {"prompt": tokenizer.hf.decode(ids[:start]), "tokens": token_texts(tokenizer, ids[columns])}
-    lists = {"logprobs": rollouts.logprobs[i]}
-    if row is not None:
-        known = {"advantage": learnt.advantages, "old_logprobs": learnt.old_logprobs, "entropies": learnt.entropies}
-        lists |= {name: x[row] for name, x in known.items() if x is not None}
-    lists = {name: np.round(np.asarray(x[columns], float), 4) + 0.0 for name, x in lists.items()}  # + 0.0: no "-0.0"
-    if "advantage" in lists and not np.ptp(lists["advantage"]):
-        lists["advantage"] = lists["advantage"][0]  # one for the completion
-    return fields | lists
-
-
-def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token; a character that several tokens spell stands with the last of them."""
-    texts, pending = [], []
-    for place, token in enumerate(ids, 1):
-        pending.append(token)
-        text = tokenizer.hf.decode(pending)
-        is_whole = not text.endswith("\ufffd") or len(pending) == 8 or place == len(ids)  # 8: no character, wrong bytes
-        texts.append(text if is_whole else "")
-        pending = [] if is_whole else pending
-    return texts
-
-
-def example(episodes, tokenizer) -> tuple[str, str, float]:
-    """Prompt, completion and return of the first rollout."""
-    r = episodes.rollouts
-    return tokenizer.decode(r.tokens[0, : r.prompt_lengths[0]]), episodes.texts[0], episodes.scores["return"][0]
-
-
 def is_due(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps (0: never) happens now."""
+    """True if something that happens every `interval` steps (0: never) happens now."""
     return interval > 0 and step % interval == 0

@@ -43,7 +43,7 @@ class FolderLock:
         holder |= {"machine": machine_id(), "id": uuid.uuid4().hex}
         self.holder = json.dumps(holder).encode() + b"\n"
         self.file = self.acquire()
-        threading.Thread(target=self.beat, daemon=True).start()
+        threading.Thread(target=self.send_heartbeats, daemon=True).start()
 
     def acquire(self) -> BinaryIO:
         """Returns the lock file, open, locked and with this process's name in it."""
@@ -55,15 +55,15 @@ class FolderLock:
             is_here = is_exclusive and holder.get("machine") == machine_id()
             is_stale = not holder or is_here or holder == abandoned
             if is_stale and is_exclusive is not False and is_same_file(file, self.path):
-                write(file, self.holder)
+                replace_content(file, self.holder)
                 return file
             file.close()
             if is_exclusive is False or not (is_stale or is_abandoned(self.path, holder)):
-                raise UserError(in_use(self.path, holder))
+                raise UserError(in_use_message(self.path, holder))
             abandoned = holder
 
-    def beat(self) -> None:
-        """Life of the thread that touches the file, until the lock is released or lost."""
+    def send_heartbeats(self) -> None:
+        """Touches the file every HEARTBEAT seconds until the lock is released or lost; runs in a thread."""
         while not self.released.wait(HEARTBEAT):
             with contextlib.suppress(OSError, ValueError):  # ValueError: it has just been closed
                 self.is_lost = self.is_taken()
@@ -114,11 +114,11 @@ def try_lock(file: BinaryIO) -> bool | None:
 
 
 def read_holder(file: BinaryIO) -> dict[str, str | int]:
-    """Returns what a lock file says of its holder, nothing where it is empty or damaged."""
+    """Returns the holder that a lock file names, an empty one where the file is empty or damaged."""
     return parse_line(os.pread(file.fileno(), 4096, 0), key="pid") or {}
 
 
-def write(file: BinaryIO, content: bytes) -> None:
+def replace_content(file: BinaryIO, content: bytes) -> None:
     """Replaces the content of an open file, on the disk too. Raises OSError, with the file closed."""
     try:
         os.ftruncate(file.fileno(), 0)
@@ -129,7 +129,7 @@ def write(file: BinaryIO, content: bytes) -> None:
         raise
 
 
-def in_use(path: Path, holder: dict[str, str | int]) -> str:
+def in_use_message(path: Path, holder: dict[str, str | int]) -> str:
     """Returns the sentence for a folder that another process holds."""
     process = "another process"
     if holder:
@@ -141,21 +141,21 @@ def in_use(path: Path, holder: dict[str, str | int]) -> str:
 
 
 def is_abandoned(path: Path, holder: dict[str, str | int]) -> bool:
-    """True if the holder of a lock file, on another machine, gives no sign of life."""
-    last = touched(path)
+    """True if the holder of a lock file, on another machine, sends no heartbeat."""
+    last = last_heartbeat(path)
     if abs(time.time() - last) > FORGOTTEN:
         return True
     print(f"{path.parent} was in use on {holder.get('host')}: waiting up to {SILENCE} s for a sign of life", flush=True)
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
         time.sleep(min(1, SILENCE / 10))
-        now = touched(path)
+        now = last_heartbeat(path)
         if now != last:
             return now == 0
     return True
 
 
-def touched(path: Path) -> float:
+def last_heartbeat(path: Path) -> float:
     """Returns the time of the last touch, 0 for a file that is gone; opening it makes NFS ask the server."""
     try:
         with path.open("rb") as file:

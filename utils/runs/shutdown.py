@@ -12,15 +12,15 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stop(BaseException):
-    """Raised where a run ends because it was asked to; not an Exception, so that nothing takes it for a failure."""
+    """Raised where a signal ends a run; not an Exception, so that `except Exception` does not catch it."""
 
 
 class Signals:
     """Remembers the first signal that asks the run to end (`received`); the second one ends the process.
 
     Python runs its handlers between two steps of the main thread, which may be in XLA for minutes. A thread therefore
-    reads the numbers of signals as they come: it answers at once, and it is who ends the process. Ignored signals
-    (nohup) stay ignored; in another thread than the main one this does nothing.
+    reads the numbers of signals as they come: it prints at once, and it ends the process. Ignored signals (nohup) stay
+    ignored; in another thread than the main one this does nothing.
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class Signals:
         for number in ASKING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self.handlers[number] = signal.signal(number, self.handle)
-        threading.Thread(target=self.watch, daemon=True).start()
+        threading.Thread(target=self.read_signals, daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -48,27 +48,29 @@ class Signals:
             os.close(self.write_end)  # which ends the thread
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remembers a signal, and raises Stop within `raising`."""
         self.received = self.received or signal.Signals(number)
         if self.may_raise:
             self.may_raise = False
             raise Stop
 
-    def watch(self) -> None:
-        """Life of the thread."""
-        was_told = False
+    def read_signals(self) -> None:
+        """Reads the numbers of signals until the pipe is closed; runs in a thread."""
+        has_received = False
         while number := os.read(self.read_end, 1):
             if number[0] not in self.handlers:
                 continue
-            if was_told:
+            if has_received:
                 os._exit(128 + number[0])
-            self.received, was_told = signal.Signals(number[0]), True
+            self.received = signal.Signals(number[0])
+            has_received = True
             with contextlib.suppress(OSError):
                 print(f"{self.received.name}: the run is saved and ends; once more ends it at once", flush=True)
         os.close(self.read_end)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Around what may be left at any moment: there a signal raises Stop at once."""
+        """Makes a signal raise Stop at once, in a block that may be left at any moment."""
         self.may_raise = True
         try:
             if self.received:

@@ -2,36 +2,157 @@
 
     python core/grpo.py --config configs/countdown.py --lr 2e-6 --do_group_filter 0
 
-A script reads its own with `config, explicit = parse(Config, sys.argv[1:])`.
+It is composed of groups, frozen dataclasses that check themselves in __post_init__; flags stay flat:
+
+    @dataclass(frozen=True)
+    class Config:
+        sampling: SamplingConfig = group(SamplingConfig)  # --temperature sets config.sampling.temperature
+        seed: int = option(0, "Seed of the order of the tasks and of sampling")
+
+A script reads its own with `config = parse(Config, sys.argv[1:])`.
 """
 
 import dataclasses
-import difflib
 import os
-import runpy
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from absl import flags
 
+from utils.settings.arguments import NO_SPELLINGS, Assignment, Spellings, Value, nearest, read_assignments, rewrite
 from utils.settings.errors import UserError, fail
+from utils.settings.presets import list_presets
 
 Config = TypeVar("Config")
-ROOT = Path(__file__).resolve().parents[2]
-BOOLEANS = ("0", "1", "true", "false")
+Group = TypeVar("Group")
+Default = TypeVar("Default", bool, int, float, str)
+PARSERS = {
+    bool: flags.BooleanParser,
+    int: flags.IntegerParser,
+    float: flags.FloatParser,
+    str: flags.ArgumentParser,
+}  # fmt: skip
+HELP_FLAGS = {"-h", "--help", "--helpfull"}
+SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
+CONFIG_HELP = (
+    "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
+    "in configs/: "
+)
 
 
-def option(default: bool | int | float | str, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A field of a settings dataclass: its default, what it does (with its unit), and the values it may have."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+@dataclass(frozen=True)
+class OptionField:
+    """One command-line option.
+
+    group is the field of the settings that holds it ("": the settings themselves), owner the class that introduces it.
+    """
+
+    name: str
+    group: str
+    owner: type
+    type: type
+    default: Value
+    help: str = ""
+    choices: Sequence[str] | None = None
+    resumable: bool = False
+    essential: bool = False
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """All settings by name, ready for JSON, and accepted by `--config` when written to a file."""
-    return dataclasses.asdict(config)
+def option(
+    default: Default,
+    help: str,
+    choices: Sequence[str] | None = None,
+    *,
+    resumable: bool = False,
+    essential: bool = False,
+) -> Default:
+    """Returns a dataclass field that is an option: its default, its meaning with its unit, and the values it may have.
+
+    resumable: it may change when a run is resumed; essential: --help lists it first.
+    """
+    metadata = {"help": help, "choices": choices, "resumable": resumable, "essential": essential}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(cls: type[Group]) -> Group:
+    """Returns a dataclass field that holds a group of options; their names are unique over all groups."""
+    return dataclasses.field(default_factory=cls, metadata={"group": cls})
+
+
+def options_of(config_class: type) -> dict[str, OptionField]:
+    """Returns all options by name, those of groups included, in the order of the fields."""
+    options: dict[str, OptionField] = {}
+    for field in dataclasses.fields(config_class):
+        for new in field_options(config_class, field):
+            old = options.setdefault(new.name, new)
+            places = f"{old.group or config_class.__name__} and {new.group or config_class.__name__}"
+            assert old is new, f"--{new.name} is an option of both {places}"
+    return options
+
+
+def field_options(config_class: type, field: dataclasses.Field) -> list[OptionField]:
+    """Returns the options of a group, or the one that the field is."""
+    if "group" not in field.metadata:
+        return [make_option(config_class, field, "")]
+    group_class = field.metadata["group"]
+    return [make_option(group_class, group_field, field.name) for group_field in dataclasses.fields(group_class)]
+
+
+def make_option(holder: type, field: dataclasses.Field, group_name: str) -> OptionField:
+    """Describes a field of `holder`; a subclass that changes the default only keeps help, choices and marks."""
+    name = field.name
+    assert field.type in PARSERS, f"{name}: an option is a bool, int, float or str, not {field.type}"
+    owners = [cls for cls in holder.__mro__ if name in fields_of(cls)]
+    metadata = [fields_of(cls)[name].metadata for cls in owners]
+    documentation = next(filter(None, metadata), {})
+    return OptionField(name, group_name, owners[-1], field.type, field.default, **documentation)
+
+
+def fields_of(cls: type) -> dict[str, dataclasses.Field]:
+    """Returns the fields of a dataclass, inherited ones included, and none of any other class."""
+    return vars(cls).get("__dataclass_fields__", {})
+
+
+def groups_of(config_class: type) -> dict[str, type]:
+    """Returns the classes of the groups by the names of their fields."""
+    fields = dataclasses.fields(config_class)
+    return {field.name: field.metadata["group"] for field in fields if "group" in field.metadata}
+
+
+def make_config(config_class: type[Config], /, **options: Value) -> Config:
+    """Returns settings with these options, by their flat names.
+
+    Raises: UserError for an unknown name, and what the classes raise when they check themselves.
+    """
+    known = options_of(config_class)
+    groups = groups_of(config_class)
+    values: dict[str, dict[str, Value]] = {group_name: {} for group_name in ("", *groups)}
+    for name, value in options.items():
+        if name not in known:
+            raise UserError(f"there is no option {name}{nearest(name, known)}")
+        group_name = known[name].group
+        values[group_name][name] = value
+    members = {}
+    for group_name, group_class in groups.items():
+        members[group_name] = group_class(**values[group_name])
+    return config_class(**values[""], **members)
+
+
+def with_options(config: Config, /, **options: Value) -> Config:
+    """Returns a copy with these options changed, checked anew. Raises: as `make_config`."""
+    return make_config(type(config), **(to_dict(config) | options))
+
+
+def to_dict(config: object) -> dict[str, Value]:
+    """Returns all options by name, ready for JSON, and accepted by `--config` when written to a file."""
+    values = {}
+    for name, known in options_of(type(config)).items():
+        holder = getattr(config, known.group) if known.group else config
+        values[name] = getattr(holder, name)
+    return values
 
 
 def parse(
@@ -40,173 +161,127 @@ def parse(
     description: str = "",
     aliases: Mapping[str, str] = {},
     default_preset: str | None = None,
-) -> tuple[Config, set[str]]:
-    """The settings of a command line (without the program's name), and the names that it or its preset set explicitly.
+    spellings: Spellings = NO_SPELLINGS,
+) -> Config:
+    """Returns the settings of a command line (without the program's name).
 
     The command line beats the preset (`--config FILE`), and the preset beats the defaults. An empty command line means
-    `--config default_preset` where there is one. `aliases` maps other accepted spellings to names of fields. What is
-    unknown or malformed, and each ValueError of the class itself, ends the program with `fail`.
+    `--config default_preset` where there is one. `aliases` maps other accepted names to names of options, `spellings`
+    are flags of another program. What is unknown or malformed, and each ValueError of the class itself, ends the
+    program with `fail`.
     """
-    values = make_flags(config_class)
-    if {"-h", "--help", "--helpfull"} & set(argv):
-        try:
-            print(help_text(config_class, description), flush=True)
-        except BrokenPipeError:  # the reader may be `head`; what is still in the buffer goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    flag_values = make_flags(config_class)
+    if HELP_FLAGS & set(argv):
+        print_help(help_text(config_class, description, spellings))
         raise SystemExit(0)
     if default_preset and not argv:
         print(f"No options given: using --config {default_preset} (--help lists all options).")
         argv = ["--config", default_preset]
+    types = {name: known.type for name, known in options_of(config_class).items()}
+    types |= {name: str for name in spellings.names}
     try:
-        assignments = read_arguments(argv, values, aliases)
-        presets = [path for name, path in assignments if name == "config"]
-        for path in presets:
-            for name, value in read_preset(path).items():
-                assign(values, aliases.get(name, name), value, f"{name}={value!r} in {path}")
-        for name, value in assignments:
-            if name != "config":
-                assign(values, name, value, f"--{name}={value}")
-        explicit = {name for name in values if values[name].present}
-        return config_class(**{name: values[name].value for name in explicit}), explicit
+        assignments = read_assignments(argv, types, aliases)
+        return make_config(config_class, **convert(assignments, flag_values, spellings))
     except ValueError as error:
         fail(str(error))
 
 
 def make_flags(config_class: type) -> flags.FlagValues:
-    """One absl flag for each field, apart from the flags of absl, jax and others that live in `absl.flags.FLAGS`."""
-    parsers = {
-        bool: flags.BooleanParser, int: flags.IntegerParser, float: flags.FloatParser, str: flags.ArgumentParser
-    }  # fmt: skip
-    values = flags.FlagValues()
-    for field in dataclasses.fields(config_class):
-        assert field.type in parsers, f"{field.name}: a setting is a bool, int, float or str, not {field.type}"
-        help, choices = documentation(config_class, field.name)
-        parser = flags.EnumParser(choices, case_sensitive=False) if choices else parsers[field.type]()
-        flags.DEFINE(parser, field.name, field.default, help, flag_values=values)
-    return values
+    """Returns one absl flag for each option, apart from the flags of absl, jax and others in `absl.flags.FLAGS`."""
+    flag_values = flags.FlagValues()
+    for name, known in options_of(config_class).items():
+        parser = PARSERS[known.type]()
+        if known.choices:
+            parser = flags.EnumParser(known.choices, case_sensitive=False)
+        flags.DEFINE(parser, name, known.default, known.help, flag_values=flag_values)
+    return flag_values
 
 
-def documentation(config_class: type, name: str) -> tuple[str, Sequence[str] | None]:
-    """Help and choices of a field; a subclass may give the field another default (`lr: float = 1e-5`) and keep both."""
-    fields = [vars(cls).get("__dataclass_fields__", {}).get(name) for cls in config_class.__mro__]
-    metadata = next((field.metadata for field in fields if field and field.metadata), {})
-    return metadata.get("help", ""), metadata.get("choices")
+def convert(assignments: Iterable[Assignment], flag_values: flags.FlagValues, spellings: Spellings) -> dict[str, Value]:
+    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours."""
+    foreign = []
+    for assignment in assignments:
+        if assignment.name in spellings.names:
+            foreign.append(assignment)
+        else:
+            set_flag(flag_values, assignment)
+    options = {name: flag_values[name].value for name in flag_values if flag_values[name].present}
+    defaults = {name: flag_values[name].default for name in flag_values}
+    return options | rewrite(foreign, spellings, options, defaults)
 
 
-def read_arguments(argv: Sequence[str], values: flags.FlagValues, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Split a command line into names and values.
-
-    absl could, but knows neither lmpo's `--do_group_filter 0` for a boolean nor dashes for underscores.
-    """
-    found, rest = [], list(argv)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("-"):
-            raise UserError(f"{argument!r} belongs to no option: options are written --name value.")
-        name, equals, value = argument.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        name = aliases.get(name, name)
-        if name not in values and name.startswith("no") and is_boolean(values, name[2:]):
-            name, equals, value = name[2:], "=", "false"
-        if name != "config" and name not in values:
-            raise UserError(f"there is no option --{name}{nearest(name, ['config', *values])}")
-        if not equals and is_boolean(values, name):
-            value = rest.pop(0) if rest and rest[0].lower() in BOOLEANS else "true"
-        elif not equals:
-            if not rest or rest[0].startswith("--"):
-                raise UserError(f"--{name} needs a value.")
-            value = rest.pop(0)
-        found.append((name, value))
-    return found
-
-
-def read_preset(path: str) -> dict[str, Any]:
-    """The settings in a Python file with `get_config()` or in a YAML (or JSON) file, as written there."""
-    candidates = [Path(path).expanduser(), ROOT / path]
-    file = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if file is None:
-        raise UserError(f"there is no preset {path} (looked here and in {ROOT}).")
-    if file.suffix == ".py":
-        names = runpy.run_path(str(file))
-        if "get_config" not in names:
-            raise UserError(f"{path} defines no get_config().")
-        preset = names["get_config"]()
-    else:
-        import yaml
-
-        try:
-            preset = yaml.safe_load(file.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(preset, Mapping):
-        try:
-            preset = preset.to_dict()  # an ml_collections.ConfigDict
-        except AttributeError:
-            raise UserError(f"{path} must hold names and values, not a {type(preset).__name__}.") from None
-    return with_data_block(dict(preset), file) if file.suffix != ".py" else dict(preset)
-
-
-def with_data_block(preset: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Returns the settings with policy-gradients' block `data: {size, specs}` as the environment reasoning_gym."""
-    block = preset.get("data")
-    if not isinstance(block, Mapping) or "specs" not in block:
-        return preset
-    others = {name: value for name, value in preset.items() if name != "data"}
-    options = f"datasets={file.resolve()}"  # the environment reads the block from the file
-    if "env_options" in others:
-        options = f"{options},{others['env_options']}"
-    return others | {"env_name": "reasoning_gym", "env_options": options}
-
-
-def assign(values: flags.FlagValues, name: str, value: Any, source: str) -> None:
-    """Set one flag, converting the value by its type; `source` is how the user wrote it."""
-    if name not in values:
-        raise UserError(f"{source}: there is no option {name}{nearest(name, values)}")
-    flag = values[name]
-    kind = "text" if flag.flag_type() == "string" else flag.flag_type()
-    if kind == "text" and not isinstance(value, str):  # YAML reads a bare `off` or `1` as something else
+def set_flag(flag_values: flags.FlagValues, assignment: Assignment) -> None:
+    """Sets one flag, converting the value to its type. Raises: UserError where that fails."""
+    name = assignment.name
+    source = assignment.source
+    if name not in flag_values:
+        raise UserError(f"{source}: there is no option {name}{nearest(name, flag_values)}")
+    flag = flag_values[name]
+    is_text = flag.flag_type() == "string"
+    if is_text and not isinstance(assignment.value, str):  # YAML reads a bare `off` or `1` as something else
         raise UserError(f"{source}: {name} is text; put the value into quotes.")
     try:
-        flag.parse(str(value))
+        flag.parse(str(assignment.value))
     except flags.IllegalFlagValueError:
         choices = getattr(flag.parser, "enum_values", None)
-        needs = f"must be one of {', '.join(choices)}" if choices else f"must be of type {kind}"
+        needs = f"must be one of {', '.join(choices)}" if choices else f"must be of type {flag.flag_type()}"
         raise UserError(f"{source}: {name} {needs}.") from None
 
 
-def is_boolean(values: flags.FlagValues, name: str) -> bool:
-    """Whether there is such a flag and it is a switch."""
-    return name in values and values[name].flag_type() == "bool"
+def print_help(text: str) -> None:
+    """Prints a text whose reader may leave early."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader may be `head`; what is still in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown name."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else " (--help lists all options)."
-
-
-def help_text(config_class: type, description: str) -> str:
-    """Every option with its type, default and meaning, under the class that introduces it."""
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    owner = {name: cls for cls in config_class.__mro__ for name in vars(cls).get("__annotations__", {})}
-    presets = ", ".join(sorted(path.name for path in (ROOT / "configs").glob("*.py")))
-    lines = [
-        description.strip(), "", "Options are written --name value or --name=value, bool ones also --name and "
-        "--noname.", "", "  --config FILE", *indented(
-            "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over "
-            f"presets; in configs/: {presets}"
-        ),
-    ]  # fmt: skip
-    for cls in config_class.__mro__:
-        own = [field for field in fields.values() if owner[field.name] is cls]
-        lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]] if own else []
-        for field in own:
-            lines.append(f"  --{field.name} {field.type.__name__} = {field.default!r}")
-            help, choices = documentation(config_class, field.name)
-            help += f" [{' | '.join(filter(None, choices))}]" if choices else ""
-            lines += indented(help)
+def help_text(config_class: type, description: str, spellings: Spellings = NO_SPELLINGS) -> str:
+    """Returns each option once with type, default and meaning: the essential ones, then those of each class."""
+    lines = [description.strip(), "", SYNTAX, ""]
+    presets = ", ".join(list_presets())
+    lines += describe_flag("config FILE", CONFIG_HELP + presets)
+    options = options_of(config_class).values()
+    essential = [known for known in options if known.essential]
+    lines += help_section("Options needed most often", essential)
+    for owner in owners_of(config_class):
+        members = [known for known in options if known.owner is owner and not known.essential]
+        lines += help_section(first_line(owner), members)
+    lines += spellings_section(spellings)
     return "\n".join(lines).strip()
 
 
-def indented(text: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+def owners_of(config_class: type) -> list[type]:
+    """Returns the classes that may introduce options: the settings and their bases, then each group and its bases."""
+    holders = [config_class, *groups_of(config_class).values()]
+    return [cls for holder in holders for cls in holder.__mro__]
+
+
+def first_line(cls: type) -> str:
+    docstring = cls.__doc__ or cls.__name__
+    return docstring.strip().splitlines()[0]
+
+
+def help_section(title: str, options: Sequence[OptionField]) -> list[str]:
+    lines = ["", title] if options else []
+    for known in options:
+        default = f"{known.type.__name__} = {known.default!r}"
+        choices = " | ".join(filter(None, known.choices or []))
+        text = f"{known.help} [{choices}]" if choices else known.help
+        lines += describe_flag(f"{known.name} {default}", text)
+    return lines
+
+
+def spellings_section(spellings: Spellings) -> list[str]:
+    lines = ["", f"{spellings.program}'s spellings"] if spellings.names else []
+    for flag, (name, on, off) in spellings.rewrites.items():
+        lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
+    for flag, reason in spellings.refused.items():
+        lines += describe_flag(flag, f"refused: {reason}")
+    return lines
+
+
+def describe_flag(flag: str, text: str) -> list[str]:
+    """Returns the lines of --help about one flag: its name, type and default, and its meaning below."""
+    indent = " " * 6
+    return [f"  --{flag}", *textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)]

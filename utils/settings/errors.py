@@ -15,7 +15,8 @@ class UserError(ValueError):
 def fail(message: str) -> NoReturn:
     """Prints one sentence on stderr and ends the program with exit status 2, without a traceback.
 
-    Names and values in it may come from foreign files: control characters become "\\ufffd", a flood is cut off.
+    Names and values in it may come from foreign files: control characters become "\\ufffd", and
+    the message is cut after MAX_MESSAGE characters.
     """
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)

@@ -1,0 +1,175 @@
+"""The command of core/sampling.py: a chat on a terminal, or completions of prompts from a file."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from core.records import Completions
+from core.sampling import Sampler, SamplingConfig, make_sampler
+from models.checkpoint import ComputeConfig, find_model, load_model
+from models.names import Key, Params
+from models.tokenizer import Tokenizer
+from utils.devices.memory import out_of_memory
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.evaluation.chat import Message, ShowText, converse
+from utils.evaluation.tables import find_checkpoints
+from utils.metrics.logger import printable
+from utils.metrics.terminal import waiting
+from utils.settings.config import group, option
+from utils.settings.errors import UserError
+
+BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
+Tokens = Int[np.ndarray, "B A"]
+Row = dict[str, object]  # with "prompt" or "messages"
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """Prompts and output."""
+
+    ckpt_dir: str = option(
+        "models/tiny",
+        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step)",
+        essential=True,
+    )
+    prompts: str = option(
+        "",
+        'JSONL file of {"prompt": text} or {"messages": [...]}; empty: a few built-in prompts',
+        essential=True,
+    )
+    json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
+    raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
+    thinking: bool = option(False, "Thinking mode of Qwen3's chat template")
+    num_samples: int = option(1, "Completions of each prompt")
+    seed: int = option(0, "Seed of sampling")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Sampling from a checkpoint."""
+
+    prompts: PromptConfig = group(PromptConfig)
+    sampling: SamplingConfig = group(SamplingConfig)
+    compute: ComputeConfig = group(ComputeConfig)
+    devices: DeviceConfig = group(DeviceConfig)
+
+
+def read_prompts(path: str) -> list[Row]:
+    """Returns the rows of a JSONL file. Raises: UserError for one without "prompt" and "messages"."""
+    if not path:
+        return [{"prompt": prompt} for prompt in BUILT_IN]
+    lines = Path(path).expanduser().read_text().splitlines()
+    rows = [parse_row(line, f"{path}: row {i}") for i, line in enumerate(filter(str.strip, lines), 1)]
+    return rows
+
+
+def parse_row(line: str, name: str) -> Row:
+    """Returns a row of a JSONL file. Raises: UserError, see read_prompts."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON") from error
+    if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}:
+        raise UserError(f'{name} has neither "prompt" nor "messages"')
+    return row
+
+
+def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int]:
+    """Returns the prompt of a row, token ids."""
+    if config.raw and "prompt" in row:
+        return tokenizer.encode(row["prompt"])
+    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+    return tokenizer.chat(messages, config.thinking)
+
+
+def sample_rows(
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: Command, rows_per_call: int
+) -> list[Completions]:
+    """Returns the completions of all prompts, a call's together."""
+    weights = sampler.load_weights(params)
+    num_samples = config.prompts.num_samples
+    per_call = max(1, rows_per_call // num_samples)
+    key = jax.random.key(config.prompts.seed)
+    parts = []
+    for start in range(0, len(prompts), per_call):
+        calls = prompts[start : start + per_call]
+        ids = start + np.arange(len(calls))
+        memory = out_of_memory("inference_batch_per_device", config.sampling.inference_batch_per_device)
+        with waiting("sampling", len(ids) * num_samples, "rows") as wait, memory:
+            watched = replace(sampler, on_segment=partial(wait.on_segment, start * num_samples))
+            parts.append(watched.generate(weights, calls, ids, num_samples, key))
+    return parts
+
+
+def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> Row:
+    """Returns what is written of completion `b`."""
+    columns = slice(int(completions.prompt_lengths[b]), int(completions.lengths[b]))
+    tokens = completions.tokens[b, columns].tolist()
+    return {
+        "prompt_tokens": completions.tokens[b, : columns.start].tolist(),
+        "tokens": tokens,
+        "logprobs": completions.logprobs[b, columns].tolist(),
+        "text": tokenizer.decode(tokens),
+        "finished": bool(completions.finished[b]),
+    }
+
+
+def chat(sampler: Sampler, params: Params, key: Key, thinking: bool) -> None:
+    """Holds a conversation with the model of a sampler; text is printed after each segment of the sampler."""
+    tokenizer = sampler.tokenizer
+    weights = sampler.load_weights(params)
+    numbers = count()  # each reply is drawn with a number of its own under the key
+
+    def reply(messages: list[Message], show_text: ShowText) -> str:
+        def on_segment(row_offset: int, tokens: Tokens, num_drawn: int, lengths: Int[np.ndarray, "B"]) -> None:
+            end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
+            show_text(tokenizer.decode(tokens[0, :end]))
+
+        prompt = tokenizer.chat(messages, thinking)
+        streaming = replace(sampler, on_segment=on_segment)
+        completions = streaming.generate(weights, [prompt], np.array([next(numbers)]), 1, key)
+        return tokenizer.decode(completions.tokens[0, len(prompt) : completions.lengths[0]])
+
+    converse(reply)
+
+
+def main(config: Command) -> None:
+    layout = make_layout(config.devices)
+    rows = read_prompts(config.prompts.prompts)
+    _, folder = find_checkpoints(config.prompts.ckpt_dir, find_model)[-1]  # the last one of a run folder
+    compute = config.compute
+    model, params, tokenizer = load_model(folder, layout, compute.dtype, compute.dtype, kv_dtype=compute.kv_dtype)
+    limit = config.sampling.num_generation_tokens
+    limit = 256 if limit < 0 else limit
+    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, max(0, config.sampling.force_answer_at))
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal and not config.prompts.prompts and not config.prompts.json:
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        return chat(sampler, params, jax.random.key(config.prompts.seed), config.prompts.thinking)
+    prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
+    rows_per_call = config.sampling.inference_batch_per_device * layout.row_shards
+    written = []
+    for completions in sample_rows(sampler, params, prompts, config, rows_per_call):
+        for b in range(len(completions.lengths)):
+            row = rows[len(written) // config.prompts.num_samples]
+            written.append(row | completion_fields(completions, b, tokenizer))
+    if layout.is_main:
+        write_rows(written, config.prompts.json, tokenizer)
+
+
+def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:
+    """Writes rows to a JSONL file, or prints prompts and completions where there is none."""
+    if path:
+        Path(path).expanduser().write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
+    for row in rows:
+        prompt = tokenizer.decode(row["prompt_tokens"])
+        print(f"{'#' * 25} {printable(prompt)}\n{printable(row['text'])}")

@@ -1,0 +1,168 @@
+"""Settings of a training run: groups, each declared by the file that reads it, and the options of the loop itself."""
+
+from dataclasses import dataclass
+
+from core.eval import EvalConfig
+from core.objectives import ObjectiveConfig
+from core.sampling import SamplingConfig
+from models.checkpoint import ComputeConfig
+from utils.devices.memory import MemoryConfig
+from utils.devices.startup import DeviceConfig
+from utils.rewards.shaping import RewardConfig
+from utils.runs.folder import RunConfig
+from utils.settings.config import group, option
+from utils.settings.environments import EnvConfig
+from utils.settings.errors import UserError
+from utils.training.optimizers import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """Batch and updates."""
+
+    groups_per_batch: int = option(256, "Groups of rollouts in the batch of a step", essential=True)
+    group_size: int = option(8, "Rollouts of each prompt, which form a group", essential=True)
+    max_resampling: float = option(
+        4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
+    )
+    ppo_minibatch: int = option(64, "Rollouts of one optimiser step; 0: the whole batch")
+    ppo_epochs: int = option(1, "Passes of the optimiser over the batch of a step")
+    target_kl: float = option(
+        0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
+    )
+    max_skipped_updates: int = option(
+        3,
+        "Consecutive updates skipped for a loss or gradient that is not finite after which the run stops",
+        resumable=True,
+    )
+    do_inference_logprobs: bool = option(
+        False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
+    )
+    recompute_logprobs: bool = option(
+        False,
+        "Computation of old log-probabilities even where a step has one update, which makes them equal to the "
+        "current ones",
+    )
+
+    def __post_init__(self):
+        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "max_skipped_updates"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} must be at least 1")
+        if min(self.ppo_minibatch, self.target_kl) < 0:
+            raise UserError("--ppo_minibatch and --target_kl must not be negative")
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of a full batch."""
+        return self.groups_per_batch * self.group_size
+
+    @property
+    def max_groups(self) -> int:
+        """Groups to sample in a step at most."""
+        return int(self.groups_per_batch * self.max_resampling)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The loop."""
+
+    model_dir: str = option(
+        "models/tiny", "Model to train: Hugging Face folder, hub id, or run folder (its last step)", essential=True
+    )
+    seed: int = option(0, "Seed of the order of the tasks and of sampling")
+    max_steps: int = option(
+        10000, "Steps of the run; each collects a batch of rollouts and updates the policy on it", essential=True
+    )
+    num_epochs: int = option(
+        0, "Passes over the environment's problems after which the run ends, if before --max_steps; 0: no limit"
+    )
+    precompile: bool = option(
+        False,
+        "Compilation of all programs, for all shapes of rows, before the first step; 0: when a shape first occurs",
+        resumable=True,
+    )
+    env: EnvConfig = group(EnvConfig)
+    sampling: SamplingConfig = group(SamplingConfig)
+    rewards: RewardConfig = group(RewardConfig)
+    eval: EvalConfig = group(EvalConfig)
+    update: UpdateConfig = group(UpdateConfig)
+    objective: ObjectiveConfig = group(ObjectiveConfig)
+    optimizer: OptimizerConfig = group(OptimizerConfig)
+    memory: MemoryConfig = group(MemoryConfig)
+    compute: ComputeConfig = group(ComputeConfig)
+    devices: DeviceConfig = group(DeviceConfig)
+    run: RunConfig = group(RunConfig)
+
+    def __post_init__(self):
+        for wrong, message in [*self.batch_mistakes(), *self.sampler_mistakes()]:
+            if wrong:
+                raise UserError(message)
+
+    def batch_mistakes(self) -> list[tuple[bool, str]]:
+        """Returns what may be wrong with the numbers of steps and rollouts, and what to do about it."""
+        objective, update = self.objective, self.update
+        has_held_out = bool(self.env.test_env_name or self.env.valid_env_name)
+        return [
+            (
+                self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,
+                "--max_steps must be at least 1, --num_epochs and --seed must not be negative",
+            ),
+            (
+                objective.is_group_relative and update.group_size < 2,
+                f"--advantage {objective.advantage} compares rollouts of a group: raise --group_size above 1",
+            ),
+            (
+                objective.advantage == "best_k" and objective.best_k > update.group_size,
+                f"--best_k {objective.best_k} is more than the --group_size of {update.group_size}",
+            ),
+            (
+                self.batch_size % self.minibatch_size > 0,
+                f"--ppo_minibatch {update.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step: "
+                "--groups_per_batch x --group_size (--best_k with that advantage)",
+            ),
+            (
+                self.run.save_best and not has_held_out,
+                "--save_best needs held-out scores: give --valid_env_name or --test_env_name",
+            ),
+        ]
+
+    def sampler_mistakes(self) -> list[tuple[bool, str]]:
+        """Returns what may be wrong with the sampler's settings beside the objective's, and what to do about it."""
+        objective, kv_dtype = self.objective, self.compute.kv_dtype
+        trusts_sampler = self.update.do_inference_logprobs
+        is_corrected = objective.importance_correction != "none"
+        return [
+            (
+                self.sampling.temperature == 0,
+                "--temperature 0 always draws the same completion: training needs one above 0",
+            ),
+            (
+                trusts_sampler and is_corrected,
+                "--do_inference_logprobs leaves --importance_correction nothing to correct: drop one",
+            ),
+            (
+                trusts_sampler and objective.do_mask_inference_ratio,
+                "--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one",
+            ),
+            (
+                bool(kv_dtype) and not is_corrected and objective.objective != "dppo",
+                f"--kv_dtype {kv_dtype} draws from probabilities that differ from those that are trained: correct for "
+                "it by --importance_correction truncate, or take --objective dppo",
+            ),
+        ]
+
+    @property
+    def batch_size(self) -> int:
+        """Rollouts to learn from in a step."""
+        is_best_k = self.objective.advantage == "best_k"
+        rows_per_group = self.objective.best_k if is_best_k else self.update.group_size
+        return self.update.groups_per_batch * rows_per_group
+
+    @property
+    def minibatch_size(self) -> int:
+        """Rollouts of an optimiser step."""
+        return self.update.ppo_minibatch or self.batch_size
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.update.ppo_epochs * (self.batch_size // self.minibatch_size)

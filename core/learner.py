@@ -1,0 +1,383 @@
+"""Turns a batch into a better policy: micro-batches that fit, log-probabilities, gradients, optimiser steps.
+
+B rows of a batch, T row length.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int
+
+from core.config import Config
+from core.objectives import (
+    ObjectiveConfig,
+    describe_objective,
+    policy_loss,
+    reduce_metrics,
+    set_loss_denominators,
+    value_loss,
+)
+from core.records import Batch
+from models.distribution import Distribution
+from models.names import CRITIC, Array, Params
+from models.qwen3 import Qwen, TokenScores, make_critic, score_tokens
+from utils.devices.compilation import Programs, shapes_of
+from utils.devices.memory import fit_memory, out_of_memory
+from utils.devices.sharding import Layout
+from utils.evaluation.estimates import explained_variance
+from utils.metrics.speed import training_flops
+from utils.metrics.terminal import track
+from utils.training.batching import bucket, plan_microbatches, power_below, resize_columns, select_rows
+from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
+from utils.training.state import TrainState, init_state
+
+Sums = tuple[Params, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
+
+
+class Update(NamedTuple):
+    """An optimiser step that was made: its minibatch, and metrics that are still on the devices."""
+
+    minibatch: Batch
+    parts: Sequence[dict[str, Array]]  # of the micro-batches: see reduce_metrics
+    metrics: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Scores batches and makes optimiser steps; micro-batches change results by the rounding of sums only."""
+
+    model: Qwen
+    optimizer: optax.GradientTransformation
+    layout: Layout
+    config: Config
+    num_generation_tokens: int  # completion limit
+    tokens_per_microbatch: int  # of a device, with padding
+    reference: Params | None = None  # parameters of the model that the KL is measured to
+    on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
+    notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
+    max_first_scored: int = 1 << 30  # bound of the first column to score, so that --precompile knows its value
+
+    @property
+    def has_old_logprobs(self) -> bool:
+        """True if the training graph computes old log-probabilities: for several updates, the reward, a critic."""
+        config, update = self.config, self.config.update
+        is_needed = update.recompute_logprobs or config.updates_per_step > 1 or config.objective.has_kl_in_reward
+        return config.objective.has_critic or (is_needed and not update.do_inference_logprobs)
+
+    def score(self, params: Params, batch: Batch) -> Batch:
+        """Computes old log-probabilities, the reference's and the critic's values, before the first update."""
+        objective = self.config.objective
+        if not len(batch):
+            return batch
+        every_row = np.arange(len(batch))
+        batch = select_rows(batch, every_row, bucket(batch.tokens.shape[1]))  # few widths to compile
+        with self.out_of_memory():
+            if self.has_old_logprobs:
+                scores = self.token_scores(params, batch)
+                batch = batch.replace(
+                    old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy
+                )
+            if self.config.update.do_inference_logprobs:
+                batch = batch.replace(old_logprobs=batch.sample_logprobs)
+            if objective.kl_coef:
+                scores = self.token_scores(self.reference, batch)
+                batch = batch.replace(ref_logprobs=scores.logprobs)
+        return batch
+
+    def token_scores(self, params: Params, batch: Batch) -> TokenScores:
+        """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
+        distribution = self.config.sampling.distribution
+        arrays: dict[str, np.ndarray] = {}
+        for rows, microbatch, first_scored in self.microbatches(batch, self.config.batch_size):
+            tokens, support = microbatch.tokens, microbatch.support
+            scores = score(self.model, distribution, first_scored, params, tokens, support)
+            for name, x in self.layout.fetch(scores)._asdict().items():
+                if x is not None:
+                    whole = arrays.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+                    whole[rows] = resize_columns(x[: len(rows)], whole.shape[1])
+        return TokenScores(arrays["logprobs"], arrays["entropy"], arrays.get("values"))
+
+    def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
+        """Makes one optimiser step by the gradients of a minibatch's micro-batches.
+
+        The learning rate follows the fraction of the run that is done.
+        """
+        config = self.config
+        minibatch = set_loss_denominators(
+            minibatch, config.minibatch_size, self.num_generation_tokens, config.objective
+        )
+        sums = self.zero_sums(state.params)
+        settings = self.model, config.objective, config.sampling.distribution
+        parts, num_slots = [], 0
+        with self.out_of_memory():
+            for _, microbatch, first_scored in self.microbatches(minibatch, config.minibatch_size):
+                sums, metrics = accumulate(*settings, first_scored, state.params, sums, microbatch)
+                parts.append(metrics)
+                num_slots += microbatch.tokens.size
+            factor = np.float32(schedule(config.optimizer, fraction_done))
+            warmup_steps = config.optimizer.warmup_steps
+            state, metrics = apply_gradients(self.optimizer, warmup_steps, state, *sums, factor)
+        metrics["speed/padding"] = 1 - minibatch.lengths.sum() / num_slots
+        metrics["speed/flops"] = training_flops(self.model, minibatch.lengths)
+        return state, Update(minibatch, parts, metrics)
+
+    def microbatches(self, batch: Batch, max_rows: int) -> Iterator[tuple[np.ndarray, Batch, int]]:
+        """Yields rows of similar length: their numbers, their micro-batch on the devices, the first column to score.
+
+        `max_rows`: rows of a full batch, in which none has left. The first column to score is a power of two, so that
+        few values of it are compiled.
+        """
+        shards = self.layout.row_shards
+        plan = list(plan_microbatches(batch.lengths, self.tokens_per_microbatch, shards, max_rows))
+        batch = batch.replace(entropies=None, row=None)  # read by no loss
+        for rows, num_rows, width in track(plan, "micro-batches"):
+            padded_rows = np.resize(rows, num_rows)
+            microbatch = select_rows(batch, padded_rows, width)
+            microbatch.mask[len(rows) :] = False  # rows that only fill up the shape
+            first_completion = int(microbatch.prompt_lengths.min())
+            first_scored = min(power_below(first_completion), self.max_first_scored)
+            yield rows, self.layout.put(microbatch), first_scored
+
+    def zero_sums(self, params: Params) -> Sums:
+        """Returns zeros, to which the gradients and losses of micro-batches are added."""
+        dtype = self.config.memory.grad_dtype or "float32"
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), params)
+        return grads, self.layout.put(np.float32(0))
+
+    def policy_moved_too_far(self, updates: Sequence[Update]) -> bool:
+        """True if the mean approx_kl of an epoch's updates is above --target_kl."""
+        target = self.config.update.target_kl
+        if not target or not updates:
+            return False
+        return float(np.mean([self.read(update)["approx_kl"] for update in updates])) > target
+
+    def read(self, update: Update) -> dict[str, float]:
+        """Returns the metrics of an update, from the devices."""
+        parts, metrics = self.layout.fetch((update.parts, update.metrics))
+        peak = self.config.optimizer.init_lr_frac * self.config.optimizer.lr
+        lr = float(metrics.pop("lr_multiplier")) * peak
+        return reduce_metrics(parts) | metrics | {"lr": lr}
+
+    def metrics(self, batch: Batch, updates: Sequence[Update]) -> dict[str, float | list[float]]:
+        """Returns the metrics of a step: means over its updates, and lists of each one's under "updates/...".
+
+        Raises: FloatingPointError after --max_skipped_updates updates in a row whose loss or gradient is not finite.
+        """
+        rows = [self.read(update) for update in updates]
+        self.check_finite(updates, rows)
+        metrics = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
+        if len(rows) > 1:
+            for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
+                metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
+        metrics |= advantage_metrics(batch) if len(batch) else {}
+        if self.config.objective.has_critic and len(batch):
+            metrics |= critic_metrics(batch)
+        return metrics | {"num_updates": len(rows), "num_rows": len(batch)}
+
+    def check_finite(self, updates: Sequence[Update], rows: Sequence[dict[str, float]]) -> None:
+        """Reports minibatches whose update was skipped. Raises: FloatingPointError, see `metrics`."""
+        for update, row in zip(updates, rows, strict=True):
+            num_skipped = int(row["skipped_in_a_row"])
+            if num_skipped:
+                self.on_skipped(update.minibatch)
+            if num_skipped >= self.config.update.max_skipped_updates:
+                raise FloatingPointError(
+                    f"{num_skipped} updates in a row had a loss or a gradient that is not finite: lower --lr, or look "
+                    "at the batches in bad_batches/; the parameters are those before them"
+                )
+
+    def out_of_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Ends the program with what to lower where a device has no memory left."""
+        more = "" if self.model.remat == "full" else " or set --remat full"
+        return out_of_memory("tokens_per_microbatch", self.tokens_per_microbatch, more)
+
+    def programs(self, state: TrainState, width: int) -> Programs:
+        """Yields the programs that rows of so many columns can need: see `Sampler.programs`."""
+        distribution = self.config.sampling.distribution
+        first_scored = self.max_first_scored
+        params = shapes_of(state.params)
+        batch = self.zero_batch(width, self.config.batch_size)
+        arguments = batch.tokens, batch.support
+        if self.has_old_logprobs:
+            yield score, (self.model, distribution, first_scored, params, *arguments)
+        if self.config.objective.kl_coef:
+            yield score, (self.model, distribution, first_scored, shapes_of(self.reference), *arguments)
+        batch = self.zero_batch(width, self.config.minibatch_size)
+        sums = shapes_of(self.zero_sums(params))
+        settings = self.model, self.config.objective, distribution
+        yield accumulate, (*settings, first_scored, params, sums, batch)
+        warmup_steps = self.config.optimizer.warmup_steps
+        yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state), *sums, np.float32(1))
+
+    def zero_batch(self, width: int, max_rows: int) -> Batch:
+        """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
+        objective = self.config.objective
+        lengths = np.full(max_rows, width)
+        plan = next(plan_microbatches(lengths, self.tokens_per_microbatch, self.layout.row_shards, max_rows))
+        shape = plan.num_rows, width
+        floats = np.zeros(shape, np.float32)
+        support_size = self.config.sampling.distribution.support_size(self.model.vocab_size)
+        has_old = self.has_old_logprobs or self.config.update.do_inference_logprobs
+        batch = Batch(
+            tokens=np.zeros(shape, np.int32),
+            mask=np.zeros(shape, bool),
+            sample_logprobs=floats,
+            rewards=floats[:, 0],
+            lengths=np.zeros(plan.num_rows, int),
+            prompt_lengths=np.zeros(plan.num_rows, int),
+            finished=np.zeros(plan.num_rows, bool),
+            support=np.zeros((*shape, support_size), np.int32) if support_size else None,
+            old_logprobs=floats if has_old else None,
+            ref_logprobs=floats if objective.kl_coef else None,
+            values=floats if objective.has_critic else None,
+            advantages=floats,
+            returns=floats if objective.has_critic else None,
+            denominator=floats[:, 0],
+            num_tokens=floats[:, 0],
+            group_size=self.config.update.group_size,
+        )
+        return self.layout.put(batch)
+
+
+def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> list[Batch]:
+    """Returns the batch in random order, about --ppo_minibatch rollouts at a time."""
+    order = np.random.default_rng((config.seed, step, epoch)).permutation(len(batch))
+    num_minibatches = -(-len(batch) // config.minibatch_size)
+    return [select_rows(batch, rows) for rows in np.array_split(order, num_minibatches)] if num_minibatches else []
+
+
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Returns metrics of the advantages of the tokens that are learnt from, and their number per rollout."""
+    advantages = batch.advantages[batch.mask]
+    if not advantages.size:
+        return {}
+    return {
+        "advantage/mean": float(advantages.mean()),
+        "advantage/magnitude": float(np.abs(advantages).mean()),
+        "advantage/max": float(advantages.max()),
+        "advantage/min": float(advantages.min()),
+        "tokens_per_rollout": advantages.size / len(batch),
+    }
+
+
+def critic_metrics(batch: Batch) -> dict[str, float]:
+    """Returns the shares of the variance of returns and of rewards that the critic's values explain."""
+    rewards = batch.rewards[:, None]
+    return {
+        "value/explained_variance": explained_variance(batch.returns, batch.values, batch.mask),
+        "value/explained_variance_of_reward": explained_variance(rewards, batch.values, batch.mask),
+    }
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def score(
+    model: Qwen,
+    distribution: Distribution,
+    first_scored: int,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    support: Int[Array, "B T S"] | None,
+) -> TokenScores:
+    """Returns what the model gives each token from column `first_scored` on; 0 to the left of it."""
+    return score_tokens(model, params, tokens, distribution, first_scored, support)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def accumulate(
+    model: Qwen,
+    objective: ObjectiveConfig,
+    distribution: Distribution,
+    first_scored: int,
+    params: Params,
+    sums: Sums,
+    batch: Batch,
+) -> tuple[Sums, dict[str, Array]]:
+    """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
+
+    def loss_of(params: Params) -> tuple[Float[Array, ""], dict[str, Array]]:
+        scores = score_tokens(model, params, batch.tokens, distribution, first_scored, batch.support)
+        loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, objective)
+        if objective.has_critic:
+            metrics["value/loss"] = value_loss(scores.values, batch, objective)
+            loss += metrics["value/loss"]
+        return loss, metrics
+
+    (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    warmup_steps: int,
+    state: TrainState,
+    grads: Params,
+    loss: Float[Array, ""] = 0.0,
+    factor: Float[Array, ""] = 1.0,
+) -> tuple[TrainState, dict[str, Array]]:
+    """Makes one optimiser step, or none where the loss or the gradient is not finite.
+
+    The updates, which are linear in the learning rates (weight decay included), are scaled by `factor`, the schedule's,
+    and by the warm-up, which counts optimiser steps.
+    """
+    multiplier = factor * jnp.minimum(1.0, (state.step + 1) / max(1, warmup_steps))
+    grads = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, state.params)
+    norm = optax.tree.norm(grads)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates = jax.tree.map(lambda x: (multiplier * x).astype(x.dtype), updates)
+    params = optax.apply_updates(state.params, updates)
+    new = TrainState(params, opt_state, state.step + 1, state.num_skipped)
+    state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, state)
+    num_skipped = jnp.where(is_finite, 0, state.num_skipped + 1)
+    metrics = {
+        "grad_norm": norm,
+        "update_norm": optax.tree.norm(updates),
+        "param_norm": optax.tree.norm(state.params),
+        "skipped_in_a_row": num_skipped + 0,  # a copy, since the state is donated to the next update
+        "lr_multiplier": multiplier,
+    }
+    return state.replace(num_skipped=num_skipped), metrics
+
+
+def make_learner(
+    config: Config,
+    model: Qwen,
+    params: Params,
+    layout: Layout,
+    num_generation_tokens: int,
+    on_skipped: Callable[[Batch], None] = lambda minibatch: None,
+) -> tuple[Learner, TrainState]:
+    """Returns the learner, with micro-batches that fit into memory, and the training state at step 0."""
+    objective = config.objective
+    optimizer = make_optimizer(config.optimizer, objective.has_critic)
+    reference = None
+    if objective.kl_coef:
+        reference = jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params)
+    if objective.has_critic:
+        params = params | {CRITIC: make_critic(model, params)}
+    state = init_state(params, optimizer)
+    row_length = bucket(config.sampling.prompt_length + num_generation_tokens)
+    num_rows = config.sampling.inference_batch_per_device
+    plan = fit_memory(config.memory, model, layout, state, reference, row_length, num_rows)
+    notes = [*plan.notes, describe_objective(objective), describe_optimizer(config.optimizer, params)]
+    notes += filter(None, [config.sampling.distribution.describe()])
+    learner = Learner(
+        replace(model, remat=plan.remat),
+        optimizer,
+        layout,
+        config,
+        num_generation_tokens,
+        plan.tokens_per_microbatch,
+        reference,
+        on_skipped,
+        tuple(notes),
+    )
+    return learner, state

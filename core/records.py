@@ -1,0 +1,121 @@
+"""Records that travel through the loop: completions, episodes, batch, progress. A leaf: everything may import it.
+
+Every [B, T] array speaks of the token in its own column.
+B rows (completions), T row length, S ids of a truncated distribution: see the glossary in CONTRIBUTING.md.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Float, Int
+
+from models.names import Array
+from utils.training.batching import concatenate
+
+NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
+
+
+@struct.dataclass
+class Completions:
+    """Prompts with their completions, right-padded; rows of one prompt are adjacent."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]  # tokens that the policy chose: completion with its stop token, without forced tokens
+    logprobs: Float[Array, "B T"]  # of completion tokens under the distribution that was sampled, nats
+    lengths: Int[Array, "B"]  # tokens of prompt and completion
+    prompt_lengths: Int[Array, "B"]
+    finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
+    slot_steps: Float[Array, "B"]  # decode steps of all slots, each segment's divided among its live rows
+    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Completions of tasks with their rewards; rows of one task are adjacent."""
+
+    completions: Completions
+    task_ids: Int[np.ndarray, "B"]  # number of the problem in the environment
+    texts: list[str]  # that were scored: the prompt's assistant prefix and the completion
+    scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 where the reward failed
+    failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
+    failures: dict[str, int]  # number of failed rewards, by kind, over all processes
+    times: dict[str, float]  # seconds
+    batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def completion_lengths(self) -> Int[np.ndarray, "B"]:
+        return np.asarray(self.completions.lengths - self.completions.prompt_lengths)
+
+
+def join_episodes(parts: Sequence[Episodes]) -> Episodes:
+    """Returns the episodes one below the other; counts and times are added up."""
+    names = dict.fromkeys(name for part in parts for name in part.scores)
+    missing = [np.zeros(len(part.texts), np.float32) for part in parts]
+    scores = {}
+    for name in names:
+        columns = [part.scores.get(name, zeros) for part, zeros in zip(parts, missing, strict=True)]
+        scores[name] = np.concatenate(columns)
+    return Episodes(
+        concatenate([part.completions for part in parts]),
+        np.concatenate([part.task_ids for part in parts]),
+        [text for part in parts for text in part.texts],
+        scores,
+        np.concatenate([part.failed for part in parts]),
+        add_up([part.failures for part in parts]),
+        add_up([part.times for part in parts]),
+    )
+
+
+def add_up(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the sums by name."""
+    total = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
+
+
+@struct.dataclass
+class Batch:
+    """Rows to learn from; arrays that are None are not computed yet, or not needed by these settings."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]  # tokens that the policy chose and that count in the loss
+    sample_logprobs: Float[Array, "B T"]  # under the distribution that was sampled, nats
+    rewards: Float[Array, "B"]  # NaN: the grader failed
+    lengths: Int[Array, "B"]  # tokens of prompt and completion
+    prompt_lengths: Int[Array, "B"]
+    finished: Bool[Array, "B"] | None = None  # not cut off by the limit
+    support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
+    row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
+    old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
+    ref_logprobs: Float[Array, "B T"] | None = None  # of the reference model
+    values: Float[Array, "B T"] | None = None  # of the critic, for the state in which the token was chosen
+    advantages: Float[Array, "B T"] | None = None
+    returns: Float[Array, "B T"] | None = None  # targets of the critic
+    entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
+    denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
+    num_tokens: Float[Array, "B"] | None = None  # masked tokens of the whole optimiser batch
+    group_size: int = struct.field(pytree_node=False, default=1)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Place in the run that a resumed run continues from."""
+
+    step: int = 0
+    cursor: int = 0  # number of the next problem, counted over all epochs
+    num_rollouts: int = 0  # completions sampled so far
+    best: float | None = None  # best held-out return so far
+
+    def after_step(self, cursor: int, num_rollouts: int) -> Self:
+        return replace(self, step=self.step + 1, cursor=cursor, num_rollouts=self.num_rollouts + num_rollouts)

@@ -1,0 +1,307 @@
+"""Rolls out a policy in an environment: prompts, completions, rewards; replies are scored while others are drawn.
+
+N tasks, G samples of each, B = N G rows, A completion columns.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from core.records import Completions, Episodes
+from core.sampling import Sampler, SamplingConfig, make_sampler
+from envs.base import Env, Problem
+from models.distribution import Distribution
+from models.names import Key, Params, Weights
+from models.qwen3 import Qwen
+from models.tokenizer import Tokenizer
+from utils.devices.compilation import Programs
+from utils.devices.memory import out_of_memory
+from utils.devices.sharding import Layout
+from utils.evaluation.preview import tasks_that_fit
+from utils.metrics.terminal import Wait, waiting
+from utils.rewards.scorer import Scorer, ScoringStream
+from utils.rewards.shaping import RewardConfig, add_length_reward, add_truncation_penalty
+from utils.settings.environments import RolloutSettings
+from utils.settings.errors import UserError
+from utils.training.batching import bucket, concatenate
+
+Rewards = dict[str, float]  # of a reply, "return" and its parts
+
+
+@dataclass(frozen=True)
+class RolloutWorker:
+    """Plays the tasks of an environment with the weights it is given, and scores the replies."""
+
+    env: Env
+    name: str  # of the environment
+    tokenizer: Tokenizer
+    sampler: Sampler
+    scorer: Scorer
+    layout: Layout
+    rows_per_call: int  # completions that are sampled at once
+    tasks: Int[np.ndarray, "N"] | None = None  # numbers of the problems whose prompts are short enough; None: all
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.scorer.close()
+
+    @property
+    def num_tasks(self) -> int:
+        return self.env.num_tasks if self.tasks is None else len(self.tasks)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampler.max_new_tokens
+
+    def with_prompt_columns(self, max_tokens: int) -> Self:
+        """Returns a worker that pads all prompts alike, to hold `max_tokens` tokens."""
+        num_columns = bucket(max_tokens - 1)
+        return replace(self, sampler=replace(self.sampler, prompt_columns=num_columns))
+
+    def load_weights(self, params: Params) -> Weights:
+        """Returns the weights that `play` samples from: cast and laid out for decoding, once for many calls."""
+        return self.sampler.load_weights(params)
+
+    def encode(self, problem: Problem) -> list[int]:
+        """Returns the prompt of a problem, token ids."""
+        return encode_prompt(self.tokenizer, problem)
+
+    def prompts_per_call(self, num_prompts: int, num_samples: int) -> int:
+        """Returns how many of the prompts are sampled from at once."""
+        return max(1, min(num_prompts, self.rows_per_call // num_samples))
+
+    def num_eval_tasks(self, num_tasks: int) -> int:
+        """Returns the problems of an evaluation of `num_tasks`; 0: all, -1: as many as the environment suggests."""
+        suggested = self.env.num_eval_tasks if num_tasks < 0 else num_tasks
+        return min(suggested or self.num_tasks, self.num_tasks)
+
+    def greedy(self) -> Self:
+        return replace(self, sampler=replace(self.sampler, distribution=Distribution(temperature=0.0)))
+
+    def play(
+        self,
+        weights: Weights,
+        tasks: Int[np.ndarray, "N"],
+        num_samples: int,
+        key: Key,
+        places: Int[np.ndarray, "N"] | None = None,
+    ) -> Episodes:
+        """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`.
+
+        The draws of a task are those of its number under `key`, or of its place in the run where `places` are given.
+        """
+        clock = time.perf_counter()
+        places = tasks if places is None else places
+        task_ids = tasks if self.tasks is None else self.tasks[tasks]
+        problems = [self.env.problem(int(i)) for i in task_ids]
+        prompts = self.encode_prompts(task_ids, problems)
+        with ScoringStream(self.scorer) as stream:
+            replies = Replies(self, problems, task_ids, num_samples, stream)
+            with waiting("sampling", len(tasks) * num_samples, "rows") as wait:
+                completions = self.sample(weights, prompts, places, num_samples, key, replies, wait)
+            sampled = time.perf_counter()
+            rewards, failures = replies.rewards()
+        failed = np.array([reward is None for reward in rewards])
+        scores = collect_scores(rewards)
+        if self.env.truncation_penalty:
+            is_truncated = ~completions.finished & ~failed
+            scores = add_truncation_penalty(scores, is_truncated, self.env.truncation_penalty)
+        times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
+        row_tasks = np.repeat(task_ids, num_samples)
+        return Episodes(completions, row_tasks, replies.sorted_texts(), scores, failed, failures, times)
+
+    def encode_prompts(self, task_ids: Int[np.ndarray, "N"], problems: Sequence[Problem]) -> list[list[int]]:
+        """Returns the prompts of problems with these numbers. Raises: UserError where one is too long."""
+        limit = self.sampler.max_prompt_tokens
+        prompts = [self.encode(problem) for problem in problems]
+        for i, prompt in zip(task_ids, prompts, strict=True):
+            if len(prompt) > limit:
+                raise UserError(
+                    f"the prompt of problem {i} of {self.name} has {len(prompt)} tokens, more than --prompt_length "
+                    f"{limit}: raise it (and give --resume force where a run is to go on)"
+                )
+        return prompts
+
+    def sample(
+        self,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        places: Int[np.ndarray, "N"],
+        num_samples: int,
+        key: Key,
+        replies: "Replies",
+        wait: Wait,
+    ) -> Completions:
+        """Draws all completions, `rows_per_call` at a time."""
+        per_call = self.prompts_per_call(len(prompts), num_samples)
+        parts = []
+        for start in range(0, len(prompts), per_call):
+            on_segment = partial(replies.on_segment, wait, start * num_samples)
+            sampler = replace(self.sampler, on_segment=on_segment)
+            calls = slice(start, start + per_call)
+            with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
+                parts.append(sampler.generate(weights, prompts[calls], places[calls], num_samples, key))
+        return concatenate(parts)
+
+    def programs(self, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
+        """Yields the programs that `play` can need for so many tasks: see `Sampler.programs`."""
+        per_call = self.prompts_per_call(num_tasks, num_samples)
+        for num_prompts in {per_call, num_tasks % per_call} - {0}:
+            yield from self.sampler.programs(params, num_prompts, num_samples)
+
+
+class Replies:
+    """Texts of completions, taken as they end; this process's share of them is scored in the background."""
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        problems: Sequence[Problem],
+        task_ids: Int[np.ndarray, "N"],
+        num_samples: int,
+        stream: ScoringStream,
+    ):
+        self.worker, self.problems, self.task_ids = worker, problems, task_ids
+        self.num_samples, self.stream = num_samples, stream
+        self.num_rows = len(problems) * num_samples
+        self.own_rows = worker.layout.process_share(self.num_rows)
+        self.texts: dict[int, str] = {}  # by row
+        self.lock = Lock()  # the chains of a sampler call from threads
+
+    def on_segment(
+        self,
+        wait: Wait,
+        call_offset: int,
+        row_offset: int,
+        tokens: Int[np.ndarray, "B A"],
+        num_drawn: int,
+        lengths: Int[np.ndarray, "B"],
+    ) -> None:
+        """Takes the rows of a call that have ended since the last segment."""
+        offset = call_offset + row_offset
+        with self.lock:
+            wait.on_segment(call_offset, row_offset, tokens, num_drawn, lengths)
+            ended = np.flatnonzero(lengths <= num_drawn).tolist()
+            new = [b for b in ended if offset + b not in self.texts]
+            jobs = {}
+            for b in new:
+                row = offset + b
+                problem = row // self.num_samples
+                completion = self.worker.tokenizer.decode(tokens[b, : lengths[b]])
+                self.texts[row] = self.problems[problem].prefix + completion
+                if row in self.own_rows:
+                    jobs[row] = (int(self.task_ids[problem]), self.texts[row])
+            self.stream.add(jobs)
+
+    def rewards(self) -> tuple[list[Rewards | None], dict[str, int]]:
+        """Waits for the scores of all processes; returns them by row, None where one failed, and counts of failures."""
+        layout, failures = self.worker.layout, {}
+
+        def own_rewards(rows: range) -> list[Rewards | None]:
+            scored = self.stream.finish()
+            jobs = [scored[row][0] for row in rows]
+            outcomes = [scored[row][1] for row in rows]
+            rewards, counts = self.worker.scorer.check_failures(jobs, outcomes)
+            failures.update(counts)
+            return rewards
+
+        with waiting(f"scoring {self.num_rows:,} replies"):
+            rewards = layout.share(own_rewards, self.num_rows)
+        return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
+
+    def sorted_texts(self) -> list[str]:
+        return [self.texts[row] for row in range(self.num_rows)]
+
+
+def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:
+    """Returns arrays [B] of each part of the rewards, 0 where a row has none."""
+    names = {"return", "correct_answer"}.union(*(reward or {} for reward in rewards))
+    scores = {}
+    for name in sorted(names):
+        values = [(reward or {}).get(name, 0.0) for reward in rewards]
+        scores[name] = np.array(values, np.float32)
+    return scores
+
+
+def with_length_reward(episodes: Episodes, limit: int, config: RewardConfig) -> Episodes:
+    """Returns the episodes with --length_reward in their scores, 0 where the reward failed.
+
+    `limit`: most tokens of a completion.
+    """
+    scores = add_length_reward(episodes.scores, episodes.completion_lengths, limit, config)
+    scores = {name: np.where(episodes.failed, np.float32(0), x) for name, x in scores.items()}
+    return replace(episodes, scores=scores)
+
+
+def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    """Returns the prompt of a problem, token ids."""
+    return tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
+
+
+def make_worker(
+    settings: RolloutSettings,
+    sampling: SamplingConfig,
+    rewards: RewardConfig,
+    model: Qwen,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    failures_dir: str | Path = "",
+) -> RolloutWorker:
+    """Returns a worker for an environment; replies whose scoring failed are written to `failures_dir`, if any.
+
+    Raises: UserError when no prompt is short enough.
+    """
+    env = settings.env
+    opening = reply_opening(tokenizer, env.problem(0))
+    answer = replace(settings.forced_answer, opening=opening)
+    sampler = make_sampler(
+        sampling, model, tokenizer, layout, settings.max_new_tokens, settings.force_answer_at, answer
+    )
+    tasks = find_tasks(sampling.prompt_length, settings.name, env, tokenizer, layout)
+    scorer = Scorer(
+        settings.name,
+        settings.options,
+        num_workers=rewards.num_score_workers,
+        timeout=rewards.score_timeout,
+        max_error_share=rewards.max_error_share,
+        failures_dir=failures_dir,
+    )
+    rows_per_call = sampling.inference_batch_per_device * layout.row_shards
+    return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
+
+
+def reply_opening(tokenizer: Tokenizer, problem: Problem) -> str:
+    """Returns the text between the last message of a prompt and the reply: end of the chat template, and prefix."""
+    prompt = tokenizer.decode(encode_prompt(tokenizer, problem))
+    last_message = problem.messages[-1]["content"].strip()
+    if not last_message or last_message not in prompt:
+        return problem.prefix
+    return prompt.rpartition(last_message)[2]
+
+
+def find_tasks(
+    limit: int, name: str, env: Env, tokenizer: Tokenizer, layout: Layout
+) -> Int[np.ndarray, "N"] | None:
+    """Returns the numbers of the problems whose prompts have at most `limit` tokens, None: all; prints how many do not.
+
+    Raises: UserError when no prompt is short enough.
+    """
+    tasks = tasks_that_fit(env, partial(encode_prompt, tokenizer), limit)
+    if tasks is None:
+        return None
+    if not tasks.size:
+        raise UserError(f"all prompts of {name} have more than {limit} tokens: raise --prompt_length")
+    num_dropped = env.num_tasks - tasks.size
+    if num_dropped and layout.is_main:
+        first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]
+        print(f"{name}: {num_dropped:,} prompts of more than {limit} tokens are left out, from problem {first} on")
+    return tasks

@@ -1,0 +1,21 @@
+"""Names of parameters and types of arrays: a leaf that imports nothing of the project."""
+
+import jax
+import numpy as np
+
+EMBED = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"  # untied models only
+LAYERS = "model.layers"
+CRITIC = "critic"  # params[CRITIC] exists in training only and is not saved with the model
+VALUE_HEAD = "v_head.weight"  # of the critic
+TRANSPOSED = ".T"  # suffix of the name of a matrix in [in, out] layout
+
+Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is
+Key = jax.Array  # of jax.random
+
+# {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}
+LayerParams = dict[str, Array]
+PolicyParams = dict[str, Array | LayerParams]
+Params = dict[str, Array | LayerParams | PolicyParams]  # params[CRITIC] is a second trunk
+Weights = dict[str, Array | list[LayerParams]]  # what sampling reads: cast, layers as a list, matrices transposed

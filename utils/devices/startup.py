@@ -1,0 +1,223 @@
+"""Start of a process: its options of devices, the other processes of the job, and the mesh over all devices."""
+
+import contextlib
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from utils.devices.runtime import prepare
+from utils.devices.sharding import MESH_AXES, Layout
+from utils.settings.config import option
+from utils.settings.errors import UserError, describe_error
+
+SHARDINGS = {  # devices on each axis, -1: all that are left
+    "dp": {"data": -1}, "fsdp": {"fsdp": -1}, "tp": {"tp": -1}, "fsdp_tp": {"fsdp": -1, "tp": 2}
+}  # fmt: skip
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # --device_type: JAX's name for it
+INSTALL = {"cuda": 'pip install "jax[cuda13]" for an NVIDIA GPU', "tpu": 'pip install "jax[tpu]" on a TPU host'}
+HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as dead, and ends the job
+SHUTDOWN_TIMEOUT = 3600  # seconds that a process waits at its end for the main one, which may still be writing
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Devices and processes."""
+
+    sharding: str = option(
+        "fsdp",
+        "Sharding of parameters over the devices of each slice or GPU host; dp: each device has a copy",
+        list(SHARDINGS),
+        resumable=True,
+    )
+    mesh: str = option(
+        "",
+        "Mesh as axis=devices with commas between, for example fsdp=4,tp=2; data=-1,fsdp=8: copies on groups of 8 "
+        "devices; empty: by --sharding",
+        resumable=True,
+    )
+    device_type: str = option(
+        "", "Platform: cpu, gpu (NVIDIA, also: cuda) or tpu; empty: the best that JAX finds", resumable=True
+    )
+    coordinator_address: str = option(
+        "",
+        "Address of process 0 as host:port; empty: a single process, or as the cluster (Slurm, Open MPI, "
+        "Kubernetes, TPU) reports",
+        resumable=True,
+    )
+    num_processes: int = option(-1, "Number of processes of the run; -1: as the cluster reports", resumable=True)
+    process_id: int = option(-1, "Index of this process, from 0; -1: as the cluster reports", resumable=True)
+
+
+def make_layout(config: DeviceConfig) -> Layout:
+    """Joins the other processes, where there are some, and lays all devices out as a mesh.
+
+    Raises: UserError when there is no device of the type, or the mesh does not fit the devices.
+    """
+    prepare()
+    if config.device_type:
+        jax.config.update("jax_platforms", platform_of(config.device_type))
+    join_processes(config)
+    devices = find_devices(config.device_type)
+    num_slices = len(group_by_slice(devices))
+    sizes = mesh_sizes(config, len(devices), num_slices)
+    mesh = Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Layout(mesh)
+
+
+def platform_of(device_type: str) -> str:
+    """Returns JAX's name for a --device_type. Raises UserError for one that is not supported."""
+    if device_type not in PLATFORMS:
+        is_apple = device_type in ("mps", "metal")
+        apple = "; JAX has no complete backend for Apple's GPUs, so take cpu" if is_apple else ""
+        raise UserError(f"--device_type {device_type} is not supported, {', '.join(PLATFORMS)} are{apple}")
+    return PLATFORMS[device_type]
+
+
+def find_devices(device_type: str) -> list[jax.Device]:
+    """Returns all devices that JAX uses. Raises UserError when there are none of the type that was asked for."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        platform = jax.config.jax_platforms
+        jax.config.update("jax_platforms", "")
+        available = sorted({device.platform for device in jax.devices()})
+        flag = f"--device_type {device_type}" if device_type else f"JAX_PLATFORMS={platform}"
+        advice = f": {INSTALL[platform]}, or leave --device_type empty" if platform in INSTALL else ""
+        reason = describe_error(error)
+        message = f"{flag}: JAX finds no such device here ({reason}), but {', '.join(available)}{advice}"
+        raise UserError(message) from error
+
+
+def join_processes(config: DeviceConfig) -> None:
+    """Joins the other processes of the job: those of the flags, or those that JAX finds in the cluster's variables.
+
+    Raises: UserError when flags and cluster together do not give all that is needed.
+    """
+    flags = {"coordinator_address": config.coordinator_address or None}
+    if config.num_processes >= 0:
+        flags["num_processes"] = config.num_processes
+    if config.process_id >= 0:
+        flags["process_id"] = config.process_id
+    num_started, num_here = started_processes()
+    on_tpu = "TPU_ML_PLATFORM" in os.environ and config.device_type in ("", "tpu")  # set by JAX where it finds chips
+    has_flags = len(flags) > 1 or bool(config.coordinator_address)
+    if not has_flags and num_started == 1 and not on_tpu:
+        return
+    if num_here == 1:
+        flags["local_device_ids"] = []  # all devices of the host; JAX gives a process of Slurm or Open MPI only one
+    try:
+        jax.distributed.initialize(
+            **flags,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+        )
+    except ValueError as error:
+        message = f"{error} Give --coordinator_address host:port, --num_processes and --process_id, or start the "
+        raise UserError(message + "processes by srun, mpirun or Kubernetes") from None
+
+
+def started_processes() -> tuple[int, int]:
+    """Returns how many processes a launcher started in all (1: no launcher), and on this host (0: not known)."""
+    env = os.environ
+    if "SLURM_PROCID" in env:  # by srun; `salloc` and `sbatch` alone set it only for a single task
+        total = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+        num_nodes = int(env.get("SLURM_STEP_NUM_NODES", 0))
+        return total, int(total == num_nodes)
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return int(env["OMPI_COMM_WORLD_SIZE"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    if "JOB_COMPLETION_INDEX" in env:  # of an indexed Kubernetes job; JAX asks how many there are
+        return 2, 0
+    return 1, 0
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Ends all processes of a job when the block, a whole program, ends one of them by an error.
+
+    Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; where that breaks
+    no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_exit = isinstance(error, SystemExit)
+        is_success = is_exit and not error.code
+        if is_success or not jax.distributed.is_initialized():
+            raise
+        if not is_exit:
+            traceback.print_exc()
+        print(f"process {jax.process_index()} of {jax.process_count()} ends, and so do the others", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        has_status = is_exit and isinstance(error.code, int)
+        os._exit(error.code if has_status else 1)
+
+
+def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[str, int]:
+    """Returns the devices on each axis: of --mesh, else of --sharding within a slice, with a copy in each slice.
+
+    Slices are joined by a slower network: hosts with GPUs, or TPU slices.
+
+    Raises: UserError for a mesh that cannot be read or does not fit the devices.
+    """
+    asked = parse_mesh(config.mesh)
+    flag = f"--mesh {config.mesh}"
+    if not asked:
+        asked = {"data": num_slices} | SHARDINGS[config.sharding]
+        flag = f"--sharding {config.sharding}"
+    free_axes = [axis for axis, size in asked.items() if size == -1]
+    num_fixed = math.prod(size for size in asked.values() if size != -1)
+    sizes = dict.fromkeys(MESH_AXES, 1) | asked
+    if free_axes:
+        sizes[free_axes[0]] = num_devices // max(1, num_fixed)
+    if num_fixed < 1 or len(free_axes) > 1 or math.prod(sizes.values()) != num_devices:
+        raise UserError(f"{flag} makes {sizes}, but there are {num_devices} devices")
+    return sizes
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Returns the sizes in "fsdp=4,tp=2" by axis. Raises UserError for another form or an unknown axis."""
+    sizes = {}
+    for item in filter(None, text.split(",")):
+        axis, _, size = item.partition("=")
+        try:
+            sizes[axis] = int(size)
+        except ValueError:
+            raise UserError(f"--mesh {text!r} is not like fsdp=4,tp=2") from None
+    if unknown := set(sizes) - set(MESH_AXES):
+        raise UserError(f"--mesh has no axis {', '.join(unknown)}: its axes are {', '.join(MESH_AXES)}")
+    return sizes
+
+
+def group_by_slice(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
+    """Returns the devices of each slice."""
+    slices = {}
+    for device in devices:
+        index = getattr(device, "slice_index", 0)
+        slices.setdefault(index, []).append(device)
+    return slices
+
+
+def arrange_devices(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Returns the devices in these sizes: slices along the first axis that they divide, neighbours along the last.
+
+    Raises: UserError when an axis would have to cross slices unevenly.
+    """
+    count = len(group_by_slice(devices))
+    across = next((axis for axis, size in sizes.items() if size % count == 0), None)
+    if across is None:
+        raise UserError(f"--mesh {sizes}: one of its sizes must be a multiple of the {count} slices or hosts")
+    outer = [count if axis == across else 1 for axis in sizes]
+    inner = [size // n for size, n in zip(sizes.values(), outer, strict=True)]
+    # Axes are split where the physical mesh of a TPU slice has other sizes.
+    if count == 1:
+        return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)

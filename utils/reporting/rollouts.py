@@ -1,0 +1,110 @@
+"""Rollouts of a step as rows of JSON, for files, sinks and the report, and as arrays."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from core.records import Batch, Episodes
+from models.tokenizer import Tokenizer
+
+NUM_GROUPS = 2  # whose rows hold what report.html colours, since it is long
+MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
+Row: TypeAlias = dict[str, object]
+
+
+def rollout_rows(
+    episodes: Episodes, group_size: int, tokenizer: Tokenizer | None = None, batch: Batch | None = None
+) -> list[Row]:
+    """Returns what rollouts/step_N.jsonl holds of each rollout.
+
+    With a tokenizer, rows of the first NUM_GROUPS also hold what report.html colours: prompt, tokens and their
+    log-probabilities, and for rows of `batch` their advantages and what else it knows of them.
+    """
+    completions = episodes.completions
+    batch_rows = [] if batch is None else np.asarray(batch.row).tolist()
+    place = {row: i for i, row in enumerate(batch_rows)}
+    rows = []
+    for i, text in enumerate(episodes.texts):
+        row = {"group": i // group_size, "task": episodes.task_ids[i], "text": text}
+        row |= {name: x[i] for name, x in episodes.scores.items()}
+        row["length"] = episodes.completion_lengths[i]
+        row["finished"] = completions.finished[i]
+        if episodes.failed[i]:
+            row["reward_failed"] = True
+        if tokenizer and row["group"] < NUM_GROUPS:
+            row |= token_fields(episodes, i, tokenizer, batch, place.get(i))
+        rows.append(row)
+    return rows
+
+
+def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]:
+    """Returns the arrays of rollouts/step_N.npz: B rollouts in the order of step_N.jsonl, T columns.
+
+    tokens          int32 [B, T]    prompt, completion, padding
+    mask            bool [B, T]     tokens that the policy chose: the completion without forced tokens
+    logprobs        float32 [B, T]  of the completion's tokens under the distribution they were drawn from, nats
+    lengths, prompt_lengths  int32 [B]  tokens of prompt and completion, and of the prompt
+    finished        bool [B]        ended by a stop token or string
+    failed          bool [B]        the reward failed: its scores are 0 and mean nothing
+    tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
+    returns         float32 [B]     what training maximises; scores/NAME: each part of it
+    """
+    completions = episodes.completions
+    num_rows = len(episodes.texts)
+    arrays = {
+        "tokens": np.asarray(completions.tokens, np.int32),
+        "mask": np.asarray(completions.mask, bool),
+        "logprobs": np.asarray(completions.logprobs, np.float32),
+        "lengths": np.asarray(completions.lengths, np.int32),
+        "prompt_lengths": np.asarray(completions.prompt_lengths, np.int32),
+        "finished": np.asarray(completions.finished, bool),
+        "failed": episodes.failed,
+        "tasks": episodes.task_ids.astype(np.int32),
+        "groups": np.arange(num_rows, dtype=np.int32) // group_size,
+    }
+    for name, x in episodes.scores.items():
+        arrays["returns" if name == "return" else f"scores/{name}"] = x.astype(np.float32)
+    return arrays
+
+
+def token_fields(
+    episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None
+) -> Row:
+    """Returns the fields of rollout `i` with a value for each token; it is `batch_row` of the batch (None: of none)."""
+    completions = episodes.completions
+    start, end = int(completions.prompt_lengths[i]), int(completions.lengths[i])
+    ids = completions.tokens[i].tolist()
+    fields = {"prompt": tokenizer.hf.decode(ids[:start]), "tokens": token_texts(tokenizer, ids[start:end])}
+    arrays = {"logprobs": completions.logprobs[i]}
+    if batch_row is not None:
+        names = {"advantage": "advantages", "old_logprobs": "old_logprobs", "entropies": "entropies"}
+        for name, attribute in names.items():
+            x = getattr(batch, attribute)
+            if x is not None:
+                arrays[name] = x[batch_row]
+    for name, x in arrays.items():
+        fields[name] = np.round(np.asarray(x[start:end], float), 4) + 0.0  # + 0.0: no "-0.0"
+    if "advantage" in fields and not np.ptp(fields["advantage"]):
+        fields["advantage"] = fields["advantage"][0]  # one for the completion
+    return fields
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Returns the text of each token; a character that several tokens spell is the text of the last of them."""
+    texts, pending = [], []
+    for place, token in enumerate(ids, 1):
+        pending.append(token)
+        text = tokenizer.hf.decode(pending)
+        is_last = place == len(ids) or len(pending) == MAX_TOKENS_OF_A_CHARACTER
+        is_whole = is_last or not text.endswith("\ufffd")
+        texts.append(text if is_whole else "")
+        pending = [] if is_whole else pending
+    return texts
+
+
+def example(episodes: Episodes, tokenizer: Tokenizer) -> tuple[str, str, float]:
+    """Returns prompt, completion and return of the first rollout."""
+    completions = episodes.completions
+    prompt = completions.tokens[0, : completions.prompt_lengths[0]]
+    return tokenizer.decode(prompt), episodes.texts[0], episodes.scores["return"][0]

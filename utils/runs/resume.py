@@ -1,0 +1,47 @@
+"""Comparison of a run's settings with those of the run that it resumes."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from utils.settings.arguments import Value
+from utils.settings.errors import UserError
+
+LENGTH = {"max_steps", "num_epochs"}  # may change too, but where the learning rate is on its way to 0 at the end
+
+
+def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resumable: Collection[str]) -> None:
+    """Compares the settings with those in `file`, of the run that is resumed.
+
+    `resumable` names may differ: where and how fast a run runs, and what it writes; all others are its meaning.
+
+    Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
+    """
+    if resume == "never":
+        raise UserError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
+    try:
+        before = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        before = error
+    if not isinstance(before, dict):
+        reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
+        print(f"warning: the settings are not compared with those of the run before ({reason})")
+        return
+    may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
+    changes = [
+        f"--{name} is {value!r} now and was {before[name]!r}"
+        for name, value in settings.items()
+        if name in before and name not in may_differ and comparable(before[name]) != comparable(value)
+    ]
+    if changes and resume != "force":
+        raise UserError(
+            f"{file.parent} holds a run with other settings: {'; '.join(changes)}; go on with the old ones, with "
+            "--resume force, or with another --save_dir"
+        )
+    if changes:
+        print("warning: the run goes on with other settings:", "; ".join(changes))
+
+
+def comparable(value: Value) -> Value:
+    """Returns a setting as it is compared: a folder may be written with a slash at its end."""
+    return value.rstrip("/") if isinstance(value, str) else value

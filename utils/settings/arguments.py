@@ -1,0 +1,142 @@
+"""Reads a command line and its presets as assignments of values to names; rewrites flags of other programs."""
+
+import difflib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from utils.settings.errors import UserError
+from utils.settings.presets import read_preset
+
+Value: TypeAlias = bool | int | float | str
+BOOLEANS = ("0", "1", "true", "false")
+
+
+class Assignment(NamedTuple):
+    """A value for a name, not yet converted; `source` is how the user wrote it, for error messages."""
+
+    name: str
+    value: object
+    source: str
+
+
+class Rewrite(NamedTuple):
+    """An option of ours, its value for 1 and its value for 0 of another program's flag."""
+
+    option: str
+    on: str
+    off: str
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """Flags of another program: by name, the option that each is rewritten to, or the reason why it is refused."""
+
+    program: str
+    rewrites: Mapping[str, Rewrite]
+    refused: Mapping[str, str]
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.rewrites, *self.refused}
+
+
+NO_SPELLINGS = Spellings("", {}, {})
+
+
+def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[Assignment]:
+    """Returns the assignments of the presets (`--config FILE`), then those of the command line, which win.
+
+    types: the type of each option by name. Raises: UserError for an unreadable preset or command line.
+    """
+    from_presets, from_command_line = [], []
+    for name, value in read_arguments(argv, {"config": str, **types}, aliases):
+        if name == "config":
+            from_presets += preset_assignments(value, aliases)
+        else:
+            from_command_line.append(Assignment(name, value, f"--{name}={value}"))
+    return from_presets + from_command_line
+
+
+def preset_assignments(path: str, aliases: Mapping[str, str]) -> list[Assignment]:
+    assignments = []
+    for name, value in read_preset(path).items():
+        source = f"{name}={value!r} in {path}"
+        assignments.append(Assignment(aliases.get(name, name), value, source))
+    return assignments
+
+
+def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Splits a command line into names and values.
+
+    absl could, but accepts neither lmpo's `--do_group_filter 0` for a boolean nor dashes for underscores.
+    """
+    arguments, words = [], deque(argv)
+    while words:
+        word = words.popleft()
+        if not word.startswith("-"):
+            raise UserError(f"{word!r} belongs to no option: options are written --name value.")
+        name, value = split_argument(word, types, aliases)
+        if value is None:
+            value = next_value(name, types[name], words)
+        arguments.append((name, value))
+    return arguments
+
+
+def split_argument(word: str, types: Mapping[str, type], aliases: Mapping[str, str]) -> tuple[str, str | None]:
+    """Returns the option of `--name=value`, `--name` or `--noname`, and its value: None if the next word decides it."""
+    parts = word.lstrip("-").split("=", 1)
+    name = parts[0].replace("-", "_")
+    name = aliases.get(name, name)
+    value = parts[1] if len(parts) == 2 else None
+    if name in types:
+        return name, value
+    positive = name.removeprefix("no")
+    if positive != name and types.get(positive) is bool:
+        return positive, "false"
+    raise UserError(f"there is no option --{name}{nearest(name, types)}")
+
+
+def next_value(name: str, value_type: type, words: deque[str]) -> str:
+    """Removes the value of an option from the words that follow it; a bool without one is true."""
+    if value_type is bool:
+        has_value = words and words[0].lower() in BOOLEANS
+        return words.popleft() if has_value else "true"
+    if not words or words[0].startswith("--"):
+        raise UserError(f"--{name} needs a value.")
+    return words.popleft()
+
+
+def rewrite(
+    assignments: Iterable[Assignment], spellings: Spellings, options: Mapping[str, Value], defaults: Mapping[str, Value]
+) -> dict[str, Value]:
+    """Returns the options that another program's flags set.
+
+    assignments: those of `spellings`, of which later ones win and empty ones are ignored, as in config.json of old
+    runs; options: what is set besides. Raises: UserError when a flag is refused, is neither 0 nor 1, or contradicts an
+    option that is set to anything but its default.
+    """
+    by_flag = {assignment.name: assignment for assignment in assignments if assignment.value != ""}
+    for flag, reason in spellings.refused.items():
+        if flag in by_flag:
+            raise UserError(f"--{flag} has no effect: {reason}; leave it out")
+    rewritten = {}
+    for flag, (option, on, off) in spellings.rewrites.items():
+        if flag not in by_flag:
+            continue
+        switch = str(by_flag[flag].value)
+        if switch not in ("0", "1"):
+            raise UserError(f"{by_flag[flag].source}: {flag} must be one of 0, 1.")
+        value = on if switch == "1" else off
+        current = options.get(option, defaults[option])
+        if current not in (defaults[option], value):
+            raise UserError(f"--{flag} {switch} contradicts --{option} {current}: leave one of them out")
+        rewritten[option] = value
+    return rewritten
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns the end of a sentence about an unknown name: the most similar one."""
+    close = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else " (--help lists all options)."

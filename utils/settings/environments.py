@@ -1,0 +1,205 @@
+"""Environments of a run: which ones, and how each is played, resolved once from settings, environment and training."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from envs import ENVS, Options, Value, make_env, option_names, parse_options, split_name, test_name
+from envs.base import ANSWER_STARTS, Env, ForcedAnswer
+from utils.evaluation.preview import shorten
+from utils.settings.config import option
+from utils.settings.errors import UserError
+
+LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
+STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
+FILES = ("data_dir", "reward")  # flags that go to each environment with such an option
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Environment."""
+
+    env_name: str = option("poem", f"Environment to train on: {', '.join(ENVS)}", essential=True)
+    env_options: str = option(
+        "",
+        "Options of the environment as name=value with commas between, for example numbers=3,max_number=15; an "
+        "unknown name lists them all",
+        essential=True,
+    )
+    test_env_name: str = option(
+        "",
+        "Environment of held-out problems, evaluated before, during and after training; X-test: the test split of "
+        "X; empty: none",
+        essential=True,
+    )
+    test_env_options: str = option(
+        "",
+        "Options of --test_env_name and --valid_env_name that differ from --env_options, as name=value with commas "
+        "between; also num_generation_tokens and force_answer_at",
+    )
+    valid_env_name: str = option(
+        "",
+        "Environment evaluated whenever --test_env_name is, for example X-valid, by whose mean return --save_best "
+        "chooses; empty: --save_best chooses by --test_env_name",
+    )
+    data_dir: str = option(
+        "", "Folder of the environment's data files; empty: the Hugging Face hub or its cache", resumable=True
+    )
+    reward: str = option("", "Reward function of the environment dataset, as FILE.py:FUNCTION")
+    format_reward: str = option(
+        "",
+        "Reward for the format of replies, added to the return; think_answer: 1 for a think block followed by an "
+        "answer block and nothing else, tags: 0.25 for each of the four tags, blocks: 0.1 for a think block, 0.5 "
+        "for an answer block, 1 for both in order; empty: none",
+        ["", "think_answer", "tags", "blocks"],
+    )
+    format_weight: float = option(0.1, "Factor of --format_reward")
+
+    def __post_init__(self):
+        if self.test_env_options and not (self.test_env_name or self.valid_env_name):
+            raise UserError("--test_env_options are those of --test_env_name: name one")
+
+    @property
+    def flags(self) -> dict[str, Value]:
+        """Settings that are options of the environment, where they are set."""
+        flags = {"data_dir": self.data_dir, "reward": self.reward, "format_reward": self.format_reward}
+        flags = {name: value for name, value in flags.items() if value}
+        if self.format_reward:
+            flags["format_weight"] = self.format_weight
+        return flags
+
+    def options(self, name: str) -> Options:
+        """Returns the options of an environment, as --env_options and other flags set them.
+
+        A test environment of another kind than --env_name takes over the options of style that it has. Files go to
+        each environment that reads such files.
+        """
+        names = option_names(name)
+        flags = {key: value for key, value in self.flags.items() if key in names or key not in FILES}
+        options = parse_options(self.env_options) | flags
+        if split_name(name)[0] == split_name(self.env_name)[0]:
+            return options
+        inherited = names & {*STYLE, *FILES}
+        return {key: value for key, value in options.items() if key in inherited}
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """An environment, and how it is played."""
+
+    name: str  # with its split, as countdown-test
+    options: Options  # of the environment
+    env: Env = field(compare=False)
+    max_new_tokens: int  # completion limit
+    force_answer_at: int  # tokens before the limit at which an unfinished reply gets `forced_answer`; 0: never
+    forced_answer: ForcedAnswer
+
+    @property
+    def split(self) -> str:
+        return split_name(self.name)[1]
+
+    def describe(self) -> str:
+        """Returns one line for people."""
+        problem = self.env.problem(0)
+        system = " ".join(system_prompt(problem.messages).split())
+        is_forced = self.force_answer_at > 0
+        forced = f"{self.forced_answer.start.strip()} forced {self.force_answer_at} tokens before it"
+        facts = [
+            f"{self.name}: {self.split} split",
+            f"completions of at most {self.max_new_tokens} tokens",
+            forced if is_forced else "no forced answer",
+            f"form {self.env.form}",
+            f"thinking {'on' if problem.thinking else 'off'}",
+            f"prefix {problem.prefix!r}" if problem.prefix else "no prefix",
+            f"system prompt {shorten(system, 60)}" if system else "no system prompt",
+            "no chat template" if problem.plain else "",
+        ]
+        return ", ".join(filter(None, facts))
+
+
+def system_prompt(messages: Iterable[Mapping[str, str]]) -> str:
+    return "\n".join(message["content"] for message in messages if message["role"] == "system")
+
+
+class Limits(Protocol):
+    """Settings of the sampler that are read here; negative ones are left to the environment."""
+
+    num_generation_tokens: int
+    force_answer_at: int
+
+
+def resolve_environments(config: EnvConfig, limits: Limits) -> dict[str, RolloutSettings]:
+    """Returns how each environment is played, by role: "env" trains, "test_env" and "valid_env" are held out.
+
+    Raises: UserError for what an environment does not take.
+    """
+    training = resolve_settings(config, config.env_name, limits.num_generation_tokens, limits.force_answer_at)
+    overrides = parse_options(config.test_env_options, "--test_env_options")
+    own_limits = training.max_new_tokens, training.force_answer_at
+    environments = {"env": training}
+    if config.test_env_name:
+        name = test_name(config.test_env_name)
+        environments["test_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
+    if config.valid_env_name:
+        name = test_name(config.valid_env_name, default="valid")
+        environments["valid_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
+    check_files(config, [settings.name for settings in environments.values()])
+    return environments
+
+
+def resolve_settings(
+    config: EnvConfig,
+    name: str,
+    num_generation_tokens: int,
+    force_answer_at: int,
+    overrides: Options = MappingProxyType({}),
+    is_inherited: bool = False,
+) -> RolloutSettings:
+    """Returns how an environment is played.
+
+    A test environment takes over the limits of training (`is_inherited`), and its style by `EnvConfig.options`.
+    `overrides` are what --test_env_options sets otherwise: options of the environment, and the two limits.
+
+    Raises: UserError for what the environment does not take.
+    """
+    for key in LIMITS:
+        if type(overrides.get(key, 0)) is not int:
+            raise UserError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}")
+    own_options = {key: value for key, value in overrides.items() if key not in LIMITS}
+    options = config.options(name) | own_options
+    env = make_env(name, **options)
+
+    limit = overrides.get("num_generation_tokens", num_generation_tokens)
+    limit = env.tokens_per_action if limit < 0 else limit
+    answer = forced_answer(env)
+    force = overrides.get("force_answer_at", force_answer_at)
+    is_requested = force > 0 and (not is_inherited or "force_answer_at" in overrides)
+    if is_requested and not answer.start:
+        raise UserError(f"--force_answer_at {force}: the prompts of {name} ask for no form of answer to be forced")
+    force = env.force_answer_at if force < 0 else force
+    is_possible = bool(answer.start) and 0 < force < limit
+    if not is_requested and not is_possible:
+        force = 0
+    return RolloutSettings(name, options, env, limit, force, answer)
+
+
+def forced_answer(env: Env) -> ForcedAnswer:
+    """Returns the beginning of an answer in the form of the environment, an empty one where it asks for no form.
+
+    In the form `any` a reply may give its answer in every form, and the one that the prompt shows is forced.
+    """
+    signs = {form: start.strip(" {") for form, start in ANSWER_STARTS.items()}
+    if env.form in ANSWER_STARTS:
+        return ForcedAnswer(ANSWER_STARTS[env.form], (signs[env.form],))
+    prompt = "".join(message["content"] for message in env.problem(0).messages)
+    form = next((form for form, sign in signs.items() if sign in prompt), "")
+    return ForcedAnswer(ANSWER_STARTS.get(form, ""), tuple(signs.values()))
+
+
+def check_files(config: EnvConfig, names: Iterable[str]) -> None:
+    """Raises UserError for --data_dir or --reward where none of the environments takes it."""
+    for flag in FILES:
+        is_taken = any(flag in option_names(name) for name in names)
+        if getattr(config, flag) and not is_taken:
+            raise UserError(f"--{flag}: no environment of {', '.join(names)} has such an option")

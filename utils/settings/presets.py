@@ -1,0 +1,83 @@
+"""Presets: files of options, as Python with get_config(), YAML or JSON."""
+
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from utils.settings.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "configs"
+Preset: TypeAlias = dict[str, object]  # values by name of option, as the file has them
+
+
+@runtime_checkable
+class ConfigDict(Protocol):
+    """An ml_collections.ConfigDict, which is not a Mapping."""
+
+    def to_dict(self) -> Preset:
+        """Returns its names and values."""
+
+
+def list_presets() -> list[str]:
+    """Returns the names of the files in configs/."""
+    return sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def read_preset(path: str) -> Preset:
+    """Returns the options in a file, which may also be named as from the folder of this repository.
+
+    Raises: UserError when there is no such file, or it holds no names and values.
+    """
+    file = find_file(path)
+    if file.suffix == ".py":
+        return to_mapping(run_file(file, path), path)
+    preset = to_mapping(read_yaml(file, path), path)
+    return expand_data_block(preset, file)
+
+
+def find_file(path: str) -> Path:
+    for candidate in (Path(path).expanduser(), ROOT / path):
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"there is no preset {path} (looked here and in {ROOT}).")
+
+
+def run_file(file: Path, path: str) -> object:
+    """Returns what get_config() of a Python file returns."""
+    names = runpy.run_path(str(file))
+    if "get_config" not in names:
+        raise UserError(f"{path} defines no get_config().")
+    return names["get_config"]()
+
+
+def read_yaml(file: Path, path: str) -> object:
+    """Returns the content of a YAML file, of which JSON is a part."""
+    import yaml
+
+    try:
+        return yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not YAML: {reason}") from error
+
+
+def to_mapping(preset: object, path: str) -> Preset:
+    if isinstance(preset, Mapping):
+        return dict(preset)
+    if isinstance(preset, ConfigDict):
+        return dict(preset.to_dict())
+    raise UserError(f"{path} must hold names and values, not a {type(preset).__name__}.")
+
+
+def expand_data_block(preset: Preset, file: Path) -> Preset:
+    """Replaces policy-gradients' block `data: {size, specs}` by the environment reasoning_gym."""
+    block = preset.get("data")
+    if not isinstance(block, Mapping) or "specs" not in block:
+        return preset
+    env_options = f"datasets={file.resolve()}"  # the environment reads the block from the file
+    if "env_options" in preset:
+        env_options += f",{preset['env_options']}"
+    expanded = {name: value for name, value in preset.items() if name != "data"}
+    return expanded | {"env_name": "reasoning_gym", "env_options": env_options}

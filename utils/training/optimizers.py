@@ -1,0 +1,221 @@
+"""The optimisers: AdamW, Adafactor, Muon; their learning rates, schedule and weight decay."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from models.names import CRITIC, EMBED, HEAD, LAYERS, Array, Params
+from utils.settings.config import option
+from utils.settings.errors import UserError
+
+VOCABULARY = {EMBED: "embedding_lr", HEAD: "unembedding_lr"}
+NOUNS = {
+    "matrix_lr": "matrices",
+    "embedding_lr": "the embedding",
+    "unembedding_lr": "the head",
+    "lr": "the rest",
+    "critic_lr": "the critic",
+}
+ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [L, out, in]
+
+
+def rate_name(path: tuple, x: Array) -> str:
+    """Returns the option that holds a parameter's learning rate under --optimizer muon."""
+    if path[0].key == CRITIC:
+        return "critic_lr"
+    if path[0].key == LAYERS:
+        return "matrix_lr" if x.ndim == 3 else "lr"
+    return VOCABULARY.get(path[0].key, "lr")
+
+
+def width_factor(x: Array) -> float:
+    """Factor of the learning rates of embedding and head in nanochat, which tuned them at a width of 768."""
+    return (x.shape[-1] / 768) ** -0.5
+
+
+def is_decayed(params: Params) -> PyTree:
+    """True for parameters with weight decay: all but norms and biases."""
+
+    def has_decay(path: tuple, x: Array) -> bool:
+        name = path[-1].key
+        return "norm" not in name and "bias" not in name
+
+    return jax.tree.map_with_path(has_decay, params)
+
+
+def peak_rate(config: "OptimizerConfig", name: str) -> float:
+    """Returns a learning rate at its peak, by the name of its option."""
+    return config.init_lr_frac * getattr(config, name)
+
+
+def adamw(config: "OptimizerConfig", rate_option: str = "lr") -> optax.GradientTransformation:
+    """AdamW. Source: arXiv 1711.05101."""
+    return optax.adamw(
+        peak_rate(config, rate_option),
+        config.b1,
+        config.b2,
+        config.adam_eps,
+        mu_dtype=config.mu_dtype or "float32",
+        weight_decay=config.weight_decay,
+        mask=is_decayed,
+    )
+
+
+def adafactor(config: "OptimizerConfig") -> optax.GradientTransformation:
+    """Adafactor; its --lr is absolute, as AdamW's, not a share of the parameter. Source: arXiv 1804.04235."""
+    # The parts of optax.adafactor, whose own weight decay does not follow the learning rate.
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(config.weight_decay, is_decayed),
+        optax.scale_by_learning_rate(peak_rate(config, "lr")),
+    )
+
+
+def muon(config: "OptimizerConfig") -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, AdamW for the other parameters.
+
+    Momentum 0.95 with Nesterov's look-ahead, orthogonalised in each layer by 5 steps of Newton-Schulz, times
+    max(1, rows / columns)^0.5. Source: kellerjordan.github.io/posts/muon.
+    """
+    matrices = optax.contrib.muon(
+        peak_rate(config, "matrix_lr"),
+        weight_decay=config.weight_decay,
+        mu_dtype=config.mu_dtype or "float32",
+        muon_weight_dimension_numbers=ROWS_AND_COLUMNS,
+    )
+    by_width = optax.stateless(scale_by_width)
+    optimizers = {"matrix_lr": matrices, "lr": adamw(config)}
+    for name in VOCABULARY.values():
+        optimizers[name] = optax.chain(adamw(config, name), by_width)
+    return optax.partition(optimizers, lambda params: jax.tree.map_with_path(rate_name, params))
+
+
+def scale_by_width(updates: PyTree, params: PyTree) -> PyTree:
+    """Returns updates of embedding and head scaled by `width_factor`."""
+    return jax.tree.map(lambda x: width_factor(x) * x, updates)
+
+
+OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor, "muon": muon}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimiser.
+
+    nanochat's recipe for RL: --optimizer muon --init_lr_frac 0.05 --lr_schedule linear --b1 0.8 --adam_eps 1e-10
+    --weight_decay 0. Source: github.com/karpathy/nanochat, scripts/chat_rl.py
+    """
+
+    optimizer: str = option(
+        "adamw",
+        "Optimiser; muon: Muon for the matrices of the layers, AdamW for all other parameters",
+        list(OPTIMIZERS),
+    )
+    lr: float = option(
+        1e-6,
+        "Peak learning rate; with --optimizer muon that of norms and biases only (embedding, head and critic have "
+        "their own)",
+        essential=True,
+    )
+    matrix_lr: float = option(0.02, "Peak learning rate of the layers' matrices with --optimizer muon")
+    embedding_lr: float = option(
+        0.2,
+        "Peak learning rate of the embedding, tied or not, with --optimizer muon, scaled by (width / 768)^-0.5; "
+        "made for weights of standard deviation 1: Qwen's, near 0.02, need less",
+    )
+    unembedding_lr: float = option(
+        0.004, "Peak learning rate of an untied head with --optimizer muon, scaled by (width / 768)^-0.5"
+    )
+    critic_lr: float = option(1e-5, "Peak learning rate of the critic of --advantage gae, which AdamW trains")
+    init_lr_frac: float = option(1.0, "Factor of all learning rates")
+    lr_schedule: str = option(
+        "constant",
+        "Schedule of all learning rates after warm-up: constant, or down to 0 at the end of the run (--max_steps, "
+        "or --num_epochs if that comes first)",
+        ["constant", "linear", "cosine"],
+    )
+    warmup_steps: int = option(0, "Optimiser steps over which learning rates rise linearly to their peaks; 0: none")
+    weight_decay: float = option(
+        1e-2, "Weight decay per optimiser step, as a multiple of the learning rate; norms and biases have none"
+    )
+    b1: float = option(0.9, "Decay rate of AdamW's first moment")
+    b2: float = option(0.95, "Decay rate of AdamW's second moment")
+    adam_eps: float = option(1e-8, "Epsilon of AdamW, added to the root of the second moment")
+    mu_dtype: str = option(
+        "", "Data type of the first moment of AdamW and Muon; empty: float32", ["", "bfloat16", "float32"]
+    )
+    max_grad_norm: float = option(1.0, "Largest global norm of the gradient; a larger one is scaled down to it")
+    train_vocab: bool = option(True, "Training of the embedding and the head; 0: they stay as they are")
+
+    def __post_init__(self):
+        for name in (*NOUNS, "init_lr_frac", "warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name} must not be negative")
+        if self.max_grad_norm <= 0 or self.adam_eps <= 0:
+            raise UserError("--max_grad_norm and --adam_eps must be above 0")
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
+            raise UserError("--b1 and --b2 must be at least 0 and below 1")
+
+
+def schedule(config: OptimizerConfig, progress: float) -> float:
+    """Returns the share of the peak learning rates at this progress of the run, from 0 to 1, without the warm-up.
+
+    It follows the run, not its updates, and so reaches its end however many updates a step makes.
+    """
+    schedules = {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return schedules[config.lr_schedule]
+
+
+def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.GradientTransformation:
+    """Returns the optimiser behind a clip of the global norm; the critic has an AdamW and a clip of its own.
+
+    All learning rates are at their peaks: `apply_gradients` scales the updates by warm-up and schedule.
+    """
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    policy = optax.chain(clip, OPTIMIZERS[config.optimizer](config))
+    if config.train_vocab and not has_critic:
+        return policy
+    critic = optax.chain(clip, adamw(config, "critic_lr"))
+    frozen_names = () if config.train_vocab else VOCABULARY
+
+    def label(params: Params) -> dict[str, str]:
+        labels = dict.fromkeys(params, "policy")
+        # Labelled, not masked: weight decay would still move a masked embedding.
+        labels |= {name: "frozen" for name in params if name in frozen_names}
+        labels |= {name: CRITIC for name in params if name == CRITIC}
+        return labels
+
+    return optax.partition({"policy": policy, CRITIC: critic, "frozen": optax.set_to_zero()}, label)
+
+
+def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
+    """Returns in one line what is optimised how, with numbers of parameters and learning rates at their peak."""
+    is_muon = config.optimizer == "muon"
+    sizes, peaks = Counter(), {}
+    for path, x in jax.tree.leaves_with_path(params):
+        name = rate_name(path, x) if is_muon or path[0].key == CRITIC else "lr"
+        if path[0].key in VOCABULARY and not config.train_vocab:
+            name = "frozen"
+        sizes[name] += x.size
+        if name != "frozen":
+            factor = width_factor(x) if name in VOCABULARY.values() else 1.0
+            peaks[name] = f"{factor * peak_rate(config, name):.3g}"
+    nouns = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
+    if is_muon:
+        text = f"Muon for {nouns[0]}, AdamW for {', '.join(nouns[1:])}"
+    else:
+        text = f"{config.optimizer} for {sizes['lr']:,} parameters at {peaks['lr']}"
+        text += f", AdamW for {nouns[-1]}" if CRITIC in params else ""
+    text += f", {config.lr_schedule}"
+    if config.warmup_steps:
+        text += f" after {config.warmup_steps} steps of warm-up"
+    if "embedding_lr" in sizes and HEAD not in params:
+        text += "; the tied embedding takes the embedding rate"
+    if "frozen" in sizes:
+        text += f"; {sizes['frozen']:,} frozen"
+    return text
