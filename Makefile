@@ -9,7 +9,7 @@ help:
 	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
 	@echo "make test            ruff and the tests, without those marked slow"
 	@echo "make test-all        ruff and all tests, with programs compiled as they are used"
-	@echo "make readme          every command of README.md, cut short, in a fresh clone"
+	@echo "make readme          every command of README.md and docs, cut short, in fresh clones"
 	@echo "make lint            ruff alone"
 	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"
 

@@ -1,10 +1,12 @@
-"""Runs what README.md tells people to run, in a copy of what git would clone: `make readme`.
+"""Runs the commands of README.md and docs/*.md, each page in a copy of what git would clone: `make readme`.
+
+    python tests/readme.py [PAGE...]    # README.md, docs/runs.md, ...; none: all, README.md first
 
 Each block of commands is one bash script, in the order of the page; inline commands that begin with `python` come last.
-A ```diff whose first line is a file is applied to it; a ```python whose first line is a comment with a file name is
-written there, any other is executed. Commands stay as they are printed; what makes them cheap are the programs they
-find: `python` adds the flags in `CUT`, and the downloads are local. What cannot run here is in `NOT_RUN`, is listed
-with its reason, and is counted. Exit status 1: a command failed, or the page has none.
+A ```diff is applied; a ```python whose first line is a comment with a file name is written there, any other is
+executed. The pages share a home folder. Commands stay as they are printed; what makes them cheap are the programs that
+they find: `python` adds the flags in `CUT`, and the downloads are local. Commands that cannot run here are in
+`NOT_RUN`, are listed with the reason, and are counted. Exit status 1: a command failed, or README.md has none.
 """
 
 import os
@@ -15,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +35,7 @@ CUT = {  # program: the flags that come last, and so win
     "core/sampling.py": ["--num_generation_tokens", "16"],
 }  # fmt: skip
 STEPS = ("step20", "step40", "step60")  # models that the page speaks of; here they are what the cut run has saved
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {  # pattern of a command: why it is not run
     r"(python -m )?pip install": "installs from the network, or for hardware that is not here",
     r"pre-commit": "needs the network",
@@ -44,7 +49,7 @@ NOT_RUN = {  # pattern of a command: why it is not run
 
 
 def clone(folder: Path) -> None:
-    """What git would clone, changes that are not committed included."""
+    """Copies what git would clone, changes that are not committed included."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -54,7 +59,7 @@ def clone(folder: Path) -> None:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a bash script: lines, with what a backslash or a here-document joins to them."""
+    """Returns the commands of a bash script: lines, with what a backslash or a here-document joins to them."""
     found, lines = [], iter(block.splitlines())
     for line in lines:
         command = line
@@ -69,22 +74,12 @@ def commands(block: str) -> list[str]:
 
 
 def reason(command: str) -> str | None:
-    """Why a command is not run, None if it is."""
+    """Returns the reason why a command is not run, None if it is."""
     return next((why for pattern, why in NOT_RUN.items() if re.match(pattern, command)), None)
 
 
-def apply(diff: str, folder: Path) -> None:
-    """Replaces the context and the "-" lines of a diff without line numbers by the context and the "+" lines."""
-    name, *lines = diff.rstrip("\n").splitlines()
-    old, new = ("\n".join(line[1:] for line in lines if line[:1] in f" {sign}") for sign in "-+")
-    file = folder / name.strip()
-    text = file.read_text()
-    assert text.count(old) == 1, f"the diff of {name.strip()} does not apply: its old lines must be there, once"
-    file.write_text(text.replace(old, new))
-
-
 def programs(folder: Path) -> Path:
-    """A folder with the `python` that the commands find."""
+    """Makes a folder with the `python` that the commands find."""
     folder.mkdir()
     for name in ("python", "python3"):
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__, "--as-python"])} "$@"\n')
@@ -143,54 +138,76 @@ def run(name: str, block: str, folder: Path, env: dict[str, str], skipped: list[
     return len(todo), f"{name}, exit status {done.returncode}:\n{failed}\n{done.stdout[-3000:]}"
 
 
-def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="readme ") as scratch:  # with a space: paths must be quoted
-        scratch = Path(scratch)
-        folder, home = scratch / "lmpo", scratch / "home"
-        folder.mkdir(), home.mkdir()
-        clone(folder)
-        shutil.copytree(TINY, folder / "Qwen" / "Qwen3-1.7B")  # a hub id is first looked for as a folder
-        for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B"):
-            shutil.copytree(TINY, folder / "Qwen" / name)
-        venv = folder / ".venv"  # what `make demo` would install
-        programs(scratch / "bin")
-        (venv / "bin").mkdir(parents=True)
-        shutil.copy2(scratch / "bin" / "python", venv / "bin" / "python")
-        for stamp in ("installed", "installed-test"):
-            (venv / stamp).touch()
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "WANDB", "MFLAGS"))}
-        env |= {
-            "PATH": f"{scratch / 'bin'}{os.pathsep}{env['PATH']}", "HOME": str(home), "HF_HUB_OFFLINE": "1",
-            "PROGRESS": str(scratch / "progress"), "WANDB_MODE": "offline", "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        }  # fmt: skip
-        page = (folder / "README.md").read_text(encoding="utf-8")
-        count, failures, skipped = 0, [], []
-        for place in re.finditer(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-            language, block = place.groups()
-            name = f"README.md:{page[: place.start()].count(chr(10)) + 1}"
-            if language == "diff":
-                apply(block, folder)
-            elif language == "python" and (file := re.match(r"# ([\w/]+\.py)\n", block)):
-                (folder / file[1]).write_text(block)
-                continue
-            elif language == "python":
-                block = f"python - <<'END_OF_BLOCK'\n{block}END_OF_BLOCK"
-            if language in ("bash", "sh", "python"):
-                ran, failure = run(name, block, folder, env, skipped)
-                count, failures = count + ran, failures + [failure] * bool(failure)
-        rest = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
-        for command in dict.fromkeys(re.findall(r"`((?:python3?|bash) [^`]+)`", rest)):
-            command = " ".join(command.split())
-            ran, failure = run("inline", command, folder, env, skipped)
-            count, failures = count + ran, failures + [failure] * bool(failure)
-    print(f"\n{count} commands ran, {len(failures)} blocks failed; {len(skipped)} commands were not run:")
+def prepare(folder: Path, bin_dir: Path) -> None:
+    """Makes the clone that a page runs in, with what `make demo` would install and hub models as local folders."""
+    folder.mkdir(parents=True)
+    clone(folder)
+    for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B"):  # a hub id is first looked for as a folder
+        shutil.copytree(TINY, folder / "Qwen" / name)
+    venv = folder / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    shutil.copy2(bin_dir / "python", venv / "bin" / "python")
+    for stamp in ("installed", "installed-test"):
+        (venv / stamp).touch()
+
+
+def environment(scratch: Path, bin_dir: Path) -> dict[str, str]:
+    """Returns the environment variables of the commands."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "WANDB", "MFLAGS"))}
+    return env | {
+        "PATH": f"{bin_dir}{os.pathsep}{env['PATH']}",
+        "HOME": str(scratch / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "PROGRESS": str(scratch / "progress"),
+        "WANDB_MODE": "offline",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+def blocks(page: str, text: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the place and the script of each block of a page, then its inline commands; applies the rest."""
+    for match in BLOCK.finditer(text):
+        language, block = match.groups()
+        line = text.count("\n", 0, match.start()) + 1
+        if language == "diff":
+            subprocess.run(["git", "apply"], cwd=folder, input=block, text=True, check=True)
+        elif language == "python" and (file := re.match(r"# ([\w/]+\.py)\n", block)):
+            (folder / file[1]).write_text(block)
+        elif language == "python":
+            yield f"{page}:{line}", f"python - <<'END_OF_BLOCK'\n{block}END_OF_BLOCK"
+        elif language in ("bash", "sh"):
+            yield f"{page}:{line}", block
+    inline = re.findall(r"`((?:python3?|bash)\s[^`]+)`", BLOCK.sub("", text))
+    for command in dict.fromkeys(inline):
+        yield f"{page}, inline", " ".join(command.split())
+
+
+def main(pages: list[str]) -> int:
+    counts, failures, skipped = Counter(), [], []
+    with tempfile.TemporaryDirectory(prefix="readme ") as name:  # with a space: paths must be quoted
+        scratch = Path(name)
+        (scratch / "home").mkdir()
+        bin_dir = programs(scratch / "bin")
+        env = environment(scratch, bin_dir)
+        for page in pages:
+            folder = scratch / Path(page).stem / "lmpo"
+            prepare(folder, bin_dir)
+            for place, script in blocks(page, (folder / page).read_text(encoding="utf-8"), folder):
+                num_run, failure = run(place, script, folder, env, skipped)
+                counts[page] += num_run
+                failures += [failure] * bool(failure)
+    print(f"\n{counts.total()} commands ran, {len(failures)} blocks failed; {len(skipped)} commands were not run:")
     for command, why in skipped:
         print(f"  {command.splitlines()[0][:70]:<72}{why}")
     print(*failures, sep=f"\n{'-' * 100}\n")
-    return int(bool(failures) or not count)
+    return int(bool(failures) or not counts[pages[0]])
 
 
 if __name__ == "__main__":
-    sys.exit(as_python(sys.argv[2:]) if sys.argv[1:2] == ["--as-python"] else main())
+    if sys.argv[1:2] == ["--as-python"]:
+        sys.exit(as_python(sys.argv[2:]))
+    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+    sys.exit(main(sys.argv[1:] or ["README.md", *docs]))

@@ -1,0 +1,110 @@
+"""The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
+
+    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
+"""
+
+import itertools
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
+STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")  # local ones, without what follows a "#"
+DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FOLDERS = "core|models|envs|utils|docs|bench|tests|configs|imgs|runs"
+FILE = re.compile(rf"\b(?:{FOLDERS})/[\w/+.-]+\.(?:py|md|sh|png|txt)\b")
+MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
+
+
+def read(page: str) -> str:
+    """Returns the text of a file of the tree."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def loop() -> str:
+    """Returns the while loop of `train`."""
+    _, _, train = read("core/grpo.py").partition("\ndef train(")
+    start = train.index("    while ")
+    first, *rest = train[start:].splitlines(keepends=True)
+    body = itertools.takewhile(lambda line: line.isspace() or line.startswith(" " * 8), rest)
+    return textwrap.dedent(first + "".join(body))
+
+
+def line_of(file: str, name: str) -> int:
+    """Returns the first line of `file` that defines `name`, 0 where none does."""
+    definition = re.compile(rf" *(?:def|class) {name}\b")
+    lines = enumerate(read(file).splitlines(), 1)
+    return next((number for number, line in lines if definition.match(line)), 0)
+
+
+def walk() -> list[tuple[str, str, str]]:
+    """Returns the stops of the walk: file, line, name."""
+    stops = STOP.findall(read("CONTRIBUTING.md"))
+    return [(file, line, name) for file, line, _, name in stops]
+
+
+def test_the_front_page_is_short_and_quotes_the_loop():
+    readme = read("README.md")
+    assert len(readme.splitlines()) <= 170
+    assert LOOP.findall(readme) == [loop()], "python tests/test_docs.py writes the loop into README.md"
+
+
+@pytest.mark.parametrize("stop", walk(), ids=str)
+def test_the_walk_has_the_lines_of_today(stop: tuple[str, str, str]):
+    file, line, name = stop
+    assert line_of(file, name), f"{file} does not define {name}"
+    assert int(line) == line_of(file, name), "python tests/test_docs.py corrects the numbers in CONTRIBUTING.md"
+
+
+def test_the_walk_opens_ten_files_at_most():
+    assert 0 < len({file for file, _, _ in walk()}) <= 10
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_named_files_exist(page: str):
+    text = read(page)
+    folder = (ROOT / page).parent
+    targets = [folder / link for link in LINK.findall(text)]
+    files = set(FILE.findall(text)) - set(MADE.findall(text))
+    targets += [ROOT / file for file in files]
+    missing = [str(target) for target in targets if not target.exists()]
+    assert not missing
+
+
+def test_the_front_page_links_every_page_once():
+    links = re.findall(r"\]\((docs/\w+\.md)", read("README.md"))
+    assert sorted(links) == DOCS
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/forks.md"])
+def test_diffs_apply(page: str):
+    command = ["git", "apply", "--check"]
+    diffs = DIFF.findall(read(page))
+    assert diffs
+    for diff in diffs:
+        done = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+
+
+def refresh() -> None:
+    """Writes the loop into README.md, and the lines of today into the walk."""
+    readme = LOOP.sub(lambda _: f"```py\n{loop()}```", read("README.md"))
+    (ROOT / "README.md").write_text(readme, encoding="utf-8")
+
+    def today(stop: re.Match[str]) -> str:
+        file, _, space, name = stop.groups()
+        return f"`{file}:{line_of(file, name)}{space}{name}`"
+
+    contributing = STOP.sub(today, read("CONTRIBUTING.md"))
+    (ROOT / "CONTRIBUTING.md").write_text(contributing, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    refresh()
