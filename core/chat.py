@@ -77,7 +77,7 @@ def parse_row(line: str, name: str) -> Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON") from error
-    if not isinstance(row, dict) or not row.keys() & {"prompt", "messages"}:
+    if not isinstance(row, dict) or not ("prompt" in row or row.get("messages")):
         raise UserError(f'{name} has neither "prompt" nor "messages"')
     return row
 

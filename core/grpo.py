@@ -88,7 +88,7 @@ def train(
     while (fraction := fraction_done(config, worker, progress)) < 1:
         step = progress.step + 1
 
-        # Rollouts: groups of completions and their rewards, until the batch is full of groups that differ.
+        # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
         with run.phase("rollout"):
             weights = worker.load_weights(state.params)  # cast and laid out for decoding, once a step
             episodes, cursor = collect(worker, weights, config, step, progress.cursor)
@@ -97,7 +97,7 @@ def train(
         with run.phase("logprobs"):
             batch = learner.score(state.params, make_batch(episodes, config))
 
-        # Advantages; groups without signal, failed rewards and truncated completions leave the batch.
+        # Advantages; failed rewards, and by the filters groups without signal and truncated completions, leave.
         batch = compute_advantages(batch, config.objective)
 
         # Updates: one optimiser step per minibatch, `ppo_epochs` times over the batch.
@@ -139,7 +139,7 @@ def task_numbers(seed: int, num_tasks: int, places: Int[np.ndarray, "N"]) -> Int
 def collect(
     worker: RolloutWorker, weights: Weights, config: Config, step: int, cursor: int
 ) -> tuple[Episodes, int]:
-    """Samples groups until the batch is full of groups with signal, or --max_resampling is reached.
+    """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 
     Returns all episodes, of which `batch_rows` are to be learnt from, and the number of the next task.
     """
@@ -148,22 +148,23 @@ def collect(
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, budget = config.update.groups_per_batch, config.update.max_groups
     share = 1.0  # of the sampled groups that can be learnt from
-    parts, batch_rows, num_sampled = [], [], 0
+    parts, batch_rows, num_sampled_groups = [], [], 0
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         places = cursor + np.arange(num_groups)
         tasks = task_numbers(config.seed, worker.num_tasks, places)
         # Keys depend on the place in the run: where a new epoch begins, a task may come twice in a step.
         episodes = worker.play(weights, tasks, group_size, key, places)
+        # In training only: held-out returns are without it.
         episodes = with_length_reward(episodes, worker.sampler.max_new_tokens, config.rewards)
         parts.append(episodes)
         groups = groups_to_learn_from(episodes, config)[:missing]
-        first_rows = (num_sampled + groups) * group_size
+        first_rows = (num_sampled_groups + groups) * group_size
         batch_rows.append((first_rows[:, None] + np.arange(group_size)).ravel())
         missing -= len(groups)
         budget -= num_groups
-        num_sampled += num_groups
-        share = (config.update.groups_per_batch - missing) / num_sampled
+        num_sampled_groups += num_groups
+        share = (config.update.groups_per_batch - missing) / num_sampled_groups
         # Groups of a call behind the last one that is needed are not learnt from, and their tasks are drawn again in
         # the next step: so a step's batch does not depend on `rows_per_call`.
         cursor += num_groups if missing else int(groups[-1]) + 1
@@ -248,7 +249,7 @@ def precompile(
     They are padded as the longest one of an environment, or of 1,000 of a large one.
     """
     params = shapes_of(state.params)
-    lengths = {role: prompt_lengths(worker.env, worker.encode, worker.tasks) for role, worker in workers.items()}
+    lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
     workers = {role: worker.with_prompt_columns(max(lengths[role])) for role, worker in workers.items()}
     worker, held_out = split_roles(workers)
     group_size, max_groups = config.update.group_size, config.update.max_groups

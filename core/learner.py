@@ -62,11 +62,11 @@ class Learner:
     reference: Params | None = None  # parameters of the model that the KL is measured to
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
-    max_first_scored: int = 1 << 30  # bound of the first column to score, so that --precompile knows its value
+    max_first_scored: int = 1 << 30  # largest first column to score; --precompile sets it: one program for all
 
     @property
     def has_old_logprobs(self) -> bool:
-        """True if the training graph computes old log-probabilities: for several updates, the reward, a critic."""
+        """True if the training graph computes old log-probabilities: several updates, KL in the reward, a critic."""
         config, update = self.config, self.config.update
         is_needed = update.recompute_logprobs or config.updates_per_step > 1 or config.objective.has_kl_in_reward
         return config.objective.has_critic or (is_needed and not update.do_inference_logprobs)
@@ -247,7 +247,10 @@ class Learner:
 
 
 def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> list[Batch]:
-    """Returns the batch in random order, about --ppo_minibatch rollouts at a time."""
+    """Returns the batch in random order, in ceil(rows / --ppo_minibatch) nearly equal parts.
+
+    Fewer rows make fewer or smaller minibatches: no remainder is dropped.
+    """
     order = np.random.default_rng((config.seed, step, epoch)).permutation(len(batch))
     num_minibatches = -(-len(batch) // config.minibatch_size)
     return [select_rows(batch, rows) for rows in np.array_split(order, num_minibatches)] if num_minibatches else []

@@ -168,7 +168,8 @@ def main():
     model, params, tokenizer = load_model("models/tiny", remat="none", unroll=True)
     env = make_env("countdown", **TASKS)
     problems = [env.problem(row // GROUP_SIZE) for row in range(NUM_PROMPTS * GROUP_SIZE)]
-    prompts, prompt_lengths = pad_prompts([tokenizer.chat(problem.messages, problem.thinking) for problem in problems])
+    chats = [tokenizer.chat(p.messages, p.thinking, p.prefix, p.plain) for p in problems]
+    prompts, prompt_lengths = pad_prompts(chats)
     opt_state = OPTIMIZER.init(params)
     key = jax.random.key(SEED)
 
@@ -181,7 +182,7 @@ def main():
         rewards = np.zeros(len(problems), np.float32)
         for row, problem in enumerate(problems):
             completion = tokens[row, prompt_lengths[row] : lengths[row]]
-            scores = env.score(problem, tokenizer.decode(completion))
+            scores = env.score(problem, problem.prefix + tokenizer.decode(completion))
             rewards[row] = scores["return"]
 
         # Advantages within each group, then one gradient step.

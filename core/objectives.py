@@ -45,7 +45,7 @@ def formula(text: str) -> Callable[[Function], Function]:
 
 @formula("(r - mean) / std of the group")
 def group_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
-    """Advantage of GRPO. Source: arXiv 2402.03300, section 4.1.2."""
+    """Advantage of GRPO, with the population's deviation (ddof 0). Source: arXiv 2402.03300, section 4.1.2."""
     centred = group_mean(rewards, batch, config)
     deviation = np.sqrt(graded_mean(centred**2))
     return centred / np.where(deviation > 0, deviation, 1)
@@ -162,6 +162,7 @@ def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig"
     """Loss of CISPO: every token keeps a gradient. Source: arXiv 2506.13585."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     weight = stop_gradient(jnp.clip(ratio, *config.clip_range))
+    # A clipped weight still has a gradient, so clip_fraction counts weights of 0 only.
     return -weight * batch.advantages * logprobs, weight == 0
 
 
@@ -364,7 +365,8 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     """Returns the batch with advantages (with a critic also its targets), without the rows that leave it.
 
     A row whose reward is NaN, since its grader failed, is no part of its group's baseline where the advantage function
-    averages by `graded_mean`; with one that does not, the whole group leaves.
+    averages by `graded_mean`; with one that does not, the whole group leaves. A completion that is dropped for being
+    truncated stays in its group's baseline.
     """
     if not len(batch):
         return batch
@@ -426,7 +428,7 @@ def masked_whiten(x: Float[np.ndarray, "R C"], where: Bool[np.ndarray, "R D"]) -
 
 
 def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Mean over the masked tokens of each row, 0 where there are none."""
+    """Mean over the tokens of each row where the mask is True, 0 where there are none."""
     num_tokens = mask.sum(axis=1, keepdims=True)
     return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
@@ -483,7 +485,7 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics: summands of the optimiser batch's, see `reduce_metrics`."""
     batch = with_old_logprobs(logprobs, batch)
-    logprobs = masked(logprobs, batch)
+    logprobs = zero_outside_mask(logprobs, batch)
     log_ratio = logprobs - batch.old_logprobs
     sampler_log_ratio = batch.old_logprobs - batch.sample_logprobs
 
@@ -507,7 +509,7 @@ def policy_loss(
     return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
 
 
-def masked(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
     """Returns x with 0 in the padding, whose numbers could overflow in exp."""
     return jnp.where(batch.mask, x, 0.0)
 
@@ -515,14 +517,15 @@ def masked(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[A
 def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
     """Returns the batch with masked log-probabilities; the old ones are the new ones where this update is the first."""
     old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    return batch.replace(old_logprobs=masked(old, batch), sample_logprobs=masked(batch.sample_logprobs, batch))
+    sampled = zero_outside_mask(batch.sample_logprobs, batch)
+    return batch.replace(old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)
 
 
 def sum_over_rows(
     x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
 ) -> Float[Array, ""]:
-    """Sum over masked tokens, each row divided by its denominator."""
-    return (masked(x, batch).sum(axis=1) / denominator).sum()
+    """Sum over tokens where the mask is True, each row divided by its denominator."""
+    return (zero_outside_mask(x, batch).sum(axis=1) / denominator).sum()
 
 
 def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
@@ -534,7 +537,7 @@ def reference_kl(
     logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the KL's part of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
-    log_ratio = logprobs - masked(batch.ref_logprobs, batch)
+    log_ratio = logprobs - zero_outside_mask(batch.ref_logprobs, batch)
     if config.kl_in == "reward":
         return jnp.zeros(()), token_mean(KL["k3"](log_ratio), batch)
     kl = KL[config.kl_estimator or "k3"](log_ratio)

@@ -29,7 +29,7 @@ class Completions:
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
-    slot_steps: Float[Array, "B"]  # decode steps of all slots, each segment's divided among its live rows
+    slot_steps: Float[Array, "B"]  # share of the sampler's work: slots x steps of each segment / its live rows
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
 
 
@@ -101,7 +101,8 @@ class Batch:
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
-    num_tokens: Float[Array, "B"] | None = None  # masked tokens of the whole optimiser batch
+    num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimiser batch where the mask is True
+    # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
     group_size: int = struct.field(pytree_node=False, default=1)
 
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ class RolloutWorker:
     scorer: Scorer
     layout: Layout
     rows_per_call: int  # completions that are sampled at once
-    tasks: Int[np.ndarray, "N"] | None = None  # numbers of the problems whose prompts are short enough; None: all
+    fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +56,7 @@ class RolloutWorker:
 
     @property
     def num_tasks(self) -> int:
-        return self.env.num_tasks if self.tasks is None else len(self.tasks)
+        return self.env.num_tasks if self.fitting_ids is None else len(self.fitting_ids)
 
     @property
     def max_new_tokens(self) -> int:
@@ -97,11 +97,12 @@ class RolloutWorker:
     ) -> Episodes:
         """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`.
 
-        The draws of a task are those of its number under `key`, or of its place in the run where `places` are given.
+        `tasks` count the problems whose prompts are short enough, from 0. The draws of a task are those of its number
+        in the environment under `key`, or of its place in the run where `places` are given.
         """
         clock = time.perf_counter()
-        places = tasks if places is None else places
-        task_ids = tasks if self.tasks is None else self.tasks[tasks]
+        task_ids = tasks if self.fitting_ids is None else self.fitting_ids[tasks]
+        places = task_ids if places is None else places
         problems = [self.env.problem(int(i)) for i in task_ids]
         prompts = self.encode_prompts(task_ids, problems)
         with ScoringStream(self.scorer) as stream:

@@ -318,7 +318,8 @@ class Chain:
         rows = padded[:, None] * group_size + np.arange(group_size)
         self.slots = np.where(padded[:, None] < 0, -1, rows).ravel()  # row of each slot
         lengths = np.array([len(prompt) for prompt in prompts])
-        self.starts = np.int32(num_columns + 1 - lengths[padded])  # first column of each prompt
+        # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
+        self.starts = np.int32(num_columns + 1 - lengths[padded])
         self.prompt_cache = self.prefill(padded)
         self.cache = self.prompt_cache
         self.width = 0  # columns of the cache for completions
@@ -438,14 +439,14 @@ def prefill(
 def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
     """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
 
-    A slot's row is on its own device, where the remainder of `source` is its local number: a gather over all devices
-    would make caches whole on each.
+    `source` counts over all shards, which are equal; a slot's row is in its own shard, where the remainder is its
+    number. A gather over all devices would make caches whole on each.
     """
 
     def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:
         caches, source = state
 
-        def gather_rows(x: Shaped[Array, "R K C D"]) -> Shaped[Array, "S K W D"]:
+        def gather_rows(x: Shaped[Array, "R K A C"]) -> Shaped[Array, "S K W C"]:
             x = x[source % len(x), :, :width]
             missing = max(0, width - x.shape[2])
             return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))

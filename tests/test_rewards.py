@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 import envs
+from core.records import Completions, Episodes
+from core.rollout import with_length_reward
 from utils.evaluation.preview import show, tasks_that_fit
+from utils.metrics.rollout import rollout_metrics
 from utils.rewards.shaping import (
     RewardConfig,
     add_length_reward,
@@ -31,7 +34,7 @@ def test_a_length_reward_is_a_part_of_the_return():
     assert add_length_reward(scores, lengths, 100, RewardConfig()) is scores
     config = RewardConfig(length_reward="overlong", length_weight=0.5)
     shaped = add_length_reward(scores, lengths, 100, config)
-    assert np.allclose(shaped["length"], [0, -0.5]) and np.allclose(shaped["return"], [1.0, -0.4])
+    assert np.allclose(shaped["length_reward"], [0, -0.5]) and np.allclose(shaped["return"], [1.0, -0.4])
     assert shaped["return"].dtype == np.float32 and scores["return"][1] == np.float32(0.1)
 
 
@@ -68,3 +71,18 @@ def test_prompts_that_are_too_long_are_left_out():
     lengths = np.array([len(encode(env.problem(i))) for i in range(env.num_tasks)])
     for limit in (20, 24, 200):
         assert (tasks_that_fit(env, encode, limit) == np.flatnonzero(lengths <= limit)).all()
+
+
+def test_a_failed_reward_stays_zero_and_the_length_reward_is_logged():
+    lengths = np.array([80, 90, 40, 100])
+    zeros = np.zeros((4, 100), np.float32)
+    completions = Completions(zeros, zeros > 0, zeros, lengths, np.zeros(4, int), lengths < 100, lengths)
+    scores = {"return": np.array([1.0, 0.0, 0.0, 1.0]), "correct_answer": np.array([1.0, 0.0, 0.0, 1.0])}
+    failed = np.array([False, True, False, False])
+    times = {"rollout": 1.0, "score": 1.0}
+    episodes = Episodes(completions, np.arange(4), ["a", "b", "c", "d"], scores, failed, {"reward_errors": 1}, times)
+    shaped = with_length_reward(episodes, 100, RewardConfig(length_reward="overlong"))
+    np.testing.assert_allclose(shaped.scores["return"], [1.0, 0.0, 0.0, 0.0])  # the last one loses 1, at the limit
+    metrics = rollout_metrics(shaped, group_size=2)
+    assert np.isclose(metrics["env/length_reward"], -1 / 3) and metrics["env/length"] == 77.5
+    assert np.isclose(metrics["env/return"], 1 / 3) and metrics["env/reward_errors"] == 1

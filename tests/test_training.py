@@ -640,7 +640,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["reinforce++", *slow("ppo", "nanochat")])
+@pytest.mark.parametrize("name", slow("reinforce++", "ppo", "nanochat"))
 def test_presets_train(name, tmp_path):
     """With a critic, with a reference, with another optimiser and truncated sampling; the model saved is the policy."""
     flags = FLAGS | {"max_steps": 3, "test_env_name": "", "save_dir": tmp_path} | RUNS[name]

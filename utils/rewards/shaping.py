@@ -65,7 +65,7 @@ def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], 
 
 
 def add_length_reward(scores: Scores, lengths: Lengths, limit: int, config: RewardConfig) -> Scores:
-    """Returns the scores with "length", added to the return; unchanged where --length_reward is off.
+    """Returns the scores with "length_reward", added to the return; unchanged where --length_reward is off.
 
     `lengths` and `limit`: tokens of each completion, and the most there may be.
     """
@@ -78,7 +78,7 @@ def add_length_reward(scores: Scores, lengths: Lengths, limit: int, config: Rewa
         case _:
             return scores
     weighted = (config.length_weight * reward).astype(np.float32)
-    return scores | {"length": weighted, "return": scores["return"] + weighted}
+    return scores | {"length_reward": weighted, "return": scores["return"] + weighted}
 
 
 def overlong_penalty(lengths: Lengths, limit: int, buffer: int) -> Rewards:
