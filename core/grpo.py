@@ -111,10 +111,11 @@ def train(
                 updates += epoch_updates
                 if learner.policy_moved_too_far(epoch_updates):
                     break
+            update_metrics = learner.metrics(batch, updates)  # which waits for the devices
 
         # Log, evaluate, save.
         metrics = run.times | rollout_metrics(episodes, config.update.group_size)
-        metrics |= learner.metrics(batch, updates)
+        metrics |= update_metrics
         metrics |= speed_metrics(learner.model, learner.layout, episodes, metrics)
         metrics["env/epochs"] = cursor / worker.num_tasks
         progress = progress.after_step(cursor, len(episodes))
