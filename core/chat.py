@@ -145,8 +145,7 @@ def main(config: Command) -> None:
     layout = make_layout(config.devices)
     rows = read_prompts(config.prompts.prompts)
     _, folder = find_checkpoints(config.prompts.ckpt_dir, find_model)[-1]  # the last one of a run folder
-    compute = config.compute
-    model, params, tokenizer = load_model(folder, layout, compute.dtype, compute.dtype, kv_dtype=compute.kv_dtype)
+    model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
     limit = config.sampling.num_generation_tokens
     limit = 256 if limit < 0 else limit
     sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, max(0, config.sampling.force_answer_at))

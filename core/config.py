@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from core.eval import EvalConfig
 from core.objectives import ObjectiveConfig
 from core.sampling import SamplingConfig
-from models.checkpoint import ComputeConfig
+from models.checkpoint import TrainComputeConfig
 from utils.devices.memory import MemoryConfig
 from utils.devices.startup import DeviceConfig
 from utils.rewards.shaping import RewardConfig
 from utils.runs.folder import RunConfig
 from utils.settings.config import group, option
-from utils.settings.environments import EnvConfig
+from utils.settings.environments import EnvConfig, HeldOutConfig
 from utils.settings.errors import UserError
 from utils.training.optimizers import OptimizerConfig
 
@@ -82,6 +82,7 @@ class Config:
         resumable=True,
     )
     env: EnvConfig = group(EnvConfig)
+    held_out: HeldOutConfig = group(HeldOutConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     rewards: RewardConfig = group(RewardConfig)
     eval: EvalConfig = group(EvalConfig)
@@ -89,7 +90,7 @@ class Config:
     objective: ObjectiveConfig = group(ObjectiveConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
     memory: MemoryConfig = group(MemoryConfig)
-    compute: ComputeConfig = group(ComputeConfig)
+    compute: TrainComputeConfig = group(TrainComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
     run: RunConfig = group(RunConfig)
 
@@ -101,7 +102,7 @@ class Config:
     def batch_mistakes(self) -> list[tuple[bool, str]]:
         """Returns what may be wrong with the numbers of steps and rollouts, and what to do about it."""
         objective, update = self.objective, self.update
-        has_held_out = bool(self.env.test_env_name or self.env.valid_env_name)
+        has_held_out = bool(self.held_out.test_env_name or self.held_out.valid_env_name)
         return [
             (
                 self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,

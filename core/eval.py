@@ -47,12 +47,6 @@ class EvalConfig:
     num_eval_samples: int = option(
         1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
     )
-    test_interval: int = option(
-        10, "Steps between held-out evaluations; 0: only before and after training", resumable=True
-    )
-    test_greedy: bool = option(
-        False, "Additional greedy evaluation on --test_env_name, before and after training", resumable=True
-    )
 
     def __post_init__(self):
         if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
@@ -85,17 +79,14 @@ def evaluate(
 
 
 def evaluate_held_out(
-    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int, is_end: bool
+    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int, with_greedy: bool
 ) -> dict[str, float]:
-    """Returns the scores on held-out problems under the names of the log, "test_env/..." and "valid_env/...".
-
-    `is_end`: before the first step and after the last one, where --test_greedy evaluates greedily too.
-    """
+    """Returns the scores on held-out problems under the names of the log, "test_env/..." and "valid_env/..."."""
     metrics = {}
     for role, worker in workers.items():
         scores, _, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
         metrics |= {f"{role}/{name}": value for name, value in scores.items()}
-    if is_end and config.test_greedy and "test_env" in workers:
+    if with_greedy and "test_env" in workers:
         scores, _, _ = evaluate(workers["test_env"].greedy(), params, config.num_eval_tasks, 1, seed)
         metrics |= {f"test_env_greedy/{name}": value for name, value in scores.items()}
     return metrics
@@ -137,8 +128,7 @@ def evaluate_checkpoint(
     config: Command, name: str, folder: Path, environments: list[RolloutSettings], layout: Layout
 ) -> list[Result]:
     """Returns a checkpoint's results on each environment; with --show, prints problems instead."""
-    compute = config.compute
-    model, params, tokenizer = load_model(folder, layout, compute.dtype, compute.dtype, kv_dtype=compute.kv_dtype)
+    model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
     results = []
     for settings in environments:
         with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:

@@ -54,7 +54,7 @@ from utils.training.state import TrainState, fingerprint
 
 def main(config: Config) -> None:
     layout = make_layout(config.devices)
-    environments = resolve_environments(config.env, config.sampling)
+    environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
     model, params, tokenizer = load_model(run.model_dir, layout, **config.compute.arguments)
     workers = make_workers(config, environments, model, tokenizer, layout, run.directory)
@@ -82,7 +82,7 @@ def train(
     worker, held_out = split_roles(workers)
     if held_out and progress.step == 0:
         with run.interruptible():
-            metrics = evaluate_held_out(held_out, state.params, config.eval, config.seed, is_end=True)
+            metrics = evaluate_held_out(held_out, state.params, config.eval, config.seed, config.held_out.test_greedy)
         progress = run.log_start(metrics, state, progress)
 
     while (fraction := fraction_done(config, worker, progress)) < 1:
@@ -120,8 +120,9 @@ def train(
         metrics["env/epochs"] = cursor / worker.num_tasks
         progress = progress.after_step(cursor, len(episodes))
         is_last = fraction_done(config, worker, progress) >= 1
-        if held_out and (is_last or is_due(step, config.eval.test_interval)):
-            metrics |= evaluate_held_out(held_out, state.params, config.eval, config.seed, is_last)
+        if held_out and (is_last or is_due(step, config.held_out.test_interval)):
+            with_greedy = is_last and config.held_out.test_greedy
+            metrics |= evaluate_held_out(held_out, state.params, config.eval, config.seed, with_greedy)
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
     run.print_summary(progress)
 
@@ -157,7 +158,7 @@ def collect(
         # Keys depend on the place in the run: where a new epoch begins, a task may come twice in a step.
         episodes = worker.play(weights, tasks, group_size, key, places)
         # In training only: held-out returns are without it.
-        episodes = with_length_reward(episodes, worker.sampler.max_new_tokens, config.rewards)
+        episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
         parts.append(episodes)
         groups = groups_to_learn_from(episodes, config)[:missing]
         first_rows = (num_sampled_groups + groups) * group_size
@@ -261,7 +262,7 @@ def precompile(
     for role, tester in held_out.items():
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         compile_programs(tester.programs(params, num_tasks, config.eval.num_eval_samples))
-        if config.eval.test_greedy and role == "test_env":
+        if config.held_out.test_greedy and role == "test_env":
             compile_programs(tester.greedy().programs(params, num_tasks, 1))
     shortest, longest = min(lengths["env"]), max(lengths["env"])
     learner = replace(learner, max_first_scored=power_below(shortest))

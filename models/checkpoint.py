@@ -82,6 +82,23 @@ class ComputeConfig:
     dtype: str = option(
         "", "Data type of matrix multiplications; empty: bfloat16, and float32 on CPU", ["", "bfloat16", "float32"]
     )
+    kv_dtype: str = option(
+        "",
+        "Data type of the KV cache; empty: as --dtype; int8: about half the memory and traffic, but probabilities "
+        "that differ a little from the trainer's (see --importance_correction)",
+        ["", "int8"],
+    )
+
+    @property
+    def arguments(self) -> dict[str, bool | str]:
+        """Returns the arguments of `load_model` that these settings are."""
+        return {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
+
+
+@dataclass(frozen=True)
+class TrainComputeConfig(ComputeConfig):
+    """Model computation."""
+
     attention: str = option(
         "auto",
         "Attention kernel of the update; auto: cudnn on NVIDIA, splash on TPU, else plain",
@@ -93,18 +110,11 @@ class ComputeConfig:
         "Unrolled code for the layers of the update in place of a scan: longer compilation, for small models",
         resumable=True,
     )
-    kv_dtype: str = option(
-        "",
-        "Data type of the KV cache; empty: as --dtype; int8: about half the memory and traffic, but probabilities "
-        "that differ a little from the trainer's (see --importance_correction)",
-        ["", "int8"],
-    )
 
     @property
     def arguments(self) -> dict[str, bool | str]:
         """Returns the arguments of `load_model` that these settings are."""
-        names = {"dtype": self.dtype, "attention": self.attention, "kv_dtype": self.kv_dtype}
-        return names | {"unroll": self.unroll_layers}
+        return super().arguments | {"attention": self.attention, "unroll": self.unroll_layers}
 
 
 def load_model(

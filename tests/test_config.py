@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from core import grpo
+from core import chat, eval, grpo
 from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError
@@ -269,3 +269,10 @@ def test_lmpos_flags_are_options_of_training():
     assert not LMPO.names & set(options)
     for target, on, off in LMPO.rewrites.values():
         assert {on, off} <= set(options[target].choices)
+
+
+@pytest.mark.parametrize("command", [eval.Command, chat.Command], ids=["eval", "sampling"])
+def test_commands_have_no_option_that_only_training_reads(command):
+    of_training = {"attention", "unroll_layers", "test_env_name", "valid_env_name", "test_interval", "test_greedy"}
+    assert of_training <= options_of(grpo.Config).keys()
+    assert not of_training & options_of(command).keys()

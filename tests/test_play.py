@@ -135,7 +135,7 @@ def settings_of(name: str, test: str = "", **flags: str | int) -> list[RolloutSe
     flags |= {"env_name": name, "test_env_name": test}
     argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     config = parse(Config, argv)
-    return list(resolve_environments(config.env, config.sampling).values())
+    return list(resolve_environments(config.env, config.held_out, config.sampling).values())
 
 
 @pytest.mark.parametrize("style", OPENINGS, ids=str)

@@ -23,7 +23,7 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     program, *flags = said.stdout.splitlines()
     config = parse(Config, flags)
     assert program == "core/grpo.py" and config.seed == 7
-    test_env_name = config.env.test_env_name
+    test_env_name = config.held_out.test_env_name
     assert test_env_name.endswith("-test"), "a result needs held-out problems"
     assert {config.env.env_name, test_env_name.removesuffix("-test")} <= set(ENVS)
 

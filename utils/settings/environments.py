@@ -27,22 +27,6 @@ class EnvConfig:
         "unknown name lists them all",
         essential=True,
     )
-    test_env_name: str = option(
-        "",
-        "Environment of held-out problems, evaluated before, during and after training; X-test: the test split of "
-        "X; empty: none",
-        essential=True,
-    )
-    test_env_options: str = option(
-        "",
-        "Options of --test_env_name and --valid_env_name that differ from --env_options, as name=value with commas "
-        "between; also num_generation_tokens and force_answer_at",
-    )
-    valid_env_name: str = option(
-        "",
-        "Environment evaluated whenever --test_env_name is, for example X-valid, by whose mean return --save_best "
-        "chooses; empty: --save_best chooses by --test_env_name",
-    )
     data_dir: str = option(
         "", "Folder of the environment's data files; empty: the Hugging Face hub or its cache", resumable=True
     )
@@ -55,10 +39,6 @@ class EnvConfig:
         ["", "think_answer", "tags", "blocks"],
     )
     format_weight: float = option(0.1, "Factor of --format_reward")
-
-    def __post_init__(self):
-        if self.test_env_options and not (self.test_env_name or self.valid_env_name):
-            raise UserError("--test_env_options are those of --test_env_name: name one")
 
     @property
     def flags(self) -> dict[str, Value]:
@@ -82,6 +62,38 @@ class EnvConfig:
             return options
         inherited = names & {*STYLE, *FILES}
         return {key: value for key, value in options.items() if key in inherited}
+
+
+@dataclass(frozen=True)
+class HeldOutConfig:
+    """Held-out problems."""
+
+    test_env_name: str = option(
+        "",
+        "Environment of held-out problems, evaluated before, during and after training; X-test: the test split of "
+        "X; empty: none",
+        essential=True,
+    )
+    test_env_options: str = option(
+        "",
+        "Options of --test_env_name and --valid_env_name that differ from --env_options, as name=value with commas "
+        "between; also num_generation_tokens and force_answer_at",
+    )
+    valid_env_name: str = option(
+        "",
+        "Environment evaluated whenever --test_env_name is, for example X-valid, by whose mean return --save_best "
+        "chooses; empty: --save_best chooses by --test_env_name",
+    )
+    test_interval: int = option(
+        10, "Steps between held-out evaluations; 0: only before and after training", resumable=True
+    )
+    test_greedy: bool = option(
+        False, "Additional greedy evaluation on --test_env_name, before and after training", resumable=True
+    )
+
+    def __post_init__(self):
+        if self.test_env_options and not (self.test_env_name or self.valid_env_name):
+            raise UserError("--test_env_options are those of --test_env_name: name one")
 
 
 @dataclass(frozen=True)
@@ -129,20 +141,20 @@ class Limits(Protocol):
     force_answer_at: int
 
 
-def resolve_environments(config: EnvConfig, limits: Limits) -> dict[str, RolloutSettings]:
+def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, limits: Limits) -> dict[str, RolloutSettings]:
     """Returns how each environment is played, by role: "env" trains, "test_env" and "valid_env" are held out.
 
     Raises: UserError for what an environment does not take.
     """
     training = resolve_settings(config, config.env_name, limits.num_generation_tokens, limits.force_answer_at)
-    overrides = parse_options(config.test_env_options, "--test_env_options")
+    overrides = parse_options(held_out.test_env_options, "--test_env_options")
     own_limits = training.max_new_tokens, training.force_answer_at
     environments = {"env": training}
-    if config.test_env_name:
-        name = test_name(config.test_env_name)
+    if held_out.test_env_name:
+        name = test_name(held_out.test_env_name)
         environments["test_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
-    if config.valid_env_name:
-        name = test_name(config.valid_env_name, default="valid")
+    if held_out.valid_env_name:
+        name = test_name(held_out.valid_env_name, default="valid")
         environments["valid_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
     check_files(config, [settings.name for settings in environments.values()])
     return environments
