@@ -156,7 +156,8 @@ class Learner:
         target = self.config.update.target_kl
         if not target or not updates:
             return False
-        return float(np.mean([self.read(update)["approx_kl"] for update in updates])) > target
+        parts = self.layout.fetch([[part["approx_kl"] for part in update.parts] for update in updates])
+        return float(np.mean([np.sum(part, axis=0) for part in parts])) > target
 
     def read(self, update: Update) -> dict[str, float]:
         """Returns the metrics of an update, from the devices."""

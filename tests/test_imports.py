@@ -46,7 +46,7 @@ LAW = {
     "utils.settings": ("utils.evaluation.preview", "utils.settings"),
     "utils.settings.environments": ("envs", "utils.evaluation.preview", "utils.settings"),
     "utils.settings.errors": (),  # a leaf
-    "utils.training.batching": ("models.names",),  # a leaf
+    "utils.training.batching": (),  # a leaf
     "envs": ("envs", "utils.settings.errors"),
     "configs": ("configs",),
     "bench": ("bench", "core", "envs", "models", "utils"),

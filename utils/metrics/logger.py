@@ -19,10 +19,10 @@ from typing import Self, TextIO
 
 from jaxtyping import Shaped
 
+from models.names import Array
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, read_lines
 from utils.metrics.sinks import Sink
-from utils.training.batching import Array
 
 SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("env/return", "return", "{:.3f}"),

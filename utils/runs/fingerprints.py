@@ -10,6 +10,7 @@ import numpy as np
 
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
+from utils.runs.resume import refuse_changes
 from utils.settings.errors import UserError
 
 NUM_SAMPLED = 64  # problems of a generated environment that are compared; of rows, all are
@@ -74,10 +75,5 @@ def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> 
     changes = [
         f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new
     ]
-    if changes and resume != "force":
-        raise UserError(
-            f"{before.parent} holds a run with other data: {'; '.join(changes)}; use the old data, --resume "
-            "force, or another --save_dir"
-        )
-    if changes:
-        print("warning: the run goes on with other data:", "; ".join(changes))
+    advice = "use the old data, --resume force, or another --save_dir"
+    refuse_changes(before.parent, "data", changes, resume, advice)

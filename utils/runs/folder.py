@@ -334,13 +334,15 @@ class Run:
 
     def write_rollouts(self, step: int, episodes: Episodes, batch: Batch, is_last: bool) -> None:
         """Writes one JSON object per rollout, of all with their arrays or of two groups; prints an example when due."""
+        if not self.layout.is_main:
+            return
         group_size = self.settings["group_size"]
         rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
         first_rows = [row for row in rows if row["group"] < 2]
         if is_last or self.num_steps == 0 or is_due(step, self.config.sample_interval):
             self.logger.sample(step, *example(episodes, self.tokenizer))
             self.logger.rollouts(step, first_rows)
-        if not self.layout.is_main or self.config.save_rollouts == "none":
+        if self.config.save_rollouts == "none":
             return
         folder = self.directory / "rollouts"
         folder.mkdir(exist_ok=True)

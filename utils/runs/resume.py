@@ -1,7 +1,7 @@
 """Comparison of a run's settings with those of the run that it resumes."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from utils.settings.arguments import Value
@@ -33,13 +33,18 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
         for name, value in settings.items()
         if name in before and name not in may_differ and comparable(before[name]) != comparable(value)
     ]
-    if changes and resume != "force":
-        raise UserError(
-            f"{file.parent} holds a run with other settings: {'; '.join(changes)}; go on with the old ones, with "
-            "--resume force, or with another --save_dir"
-        )
-    if changes:
-        print("warning: the run goes on with other settings:", "; ".join(changes))
+    advice = "go on with the old ones, with --resume force, or with another --save_dir"
+    refuse_changes(file.parent, "settings", changes, resume, advice)
+
+
+def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str, advice: str) -> None:
+    """Raises UserError where a run has changed since it was saved; prints the changes where `resume` is "force"."""
+    if not changes:
+        return
+    text = "; ".join(changes)
+    if resume != "force":
+        raise UserError(f"{folder} holds a run with other {noun}: {text}; {advice}")
+    print(f"warning: the run goes on with other {noun}:", text)
 
 
 def comparable(value: Value) -> Value:

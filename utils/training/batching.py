@@ -7,8 +7,6 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-from models.names import Array  # noqa: F401
-
 Tree = TypeVar("Tree")  # a pytree of [B, ...] arrays
 
 
