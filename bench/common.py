@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from models.architecture import Decoder, is_spec
 from models.checkpoint import CONFIG, default_dtype, load_model, read_config, read_json, save_model
+from models.decoder import init_params
 from models.names import Params
-from models.qwen3 import Qwen, init_params, is_spec
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
@@ -35,7 +36,7 @@ SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels o
 
 
 Figure = str | float
-Setting = bool | float | str | Mesh | None  # a field of Qwen
+Setting = bool | float | str | Mesh | None  # a field of Decoder
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class RowsConfig:
         return self.groups_per_batch * self.group_size
 
 
-def shape(name: str, **more: Setting) -> Qwen:
+def shape(name: str, **more: Setting) -> Decoder:
     """Returns the architecture of a named shape."""
     vocabulary, width, mlp, layers, heads, key_heads, channels = SHAPES[name]
     tied = name != "Qwen3-8B"
-    return Qwen(vocabulary, width, mlp, layers, heads, key_heads, channels, tie_word_embeddings=tied, **more)
+    return Decoder(vocabulary, width, mlp, layers, heads, key_heads, channels, tie_word_embeddings=tied, **more)
 
 
-def load(model_dir: str, shape_name: str, layout: Layout, dtype: str, **more: Setting) -> tuple[Qwen, Params]:
+def load(model_dir: str, shape_name: str, layout: Layout, dtype: str, **more: Setting) -> tuple[Decoder, Params]:
     """Returns the model of a folder, or a random one of a named shape (empty `model_dir`), and its parameters.
 
     `dtype` and `more` as load_model's.
@@ -83,10 +84,10 @@ def load(model_dir: str, shape_name: str, layout: Layout, dtype: str, **more: Se
     return model, init(model, jax.random.key(0))
 
 
-def read_shape(folder: str | Path) -> Qwen:
+def read_shape(folder: str | Path) -> Decoder:
     """Returns the architecture of a Hugging Face folder."""
     file = Path(folder).expanduser() / CONFIG
-    return Qwen(**read_config(read_json(file), file))
+    return Decoder(**read_config(read_json(file), file))
 
 
 def write_random_model(name: str, folder: str | Path) -> str:

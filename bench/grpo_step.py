@@ -28,8 +28,8 @@ from core.learner import make_learner, split_minibatches
 from core.objectives import compute_advantages
 from core.records import Batch, Completions
 from core.sampling import Sampler
+from models.architecture import Decoder
 from models.names import Params
-from models.qwen3 import Qwen
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
@@ -59,7 +59,7 @@ def make_batch(completions: Completions, group_size: int) -> Batch:
 
 
 def make_step(
-    config: Config, model: Qwen, params: Params, layout: Layout, prompts: Sequence[list[int]]
+    config: Config, model: Decoder, params: Params, layout: Layout, prompts: Sequence[list[int]]
 ) -> Callable[[], dict[str, float]]:
     """Returns a function that makes one step after another; it returns tokens drawn and the seconds of the parts."""
     limit = config.sampling.num_generation_tokens

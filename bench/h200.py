@@ -34,9 +34,9 @@ from core import learner, sampling
 from core.config import Config
 from core.learner import Learner
 from core.sampling import Sampler
-from models import qwen3
+from models import architecture
+from models.architecture import Decoder, Spec
 from models.names import Params
-from models.qwen3 import Qwen, Spec
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.training.optimizers import make_optimizer
@@ -193,13 +193,13 @@ def compile_one(programs: Programs, function: Callable) -> Program:
         results = with_shardings(program.compiled.out_info, program.compiled.output_shardings)
 
 
-def parameter_shapes(model: Qwen, layout: Layout) -> Params:
+def parameter_shapes(model: Decoder, layout: Layout) -> Params:
     """Returns the parameters of a model, as shapes laid out on the devices."""
 
     def shape(spec: Spec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec))
 
-    return jax.tree.map(shape, model.parameter_table(), is_leaf=qwen3.is_spec)
+    return jax.tree.map(shape, model.parameter_table(), is_leaf=architecture.is_spec)
 
 
 def rows(layout: Layout, *shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -207,13 +207,13 @@ def rows(layout: Layout, *shape: int, dtype: DTypeLike = jnp.int32) -> jax.Shape
     return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows if shape else layout.replicated)
 
 
-def cache_elements(model: Qwen, layout: Layout, num_slots: int, width: int) -> int:
+def cache_elements(model: Decoder, layout: Layout, num_slots: int, width: int) -> int:
     """Elements that one device holds of the keys of a layer."""
     heads = model.num_key_value_heads // layout.mesh.shape["tp"]
     return num_slots // layout.row_shards * heads * width * model.head_dim
 
 
-def decode_segment(model: Qwen, layout: Layout, num_slots: int, width: int, group_size: int = 4) -> Program:
+def decode_segment(model: Decoder, layout: Layout, num_slots: int, width: int, group_size: int = 4) -> Program:
     """Compiles a segment of `width` steps and columns as the sampler runs it."""
     sampler = Sampler(model, width, (0,), segment=width, prompt_columns=64, layout=layout)
     num_prompts = num_slots // group_size
@@ -222,19 +222,19 @@ def decode_segment(model: Qwen, layout: Layout, num_slots: int, width: int, grou
     return compile_one(programs, sampling.decode_segment)
 
 
-def train_step(model: Qwen, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
+def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
     """Compiles the gradient of a micro-batch of so many rows on each device, added up."""
     programs = learner_programs(model, layout, num_rows, width, config)
     return compile_one(programs, learner.accumulate)
 
 
-def apply_gradients(model: Qwen, layout: Layout, config: Config = CONFIG) -> Program:
+def apply_gradients(model: Decoder, layout: Layout, config: Config = CONFIG) -> Program:
     """Compiles an optimiser step."""
     programs = dict(learner_programs(model, layout, 1, 32, config))
     return compile_for(learner.apply_gradients, *programs[learner.apply_gradients])
 
 
-def learner_programs(model: Qwen, layout: Layout, num_rows: int, width: int, config: Config) -> Programs:
+def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config) -> Programs:
     """Yields the programs of training on rows of `width` columns, so many on each device."""
     optimizer = make_optimizer(config.optimizer)
     state = state_shapes(model, layout, config)
@@ -242,7 +242,7 @@ def learner_programs(model: Qwen, layout: Layout, num_rows: int, width: int, con
     return imagined.programs(state, width)
 
 
-def state_shapes(model: Qwen, layout: Layout, config: Config) -> TrainState:
+def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
     """Returns the training state as shapes, moments laid out like their parameters."""
     params = parameter_shapes(model, layout)
 

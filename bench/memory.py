@@ -21,7 +21,7 @@ from bench import h200
 from bench.common import report, shape
 from core.config import Config
 from core.sampling import SamplingConfig
-from models.qwen3 import Qwen
+from models.architecture import Decoder
 from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import group, option, parse, with_options
@@ -75,7 +75,7 @@ class Command(Config):
         return bucket(self.sampling.prompt_length + self.sampling.num_generation_tokens)
 
 
-def peaks(config: Command, model: Qwen, layout: Layout) -> list[float]:
+def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
     """Returns GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser, and of sampling."""
     state = h200.state_shapes(model, layout, config)
     held = bytes_on_device(state)

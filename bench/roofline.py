@@ -26,8 +26,8 @@ from bench.common import environment, make_prompts, report, seconds_of
 from bench.rollout import make_rollout
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
 from core.sampling import Sampler
+from models.architecture import Decoder
 from models.names import Params
-from models.qwen3 import Qwen
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
@@ -53,14 +53,14 @@ class Measurement(NamedTuple):
     flops: float
 
 
-def measure_limits(model: Qwen, num_rows: int) -> Limits:
+def measure_limits(model: Decoder, num_rows: int) -> Limits:
     """Measures the limits of this machine; `num_rows`: of the product of the model's MLP."""
     on_cpu = jax.default_backend() == "cpu"
     read, copy = bandwidths(256 << 20 if on_cpu else 4 << 30)
     return Limits(matmul_rate(model, num_rows), read, copy)
 
 
-def matmul_rate(model: Qwen, num_rows: int) -> float:
+def matmul_rate(model: Decoder, num_rows: int) -> float:
     """Returns the best FLOP/s of products of squares and of the model's MLP, in its type."""
     sides = (1024, 2048) if jax.default_backend() == "cpu" else (4096, 8192)
     sizes = [(side,) * 3 for side in sides]
@@ -85,12 +85,12 @@ def bandwidths(num_bytes: int) -> tuple[float, float]:
     return num_bytes / read, 2 * num_bytes / copy
 
 
-def attention_flops(model: Qwen, columns: float) -> float:
+def attention_flops(model: Decoder, columns: float) -> float:
     """Returns the FLOPs of both products of attention for one token that sees so many columns, forward."""
     return 4.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * columns
 
 
-def measure_rollout(config: BenchTraining, model: Qwen, params: Params, layout: Layout) -> Measurement:
+def measure_rollout(config: BenchTraining, model: Decoder, params: Params, layout: Layout) -> Measurement:
     """Times sampling."""
     update, limit = config.update, config.num_generation_tokens
     prompts = make_prompts(model.vocab_size, update.groups_per_batch, config.bench.prompt_tokens)
@@ -106,7 +106,7 @@ def measure_rollout(config: BenchTraining, model: Qwen, params: Params, layout: 
     return Measurement(f"rollout {B} x {limit}", seconds, B * limit, num_bytes, flops)
 
 
-def measure_update(config: BenchTraining, model: Qwen, params: Params, layout: Layout) -> Measurement:
+def measure_update(config: BenchTraining, model: Decoder, params: Params, layout: Layout) -> Measurement:
     """Times one update from given rollouts."""
     batch = random_batch(config, model.vocab_size)
     update = make_update(config, model, params, layout, batch)

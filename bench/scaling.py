@@ -26,13 +26,13 @@ from jax.typing import DTypeLike
 from core.learner import accumulate
 from core.objectives import ObjectiveConfig
 from core.records import Batch
+from models.architecture import Decoder, is_spec
 from models.distribution import Distribution
-from models.qwen3 import Qwen, is_spec
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
 from utils.settings.config import group, option, parse
 
-QWEN3 = Qwen(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
+QWEN3 = Decoder(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=8, head_dim=128,
 )  # fmt: skip

@@ -13,8 +13,8 @@ try:
     import optax
     from flax import nnx
     from tunix.generate import sampler
-    from tunix.models.qwen3.model import ModelConfig
-    from tunix.models.qwen3.params import create_model_from_safe_tensors
+    from tunix.models.decoder.model import ModelConfig
+    from tunix.models.decoder.params import create_model_from_safe_tensors
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
     from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
     from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput

@@ -27,10 +27,11 @@ from core.learner import Learner, accumulate, make_learner, split_minibatches
 from core.objectives import ObjectiveConfig, compute_advantages, policy_loss
 from core.records import Batch
 from core.sampling import SamplingConfig
+from models.architecture import Decoder
 from models.checkpoint import load_model
+from models.decoder import init_params, logits
 from models.distribution import Distribution, entropy, log_softmax_at
 from models.names import Array, Params
-from models.qwen3 import Qwen, init_params, logits
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import group, option, parse, with_options
@@ -86,7 +87,7 @@ class Command(BenchTraining):
     measure: MeasureConfig = group(MeasureConfig)
 
 
-def load_training(config: BenchTraining, layout: Layout) -> tuple[Qwen, Params]:
+def load_training(config: BenchTraining, layout: Layout) -> tuple[Decoder, Params]:
     """Returns the model to measure, and its parameters."""
     return load(config.model_dir, config.bench.shape, layout, **config.compute.arguments)
 
@@ -116,7 +117,7 @@ def make_batch(
 
 
 def make_update(
-    config: Config, model: Qwen, params: Params, layout: Layout, batch: Batch
+    config: Config, model: Decoder, params: Params, layout: Layout, batch: Batch
 ) -> Callable[[], Params]:
     """Returns a function that learns from the batch, again and again."""
     learner, state = make_learner(config, model, params, layout, config.sampling.num_generation_tokens)
@@ -144,7 +145,7 @@ def random_batch(config: BenchTraining, vocabulary: int, factor: int = 1) -> Bat
 
 
 def naive_accumulate(
-    model: Qwen, objective: ObjectiveConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
+    model: Decoder, objective: ObjectiveConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
 ) -> tuple[Params, dict[str, Array]]:
     """Computes what `accumulate` does, from the logits [B, T, V]."""
 
@@ -167,7 +168,7 @@ def gigabytes(compiled: jax.stages.Compiled) -> float:
     return (num_bytes - sizes.alias_size_in_bytes) / GB
 
 
-def memory_table(config: Command, model: Qwen, layout: Layout) -> list[tuple[Figure, ...]]:
+def memory_table(config: Command, model: Decoder, layout: Layout) -> list[tuple[Figure, ...]]:
     """Returns rows of a table: rows x tokens, our memory, the naive step's, their ratio, and the size of the logits."""
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     # Nothing is allocated that --remat auto could go by: the most careful choice is taken.

@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -32,9 +32,9 @@ from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
+from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.names import LAYERS, Weights
-from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import compile_programs, shapes_of
 from utils.devices.sharding import Layout
@@ -63,7 +63,8 @@ def main(config: Config) -> None:
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)
-        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *run.notes, *learner.notes)
+        notes = [*run.notes, *workers["env"].notes, *learner.notes]
+        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         if config.precompile:
             workers, learner = precompile(config, workers, learner, state)
             run.print_compilations()
@@ -207,6 +208,7 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
         completions.prompt_lengths,
         completions.finished,
         completions.support,
+        completions.routes,
         np.arange(len(episodes.texts)),
         group_size=config.update.group_size,
     )
@@ -223,7 +225,7 @@ def fraction_done(config: Config, worker: RolloutWorker, progress: Progress) -> 
 def make_workers(
     config: Config,
     environments: Mapping[str, RolloutSettings],
-    model: Qwen,
+    model: Decoder,
     tokenizer: Tokenizer,
     layout: Layout,
     failures_dir: Path,
@@ -264,16 +266,22 @@ def precompile(
         compile_programs(tester.programs(params, num_tasks, config.eval.num_eval_samples))
         if config.held_out.test_greedy and role == "test_env":
             compile_programs(tester.greedy().programs(params, num_tasks, 1))
-    shortest, longest = min(lengths["env"]), max(lengths["env"])
-    learner = replace(learner, max_first_scored=power_below(shortest))
-    row_lengths = range(shortest + 1, longest + learner.num_generation_tokens + 1)
-    for width in dict.fromkeys(map(bucket, row_lengths)):
-        compile_programs(learner.programs(state, width))
+    learner = precompile_updates(learner, state, lengths["env"])
     # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
     jax.random.fold_in(jax.random.key(config.seed), 0)
     fingerprint(state)
     jax.tree.map(lambda x: x[0], state.params[LAYERS])
     return workers, learner
+
+
+def precompile_updates(learner: Learner, state: TrainState, prompt_lengths: Sequence[int]) -> Learner:
+    """Compiles the programs of updates; returns the learner, which scores from the shortest prompt on."""
+    shortest = min(prompt_lengths)
+    longest = max(prompt_lengths) + learner.num_generation_tokens
+    learner = replace(learner, max_first_scored=power_below(shortest))
+    for width in dict.fromkeys(map(bucket, range(shortest + 1, longest + 1))):
+        compile_programs(learner.programs(state, width))
+    return learner
 
 
 if __name__ == "__main__":

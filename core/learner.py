@@ -25,9 +25,10 @@ from core.objectives import (
     value_loss,
 )
 from core.records import Batch
+from models.architecture import Decoder
+from models.decoder import TokenScores, make_critic, score_tokens
 from models.distribution import Distribution
 from models.names import CRITIC, Array, Params
-from models.qwen3 import Qwen, TokenScores, make_critic, score_tokens
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import fit_memory, out_of_memory
 from utils.devices.sharding import Layout
@@ -53,7 +54,7 @@ class Update(NamedTuple):
 class Learner:
     """Scores batches and makes optimiser steps; micro-batches change results by the rounding of sums only."""
 
-    model: Qwen
+    model: Decoder
     optimizer: optax.GradientTransformation
     layout: Layout
     config: Config
@@ -87,7 +88,7 @@ class Learner:
             if self.config.update.do_inference_logprobs:
                 batch = batch.replace(old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
-                scores = self.token_scores(self.reference, batch)
+                scores = self.token_scores(self.reference, batch.replace(routes=None))  # its own routers choose
                 batch = batch.replace(ref_logprobs=scores.logprobs)
         return batch
 
@@ -96,8 +97,8 @@ class Learner:
         distribution = self.config.sampling.distribution
         arrays: dict[str, np.ndarray] = {}
         for rows, microbatch, first_scored in self.microbatches(batch, self.config.batch_size):
-            tokens, support = microbatch.tokens, microbatch.support
-            scores = score(self.model, distribution, first_scored, params, tokens, support)
+            arguments = microbatch.tokens, microbatch.support, microbatch.routes
+            scores = score(self.model, distribution, first_scored, params, *arguments)
             for name, x in self.layout.fetch(scores)._asdict().items():
                 if x is not None:
                     whole = arrays.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
@@ -205,10 +206,11 @@ class Learner:
         first_scored = self.max_first_scored
         params = shapes_of(state.params)
         batch = self.zero_batch(width, self.config.batch_size)
-        arguments = batch.tokens, batch.support
+        arguments = batch.tokens, batch.support, batch.routes
         if self.has_old_logprobs:
             yield score, (self.model, distribution, first_scored, params, *arguments)
         if self.config.objective.kl_coef:
+            arguments = batch.tokens, batch.support, None
             yield score, (self.model, distribution, first_scored, shapes_of(self.reference), *arguments)
         batch = self.zero_batch(width, self.config.minibatch_size)
         sums = shapes_of(self.zero_sums(params))
@@ -235,6 +237,7 @@ class Learner:
             prompt_lengths=np.zeros(plan.num_rows, int),
             finished=np.zeros(plan.num_rows, bool),
             support=np.zeros((*shape, support_size), np.int32) if support_size else None,
+            routes=np.zeros((*shape, *self.model.route_shape), np.int16) if self.model.num_experts else None,
             old_logprobs=floats if has_old else None,
             ref_logprobs=floats if objective.kl_coef else None,
             values=floats if objective.has_critic else None,
@@ -282,20 +285,21 @@ def critic_metrics(batch: Batch) -> dict[str, float]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def score(
-    model: Qwen,
+    model: Decoder,
     distribution: Distribution,
     first_scored: int,
     params: Params,
     tokens: Int[Array, "B T"],
     support: Int[Array, "B T S"] | None,
+    routes: Int[Array, "B T L k"] | None,
 ) -> TokenScores:
     """Returns what the model gives each token from column `first_scored` on; 0 to the left of it."""
-    return score_tokens(model, params, tokens, distribution, first_scored, support)
+    return score_tokens(model, params, tokens, distribution, first_scored, support, routes)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def accumulate(
-    model: Qwen,
+    model: Decoder,
     objective: ObjectiveConfig,
     distribution: Distribution,
     first_scored: int,
@@ -306,7 +310,7 @@ def accumulate(
     """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
 
     def loss_of(params: Params) -> tuple[Float[Array, ""], dict[str, Array]]:
-        scores = score_tokens(model, params, batch.tokens, distribution, first_scored, batch.support)
+        scores = score_tokens(model, params, batch.tokens, distribution, first_scored, batch.support, batch.routes)
         loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, objective)
         if objective.has_critic:
             metrics["value/loss"] = value_loss(scores.values, batch, objective)
@@ -353,7 +357,7 @@ def apply_gradients(
 
 def make_learner(
     config: Config,
-    model: Qwen,
+    model: Decoder,
     params: Params,
     layout: Layout,
     num_generation_tokens: int,

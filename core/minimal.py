@@ -24,8 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 from core.objectives import ObjectiveConfig, compute_advantages, policy_loss, set_loss_denominators
 from core.records import Batch
 from envs import make_env
+from models.architecture import Decoder
 from models.checkpoint import load_model
-from models.qwen3 import Params, Qwen, forward, head, logits
+from models.decoder import Params, forward, head, logits
 
 SEED = 0
 NUM_STEPS = 25
@@ -66,7 +67,7 @@ def pad_prompts(prompts: list[list[int]]) -> tuple[Tokens, Lengths]:
 
 
 @partial(jax.jit, static_argnames="model")
-def next_logits(model: Qwen, params: Params, tokens: Tokens, lengths: Lengths) -> Float[Array, "B V"]:
+def next_logits(model: Decoder, params: Params, tokens: Tokens, lengths: Lengths) -> Float[Array, "B V"]:
     """Returns the logits [B, V] of the token behind each row, by a full forward pass: there is no KV cache."""
     hidden = forward(model, params, tokens)
     rows = jnp.arange(len(tokens))
@@ -74,7 +75,7 @@ def next_logits(model: Qwen, params: Params, tokens: Tokens, lengths: Lengths) -
 
 
 def sample(
-    model: Qwen,
+    model: Decoder,
     params: Params,
     prompts: Tokens,
     prompt_lengths: Lengths,
@@ -131,7 +132,7 @@ def make_batch(
     return set_loss_denominators(batch, len(tokens), MAX_NEW_TOKENS, OBJECTIVE)
 
 
-def token_logprobs(model: Qwen, params: Params, tokens: Tokens) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+def token_logprobs(model: Decoder, params: Params, tokens: Tokens) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns the log-probability of each token given those left of it, and the entropy there, both [B, T]."""
     all_logprobs = jax.nn.log_softmax(logits(model, params, tokens))
     all_logprobs = all_logprobs[:, :-1]  # logits of column t are of the token in column t + 1
@@ -142,7 +143,7 @@ def token_logprobs(model: Qwen, params: Params, tokens: Tokens) -> tuple[Float[A
 
 
 @partial(jax.jit, static_argnames="model")
-def policy_gradient(model: Qwen, params: Params, batch: Batch) -> tuple[Params, Metrics]:
+def policy_gradient(model: Decoder, params: Params, batch: Batch) -> tuple[Params, Metrics]:
     """Returns the gradient of the clipped loss, and the metrics of the loss."""
 
     def loss(params: Params) -> tuple[Float[Array, ""], Metrics]:

@@ -1,7 +1,8 @@
 """Records that travel through the loop: completions, episodes, batch, progress. A leaf: everything may import it.
 
 Every [B, T] array speaks of the token in its own column.
-B rows (completions), T row length, S ids of a truncated distribution: see the glossary in CONTRIBUTING.md.
+B rows (completions), T row length, S ids of a truncated distribution, L layers, k experts of a token: see the glossary
+in CONTRIBUTING.md.
 """
 
 from collections import Counter
@@ -31,6 +32,7 @@ class Completions:
     finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
     slot_steps: Float[Array, "B"]  # share of the sampler's work: slots x steps of each segment / its live rows
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
+    routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Batch:
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"] | None = None  # not cut off by the limit
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
+    routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0 or None: not recorded
     row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
     old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
     ref_logprobs: Float[Array, "B T"] | None = None  # of the reference model

@@ -17,9 +17,9 @@ from jaxtyping import Int, PyTree
 from core.records import Completions, Episodes
 from core.sampling import Sampler, SamplingConfig, make_sampler
 from envs.base import Env, Problem
+from models.architecture import Decoder
 from models.distribution import Distribution
 from models.names import Key, Params, Weights
-from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
 from utils.devices.memory import out_of_memory
@@ -57,6 +57,13 @@ class RolloutWorker:
     @property
     def num_tasks(self) -> int:
         return self.env.num_tasks if self.fitting_ids is None else len(self.fitting_ids)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about it for people."""
+        if self.tokenizer.has_template or self.env.problem(0).plain:
+            return ()
+        return (f"{self.name}: the model has no chat template: messages are joined by newlines, as with plain=true",)
 
     @property
     def max_new_tokens(self) -> int:
@@ -252,7 +259,7 @@ def make_worker(
     settings: RolloutSettings,
     sampling: SamplingConfig,
     rewards: RewardConfig,
-    model: Qwen,
+    model: Decoder,
     tokenizer: Tokenizer,
     layout: Layout,
     failures_dir: str | Path = "",

@@ -30,10 +30,11 @@ from jaxtyping import Float, Int, PyTree, Shaped, UInt32
 
 from core.records import Completions
 from envs.base import ForcedAnswer
-from models import qwen3
+from models import decoder
+from models.architecture import Decoder, is_spec
+from models.deltanet import RecurrentState
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.names import Array, Key, Params, Weights
-from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
 from utils.devices.sharding import Layout, on_each, single_device
@@ -43,7 +44,7 @@ from utils.settings.errors import UserError, user_errors
 from utils.training.batching import bucket, concatenate, live_slots, round_up
 
 SEGMENT = 32  # decode steps between two transfers of the drawn tokens to the host
-Cache = PyTree[Array]  # keys and values of every layer: models/attention.py knows their layout
+Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
 CHAIN_BYTES = 1 << 27  # a model with fewer bytes of weights is sampled faster by two chains than by one on a CPU
 
 
@@ -88,12 +89,13 @@ class SamplingConfig:
 class Drawn:
     """Host arrays of the rows of a chain, filled segment by segment."""
 
-    def __init__(self, num_rows: int, num_columns: int, support_size: int):
+    def __init__(self, num_rows: int, num_columns: int, support_size: int, route_shape: tuple[int, int]):
         shape = num_rows, num_columns
         self.tokens = np.zeros(shape, np.int32)
         self.logprobs = np.zeros(shape, np.float32)
         self.mask = np.zeros(shape, bool)
         self.support = np.zeros((*shape, support_size), np.int32)
+        self.routes = np.zeros((*shape, *route_shape), np.int16)
         self.lengths = np.full(num_rows, num_columns)
         self.done = np.zeros(num_rows, bool)
         self.slot_steps = np.zeros(num_rows)
@@ -102,7 +104,7 @@ class Drawn:
         self, slots: Int[np.ndarray, "S"], start: int, forced: Int[np.ndarray, "S s"], results: Sequence[np.ndarray]
     ) -> Int[np.ndarray, "R"]:
         """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
-        tokens, logprobs, support = results
+        tokens, logprobs, support, routes = results
         places = np.flatnonzero(slots >= 0)
         places = places[~self.done[slots[places]]]
         rows = slots[places]
@@ -111,6 +113,7 @@ class Drawn:
         self.tokens[rows, columns] = tokens[places]
         self.logprobs[rows, columns] = logprobs[places]
         self.support[rows, columns] = support[places]
+        self.routes[rows, columns] = routes[places]
         self.mask[rows, columns] = forced[places] < 0
         return rows
 
@@ -139,6 +142,7 @@ class Drawn:
             self.done,
             self.slot_steps,
             behind_prompt(self.support) if self.support.size else None,
+            behind_prompt(self.routes) if self.routes.size else None,
         )
 
 
@@ -150,7 +154,7 @@ class Sampler:
     depends neither on the batch that the row is in, nor on its place there, nor on compaction or the number of devices.
     """
 
-    model: Qwen
+    model: Decoder
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     distribution: Distribution = Distribution()
@@ -255,7 +259,8 @@ class Sampler:
         size = round_up(num_prompts // self.num_chains(num_prompts), self.layout.row_shards)
         starts = row_shape(self.layout, size)
         prompts = row_shape(self.layout, size, self.prompt_columns)
-        prompt_cache = cache = yield prefill, (self.model, weights, prompts, starts)
+        cache = yield prefill, (self.model, weights, prompts, starts)
+        prompt_cache = decoder.without_states(cache)
         width, num_slots = 0, size * num_samples
         while num_slots:
             smaller = self.num_slots_after(num_slots)
@@ -269,7 +274,7 @@ class Sampler:
                 forced = row_shape(self.layout, num_slots, steps)
                 settings = self.model, self.distribution, self.force_answer_at > 0
                 state = np.int32(0), starts, slots, keys, forced
-                cache, *_ = yield decode_segment, (*settings, weights, prompt_cache, cache, *state)
+                cache, _ = yield decode_segment, (*settings, weights, prompt_cache, cache, *state)
                 if smaller:
                     gathered = yield gather_cache, (cache, row_shape(self.layout, smaller), width)
                     compacted = compacted or (gathered, width)
@@ -311,7 +316,7 @@ class Chain:
         num_prompts, num_rows = len(prompts), len(keys)
         group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
-        self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size)
+        self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size, sampler.model.route_shape)
         self.owner = np.repeat(np.arange(num_prompts), group_size)  # prompt of each row
         self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
 
@@ -323,8 +328,8 @@ class Chain:
         lengths = np.array([len(prompt) for prompt in prompts])
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
         self.starts = np.int32(num_columns + 1 - lengths[padded])
-        self.prompt_cache = self.prefill(padded)
-        self.cache = self.prompt_cache
+        self.cache = self.prefill(padded)
+        self.prompt_cache = decoder.without_states(self.cache)
         self.width = 0  # columns of the cache for completions
 
     def prefill(self, padded: Int[np.ndarray, "N"]) -> Cache:
@@ -382,7 +387,7 @@ class Chain:
         state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
         settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
         arguments = self.weights, self.prompt_cache, self.cache, np.int32(start), *state
-        self.cache, *results = decode_segment(*settings, *arguments)
+        self.cache, results = decode_segment(*settings, *arguments)
         # Host work of one chain runs beside the device's work of the other. Without turns both would share the
         # interpreter, and a rollout takes 9% longer on two cores.
         self.turn.release()
@@ -430,25 +435,27 @@ def row_keys(key: Key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def decode_weights(model: Qwen, layout: Layout, params: Params) -> Weights:
+def decode_weights(model: Decoder, layout: Layout, params: Params) -> Weights:
     """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it."""
     shardings = jax.tree.map(
-        lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=qwen3.is_spec
+        lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=is_spec
     )
-    return jax.lax.with_sharding_constraint(qwen3.decode_weights(model, params), shardings)
+    return jax.lax.with_sharding_constraint(decoder.decode_weights(model, params), shardings)
 
 
 @partial(jax.jit, static_argnums=0)
 def prefill(
-    model: Qwen, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]
+    model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]
 ) -> Cache:
     """Returns the cache of left-padded prompts."""
-    return qwen3.prefill(model, weights, tokens, starts)
+    return decoder.prefill(model, weights, tokens, starts)
 
 
 @partial(jax.jit, static_argnums=2)
 def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
     """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
+
+    A state has rows only: the first fan-out copies that of a prompt to each of its completions.
 
     `source` counts over all shards, which are equal; a slot's row is in its own shard, where the remainder is its
     number. A gather over all devices would make caches whole on each.
@@ -457,22 +464,30 @@ def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
     def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:
         caches, source = state
 
-        def gather_rows(x: Shaped[Array, "R K A C"]) -> Shaped[Array, "S K W C"]:
+        def gather_rows(x: Shaped[Array, "R ..."]) -> Shaped[Array, "S ..."]:
+            return x[source % len(x)]
+
+        def gather_columns(x: Shaped[Array, "R K A C"]) -> Shaped[Array, "S K W C"]:
             x = x[source % len(x), :, :width]
             missing = max(0, width - x.shape[2])
             return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
 
-        return jax.tree.map(gather_rows, caches)
+        def gather_layer(cache: PyTree[Array]) -> PyTree[Array]:
+            is_state = isinstance(cache, RecurrentState)
+            return jax.tree.map(gather_rows if is_state else gather_columns, cache)
+
+        return [gather_layer(cache) for cache in caches]
 
     return on_each(jax.typeof(source).sharding.mesh, gather, None, (caches, source))
 
 
-Segment = tuple[Cache, Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"]]
+# Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.
+Columns = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def decode_segment(
-    model: Qwen,
+    model: Decoder,
     distribution: Distribution,
     is_forcing: bool,
     weights: Weights,
@@ -483,42 +498,56 @@ def decode_segment(
     last_tokens: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
     forced: Int[Array, "S s"],
-) -> Segment:
+) -> tuple[Cache, Columns]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
 
-    Returns the cache, the tokens, their log-probabilities, and the ids that they were drawn from. `forced` tokens (-1:
-    none) are written in place of drawn ones.
+    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones.
     """
-    S, num_steps = forced.shape
+    num_steps = forced.shape[1]
     # All at once: in the loop it would be twenty small programs for a token.
     uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), start + jnp.arange(num_steps))
 
     def step(i: Int[Array, ""], state: tuple) -> tuple:
-        cache, last, tokens, logprobs, support = state
-        logits, cache = qwen3.decode(model, weights, prompt_cache, cache, last, start + i, starts)
+        cache, last, columns = state
+        logits, cache, route = decoder.decode(model, weights, prompt_cache, cache, last, start + i, starts)
         token, logprob, ids = distribution.draw(logits, uniforms[i])
         if is_forcing:
-            force = forced[:, i]
-            is_forced = force >= 0
-            token = jnp.where(is_forced, force, token)
-            forced_logprob, _ = distribution.logprobs(logits, jnp.maximum(force, 0))
-            logprob = jnp.where(is_forced, forced_logprob, logprob)
+            token, logprob = replace_forced(distribution, logits, forced[:, i], token, logprob)
         token = token.astype(jnp.int32)
-        tokens, logprobs = tokens.at[:, i].set(token), logprobs.at[:, i].set(logprob)
-        return cache, token, tokens, logprobs, support.at[:, i].set(ids)
+        new = token, logprob, ids, route
+        return cache, token, jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
 
-    tokens = jnp.zeros((S, num_steps), jnp.int32)
-    logprobs = jnp.zeros((S, num_steps), jnp.float32)
-    support = jnp.zeros((S, num_steps, distribution.support_size(model.vocab_size)), jnp.int32)
+    columns = empty_columns(model, distribution, forced.shape)
     # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    state = cache, last_tokens, tokens, logprobs, support
-    cache, _, tokens, logprobs, support = jax.lax.fori_loop(0, num_steps, step, state)
-    return cache, tokens, logprobs, support
+    cache, _, columns = jax.lax.fori_loop(0, num_steps, step, (cache, last_tokens, columns))
+    return cache, columns
+
+
+def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> Columns:
+    """Returns zeros for what a segment draws."""
+    tokens = jnp.zeros(shape, jnp.int32)
+    logprobs = jnp.zeros(shape, jnp.float32)
+    support = jnp.zeros((*shape, distribution.support_size(model.vocab_size)), jnp.int32)
+    routes = jnp.zeros((*shape, *model.route_shape), jnp.int16)
+    return tokens, logprobs, support, routes
+
+
+def replace_forced(
+    distribution: Distribution,
+    logits: Float[Array, "S V"],
+    forced: Int[Array, "S"],
+    token: Int[Array, "S"],
+    logprob: Float[Array, "S"],
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """Returns drawn tokens and their log-probabilities, with those of forced tokens (-1: none) in their place."""
+    is_forced = forced >= 0
+    forced_logprob, _ = distribution.logprobs(logits, jnp.maximum(forced, 0))
+    return jnp.where(is_forced, forced, token), jnp.where(is_forced, forced_logprob, logprob)
 
 
 def make_sampler(
     config: SamplingConfig,
-    model: Qwen,
+    model: Decoder,
     tokenizer: Tokenizer,
     layout: Layout,
     max_new_tokens: int,

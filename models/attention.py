@@ -4,6 +4,7 @@ Letters: B rows, T tokens of a row, N prompts of P tokens, S cache columns, H qu
 C channels of a head.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,13 @@ class QuantizedKV(NamedTuple):
     scale: Float[Array, "B K S 1"]
 
 
+class View(NamedTuple):
+    """Settings of the attention of a layer."""
+
+    scale: float  # of the products of queries and keys
+    window: int = 0  # tokens that a token sees, itself included; 0: all
+
+
 RowHeads = Float[Array, "B T H C"]
 KeyHeads = Float[Array, "B S K C"]
 NewHeads = Float[Array, "B 1 K C"]
@@ -37,18 +45,17 @@ MASKED = -1e30  # finite: a padded row has no visible column, and its softmax mu
 
 
 def masked_attention(
-    q: RowHeads, k: KeyHeads, v: KeyHeads, mask: Bool[Array, "*B T S"]
+    q: RowHeads, k: KeyHeads, v: KeyHeads, mask: Bool[Array, "*B T S"], scale: float
 ) -> tuple[Float[Array, "B T H*C"], LayerCache]:
     """Computes attention under `mask` (True: visible); also returns keys and values in the layout of the cache."""
     T = q.shape[1]
-    C = q.shape[3]
     K = k.shape[2]
     k = rearrange(k, "B S K C -> B K S C")
     v = rearrange(v, "B S K C -> B K S C")
     # The G queries of a key head share the time axis, so that both products are plain batched matmuls.
     q = rearrange(q, "B T (K G) C -> B K (G T) C", K=K)
     scores = q @ k.swapaxes(2, 3)
-    scores = scores.astype(jnp.float32) * C**-0.5
+    scores = scores.astype(jnp.float32) * scale
     scores = rearrange(scores, "B K (G T) S -> B K G T S", T=T)
     scores = jnp.where(mask[..., None, None, :, :], scores, MASKED)
     probs = jax.nn.softmax(scores)
@@ -58,39 +65,48 @@ def masked_attention(
     return out, (k, v)
 
 
-def causal_mask(num_tokens: int) -> Bool[Array, "T T"]:
-    """Returns the mask under which each token sees itself and those left of it; right-padded rows need no other."""
+def causal_mask(num_tokens: int, window: int = 0) -> Bool[Array, "T T"]:
+    """Returns the mask under which each token sees itself and those left of it, `window` tokens in all (0: every one).
+
+    Right-padded rows need no other.
+    """
     visible = jnp.ones((num_tokens, num_tokens), bool)
-    return jnp.tril(visible)
+    causal = jnp.tril(visible)
+    return causal & ~jnp.tril(visible, -window) if window else causal
 
 
-def train_attention(q: RowHeads, k: KeyHeads, v: KeyHeads, kernel: str, mesh: Mesh | None) -> Float[Array, "B T H*C"]:
+def train_attention(
+    q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, kernel: str, mesh: Mesh | None
+) -> Float[Array, "B T H*C"]:
     """Computes causal attention of right-padded rows with the kernel that `choose_kernel` returned."""
     if kernel == "plain":
-        return plain_attention(q, k, v)
+        return plain_attention(q, k, v, view)
     # XLA cannot partition a kernel, so each device gets its rows and heads; cuDNN's would not be found in the
     # compilation cache otherwise.
     heads = PartitionSpec(ROWS, None, "tp")
     in_specs = (heads, heads, heads)
-    per_device = jax.shard_map(KERNELS[kernel], mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    compute = partial(KERNELS[kernel], view=view)
+    per_device = jax.shard_map(compute, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
     out = per_device(q, k, v)
     return rearrange(out, "B T H C -> B T (H C)")
 
 
-def plain_attention(q: RowHeads, k: KeyHeads, v: KeyHeads) -> Float[Array, "B T H*C"]:
-    """Computes causal attention a quarter of the row at a time, over the columns up to its end.
+def plain_attention(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> Float[Array, "B T H*C"]:
+    """Computes causal attention a quarter of the row at a time, over the columns that it sees.
 
     That is three eighths less work than all of it at once.
     """
     T = q.shape[1]
-    mask = causal_mask(T)
+    mask = causal_mask(T, view.window)
     num_blocks = max(1, min(4, T // 32))
     block_size = -(-T // num_blocks)
     outputs = []
     for start in range(0, T, block_size):
         end = start + block_size
         block = slice(start, end)
-        out, _ = masked_attention(q[:, block], k[:, :end], v[:, :end], mask[block, :end])
+        first_seen = max(0, start - view.window + 1) if view.window else 0
+        seen = slice(first_seen, end)
+        out, _ = masked_attention(q[:, block], k[:, seen], v[:, seen], mask[block, seen], view.scale)
         outputs.append(out)
     return jnp.concatenate(outputs, axis=1)
 
@@ -124,12 +140,15 @@ def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels
     return kernel
 
 
-def cudnn(q: RowHeads, k: KeyHeads, v: KeyHeads) -> RowHeads:
+def cudnn(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> RowHeads:
     """Computes causal attention with cuDNN's flash kernel: memory and traffic grow with T, not with its square."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    window = (view.window - 1, 0) if view.window else None
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=view.scale, is_causal=True, local_window_size=window, implementation="cudnn"
+    )
 
 
-def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, interpret: bool = False) -> RowHeads:
+def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, interpret: bool = False) -> RowHeads:
     """Computes causal attention with the Pallas kernel for TPU.
 
     Rows are padded to whole blocks; a causal mask never looks at the padding.
@@ -138,20 +157,21 @@ def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, interpret: bool = False) -> Ro
 
     T = q.shape[1]
     H = q.shape[2]
-    C = q.shape[3]
     length = round_up(T, 128)
     padding = (0, 0), (0, length - T), (0, 0), (0, 0)
 
     def pad(x: Float[Array, "B T H C"]) -> Float[Array, "B H P C"]:
         return rearrange(jnp.pad(x, padding), "B T H C -> B H T C")
 
-    q = pad(q * C**-0.5)
+    q = pad(q * view.scale)
     k = pad(k)
     v = pad(v)
     block = next(size for size in (512, 256, 128) if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     block_sizes = pallas.BlockSizes(**{f"block_{name}": block for name in names})
-    mask = pallas.MultiHeadMask([pallas.CausalMask((length, length))] * H)
+    square = length, length
+    mask = pallas.LocalMask(square, (view.window - 1, 0), 0) if view.window else pallas.CausalMask(square)
+    mask = pallas.MultiHeadMask([mask] * H)
     kernel = pallas.make_splash_mha_single_device(mask, block_sizes=block_sizes, interpret=interpret)
     out = jax.vmap(kernel)(q, k, v)
     out = rearrange(out, "B H T C -> B T H C")
@@ -227,6 +247,7 @@ def decode_attention(
     cache: LayerCache,
     starts: Int[Array, "N"],
     column: Int[Array, ""],
+    view: View,
     kv_dtype: str = "",
 ) -> tuple[Float[Array, "B 1 H*C"], LayerCache]:
     """Computes attention of one new token per row over its prompt and columns [0, column] of its cache.
@@ -241,7 +262,6 @@ def decode_attention(
     prompt_values, prompt_value_scale = dequantize_kv(prompts[1], q.dtype)
     N = len(starts)
     P = prompt_keys.shape[2]
-    C = q.shape[3]
     q = rearrange(q, "B 1 (K G) C -> B K G C", K=prompt_keys.shape[1])
     G = q.shape[2]
 
@@ -255,11 +275,14 @@ def decode_attention(
     prompt_scores = jnp.einsum("nkgc,nkpc->nkgp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
     scores = row_scores(q, keys)
     is_prompt = jnp.arange(P) >= starts[:, None]
-    prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
     is_written = jnp.arange(keys.shape[2]) <= column
+    if view.window:
+        is_prompt &= jnp.arange(P) > P + column - view.window
+        is_written &= jnp.arange(keys.shape[2]) > column - view.window
+    prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
     scores = jnp.where(is_written, scores.astype(jnp.float32) * key_scale, MASKED)
     scores = jnp.concatenate([by_row(prompt_scores), scores], axis=-1)
-    probs = jax.nn.softmax(scores * C**-0.5)
+    probs = jax.nn.softmax(scores * view.scale)
     prompt_probs = by_prompt(probs[..., :P]) * prompt_value_scale
     row_probs = probs[..., P:] * value_scale
     out = jnp.einsum("bkgs,bksc->bkgc", row_probs.astype(q.dtype), values)

@@ -3,10 +3,11 @@
 import json
 import math
 import os
+import re
 import reprlib
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from models.architecture import Decoder, Spec
 from models.download_model import download
-from models.names import EMBED, HEAD, LAYERS, Array, Params
-from models.qwen3 import Qwen, Spec
+from models.families import DTYPES, make_config, read_config, tensor_name, text_config
+from models.names import EMBED, EXPERT, HEAD, LAYERS, Array, Params
 from models.tokenizer import FILES, Tokenizer, load_tokenizer, read_json
 from utils.devices.sharding import Layout
 from utils.settings.config import option
@@ -30,48 +32,10 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": {"qk_norm": True, "qkv_bias": False},
-    "Qwen2ForCausalLM": {"qk_norm": False, "qkv_bias": True},
-}
-CONFIG_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
-)  # fmt: skip
-CONFIG_TYPES = {  # field of config.json: its type, and the least and the largest number (for text and lists: length)
-    "architectures": (list, 1, 1),
-    "attention_bias": (bool, 0, 1),
-    "dtype": (str, 1, 20),
-    "head_dim": (int, 2, 1 << 16),
-    "hidden_act": (str, 1, 100),
-    "hidden_size": (int, 1, 1 << 20),
-    "intermediate_size": (int, 1, 1 << 24),
-    "layer_types": (list, 1, 1000),
-    "max_position_embeddings": (int, 1, 1 << 40),
-    "max_window_layers": (int, 0, 1000),
-    "num_attention_heads": (int, 1, 1 << 16),
-    "num_hidden_layers": (int, 1, 1000),
-    "num_key_value_heads": (int, 1, 1 << 16),
-    "rms_norm_eps": (float, 1e-12, 1),
-    "rope_parameters": (dict, 0, 100),
-    "rope_scaling": (dict, 0, 100),
-    "rope_theta": (float, 1, 10**12),
-    "sliding_window": (int, 0, 1 << 40),
-    "tie_word_embeddings": (bool, 0, 1),
-    "torch_dtype": (str, 1, 20),
-    "use_sliding_window": (bool, 0, 1),
-    "vocab_size": (int, 1, 1 << 24),
-}
-TYPE_NAMES = {
-    bool: "true or false", int: "an integer from", float: "a number from",
-    str: "text of length", list: "a list of texts, of length", dict: "an object of length",
-}  # fmt: skip
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safetensors'
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-Fields = Mapping[str, Any]  # of a config.json
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
 
 
@@ -123,21 +87,21 @@ def load_model(
     dtype: str = "float32",
     param_dtype: str = "float32",
     **overrides: bool | float | str,
-) -> tuple[Qwen, Params, Tokenizer]:
+) -> tuple[Decoder, Params, Tokenizer]:
     """Loads a Hugging Face folder (also relative to the repository) or, when there is none, a model of the hub.
 
     `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU), `param_dtype` that of the arrays
-    (empty: as config.json says), `overrides` are further fields of Qwen. Parameters are laid out by `layout`, or put
+    (empty: as config.json says), `overrides` are further fields of Decoder. Parameters are laid out by `layout`, or put
     on the first device. Host memory holds one parameter (of all layers) at a time.
 
     Raises: UserError naming what is missing, damaged, or not supported.
     """
     folder = find_model(path_or_hub_id)
-    config = read_json(folder / CONFIG)
+    config = text_config(read_json(folder / CONFIG), folder / CONFIG)
     mesh = layout.mesh if layout else None
     settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
     architecture = read_config(config, folder / CONFIG)
-    model = Qwen(**(architecture | settings))
+    model = Decoder(**(architecture | settings))
     assert model.kernel  # which checks that it can run
     readers = open_tensors(folder, model)
     tokenizer = load_tokenizer(folder, model.vocab_size)
@@ -174,129 +138,29 @@ def find_model(path_or_hub_id: str | Path) -> Path:
         raise UserError(f"there is no folder {name}, and {error}") from error
 
 
-def read_config(config: Fields, file: Path) -> dict[str, Any]:
-    """Returns the fields of Qwen that a config.json gives, as transformers 4 and 5 write it.
-
-    Raises: UserError for a field that is missing, malformed, out of range, or not supported.
-    """
-    fields = {name: value for name, value in config.items() if value is not None}
-    check_types(fields, file)
-    if config.get("sliding_window", 4096) is None:
-        fields.pop("use_sliding_window", None)  # a window of null disables it
-    check_supported(fields, file)
-    architecture = fields["architectures"][0]
-    fields["rope_theta"] = read_rope_theta(fields, file)
-    try:
-        check_heads(fields, file)
-        heads = fields["num_attention_heads"]
-        defaults = {
-            "num_key_value_heads": heads,
-            "head_dim": fields["hidden_size"] // heads,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 32768,
-        }
-        fields = defaults | fields
-        return ARCHITECTURES[architecture] | {name: fields[name] for name in CONFIG_FIELDS}
-    except KeyError as error:
-        raise UserError(f"{file} has no {error.args[0]}: it is not the config of a {architecture}") from None
-
-
-def check_supported(fields: Fields, file: Path) -> None:
-    """Raises UserError for the first field with a value that this model code does not compute."""
-    architecture = fields.get("architectures", [None])[0]
-    rope = rope_parameters(fields)
-    has_bias = fields.get("attention_bias", False) and architecture != "Qwen2ForCausalLM"
-    checks = (
-        ("architectures", architecture, tuple(ARCHITECTURES)),
-        ("hidden_act", fields.get("hidden_act", "silu"), ("silu",)),
-        ("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",)),
-        ("attention_bias", has_bias, (False,)),
-        ("layer_types (see use_sliding_window)", unusual_layer_type(fields), ("full_attention",)),
-        ("quantization_config", fields.get("quantization_config"), (None,)),
-        ("dtype", fields.get("dtype", "float32"), tuple(DTYPES)),
-        ("torch_dtype", fields.get("torch_dtype", "float32"), tuple(DTYPES)),
-    )
-    for field, value, supported in checks:
-        if value not in supported:
-            choices = " or ".join(map(repr, supported))
-            raise UserError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
-
-
-def rope_parameters(fields: Fields) -> Fields:
-    """Returns the block on rotary embeddings, which transformers 5 and 4 name differently."""
-    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-
-
-def read_rope_theta(fields: Fields, file: Path) -> float:
-    """Returns the base of the rotary embedding's wavelengths. Raises UserError if it is malformed."""
-    theta = rope_parameters(fields).get("rope_theta")
-    if theta is None:
-        theta = fields.get("rope_theta", 10_000)
-    check_types({"rope_theta": theta}, file)
-    return float(theta)
-
-
-def unusual_layer_type(fields: Fields) -> str:
-    """Returns a type of layer other than full_attention if the model has one, else full_attention."""
-    types = set(fields.get("layer_types", ()))
-    has_window = fields.get("use_sliding_window") and fields.get("sliding_window", 4096)
-    first_with_window = fields.get("max_window_layers", 28)
-    if not types and has_window and first_with_window < fields.get("num_hidden_layers", 0):
-        return "sliding_attention"
-    return next(iter(types - {"full_attention"}), "full_attention")
-
-
-def check_types(fields: Fields, file: Path) -> None:
-    """Raises UserError for the first field that has not the type and range of CONFIG_TYPES."""
-    for name, (kind, least, most) in CONFIG_TYPES.items():
-        if name not in fields:
-            continue
-        value = fields[name]
-        if not has_type(value, kind) or not least <= size_of(value) <= most:
-            limits = "" if kind is bool else f" {least:,} to {most:,}"
-            raise UserError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
-
-
-def has_type(value: object, kind: type) -> bool:
-    """True if a JSON value has this type; an integer is a number too, and a list holds texts only."""
-    if kind is float:
-        return type(value) in (int, float)
-    if kind is list and type(value) is list:
-        return all(isinstance(item, str) for item in value)
-    return type(value) is kind
-
-
-def size_of(value: bool | int | float | str | list[str] | dict[str, object]) -> float:
-    """Returns a number itself, else a length."""
-    is_number = isinstance(value, (bool, int, float))
-    return value if is_number else len(value)
-
-
-def check_heads(fields: Fields, file: Path) -> None:
-    """Raises UserError for heads that cannot share their keys, or halves that cannot be rotated against each other."""
-    heads = fields["num_attention_heads"]
-    key_heads = fields.get("num_key_value_heads", heads)
-    head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
-    if heads % key_heads:
-        raise UserError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {key_heads}")
-    if head_dim < 2 or head_dim % 2:
-        raise UserError(f"{file}: head_dim is {head_dim}, which is not a positive even number")
-
-
-def tensor_shapes(model: Qwen) -> dict[str, Shape]:
-    """Returns name and shape of each tensor in the file, where layers are not stacked."""
+def tensor_shapes(model: Decoder) -> dict[str, Shape]:
+    """Returns name and shape of each tensor in the file, where neither layers nor experts are stacked."""
     table = model.parameter_table()
-    layers = table.pop(LAYERS)
+    del table[LAYERS]
     shapes = {name: spec.shape for name, spec in table.items()}
-    for i in range(model.num_hidden_layers):
-        shapes |= {layer_tensor(i, name): spec.shape[1:] for name, spec in layers.items()}
+    for i, kind in enumerate(model.kinds):
+        for name, spec in model.layer_table(kind).items():
+            tensor = layer_tensor(i, name)
+            if EXPERT in name:
+                shapes |= dict.fromkeys(expert_tensors(tensor, spec.shape[0]), spec.shape[1:])
+            else:
+                shapes[tensor] = spec.shape
     return shapes
 
 
 def layer_tensor(i: int, name: str) -> str:
     """Returns the name of a tensor of layer number `i` in the file."""
     return f"{LAYERS}.{i}.{name}"
+
+
+def expert_tensors(name: str, num_experts: int) -> list[str]:
+    """Returns the names in the file of a parameter that is stacked over experts."""
+    return [name.replace(EXPERT, str(i)) for i in range(num_experts)]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -318,7 +182,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def open_tensors(folder: Path, model: Qwen) -> Readers:
+def open_tensors(folder: Path, model: Decoder) -> Readers:
     """Returns readers of all tensors by name, `reader[slices]`.
 
     Raises: UserError if their names, shapes or types are not those of the model.
@@ -327,7 +191,8 @@ def open_tensors(folder: Path, model: Qwen) -> Readers:
     for file in weight_files(folder):
         try:
             opened = safe_open(file, "np")
-            readers |= {name: opened.get_slice(name) for name in opened.keys()}
+            names = {tensor_name(model, name): name for name in opened.keys()}
+            readers |= {name: opened.get_slice(stored) for name, stored in names.items() if name}
         except SafetensorError as error:
             raise UserError(f"{file} is not a whole safetensors file ({error}): download it again") from error
     if model.tie_word_embeddings:
@@ -352,17 +217,19 @@ def check_names(folder: Path, problem: str, names: set[str]) -> None:
         raise UserError(f"{folder} {problem} {min(names)} ({count}): its {CONFIG} is that of another model")
 
 
-def load_params(folder: Path, readers: Readers, model: Qwen, layout: Layout | None, dtype: np.dtype) -> Params:
+def load_params(folder: Path, readers: Readers, model: Decoder, layout: Layout | None, dtype: np.dtype) -> Params:
     """Loads the arrays of `model.parameter_table()`; each process reads only the slices that its devices hold.
 
     Raises: UserError for a tensor with NaN or infinity.
     """
     table = model.parameter_table()
+    layers_with = model.layers_with()
     read = partial(read_tensor, folder, readers, dtype)
     layers = {}
     for name, spec in table.pop(LAYERS).items():
-        names = [layer_tensor(i, name) for i in range(model.num_hidden_layers)]
-        layers[name] = load_array(spec, layout, partial(read_stacked, read, spec.shape, names, dtype))
+        names = [layer_tensor(i, name) for i in layers_with[name]]
+        read_layer = partial(read_parameter, read, spec.shape[1:], dtype)
+        layers[name] = load_array(spec, layout, partial(read_stacked, read_layer, spec.shape, names, dtype))
     params = {LAYERS: layers}
     for name, spec in table.items():
         params[name] = load_array(spec, layout, partial(read, name))
@@ -378,6 +245,15 @@ def load_array(spec: Spec, layout: Layout | None, read: Callable[[Index], np.nda
     else:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.make_array_from_callback(spec.shape, sharding, read)
+
+
+def read_parameter(
+    read: Callable[[str, Index], np.ndarray], shape: Shape, dtype: np.dtype, name: str, index: Index
+) -> np.ndarray:
+    """Reads a slice of a layer's parameter: of one tensor, or of those of its experts."""
+    if EXPERT not in name:
+        return read(name, index)
+    return read_stacked(read, shape, expert_tensors(name, shape[0]), dtype, index)
 
 
 def read_stacked(
@@ -416,24 +292,43 @@ def is_finite(array: np.ndarray) -> bool:
 
 def save_model(
     directory: str | Path,
-    model: Qwen,
+    model: Decoder,
     params: Params,
     tokenizer: Tokenizer,
     dtype: str = "",
     fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
     write: bool = True,
 ) -> None:
-    """Writes a folder that `load_model` and transformers' AutoModelForCausalLM load, whole or not at all.
+    """Writes a folder that `load_model` and transformers' AutoModelForCausalLM load, as `write_model` does.
 
     The tensors have `dtype` (empty: that of the parameters). `fetch` brings one tensor to the host; in a multi-process
-    run all processes call this function, since fetching is collective, and one of them with `write`. An earlier model
-    in the folder is replaced; other files in it are kept.
+    run all processes call this function, since fetching is collective, and one of them with `write`.
+    """
+    layers_with = model.layers_with()
+
+    def read(name: str) -> np.ndarray:
+        array = fetch(select_tensor(layers_with, params, name))
+        return np.asarray(array)
+
+    write_model(directory, model, tokenizer, jnp.dtype(dtype or params[EMBED].dtype), read, write)
+
+
+def write_model(
+    directory: str | Path,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    read: Callable[[str], np.ndarray],
+    write: bool = True,
+) -> None:
+    """Writes a Hugging Face folder, whole or not at all, of the tensors that `read` returns by name, one at a time.
+
+    An earlier model in the folder is replaced; other files in it are kept. Without `write` tensors are read only.
 
     Raises: UserError when the folder has subfolders, and so is not that of a model.
     """
     directory = Path(directory).expanduser().resolve()
     new = directory.with_name(f".{directory.name}.new")
-    dtype = jnp.dtype(dtype or params[EMBED].dtype)
     shards = split_shards(tensor_shapes(model), dtype.itemsize)
     if write:
         prepare(new, directory)
@@ -442,22 +337,13 @@ def save_model(
         if len(shards) > 1:
             write_json(new / INDEX, make_index(shards, dtype))
     for file, shapes in shards.items():
-        arrays = fetch_arrays(params, shapes, fetch)
+        arrays = map(read, shapes)
         if write:
             write_tensors(new / file, shapes, dtype, arrays)
         else:
             deque(arrays, maxlen=0)  # this process only takes part in the fetching
     if write:
         replace_folder(directory, new)
-
-
-def fetch_arrays(
-    params: Params, names: Iterable[str], fetch: Callable[[jax.Array], np.ndarray]
-) -> Iterator[np.ndarray]:
-    """Yields the arrays of these tensors on the host, one at a time."""
-    for name in names:
-        array = fetch(select_tensor(params, name))
-        yield np.asarray(array)
 
 
 def replace_folder(directory: Path, new: Path) -> None:
@@ -512,31 +398,14 @@ def prepare(new: Path, directory: Path) -> None:
             shutil.copy2(entry, new)
 
 
-def make_config(model: Qwen, tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, object]:
-    """Returns the config.json of a model, in the form that all versions of transformers read."""
-    features = {"qk_norm": model.qk_norm, "qkv_bias": model.qkv_bias}
-    architecture = next(name for name in ARCHITECTURES if ARCHITECTURES[name] == features)
-    config = {
-        "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
-        "torch_dtype": dtype.name,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rope_scaling": None,
-        "use_sliding_window": False,
-        "eos_token_id": list(tokenizer.stop_ids),
-        "pad_token_id": tokenizer.pad_id,
-    }
-    return config | {name: getattr(model, name) for name in CONFIG_FIELDS}
-
-
-def select_tensor(params: Params, name: str) -> Array:
-    """Returns the array of a tensor's name; a layer's is sliced from the stacked array."""
+def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: str) -> Array:
+    """Returns the array of a tensor's name; a layer's or an expert's is sliced from the array of all that have one."""
     if not name.startswith(f"{LAYERS}."):
         return params[name]
-    layer, name = name.removeprefix(f"{LAYERS}.").split(".", 1)
-    return params[LAYERS][name][int(layer)]
+    layer, *expert = re.findall(r"\.(\d+)\.", name)
+    name = re.sub(r"experts\.\d+", f"experts.{EXPERT}", name.removeprefix(f"{LAYERS}.{layer}."))
+    place = layers_with[name].index(int(layer)), *map(int, expert)
+    return params[LAYERS][name][place]
 
 
 def write_json(file: Path, content: Mapping[str, object]) -> None:

@@ -34,14 +34,15 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers import PreTrainedTokenizerFast
 
 from envs.countdown import PROMPTS, Countdown
+from models.architecture import Decoder
 from models.checkpoint import save_model
+from models.decoder import forward, head, init_params
 from models.names import Array, Params
-from models.qwen3 import Qwen, forward, head, init_params
 from models.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 COUNTDOWN = dict(numbers=3, min_number=1, max_number=15, max_target=30, expression="tree", max_value=30, prompt="bare")
-MODEL = Qwen(
+MODEL = Decoder(
     vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, remat="none", unroll=True,
 )  # fmt: skip

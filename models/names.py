@@ -10,6 +10,20 @@ LAYERS = "model.layers"
 CRITIC = "critic"  # params[CRITIC] exists in training only and is not saved with the model
 VALUE_HEAD = "v_head.weight"  # of the critic
 TRANSPOSED = ".T"  # suffix of the name of a matrix in [in, out] layout
+EXPERT = "*"  # in the name of a parameter that is stacked over experts, in the place of an expert's number
+
+
+def is_matrix(name: str, num_axes: int) -> bool:
+    """True if a parameter of a layer is a matrix, or one of each expert."""
+    return num_axes == 2 or EXPERT in name
+
+
+def in_out_axes(name: str) -> tuple[int, ...]:
+    """Returns the order of axes that makes [in, out] of a matrix; experts [E, out, in] are those of one wide MLP."""
+    if EXPERT not in name:
+        return 1, 0
+    return (0, 2, 1) if "down_proj" in name else (2, 0, 1)
+
 
 Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is
 Key = jax.Array  # of jax.random

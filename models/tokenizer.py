@@ -44,6 +44,11 @@ class Tokenizer:
         return tuple(unique)
 
     @property
+    def has_template(self) -> bool:
+        """True if the model's folder has a chat template."""
+        return bool(self.hf.chat_template)
+
+    @property
     def pad_id(self) -> int:
         """The id that fills unused columns; padding is known by masks and lengths, never by this id."""
         if self.hf.pad_token_id is not None:
@@ -74,7 +79,7 @@ class Tokenizer:
 
         Raises: UserError when the chat template fails, or writes far more than the messages.
         """
-        if plain or not self.hf.chat_template:
+        if plain or not self.has_template:
             text = "\n".join(message["content"] for message in messages)
         else:
             text = self.render(messages, thinking)
@@ -147,7 +152,7 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
     """Raises UserError if a first conversation cannot be rendered within limits, or has no ids."""
     messages = [{"role": "user", "content": "1 + 1"}]
     try:
-        if tokenizer.hf.chat_template:
+        if tokenizer.has_template:
             with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
                 tokenizer.render(messages, thinking=False)
     except ValueError as error:

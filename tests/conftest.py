@@ -25,8 +25,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
-MODULES = "core.objectives core.sampling models.attention models.distribution models.qwen3 utils.training.batching"
-install_import_hook(MODULES.split(), "beartype.beartype")
+CORE = "core.objectives core.sampling utils.training.batching"
+MODELS = "models.attention models.decoder models.deltanet models.distribution models.experts models.rotary"
+install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 
 
 # Files of minutes, whose tests start commands: workers take whole files, and these first, so that all end together.

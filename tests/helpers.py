@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -15,15 +16,20 @@ import numpy as np
 import pytest
 from kill_runs import virtual_devices
 
+from models.architecture import FULL, LINEAR, Decoder, is_spec
+from models.deltanet import DeltaShape
 from models.names import EMBED, HEAD
-from models.qwen3 import Qwen, is_spec
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = Qwen(
+MODEL = Decoder(
     vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, remat="none",
+)  # fmt: skip
+HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearly 0 would multiply its rounding error
+    MODEL, output_gate=True, partial_rotary_factor=0.5, num_hidden_layers=4, delta=DeltaShape(2, 4, 8, 16, kernel=4),
+    layer_types=(LINEAR, LINEAR, LINEAR, FULL), rms_norm_eps=1.0,
 )  # fmt: skip
 
 
@@ -33,7 +39,7 @@ def slow(*cases) -> list:
 
 
 @cache
-def random_params(model: Qwen = MODEL) -> dict:
+def random_params(model: Decoder = MODEL) -> dict:
     """Parameters large enough that tokens differ in probability; on the host, where jit cannot take them away."""
     rng = np.random.default_rng(0)
 
@@ -46,7 +52,7 @@ def random_params(model: Qwen = MODEL) -> dict:
     return params
 
 
-def on_layout(layout: Layout, model: Qwen = MODEL) -> dict:
+def on_layout(layout: Layout, model: Decoder = MODEL) -> dict:
     """The same parameters, laid out on the devices."""
     shardings = jax.tree.map(lambda spec: layout.sharding(*spec), model.parameter_table(), is_leaf=is_spec)
     return jax.device_put(random_params(model), shardings)
@@ -55,7 +61,7 @@ def on_layout(layout: Layout, model: Qwen = MODEL) -> dict:
 class Letters(Tokenizer):
     """A tokenizer of characters: id i is chr(i), except for `words`."""
 
-    stop_ids, pad_id = (3,), 0
+    stop_ids, pad_id, has_template = (3,), 0, True
 
     def __init__(self, words: Mapping[int, str] = MappingProxyType({})):
         vars(self)["words"] = dict(words)
@@ -99,15 +105,17 @@ def assert_close(found, expected, num_operations: int, size: float | None = None
     np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(num_operations, size), err_msg=err_msg)
 
 
-def depth(model: Qwen, num_columns: int) -> int:
+def depth(model: Decoder, num_columns: int) -> int:
     """Returns the operations on the longest way through the model: terms of its sums, of one after the other."""
     D, heads = model.hidden_size, model.num_attention_heads * model.head_dim
     attention = 2 * D + 2 * model.head_dim + 2 * num_columns + heads  # norm, projection, norm, scores, softmax, values
     mlp = 2 * D + model.intermediate_size
+    if model.num_experts:  # norm, router, softmax, projection, sums over the width of an expert and over experts
+        mlp = 3 * D + 2 * model.num_experts + model.moe_intermediate_size
     return model.num_hidden_layers * (attention + mlp) + 2 * D + model.vocab_size  # then norm, head, softmax
 
 
-def gradient_depth(model: Qwen, num_columns: int, num_tokens: int) -> int:
+def gradient_depth(model: Decoder, num_columns: int, num_tokens: int) -> int:
     """Returns the operations of a gradient: forward, twice as many backward, and a sum over the tokens of a batch."""
     return 3 * depth(model, num_columns) + num_tokens
 

@@ -14,8 +14,8 @@ import pytest
 
 from bench import h200
 from bench.common import shape
-from models import qwen3
-from models.qwen3 import Qwen
+from models import decoder
+from models.architecture import Decoder
 from utils.devices.sharding import single_device
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -27,7 +27,7 @@ MODEL = shape("Qwen3-0.6B", dtype="bfloat16")
 FEW = replace(MODEL, num_hidden_layers=4)  # where layers are alike
 
 
-def assert_in_place(program: h200.Program, model: Qwen, layout) -> None:
+def assert_in_place(program: h200.Program, model: Decoder, layout) -> None:
     """No iteration copies, transposes or slices as much as a layer's keys, and memory holds one cache."""
     elements = h200.cache_elements(model, layout, B, S)
     assert not h200.large_moves(program.hlo, elements)
@@ -38,8 +38,15 @@ def assert_in_place(program: h200.Program, model: Qwen, layout) -> None:
 
 @pytest.mark.parametrize("channels", [64, 32])
 def test_decoding_writes_the_cache_in_place_on_cpu(channels):
-    model = Qwen(512, 128, 256, 3, 4, 2, channels)
+    model = Decoder(512, 128, 256, 3, 4, 2, channels)
     assert_in_place(h200.decode_segment(model, single_device(), B, S), model, single_device())
+
+
+def test_decoding_copies_no_experts_on_cpu():
+    model = Decoder(512, 128, 256, 3, 4, 2, 64, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96)
+    program = h200.decode_segment(model, single_device(), 32, 256)
+    assert h200.loop_bodies(program.hlo)
+    assert not h200.large_moves(program.hlo, model.expert_parameters(16) // 3 // model.num_hidden_layers)
 
 
 def test_a_cache_that_is_copied_is_noticed():
@@ -99,7 +106,7 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
     largest = max(
         each.elements for lines in h200.computations(program.hlo).values() for each in lines if each.op not in h200.FREE
     )
-    assert largest <= max(qwen3.LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
+    assert largest <= max(decoder.LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
     assert ROWS * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
     gathered = [each.elements for each in h200.collectives(program.hlo)]
     assert max(gathered, default=0) < vocabulary * MODEL.hidden_size / num_devices / 4

@@ -8,7 +8,7 @@ import pytest
 
 from bench.common import shape
 from core.config import Config
-from models.qwen3 import Qwen, is_spec
+from models.architecture import Decoder, is_spec
 from utils.devices.memory import MemoryPlan, Sizes, fit_memory, measure_sizes, out_of_memory, update_bytes
 from utils.devices.sharding import Layout, single_device
 from utils.settings.config import make_config
@@ -35,7 +35,7 @@ def row_length(config: Config) -> int:
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
 
 
-def state_of(model: Qwen, config: OptimizerConfig) -> TrainState:
+def state_of(model: Decoder, config: OptimizerConfig) -> TrainState:
     """Shapes where a run has arrays."""
     here = single_device().replicated
     table = model.parameter_table()
@@ -74,7 +74,7 @@ COMPILED = {
 
 @pytest.mark.parametrize(("name", "kernel", "remat"), COMPILED)
 def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
-    monkeypatch.setattr(Qwen, "kernel", kernel)
+    monkeypatch.setattr(Decoder, "kernel", kernel)
     model = shape(name, dtype="bfloat16")
     params = 4 * model.num_parameters
     sizes = Sizes(held=params, gradients=2 * params, sampling_copy=0, kv_row=0, available=0)

@@ -32,7 +32,7 @@ from core.learner import accumulate, apply_gradients
 from core.objectives import ObjectiveConfig
 from core.records import Batch
 from core.sampling import Sampler
-from models import qwen3
+from models import decoder
 from models.checkpoint import load_model
 from models.distribution import Distribution
 from utils.devices.sharding import sharding_of
@@ -76,7 +76,7 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
             at = int(np.argmax(found.tokens[row] != known.tokens[row]))
             assert (found.prompt_lengths == known.prompt_lengths).all() and at >= found.prompt_lengths[row]
             tokens = known.tokens[row, :at][None]
-            logits = qwen3.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
+            logits = decoder.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
             place = int(np.asarray(ids)[row // num_samples]), row % num_samples, at - int(found.prompt_lengths[row])
             key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, place[0]), place[1]), place[2])
             distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
@@ -223,11 +223,11 @@ def shardings_on_eight_devices() -> None:
     assert not scaling.collective_bytes(sampling.gather_cache.lower(prefix, source, 48).compile().as_text())
     zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
     starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
-    decode = jax.jit(qwen3.decode, static_argnums=0)
-    logits, _ = decode(MODEL, weights, prefix, caches, rows[0], np.int32(0), starts)
+    decode = jax.jit(decoder.decode, static_argnums=0)
+    logits, *_ = decode(MODEL, weights, prefix, caches, rows[0], np.int32(0), starts)
     assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
     settings = MODEL, distribution, False
-    caches, tokens, *_ = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
+    caches, (tokens, *_) = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)
 

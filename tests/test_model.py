@@ -11,23 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_equal
-from helpers import assert_close, depth, slow
+from helpers import assert_close, depth, gradient_depth, slow
 
-from models import attention, checkpoint, qwen3
+from core.sampling import gather_cache
+from models import architecture, attention, checkpoint, decoder
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
+from models.families import read_config, text_config
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer, load_tokenizer
-from utils.devices.sharding import MESH_AXES
+from utils.devices.sharding import MESH_AXES, single_device
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))
 DATA = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the Qwen3 tokenizer (12 MB) is not part of the repository")
 
-logits = jax.jit(qwen3.logits, static_argnums=0)
-prefill = jax.jit(qwen3.prefill, static_argnums=0)
-decode = jax.jit(qwen3.decode, static_argnums=0)
+logits = jax.jit(decoder.logits, static_argnums=0)
+prefill = jax.jit(decoder.prefill, static_argnums=0)
+decode = jax.jit(decoder.decode, static_argnums=0)
 load = cache(load_model)
 
 
@@ -38,12 +40,14 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
-    weights = qwen3.decode_weights(model, params)
+    weights = decoder.decode_weights(model, params)
     prefix = prefill(model, weights, prompts[:, :-1], starts)
-    caches = qwen3.init_cache(model, len(prompts), num_tokens)
+    rows = single_device().put(np.arange(len(prompts), dtype=np.int32))
+    caches = gather_cache(prefix, rows, num_tokens)
+    prefix = decoder.without_states(prefix)
     last, tokens, rows = prompts[:, -1], [], []
     for i in range(num_tokens):  # the first step reads the last prompt token
-        row, caches = decode(model, weights, prefix, caches, last, i, starts)
+        row, caches, _ = decode(model, weights, prefix, caches, last, i, starts)
         last = choose(i, row)
         tokens.append(last)
         rows.append(row)
@@ -58,7 +62,36 @@ def test_logits_equal_those_of_transformers(name):
     assert_close(logits(model, params, tokens), reference["logits"], depth(model, tokens.shape[1]))
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied"])
+FEW = (
+    "qwen3-tied", "qwen2-untied", "llama-scaled", "smollm3-rest", "gemma3-rest", "olmo3-yarn", "qwen3moe-untied",
+    "qwen3_5-rest",
+)  # fmt: skip
+DECODED = [*FEW, *slow(*(name for name in NAMES if name not in FEW))]
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_gradients_equal_those_of_transformers(name):
+    """Value and direction, of each tensor in the file."""
+    model, params, _ = load(FIXTURES / name)
+    reference = expected(name)
+    tokens = reference["tokens"]
+
+    def loss(params):
+        return -decoder.score_tokens(model, params, tokens).logprobs[:, 1:].mean()
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    layers_with, shapes = model.layers_with(), checkpoint.tensor_shapes(model)
+    operations = gradient_depth(model, tokens.shape[1], tokens.size)
+    for i, tensor in enumerate(sorted(shapes)):
+        found = np.float64(checkpoint.select_tensor(layers_with, gradient, tensor))
+        norm = np.linalg.norm(found)
+        direction = np.random.default_rng(i).standard_normal(found.shape)
+        assert_close(norm, reference["gradient_norms"][i], operations, size=10 * norm, err_msg=tensor)
+        product = (found * direction).sum()
+        assert_close(product, reference["gradient_products"][i], operations, size=10 * norm, err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-untied", "qwen3_5-rest"])
 def test_no_token_sees_what_stands_right_of_it(name):
     model, params, _ = load(FIXTURES / name)
     tokens = jnp.arange(10)[None]  # each once, so that row i of the embedding is the input at position i
@@ -67,17 +100,13 @@ def test_no_token_sees_what_stands_right_of_it(name):
     @jax.jit
     def gradients(t):
         def output(embedding):
-            return qwen3.forward(model, params | {EMBED: embedding}, tokens)[0, t] @ direction
+            return decoder.forward(model, params | {EMBED: embedding}, tokens)[0, t] @ direction
 
         return jax.grad(output)(params[EMBED])[:10]
 
     for t in range(10):
         moved = np.abs(gradients(t)).max(axis=1) > 0
         assert moved.tolist() == [i <= t for i in range(10)]
-
-
-FEW = ("qwen3-tied", "qwen2-untied")
-DECODED = [*FEW, *slow(*(name for name in NAMES if name not in FEW))]
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -104,17 +133,32 @@ def test_decoding_with_a_cache_equals_the_forward_pass(name):
         assert_close(decoded, row[P - start - 1 :][: len(decoded)], depth(model, uncached.shape[1]))
 
 
+@pytest.mark.parametrize("name", ["qwen2-tied", "gemma3-tied", "qwen3_5-tied"])
+def test_the_training_pass_rounds_weights_as_sampling_does(name):
+    model, params, _ = load(FIXTURES / name)
+    model = replace(model, dtype="bfloat16")
+
+    def rounded(path, x):
+        return x if path[-1].key in decoder.FLOAT32 else x.astype(model.dtype).astype(x.dtype)
+
+    tokens = expected(name)["tokens"]
+    found = logits(model, jax.tree.map_with_path(rounded, params), tokens)
+    np.testing.assert_array_equal(found, logits(model, params, tokens))
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_5-tied"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["", "int8"])
-def test_an_empty_cache_has_the_layout_of_prefill(dtype, kv_dtype):
-    model, params, _ = load(FIXTURES / "qwen3-tied")
+def test_an_empty_cache_has_the_layout_of_prefill(name, dtype, kv_dtype):
+    model, params, _ = load(FIXTURES / name)
     model = replace(model, dtype=dtype, kv_dtype=kv_dtype)
-    weights = jax.eval_shape(partial(qwen3.decode_weights, model), params)
+    weights = jax.eval_shape(partial(decoder.decode_weights, model), params)
     rows = jax.ShapeDtypeStruct((3, 5), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
-    filled = jax.eval_shape(partial(qwen3.prefill, model), weights, *rows)
-    empty = jax.jit(qwen3.init_cache, static_argnums=(0, 1, 2))(model, 3, 5)
+    filled = jax.eval_shape(partial(decoder.prefill, model), weights, *rows)
+    empty = jax.jit(decoder.init_cache, static_argnums=(0, 1, 2))(model, 3, 5)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), empty) == jax.tree.map(lambda x: (x.shape, x.dtype), filled)
     assert not any(x.any() for x in jax.tree.leaves(empty))
+    assert sum(x.nbytes for x in jax.tree.leaves(empty)) == 3 * (5 * model.cache_bytes + model.state_bytes)
 
 
 @pytest.mark.parametrize("setting", [(1.0,), (0.0,), (0.6, 0, 0.8), (1.3, 12, 0.9, 0.03)], ids=str)
@@ -134,8 +178,8 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     operations, size = depth(model, tokens.shape[1]), np.abs(scaled).max()
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
-    monkeypatch.setattr(qwen3, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
-    score = partial(qwen3.score_tokens, model, distribution=Distribution(0.7), first_scored=5)
+    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
+    score = partial(decoder.score_tokens, model, distribution=Distribution(0.7), first_scored=5)
     logprobs, entropy, _ = jax.jit(score)(params, tokens)
     assert_close(logprobs[:, 5:], reference[:, 4:], operations, size)
     assert_close(entropy[:, 5:], -(np.exp(scaled) * scaled).sum(-1)[:, 4:], operations, size)
@@ -148,17 +192,19 @@ def heads(T: int, C: int) -> list[jax.Array]:
     return [jnp.float32(rng.standard_normal((2, T, num, C))) for num in (4, 2, 2, 4)]
 
 
-@pytest.mark.parametrize("T", [150, *slow(256)])  # in blocks of 128, the last padded; in one of 256
-def test_splash_attention_is_the_plain_one(T):
+@pytest.mark.parametrize("case", [(150, 0), *slow((150, 40), (256, 0))], ids=str)  # in blocks of 128 or of 256
+def test_splash_attention_is_the_plain_one(case):
     """Pallas' interpreter in the place of a TPU: results and gradients."""
+    T, window = case
     *qkv, direction = heads(T, 128)
+    view = attention.View(0.1, window)
 
     def plain(q, k, v):
-        return attention.masked_attention(q, k, v, attention.causal_mask(T))[0].reshape(q.shape)
+        return attention.masked_attention(q, k, v, attention.causal_mask(T, window), view.scale)[0].reshape(q.shape)
 
     results = [
         jax.jit(jax.vjp(f, *qkv)[1])(direction) + (jax.jit(f)(*qkv),)
-        for f in (partial(attention.splash, interpret=True), plain)
+        for f in (partial(attention.splash, view=view, interpret=True), plain)
     ]
     for result, expected in zip(*results, strict=True):
         assert_close(result, expected, 3 * (128 + 2 * T))  # forward and twice backward: channels, softmax, values
@@ -214,7 +260,7 @@ def test_parameters_are_cut_as_the_layout_says(tmp_path):
 
     requested = []
     model, params, _ = load_model(FIXTURES / "qwen3-tied", layout=Halves())
-    assert set(requested) == set(jax.tree.leaves(model.parameter_table(), is_leaf=qwen3.is_spec))
+    assert set(requested) == set(jax.tree.leaves(model.parameter_table(), is_leaf=architecture.is_spec))
     assert_trees_all_equal(params, load(FIXTURES / "qwen3-tied")[1])
 
 
@@ -305,12 +351,39 @@ DAMAGES = {
     "tensor": ("qwen3-tied", edit_tensors(lambda t: t.pop(NORM)), f"lacks tensor {NORM}"),
     "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lacks tensor lm_head.weight"),
     "unknown tensor": ("qwen3-tied", edit_tensors(lambda t: t.update(extra=t[NORM])), "unknown tensor extra"),
-    "too few layers": ("qwen3-tied", edit_config(num_hidden_layers=1), "unknown tensor model.layers.1."),
+    "too few layers": (
+        "qwen3-tied", edit_config(num_hidden_layers=1, layer_types=None), "unknown tensor model.layers.1."
+    ),
     "shape": ("qwen3-tied", edit_tensors(lambda t: t.update({NORM: t[NORM][:7]})), rf"{NORM} has shape \(7,\)"),
-    "architecture": ("qwen3-tied", edit_config(architectures=["Qwen3MoeForCausalLM"]), "architectures is 'Qwen3Moe"),
+    "architecture": ("qwen3-tied", edit_config(architectures=["MixtralForCausalLM"]), "architectures is 'Mixtral"),
+    "layers without experts": ("qwen3moe-tied", edit_config(mlp_only_layers=[1]), r"mlp_only_layers is \[1\]"),
+    "every other layer": ("qwen3moe-tied", edit_config(decoder_sparse_step=2), "decoder_sparse_step is 2"),
+    "experts": ("qwen3moe-tied", edit_config(num_local_experts=None), "has no num_experts"),
+    "experts of a token": ("qwen3moe-tied", edit_config(num_experts_per_tok=9), "num_experts_per_tok is 9, but"),
+    "number of experts": ("qwen3moe-tied", edit_config(num_local_experts=4), "unknown tensor model.layers.0.mlp.exp"),
     "activation": ("qwen3-tied", edit_config(hidden_act="gelu"), "hidden_act is 'gelu'"),
-    "rope 4": ("qwen2-tied", edit_config(rope_scaling={"type": "yarn", "factor": 4.0}), "rope_type is 'yarn'"),
-    "rope 5": ("qwen3-tied", edit_config(rope_parameters={"rope_type": "linear"}), "rope_type is 'linear'"),
+    "rope 4": ("qwen2-tied", edit_config(rope_scaling={"type": "dynamic", "factor": 4.0}), "rope_type is 'dynamic'"),
+    "rope 5": ("qwen3-tied", edit_config(rope_parameters={"rope_type": "linear"}), "has no factor"),
+    "rope of a kind": ("gemma3-tied", edit_config(rope_parameters={"full_attention": [1]}), "full_attention are .1."),
+    "local rope": (
+        "olmo3-yarn", edit_config(rope_parameters={"sliding_attention": {"rope_type": "yarn"}}), "rope_type is 'yarn'"
+    ),
+    "experts of a hybrid": (
+        "qwen3_5-images", edit_config(architectures=["Qwen3_5MoeForConditionalGeneration"]), "is 'Qwen3_5Moe.* support"
+    ),
+    "text config": ("qwen3_5-images", edit_config(text_config=[1]), "text_config is .1., not an object"),
+    "no text config": ("qwen3_5-images", edit_config(text_config=None), "text_config is None"),
+    "share that is rotated": (
+        "qwen3_5-tied", edit_config(rope_parameters={"partial_rotary_factor": 0.2}), "rotates 3 of 16 channels"
+    ),
+    "share of another family": (
+        "qwen3-tied", edit_config(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"
+    ),
+    "share beside the others": ("qwen2-tied", edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "heads of values": (
+        "qwen3_5-tied", edit_config(linear_num_value_heads=3), "linear_num_value_heads 3 is no multiple of"
+    ),
+    "layers": ("smollm3-tied", edit_config(no_rope_layers=[1]), "no_rope_layers has 1 entries"),
     "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
     "layer types": ("qwen3-tied", edit_config(layer_types=["chunked_attention"] * 2), "chunked_attention"),
     "bias": ("qwen3-tied", edit_config(attention_bias=True), "attention_bias is True"),
@@ -324,6 +397,23 @@ def test_a_damaged_folder_is_named(name, damage, message, tmp_path):
     damage(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "model")
+
+
+def test_a_model_with_images_is_loaded_as_its_text_model(tmp_path):
+    """Tensors of images and of the prediction of several tokens are left out; defaults are those of the class."""
+    shutil.copytree(FIXTURES / "qwen3_5-images", tmp_path, dirs_exist_ok=True)
+    edit_tensors(lambda tensors: tensors.update({"mtp.fc.weight": np.ones((2, 2), np.float32)}))(tmp_path)
+    assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3_5-images")[1])
+    wrapped, plain = load(FIXTURES / "qwen3_5-images")[0], load(FIXTURES / "qwen3_5-tied")[0]
+    assert wrapped == plain and wrapped.family == "Qwen3_5ForCausalLM"
+    config = json.loads((FIXTURES / "qwen3_5-images" / "config.json").read_text())
+    text = config["text_config"]
+    for name in ("layer_types", "rope_parameters", "head_dim", *(name for name in text if name.startswith("linear_"))):
+        del text[name]
+    fields = read_config(text_config(config | {"text_config": text}, Path()), Path())
+    assert fields["layer_types"] == ("linear_attention",) * 3 + ("full_attention",)
+    assert (fields["partial_rotary_factor"], fields["head_dim"], fields["rope_theta"]) == (0.25, 256, 10_000)
+    assert fields["delta"] == (16, 32, 128, 128, 4)
 
 
 def test_a_download_without_network_says_so(monkeypatch):
@@ -395,3 +485,71 @@ def test_a_base_model_without_template_continues_plain_text():
     tokenizer = load_tokenizer(FIXTURES / "qwen3-tied")
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
     assert tokenizer.decode(tokenizer.chat(messages, prefix="=")) == "add\n1+1="
+
+
+SMOLLM2 = (  # as in the GGUF of SmolLM2-135M-Instruct
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou"
+    " are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (  # with what those of Llama 3.1 to 3.3 use: the first token, a date, a loop over all but the system prompt
+    "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}"
+    "{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + "
+    "message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+USER = {"role": "user", "content": " 1 + 1? "}
+SYSTEM = {"role": "system", "content": "Add."}
+RENDERED = [
+    (
+        SMOLLM2,
+        [USER],
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n",
+    ),
+    (
+        SMOLLM2,
+        [SYSTEM, USER, {"role": "assistant", "content": "2"}, USER],
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\n 1 + 1? <|im_end|>\n<|im_start|>assistant\n",
+    ),
+    (
+        LLAMA3,
+        [SYSTEM, USER],
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\nAdd.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+]
+
+
+def folder_with_template(folder: Path, template: str, stop_ids: list[int]) -> Path:
+    """Copies the tokenizer of a fixture, with a chat template and the stop ids of generation_config.json."""
+    source = FIXTURES / "llama-untied"
+    shutil.copy(source / "tokenizer.json", folder)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config |= {"chat_template": template, "bos_token": "<|begin_of_text|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
+    return folder
+
+
+@pytest.mark.parametrize("template, messages, text", RENDERED, ids=["smollm2", "smollm2-turns", "llama3"])
+def test_published_templates_are_rendered_as_written(template, messages, text, tmp_path):
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5, 7]))
+    assert tokenizer.has_template
+    assert tokenizer.render(messages, thinking=False) == text
+    assert tokenizer.render(messages, thinking=False) == tokenizer.hf.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.chat(messages, prefix="=") == tokenizer.encode(text) + tokenizer.encode("=")
+
+
+def test_every_id_of_generation_config_ends_a_completion(tmp_path):
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, LLAMA3, [5, 7, 5]))
+    assert tokenizer.stop_ids == (5, 7, tokenizer.hf.eos_token_id)
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).stop_ids == tokenizer.stop_ids

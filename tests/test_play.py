@@ -13,10 +13,11 @@ from helpers import MODEL, ROOT, Letters
 
 from core import chat, grpo
 from core.config import Config
-from core.rollout import RolloutWorker, encode_prompt, find_tasks, reply_opening
+from core.rollout import RolloutWorker, encode_prompt, find_tasks, make_worker, reply_opening
 from core.sampling import Sampler, read_stops
 from envs import make_env, split_name
 from envs.base import Env, Problem
+from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import single_device
 from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
@@ -292,3 +293,13 @@ def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
     for stop in (special + "\n", "a" + special):
         with pytest.raises(ValueError, match="can never match, since"):
             read_stops(f"END,{stop}", tokenizer)
+
+
+@pytest.mark.parametrize("options, is_named", [("", True), ("plain=true", False)])
+def test_a_model_without_a_chat_template_is_named_unless_that_is_meant(options, is_named):
+    model, _, tokenizer = load_model(ROOT / "tests" / "fixtures" / "qwen3-tied")
+    config = parse(Config, ["--env_name", "poem", "--env_options", options])
+    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
+    worker = make_worker(settings, config.sampling, config.rewards, model, tokenizer, single_device())
+    found = [note.split(":")[1] for note in worker.notes]
+    assert found == [" the model has no chat template"] * is_named

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
+from helpers import HYBRID, MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
 
 from core.records import Completions
 from core.sampling import Sampler
 from envs.base import ForcedAnswer
-from models import qwen3
+from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
 from utils.devices.startup import DeviceConfig, make_layout
 
@@ -31,7 +31,7 @@ ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the
 def draw_all(sampler: Sampler, prompts=PROMPTS, ids=IDS, num_samples: int = G, segment: int = 8) -> Completions:
     """Draws all completions, in several segments each."""
     sampler = replace(sampler, segment=segment)
-    weights = sampler.load_weights(random_params())
+    weights = sampler.load_weights(random_params(sampler.model))
     return sampler.generate(weights, prompts, np.array(ids), num_samples, KEY)
 
 
@@ -68,7 +68,7 @@ def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
 @jax.jit
 def next_logits(params, tokens, length):
     """The whole model on one row, for its last token; what stands right of that is not seen."""
-    return qwen3.logits(MODEL, params, tokens[None])[:, length - 1]
+    return decoder.logits(MODEL, params, tokens[None])[:, length - 1]
 
 
 def one_by_one(
@@ -87,7 +87,7 @@ def one_by_one(
 
 
 draw_one = jax.jit(Distribution.draw, static_argnums=0)
-teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
+teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -100,9 +100,9 @@ def test_logprobs_are_those_of_the_training_pass(temperature):
 
 def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
     model = replace(MODEL, kv_dtype="int8")
-    weights = qwen3.decode_weights(model, random_params())
+    weights = decoder.decode_weights(model, random_params())
     tokens = np.array(PROMPTS[1:2], np.int32)
-    caches, exact = (qwen3.prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
+    caches, exact = (decoder.prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
     assert sum(x.nbytes for x in jax.tree.leaves(caches)) == tokens.size * model.cache_bytes < tokens.size * (
         MODEL.cache_bytes / 2
     )
@@ -128,7 +128,7 @@ def test_tokens_are_those_of_a_loop_without_cache(temperature):
 
 def test_greedy_takes_the_likeliest_token():
     r = free(0.0)
-    logits = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens))[:, :-1]
+    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))[:, :-1]
     np.testing.assert_array_equal(r.tokens[:, 1:][r.mask[:, 1:]], logits.argmax(-1)[r.mask[:, 1:]])
 
 
@@ -250,16 +250,39 @@ def test_nor_on_compaction():
     assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), compact=False))), completions(stopped()))
 
 
+HYBRID_SAMPLER = Sampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
+
+
+@cache
+def stopped_hybrid() -> Completions:
+    return draw_all(HYBRID_SAMPLER)
+
+
+def test_states_of_linear_attention_follow_their_rows():
+    """Fan-out, growth and compaction, against the training pass, which has no cache, and with other prompts."""
+    r = stopped_hybrid()
+    lengths = r.lengths - r.prompt_lengths
+    assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY: compaction comes before growth"
+    expected, *_ = teacher_forced(HYBRID, random_params(HYBRID), r.tokens, Distribution())
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), depth(HYBRID, 2 * LIMIT), LOGIT)
+    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, compact=False))), completions(r))
+    ids = [99, *IDS[::-1]]
+    found = completions(draw_all(HYBRID_SAMPLER, [[1] * 40, *PROMPTS[::-1]], ids), ids)
+    assert_same({row: found[row] for row in ROWS}, completions(r))
+
+
 LAYOUTS = (DeviceConfig("fsdp"), DeviceConfig(mesh="data=2,tp=2"))
 
 
 def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
     arrays = {}
-    for i, config in enumerate(LAYOUTS):
+    samplers = [Sampler(MODEL, LIMIT, stops) for _ in LAYOUTS]
+    cases = zip([*LAYOUTS, LAYOUTS[-1]], [*samplers, HYBRID_SAMPLER], strict=True)
+    for i, (config, sampler) in enumerate(cases):
         layout = make_layout(config)
-        params = on_layout(layout)
+        params = on_layout(layout, sampler.model)
         assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(params))
-        sampler = Sampler(MODEL, LIMIT, stops, layout=layout, segment=16)
+        sampler = replace(sampler, layout=layout, segment=16)
         r = sampler.generate(sampler.load_weights(params), PROMPTS, np.array(IDS), G, KEY)
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if x is not None}
     np.savez(file, **arrays)
@@ -268,9 +291,9 @@ def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
 def test_nor_on_the_devices(tmp_path):
     on_four_devices(__file__, f"draw_on_four_devices({stop_ids()}, {str(tmp_path / 'drawn.npz')!r})")
     with np.load(tmp_path / "drawn.npz") as arrays:
-        for i in range(len(LAYOUTS)):
-            fields = {name: arrays[f"{i} {name}"] for name, x in vars(stopped()).items() if x is not None}
-            assert_same(completions(Completions(**fields)), completions(stopped()))
+        for i, alone in enumerate((stopped(), stopped(), stopped_hybrid())):
+            fields = {name: arrays[f"{i} {name}"] for name, x in vars(alone).items() if x is not None}
+            assert_same(completions(Completions(**fields)), completions(alone))
 
 
 # Distributions
@@ -295,7 +318,7 @@ def truncated(logits, d: Distribution) -> dict[int, float]:
 def test_truncated_sampling_in_a_completion():
     distribution = Distribution(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
     r = draw_all(Sampler(MODEL, 16, (), distribution), PROMPTS[:2], IDS[:2])
-    logits, sizes = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens)), set()
+    logits, sizes = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens)), set()
     for row, t in np.argwhere(r.mask):
         expected = truncated(logits[row, t - 1], distribution)
         assert_close(r.logprobs[row, t], expected[r.tokens[row, t]], OPERATIONS, LOGIT / 0.8)
@@ -318,7 +341,7 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
     assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
     assert np.isfinite(scores.logprobs).all() and np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
-    logits = np.asarray(jax.jit(qwen3.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
+    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
     for row, t in np.argwhere(r.mask)[::7]:
         logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
         assert_close(scores.entropy[row, t], -(np.exp(logprobs) * logprobs).sum(), OPERATIONS, LOGIT / 0.6)

@@ -14,19 +14,20 @@ import pytest
 
 from core.records import Episodes
 from core.sampling import Sampler
-from models import qwen3
-from models.qwen3 import Qwen
+from models import decoder
+from models.architecture import Decoder
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import single_device
 from utils.metrics.speed import sampling_bytes, speed_metrics, training_flops
 
-MODEL = Qwen(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
+MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
+EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
 
 
 def test_flops_of_training_are_those_that_the_compiler_counts(optimized):
-    params, tokens = qwen3.init_params(MODEL, jax.random.key(0)), jnp.zeros((2, 256), jnp.int32)
-    loss = jax.grad(lambda params: qwen3.score_tokens(MODEL, params, tokens).logprobs.sum())
+    params, tokens = decoder.init_params(MODEL, jax.random.key(0)), jnp.zeros((2, 256), jnp.int32)
+    loss = jax.grad(lambda params: decoder.score_tokens(MODEL, params, tokens).logprobs.sum())
     counted = jax.jit(loss).lower(params).compile().cost_analysis()["flops"]
     found = training_flops(MODEL, np.full(2, 256))
     # The compiler counts what stands right of a token in its quarter of the row too, and what is no matrix product.
@@ -45,10 +46,27 @@ def test_bytes_of_sampling_are_the_weights_for_each_step_and_the_cache_for_each_
     assert sampling_bytes(MODEL, prompts, lengths) == expected
 
 
+def test_a_step_reads_each_expert_once_at_most():
+    prompts, lengths = np.array([3, 5]), np.array([4, 7])
+    expert = 4 * 3 * 3 * 128 * 96
+    cache = sampling_bytes(MODEL, prompts, lengths) - 2 * 4 * MODEL.num_parameters
+    others = EXPERTS.num_parameters * 4 - 6 * expert
+    # Two rows choose 8 of the 6 experts, which are all of them; one row chooses 4.
+    assert sampling_bytes(EXPERTS, prompts, lengths) == 2 * others + (6 + 4) * expert + cache
+
+
+def test_a_token_is_multiplied_by_its_own_experts_only():
+    params = decoder.init_params(EXPERTS, jax.random.key(0))
+    assert EXPERTS.num_parameters == sum(x.size for x in jax.tree.leaves(params))
+    alone = replace(EXPERTS, num_experts=4)  # all of which are each token's
+    router = 3 * 2 * 128  # rows of two experts, in each layer
+    assert EXPERTS.num_matrix_parameters == alone.num_parameters + router
+
+
 def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
-    model = Qwen(512, 16, 32, 1, 2, 1, 8)
+    model = Decoder(512, 16, 32, 1, 2, 1, 8)
     sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
-    params = qwen3.init_params(model, jax.random.key(0))
+    params = decoder.init_params(model, jax.random.key(0))
     ends = {}  # columns drawn after each segment, by the first row of a chain
     watched = replace(sampler, on_segment=lambda first, tokens, t, _: ends.setdefault(first, []).append(t))
     weights = watched.load_weights(params)

@@ -44,7 +44,7 @@ from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
 from core.sampling import Sampler
 from envs.base import Env, Problem
-from models import qwen3
+from models import decoder
 from models.distribution import Distribution
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -72,7 +72,7 @@ GRADIENT = gradient_depth(MODEL, 64, 8 * 64)
 SURPRISE = 20.0  # nats of an unlikely token
 
 
-teacher_forced = jax.jit(qwen3.score_tokens, static_argnums=(0, 3))
+teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
 
 
 def random_batch() -> Batch:
@@ -98,7 +98,7 @@ def plain_gradient(params, batch: Batch):
     """Of the clipped loss with entropy bonus, token mean, all rows at once."""
 
     def loss(params):
-        logprobs = jax.nn.log_softmax(qwen3.logits(MODEL, params, batch.tokens)[:, :-1] / CONFIG.sampling.temperature)
+        logprobs = jax.nn.log_softmax(decoder.logits(MODEL, params, batch.tokens)[:, :-1] / CONFIG.sampling.temperature)
         entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
         chosen = jnp.take_along_axis(logprobs, batch.tokens[:, 1:, None], axis=-1)[..., 0]
         mask, a = batch.mask[:, 1:], batch.advantages[:, 1:]

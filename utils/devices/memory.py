@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from models.qwen3 import Qwen
+from models.architecture import LINEAR, Decoder
+from models.deltanet import CHUNK
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option
 from utils.settings.errors import UserError, fail
@@ -58,32 +59,67 @@ class Sizes(NamedTuple):
     held: int  # parameters, optimiser state, reference: there all the time
     gradients: int  # of a micro-batch, and their sum
     sampling_copy: int
-    kv_row: int  # the cache of a row of full length, and of what it grew from
+    kv_row: int  # cache and state of a row of full length, and those that they were gathered from
     available: int
 
 
-def activation_bytes(model: Qwen, remat: str, width: int) -> tuple[int, int]:
+def activation_bytes(model: Decoder, remat: str, width: int) -> tuple[int, int]:
     """Bytes for each token of rows of `width`: kept from the forward pass, and in use by one layer's backward pass.
 
     The factors are those of compiled programs: see bench/memory.py.
     """
-    D, F = model.hidden_size, model.intermediate_size
-    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    scores = 2 * model.num_attention_heads * width if model.kernel == "plain" else 0  # in quarters
-    products = heads + 3 * D + 2 * F  # results of matrix products, and the layer's input
-    kept = {"none": 2 * heads + 9 * D + 9 * F + scores, "dots": products, "full": D}[remat]
+    D = model.hidden_size
+    F, copies = mlp_activations(model)
+    kept = working = 0
+    for kind in model.kinds:
+        heads, inner = delta_activations(model) if kind == LINEAR else attention_activations(model, width)
+        products = heads + 3 * D + 2 * F  # results of matrix products, and the layer's input
+        kept += {"none": 2 * heads + 9 * D + 9 * F + inner, "dots": products, "full": D}[remat]
+        working = max(working, products + inner + copies)
     item = jnp.dtype(model.dtype).itemsize
-    return item * model.num_hidden_layers * kept, item * (products + scores)
+    return item * kept, item * working
 
 
-def update_bytes(sizes: Sizes, model: Qwen, remat: str, num_tokens: int, width: int) -> int:
+def mlp_activations(model: Decoder) -> tuple[int, int]:
+    """Returns the numbers for each token of an MLP or of experts: width of the hidden layer, and copies."""
+    if not model.num_experts:
+        return model.intermediate_size, 0
+    if model.expert_product == "dense":
+        width = model.num_experts * model.moe_intermediate_size
+        return width, 4 * width  # both factors of the hidden layer, weighted and not
+    width = model.num_experts_per_tok * model.moe_intermediate_size
+    return width, 3 * model.num_experts_per_tok * model.hidden_size  # of tokens, and of outputs in two orders
+
+
+def attention_activations(model: Decoder, width: int) -> tuple[int, int]:
+    """Returns the numbers for each token of attention: results of matrix products, and scores."""
+    num_queries = (1 + model.output_gate) * model.num_attention_heads
+    heads = (num_queries + 2 * model.num_key_value_heads) * model.head_dim
+    scores = 2 * model.num_attention_heads * width if model.kernel == "plain" else 0  # in quarters
+    return heads, scores
+
+
+def delta_activations(model: Decoder) -> tuple[int, int]:
+    """Returns the numbers for each token of a Gated DeltaNet: results of matrix products, and those in its chunks.
+
+    The latter are float32 and count as several of the dtype of the matmuls.
+    """
+    shape = model.delta
+    heads = shape.conv_width + shape.value_width + 2 * shape.num_value_heads
+    # Fitted to programs that XLA:CPU compiled, 8 heads of 64 channels: from 0.9 to 1.2 of what they take.
+    head_size = 12 * shape.key_channels + 10 * shape.value_channels + 20 * CHUNK
+    num_float32 = 4 // jnp.dtype(model.dtype).itemsize
+    return heads, num_float32 * shape.num_value_heads * head_size
+
+
+def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, width: int) -> int:
     """Bytes in use on a device at the peak of an update with micro-batches of `num_tokens`."""
     kept, working = activation_bytes(model, remat, width)
     return sizes.held + sizes.gradients + num_tokens * kept + max(num_tokens * working, LOGITS)
 
 
 def measure_sizes(
-    config: MemoryConfig, model: Qwen, layout: Layout, state: PyTree, reference: PyTree, row_length: int
+    config: MemoryConfig, model: Decoder, layout: Layout, state: PyTree, reference: PyTree, row_length: int
 ) -> Sizes:
     """Returns the sizes of a training run; what is held is looked up, not estimated."""
     params = bytes_on_device(state.params)
@@ -94,7 +130,7 @@ def measure_sizes(
         bytes_on_device((state, reference)),
         params + params // 4 * gradient_item,
         model.num_parameters * item // tp,
-        model.cache_bytes // tp * row_length * 5 // 3,
+        model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp,
         int(USABLE * layout.device_memory),
     )
 
@@ -109,7 +145,7 @@ class MemoryPlan(NamedTuple):
 
 def fit_memory(
     config: MemoryConfig,
-    model: Qwen,
+    model: Decoder,
     layout: Layout,
     state: PyTree,
     reference: PyTree,
@@ -136,7 +172,7 @@ def fit_memory(
 
 
 def describe_memory(
-    sizes: Sizes, model: Qwen, remat: str, num_tokens: int, row_length: int, num_sampled_rows: int
+    sizes: Sizes, model: Decoder, remat: str, num_tokens: int, row_length: int, num_sampled_rows: int
 ) -> list[str]:
     """Returns the bytes of sampling and update in words, and what to lower where they do not fit."""
     fixed = sizes.held + sizes.sampling_copy

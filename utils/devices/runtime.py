@@ -16,9 +16,8 @@ import jax
 from utils.settings.errors import UserError
 
 FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and plenty
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-
-
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
+LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
 
 
 def prepare() -> None:
@@ -67,11 +66,18 @@ def raise_file_limit() -> None:
 
 
 def keep_memory() -> None:
-    """Leaves the temporaries of a program to the next one: zeroing fresh pages took 40% of an update on two cores."""
+    """Leaves the temporaries of a program to the next one: zeroing fresh pages took 40% of an update on two cores.
+
+    LARGE ones are excepted: smaller arrays end up in the place of one that was freed, so that the next one does not fit
+    there and the heap grows (with 135M parameters an update peaked at 9 GB, now at 5). Their pages are zeroed each
+    time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in every C library
-        for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
-            libc.mallopt(option, value)
+        libc.mallopt(M_ARENA_MAX, 1)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+        if not libc.mallopt(M_MMAP_THRESHOLD, LARGE):  # which older releases of glibc refuse
+            libc.mallopt(M_MMAP_MAX, 0)
 
 
 @contextlib.contextmanager
@@ -95,7 +101,7 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     before = signal.signal(signal.SIGVTALRM, stop)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # again each second: Python drops errors in destructors
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

@@ -1,6 +1,7 @@
 """The mesh of devices: how arrays are sharded over it, and how processes exchange values.
 
-Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of the batch), `tp` cuts heads and MLPs.
+Mesh axes: `data` holds copies of the parameters, `fsdp` cuts them (and rows of the batch), `tp` cuts heads and MLPs,
+each expert's too: so all devices have the same work, however many tokens an expert gets.
 """
 
 import json
@@ -25,7 +26,8 @@ from utils.settings.errors import UserError
 MESH_AXES = ("data", "fsdp", "tp")
 ROWS = ("data", "fsdp")
 LOGICAL_TO_MESH = {
-    "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None
+    "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None,
+    "experts": None,
 }  # fmt: skip
 
 

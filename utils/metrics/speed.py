@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from core.records import Episodes
+from models.architecture import Decoder
 from models.names import Array
-from models.qwen3 import Qwen
 from utils.devices.sharding import Layout
 
 PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s of its memory. Source: data sheets
@@ -31,30 +31,41 @@ PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s
 Counts = Int[Array, "B"]  # tokens of each row
 
 
-def sampling_bytes(model: Qwen, prompt_lengths: Counts, lengths: Counts) -> float:
-    """Returns the least bytes that sampling these rows in one batch reads: weights for each token, each row's cache."""
+def sampling_bytes(model: Decoder, prompt_lengths: Counts, lengths: Counts) -> float:
+    """Returns the least bytes that sampling these rows in one batch reads: weights for each token, caches, states.
+
+    Of a mixture of experts, a step reads as many experts as its live rows choose in all, at most all of them.
+    """
     final_tokens = lengths * (lengths - 1)
     prompt_tokens = prompt_lengths * (prompt_lengths - 1)
     cached_tokens = (final_tokens - prompt_tokens) / 2  # summed over the draws
-    weight_bytes = jnp.dtype(model.dtype).itemsize * model.num_parameters
-    num_steps = (lengths - prompt_lengths).max()
-    return float(weight_bytes * num_steps + model.cache_bytes * cached_tokens.sum())
+    steps = np.arange((lengths - prompt_lengths).max())
+    num_rows = (lengths - prompt_lengths > steps[:, None]).sum(1)
+    num_experts = np.minimum(num_rows * model.num_experts_per_tok, model.num_experts)
+    other_parameters = model.num_parameters - model.expert_parameters(model.num_experts)
+    num_read = other_parameters * len(steps) + model.expert_parameters(1) * num_experts.sum()
+    num_draws = (lengths - prompt_lengths).sum()
+    row_bytes = model.cache_bytes * cached_tokens.sum() + model.state_bytes * num_draws
+    return float(jnp.dtype(model.dtype).itemsize * num_read + row_bytes)
 
 
-def training_flops(model: Qwen, lengths: Counts) -> float:
+def training_flops(model: Decoder, lengths: Counts) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
-    They are 6 for each token and parameter, and those of causal attention.
+    They are 6 for each token and parameter, and those of causal attention. A token of linear attention makes three
+    products with the memory: it reads the old value, writes the new one, and reads the output.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
-    width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
+    width = model.num_attention_layers * model.num_attention_heads * model.head_dim
     products = 6 * model.num_matrix_parameters * lengths
     attention = 6 * width * lengths.astype(np.float64) ** 2
-    return float((products + attention).sum())
+    memory_size = model.delta.memory_size if model.delta else 0
+    recurrence = 18 * model.num_linear_layers * memory_size * lengths
+    return float((products + attention + recurrence).sum())
 
 
 def speed_metrics(
-    model: Qwen,
+    model: Decoder,
     layout: Layout,
     episodes: Episodes,
     metrics: Mapping[str, float],

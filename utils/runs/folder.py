@@ -22,9 +22,9 @@ import jax
 import numpy as np
 
 from core.records import Batch, Episodes, Progress
+from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, save_model
 from models.names import Params
-from models.qwen3 import Qwen
 from models.tokenizer import Tokenizer
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
@@ -151,7 +151,7 @@ class Run:
         self.resumed = Progress(**saved)
         return state, self.resumed
 
-    def start(self, model: Qwen, tokenizer: Tokenizer, workers: Iterable[AbstractContextManager]) -> Self:
+    def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[AbstractContextManager]) -> Self:
         """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it."""
         self.model, self.tokenizer, self.workers = model, tokenizer, workers
         is_main = self.layout.is_main

@@ -20,7 +20,7 @@ NOUNS = {
     "lr": "the rest",
     "critic_lr": "the critic",
 }
-ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [L, out, in]
+ROWS_AND_COLUMNS = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # of [..., out, in]
 
 
 def rate_name(path: tuple, x: Array) -> str:
@@ -28,7 +28,7 @@ def rate_name(path: tuple, x: Array) -> str:
     if path[0].key == CRITIC:
         return "critic_lr"
     if path[0].key == LAYERS:
-        return "matrix_lr" if x.ndim == 3 else "lr"
+        return "matrix_lr" if x.ndim >= 3 else "lr"
     return VOCABULARY.get(path[0].key, "lr")
 
 
@@ -38,11 +38,11 @@ def width_factor(x: Array) -> float:
 
 
 def is_decayed(params: Params) -> PyTree:
-    """True for parameters with weight decay: all but norms and biases."""
+    """True for parameters with weight decay: all but norms, biases and the decay rates of linear attention."""
 
     def has_decay(path: tuple, x: Array) -> bool:
         name = path[-1].key
-        return "norm" not in name and "bias" not in name
+        return not any(part in name for part in ("norm", "bias", "A_log"))
 
     return jax.tree.map_with_path(has_decay, params)
 

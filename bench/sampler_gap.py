@@ -1,0 +1,73 @@
+"""Sampler against trainer: how far their log-probabilities of the drawn tokens differ, for models of each family.
+
+    python bench/sampler_gap.py                                              # the small models of the tests
+    python bench/sampler_gap.py --model_dirs ~/checkpoints/hf/Qwen3-1.7B     # a model of your own
+
+The sampler decodes with a cache, in segments, rows that end leave the others; the trainer computes whole rows. Both
+compute in --dtype (each of them in turn), from the same float32 parameters.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from bench.common import ROOT, environment, make_prompts, report
+from core.sampling import Sampler
+from models.checkpoint import load_model
+from models.decoder import score_tokens
+from utils.settings.config import option, parse
+
+
+@dataclass(frozen=True)
+class Command:
+    """Sampler against trainer."""
+
+    model_dirs: str = option("", "Hugging Face folders, with commas between; empty: one of tests/fixtures per family")
+    dtypes: str = option("float32,bfloat16", "Data types of matrix multiplications, with commas between")
+    num_prompts: int = option(8, "Prompts, of 24 random tokens")
+    group_size: int = option(8, "Completions of each prompt")
+    num_generation_tokens: int = option(64, "Tokens of a completion")
+    json: str = option("", "File for the figures; empty: not written")
+
+
+def first_of_families() -> list[str]:
+    """Returns a folder of tests/fixtures for each family, whose name ends at the first hyphen."""
+    folders = sorted((ROOT / "tests" / "fixtures").glob("*-*/config.json"), reverse=True)
+    by_family = {file.parent.name.split("-")[0]: str(file.parent) for file in folders}
+    return [by_family[family] for family in sorted(by_family)]
+
+
+def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "tokens"]:
+    """Returns |log p of the sampler - log p of the trainer| of each drawn token."""
+    model, params, _ = load_model(folder, dtype=dtype)
+    prompts = make_prompts(model.vocab_size, config.num_prompts, 24)
+    num_stop_ids = max(1, model.vocab_size // 50)
+    sampler = Sampler(model, config.num_generation_tokens, tuple(range(num_stop_ids)), segment=16)
+    weights = sampler.load_weights(params)
+    drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), config.group_size, jax.random.key(0))
+    scores = jax.jit(partial(score_tokens, model))(params, drawn.tokens)
+    return np.abs(drawn.logprobs - np.asarray(scores.logprobs))[drawn.mask]
+
+
+def main(config: Command) -> None:
+    folders = config.model_dirs.split(",") if config.model_dirs else first_of_families()
+    table = []
+    for folder in folders:
+        for dtype in config.dtypes.split(","):
+            found = gaps(folder, dtype, config)
+            table.append((Path(folder).name, dtype, f"{found.size:,}", f"{found.max():.1e}", f"{found.mean():.1e}"))
+    columns = ("model", "dtype", "tokens", "largest", "mean")
+    report("|log p of the sampler - log p of the trainer|, nats", columns, table, environment(), config.json)
+
+
+if __name__ == "__main__":
+    main(parse(Command, sys.argv[1:], __doc__))

@@ -1,0 +1,275 @@
+"""The architecture of a decoder: its fields, its kinds of layers, and the table of its parameters.
+
+Letters: V vocabulary, L layers, H query heads, K key heads, C channels of a head, D width, F width of an MLP,
+E experts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from models.attention import choose_kernel
+from models.deltanet import DeltaShape
+from models.experts import choose_product
+from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, in_out_axes, is_matrix
+from models.rotary import Scaling
+
+
+class Spec(NamedTuple):
+    """A parameter's shape and, per dimension, the logical axis that utils/devices/sharding.py maps to the mesh."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+LayerTable = dict[str, Spec]
+Table = dict[str, Spec | LayerTable]
+
+
+def is_spec(node: object) -> bool:
+    """True if a node of a table is a parameter, for jax.tree functions."""
+    return isinstance(node, Spec)
+
+
+FULL, SLIDING, NO_ROPE = "full_attention", "sliding_attention", "attention_without_rope"  # kinds of layers
+LINEAR = "linear_attention"  # Gated DeltaNet
+NORMS = {  # names of a layer's norms: before and after attention, before and after the MLP
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Architecture from config.json and settings of its computation; hashable, so itself the static argument of jit.
+
+    models/families.py has the values of each family.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 32768  # of no effect here; saved for those who load the model elsewhere
+    tie_word_embeddings: bool = True
+    family: str = "Qwen3ForCausalLM"  # name of the class in transformers
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: str = "head"  # of queries and keys: of each head (Qwen3), of the projection (OLMo 3), or none
+    norms: str = "pre"  # a row of NORMS
+    norm_offset: float = 0.0  # added to the gains of norms
+    hidden_act: str = "silu"
+    scale_embeddings: bool = False  # by the root of the width (Gemma)
+    attention_scale: float = 0.0  # of the products of queries and keys; 0: one over the root of the channels
+    rope_scaling: Scaling | None = None
+    local_rope_theta: float = 0.0  # of layers with a window, which are not scaled; 0: as the others
+    layer_types: tuple[str, ...] = ()  # kind of each layer; empty: full attention
+    sliding_window: int = 0  # tokens that a token of a sliding_attention layer sees, itself included
+    num_experts: int = 0  # of each layer, in place of an MLP; 0: there is an MLP
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # width of an expert
+    norm_topk_prob: bool = False  # the weights of a token's experts have sum 1
+    output_gate: bool = False  # of the outputs of attention, which the projection of queries makes too (Qwen3.5)
+    partial_rotary_factor: float = 1.0  # share of the channels of a head that is rotated
+    delta: DeltaShape | None = None  # sizes of linear_attention layers
+    dtype: str = "float32"  # of the matmuls; parameters stay as they were loaded
+    remat: str = "full"  # none | dots | full: what the backward pass of a layer recomputes
+    unroll: bool = False  # layers of the training pass as straight code: faster for small models, slow to compile
+    attention: str = "auto"  # auto | plain | cudnn | splash: of training rows
+    kv_dtype: str = ""  # of the cache: int8, or empty for that of the matmuls
+    mesh: Mesh | None = None  # on which kernels run that XLA cannot partition by itself; None: no kernels
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each layer."""
+        return self.layer_types or (FULL,) * self.num_hidden_layers
+
+    @property
+    def period(self) -> int:
+        """Layers after which their kinds repeat."""
+        kinds = self.kinds
+        return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
+
+    def parameter_table(self) -> Table:
+        """Returns every parameter: its Hugging Face name, its shape and its logical axes."""
+        vocabulary = Spec((self.vocab_size, self.hidden_size), ("vocab", "embed"))
+        stacked = {}
+        for name, layers in self.layers_with().items():
+            spec = self.layer_table(self.kinds[layers[0]])[name]
+            stacked[name] = Spec((len(layers), *spec.shape), ("layers", *spec.axes))
+        table = {EMBED: vocabulary, LAYERS: stacked, NORM: Spec((self.hidden_size,), (None,))}
+        if not self.tie_word_embeddings:
+            table[HEAD] = vocabulary
+        return table
+
+    def layers_with(self) -> dict[str, list[int]]:
+        """Returns the numbers of the layers that have each parameter: those whose arrays are stacked."""
+        layers = {}
+        for i, kind in enumerate(self.kinds):
+            for name in self.layer_table(kind):
+                layers.setdefault(name, []).append(i)
+        return layers
+
+    def layer_table(self, kind: str) -> LayerTable:
+        """Returns the parameters of a layer of this kind."""
+        width = Spec((self.hidden_size,), (None,))
+        norms = {f"{name}.weight": width for name in NORMS[self.norms] if name}
+        mixer = self.delta_table() if kind == LINEAR else self.attention_table()
+        mlp = self.expert_table() if self.num_experts else self.mlp_table()
+        return norms | mixer | mlp
+
+    def attention_table(self) -> LayerTable:
+        """Returns the parameters of attention."""
+        D = self.hidden_size
+        C = self.head_dim
+        q = self.num_attention_heads * C
+        kv = self.num_key_value_heads * C
+        q_and_gate = 2 * q if self.output_gate else q
+        table = {
+            "self_attn.q_proj.weight": Spec((q_and_gate, D), ("heads", "embed")),
+            "self_attn.k_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
+            "self_attn.v_proj.weight": Spec((kv, D), ("kv_heads", "embed")),
+            "self_attn.o_proj.weight": Spec((D, q), ("embed", "heads")),
+        }
+        if self.qkv_bias:
+            table["self_attn.q_proj.bias"] = Spec((q,), ("heads",))
+            table["self_attn.k_proj.bias"] = Spec((kv,), ("kv_heads",))
+            table["self_attn.v_proj.bias"] = Spec((kv,), ("kv_heads",))
+        if self.qk_norm:
+            is_head = self.qk_norm == "head"
+            table["self_attn.q_norm.weight"] = Spec((C,), (None,)) if is_head else Spec((q,), ("heads",))
+            table["self_attn.k_norm.weight"] = Spec((C,), (None,)) if is_head else Spec((kv,), ("kv_heads",))
+        return table
+
+    def delta_table(self) -> LayerTable:
+        """Returns the parameters of a Gated DeltaNet."""
+        D = self.hidden_size
+        H = self.delta.num_value_heads
+        conv = self.delta.conv_width
+        values = self.delta.value_width
+        return {
+            "linear_attn.in_proj_qkv.weight": Spec((conv, D), ("heads", "embed")),
+            "linear_attn.in_proj_z.weight": Spec((values, D), ("heads", "embed")),
+            "linear_attn.in_proj_b.weight": Spec((H, D), ("heads", "embed")),
+            "linear_attn.in_proj_a.weight": Spec((H, D), ("heads", "embed")),
+            "linear_attn.conv1d.weight": Spec((conv, 1, self.delta.kernel), ("heads", None, None)),
+            "linear_attn.A_log": Spec((H,), ("heads",)),
+            "linear_attn.dt_bias": Spec((H,), ("heads",)),
+            "linear_attn.norm.weight": Spec((self.delta.value_channels,), (None,)),
+            "linear_attn.out_proj.weight": Spec((D, values), ("embed", "heads")),
+        }
+
+    def mlp_table(self) -> LayerTable:
+        """Returns the parameters of an MLP."""
+        D = self.hidden_size
+        F = self.intermediate_size
+        return {
+            "mlp.gate_proj.weight": Spec((F, D), ("mlp", "embed")),
+            "mlp.up_proj.weight": Spec((F, D), ("mlp", "embed")),
+            "mlp.down_proj.weight": Spec((D, F), ("embed", "mlp")),
+        }
+
+    def expert_table(self) -> LayerTable:
+        """Returns the parameters of a router and its experts; in the file each expert has tensors of its own."""
+        D = self.hidden_size
+        F = self.moe_intermediate_size
+        E = self.num_experts
+        experts = f"mlp.experts.{EXPERT}"
+        return {
+            "mlp.gate.weight": Spec((E, D), ("experts", "embed")),
+            f"{experts}.gate_proj.weight": Spec((E, F, D), ("experts", "mlp", "embed")),
+            f"{experts}.up_proj.weight": Spec((E, F, D), ("experts", "mlp", "embed")),
+            f"{experts}.down_proj.weight": Spec((E, D, F), ("experts", "embed", "mlp")),
+        }
+
+    def weights_table(self) -> dict[str, Spec | list[LayerTable]]:
+        """Returns the table of what `decode_weights` makes: layers as a list, their matrices transposed."""
+        layers = []
+        for kind in self.kinds:
+            layer = {}
+            for name, spec in self.layer_table(kind).items():
+                if not is_matrix(name, len(spec.shape)):
+                    layer[name] = spec
+                    continue
+                order = in_out_axes(name)
+                shape = tuple(spec.shape[i] for i in order)
+                axes = tuple(spec.axes[i] for i in order)
+                layer[name + TRANSPOSED] = Spec(shape, axes)
+            layers.append(layer)
+        return self.parameter_table() | {LAYERS: layers}
+
+    @property
+    def kernel(self) -> str:
+        """The kernel for attention of training rows. Raises UserError where it cannot run."""
+        dtype = jnp.dtype(self.dtype)
+        return choose_kernel(self.attention, self.mesh, dtype, self.head_dim, self.num_key_value_heads)
+
+    @property
+    def expert_product(self) -> str:
+        """The product of tokens with their experts."""
+        return choose_product(self.mesh)
+
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """Layers, and experts of a token in each."""
+        return self.num_hidden_layers, self.num_experts_per_tok
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all, the tied embedding counted once."""
+        specs = jax.tree.leaves(self.parameter_table(), is_leaf=is_spec)
+        return sum(math.prod(spec.shape) for spec in specs)
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters that each token is multiplied by: without other tokens' experts and an untied embedding.
+
+        Norms, which are few, are counted.
+        """
+        num_active = self.num_parameters - self.expert_parameters(self.num_experts - self.num_experts_per_tok)
+        if self.tie_word_embeddings:
+            return num_active
+        return num_active - self.vocab_size * self.hidden_size
+
+    def expert_parameters(self, num_experts: int) -> int:
+        """Returns the parameters of so many experts of each layer."""
+        return 3 * self.num_hidden_layers * num_experts * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return sum(kind != LINEAR for kind in self.kinds)
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers with a state of constant size."""
+        return self.num_hidden_layers - self.num_attention_layers
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values of a token, in all layers."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        head_bytes = self.head_dim * itemsize
+        if self.kv_dtype == "int8":
+            head_bytes = self.head_dim + itemsize  # with its scale
+        return 2 * self.num_attention_layers * self.num_key_value_heads * head_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a row in all layers of linear attention, however many tokens it has."""
+        if self.delta is None:
+            return 0
+        columns = (self.delta.kernel - 1) * self.delta.conv_width
+        layer_bytes = 4 * self.delta.memory_size + jnp.dtype(self.dtype).itemsize * columns
+        return self.num_linear_layers * layer_bytes

@@ -1,0 +1,547 @@
+"""A decoder as functions over a pytree of arrays: one for all families, which differ in fields and in kinds of layers.
+
+Parameters keep their Hugging Face names and [out, in] layout; the arrays of layers are stacked under "model.layers",
+each over the layers that have it. Tied models have no "lm_head.weight": one parameter, one tensor.
+
+Letters: B rows, T tokens of a row, S cache columns, V vocabulary, L layers, H query heads, K key heads, C channels of
+a head, D width.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Bool, Float, Int, PyTree
+
+from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, is_spec
+from models.attention import (
+    LayerCache,
+    PromptCache,
+    View,
+    causal_mask,
+    decode_attention,
+    init_layer_cache,
+    masked_attention,
+    quantize_kv,
+    train_attention,
+)
+from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
+from models.distribution import Distribution
+from models.experts import Route, choose_experts, mix_experts, read_experts
+from models.names import (
+    CRITIC,
+    EMBED,
+    HEAD,
+    LAYERS,
+    NORM,
+    TRANSPOSED,
+    VALUE_HEAD,
+    Array,
+    Key,
+    LayerParams,
+    Params,
+    PolicyParams,
+    Weights,
+    in_out_axes,
+    is_matrix,
+)
+from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
+from utils.devices.sharding import constrain, on_each
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+Hidden = Float[Array, "B T D"]
+Heads = Float[Array, "B T H C"]
+Kept = LayerCache | RecurrentState
+Mixed = tuple[Hidden, Kept | None]
+Mixer = Callable[[LayerParams, Hidden], Mixed]  # of tokens: the output, and what the layer keeps for later tokens
+Attention = Callable[..., Mixed]  # of queries, keys and values
+Routes = Int[Array, "B T L k"]  # of all layers: see Route; k is 0 without experts
+
+
+def init_params(model: Decoder, key: Key) -> Params:
+    """Returns random float32 parameters as Hugging Face initialises them: normal(0, 0.02), norms 1, biases 0."""
+    specs, tree = jax.tree.flatten_with_path(model.parameter_table(), is_leaf=is_spec)
+    params = []
+    for i, (path, spec) in enumerate(specs):
+        own_key = jax.random.fold_in(key, i)
+        array = init_array(model, path[-1].key, spec.shape, own_key)
+        params.append(array)
+    return jax.tree.unflatten(tree, params)
+
+
+def init_array(model: Decoder, name: str, shape: tuple[int, ...], key: Key) -> Array:
+    """Returns the initial value of a parameter."""
+    if name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias")):
+        return jnp.ones(shape, jnp.float32)
+    if name.endswith("A_log"):
+        rates = jax.random.uniform(key, shape, jnp.float32, 0.01, 16)
+        return jnp.log(rates)
+    if "norm" in name:
+        return jnp.full(shape, 1 - model.norm_offset, jnp.float32)
+    if name.endswith("bias"):
+        return jnp.zeros(shape, jnp.float32)
+    return 0.02 * jax.random.normal(key, shape, jnp.float32)
+
+
+def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) -> Float[Array, "... D"]:
+    """Returns the vectors divided by their root mean square, computed in float32, times the gain."""
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(mean_square + model.rms_norm_eps)
+    gain = gain.astype(x.dtype)  # as the sampler has it
+    if model.norm_offset:
+        return (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype)
+    return gain * x32.astype(x.dtype)
+
+
+def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidden:
+    """Normalises by a norm of the layer; without a name there is none."""
+    return rms_norm(model, x, layer[f"{name}.weight"]) if name else x
+
+
+def rotary_by_kind(model: Decoder, positions: Int[Array, "*B T"]) -> dict[str, Angles | None]:
+    """Returns the rotation of tokens at these positions, for each kind of layer."""
+    rotary = {FULL: Rotary(model.rope_theta, model.rope_scaling)}
+    rotary[SLIDING] = Rotary(model.local_rope_theta) if model.local_rope_theta else rotary[FULL]
+    kinds = set(model.kinds) - {NO_ROPE, LINEAR}
+    num_rotated = int(model.partial_rotary_factor * model.head_dim)
+    angles = {kind: rotary_angles(rotary[kind], num_rotated, positions) for kind in sorted(kinds)}
+    return angles | {NO_ROPE: None}
+
+
+def linear(layer: LayerParams, name: str, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+    """Multiplies by the matrix of this name, stored [out, in] or transposed, and adds its bias if there is one."""
+    # As one matrix: for gradients that are summed over rows and tokens XLA:CPU writes out what it multiplies,
+    # transposed (an update took 15% longer).
+    rows = x.reshape(-1, x.shape[-1])
+    matrix = layer.get(f"{name}.weight{TRANSPOSED}")
+    if matrix is None:
+        matrix = layer[f"{name}.weight"].astype(x.dtype).T
+    y = rows @ matrix
+    y = y.reshape(*x.shape[:-1], -1)
+    if f"{name}.bias" in layer:
+        y = y + layer[f"{name}.bias"].astype(x.dtype)
+    return y
+
+
+def split_heads(model: Decoder, x: Hidden, axis: str) -> Heads:
+    """Returns the heads of a projection, partitioned along this logical axis."""
+    heads = rearrange(x, "B T (H C) -> B T H C", C=model.head_dim)
+    return constrain(heads, "rows", None, axis)
+
+
+def attend(model: Decoder, angles: Angles | None, attention: Attention, layer: LayerParams, x: Hidden) -> Mixed:
+    """Computes the attention of a layer; `attention(q, k, v)` gets rotated heads, and returns the new cache too."""
+    q = linear(layer, "self_attn.q_proj", x)
+    k = linear(layer, "self_attn.k_proj", x)
+    v = linear(layer, "self_attn.v_proj", x)
+    gate = None
+    if model.output_gate:
+        q, gate = rearrange(q, "B T (H n C) -> n B T (H C)", n=2, C=model.head_dim)
+    if model.qk_norm == "projection":
+        q = rms_norm(model, q, layer["self_attn.q_norm.weight"])
+        k = rms_norm(model, k, layer["self_attn.k_norm.weight"])
+    q = split_heads(model, q, "heads")
+    k = split_heads(model, k, "kv_heads")
+    v = split_heads(model, v, "kv_heads")
+    if model.qk_norm == "head":
+        q = rms_norm(model, q, layer["self_attn.q_norm.weight"])
+        k = rms_norm(model, k, layer["self_attn.k_norm.weight"])
+    q = apply_rotary(q, angles)
+    k = apply_rotary(k, angles)
+    out, cache = attention(q, k, v)
+    if gate is not None:
+        out = out * jax.nn.sigmoid(gate)
+    return linear(layer, "self_attn.o_proj", out), cache
+
+
+def gated_deltanet(
+    model: Decoder, state: RecurrentState, layer: LayerParams, x: Hidden, is_token: Bool[Array, "B T"] | None = None
+) -> Mixed:
+    """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
+
+    Padding left of a row's first token leaves the state empty. Source: transformers, modeling_qwen3_5.py.
+    """
+    qkv = linear(layer, "linear_attn.in_proj_qkv", x)
+    gate = linear(layer, "linear_attn.in_proj_z", x)
+    write = linear(layer, "linear_attn.in_proj_b", x)
+    step = linear(layer, "linear_attn.in_proj_a", x)
+    if is_token is not None:
+        qkv = jnp.where(is_token[..., None], qkv, 0)
+    qkv = constrain(qkv, "rows", None, "heads")
+    qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"])
+    beta = jax.nn.sigmoid(write.astype(jnp.float32))
+    rate = jnp.exp(layer["linear_attn.A_log"].astype(jnp.float32))
+    step = step.astype(jnp.float32) + layer["linear_attn.dt_bias"].astype(jnp.float32)
+    inputs = delta_inputs(model.delta, qkv, -rate * jax.nn.softplus(step), beta)
+    out, memory = delta_rule(inputs, state.memory)
+    out = gated_norm(out, gate, layer["linear_attn.norm.weight"], model.rms_norm_eps)
+    return linear(layer, "linear_attn.out_proj", out), RecurrentState(columns, memory)
+
+
+def decoder_layer(
+    model: Decoder, layer: LayerParams, x: Hidden, mixer: Mixer, recorded: Route | None = None
+) -> tuple[Hidden, Kept | None, Route]:
+    """Computes one decoder layer: a mixer of tokens, then an MLP or a mixture of experts, recorded or free to choose.
+
+    Returns the output, what the mixer keeps for later tokens, and the experts of each token.
+    """
+    before_mixer, after_mixer, before_mlp, after_mlp = NORMS[model.norms]
+    h = layer_norm(model, layer, before_mixer, x)
+    out, cache = mixer(layer, h)
+    x = constrain(x + layer_norm(model, layer, after_mixer, out), "rows")
+
+    h = layer_norm(model, layer, before_mlp, x)
+    if model.num_experts:
+        out, route = expert_mlp(model, layer, h, recorded)
+    else:
+        out, route = mlp(model, layer, h), jnp.zeros((*h.shape[:2], 0), jnp.int16)
+    x = constrain(x + layer_norm(model, layer, after_mlp, out), "rows")
+    return x, cache, route
+
+
+def mlp(model: Decoder, layer: LayerParams, x: Hidden) -> Hidden:
+    """Computes the gated MLP of a layer."""
+    gate = linear(layer, "mlp.gate_proj", x)
+    gate = constrain(gate, "rows", None, "mlp")
+    up = linear(layer, "mlp.up_proj", x)
+    up = constrain(up, "rows", None, "mlp")
+    activation = ACTIVATIONS[model.hidden_act]
+    return linear(layer, "mlp.down_proj", activation(gate) * up)
+
+
+def expert_mlp(model: Decoder, layer: LayerParams, x: Hidden, recorded: Route | None) -> tuple[Hidden, Route]:
+    """Computes the mixture of experts of a layer; also returns the experts of each token."""
+    logits = linear(layer, "mlp.gate", x)
+    routing = choose_experts(logits, model.num_experts_per_tok, model.norm_topk_prob, recorded)
+    experts = read_experts(layer, x.dtype)
+    activation = ACTIVATIONS[model.hidden_act]
+    out = mix_experts(experts, x, routing, activation, model.expert_product, model.mesh)
+    return out, (routing.ids + 1).astype(jnp.int16)
+
+
+def embed(model: Decoder, params: Params | Weights, tokens: Int[Array, "B T"]) -> Hidden:
+    """Returns the embeddings of tokens in the dtype of the matmuls."""
+    embeddings = params[EMBED][tokens].astype(model.dtype)
+    if model.scale_embeddings:
+        embeddings = embeddings * jnp.asarray(model.hidden_size**0.5, model.dtype)
+    return constrain(embeddings, "rows")
+
+
+def head(model: Decoder, params: Params | Weights, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Computes float32 logits of hidden states; the weight is cast here, so that its gradient is summed in float32."""
+    x = rms_norm(model, x, params[NORM])
+    weight = params[head_name(model)].astype(model.dtype)
+    logits = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+    columns = [None] * (x.ndim - 2)
+    return constrain(logits, "rows", *columns, "vocab")
+
+
+def head_name(model: Decoder) -> str:
+    """Returns the name of the matrix that makes logits: the embedding itself in a tied model."""
+    return EMBED if model.tie_word_embeddings else HEAD
+
+
+SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+REMAT = {
+    "none": lambda layer: layer,
+    "dots": partial(jax.checkpoint, policy=SAVE_DOTS),
+    "full": jax.checkpoint,
+}
+
+
+def forward(model: Decoder, params: Params, tokens: Int[Array, "B T"], routes: Routes | None = None) -> Hidden:
+    """Computes hidden states, before the final norm, of right-padded rows: causal attention, positions from 0.
+
+    `routes` are experts that were recorded; None: routers are free to choose.
+    """
+    angles = rotary_by_kind(model, jnp.arange(tokens.shape[1]))
+    remat = REMAT[model.remat]
+
+    def apply_layer(x: Hidden, layer: LayerParams, route: Route | None, kind: str) -> Hidden:
+        def attention(q: Heads, k: Float[Array, "B T K C"], v: Float[Array, "B T K C"]) -> tuple[Hidden, None]:
+            return train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh), None
+
+        if kind == LINEAR:
+            state = init_state(model.delta, len(x), x.dtype)
+            mixer = partial(gated_deltanet, model, state)
+        else:
+            mixer = partial(attend, model, angles[kind], attention)
+        return decoder_layer(model, layer, x, mixer, route)[0]
+
+    def apply_layers(x: Hidden, layers: LayerParams, routes: Array | None, numbers: range) -> Hidden:
+        for i in numbers:
+            route = None if routes is None else routes[i]
+            x = remat(partial(apply_layer, kind=model.kinds[i]))(x, select_layer(model, layers, i), route)
+        return x
+
+    def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
+        return apply_layers(x, *period, range(model.period)), None
+
+    x = embed(model, params, tokens)
+    num_periods = model.num_hidden_layers // model.period
+    periods = {name: stack_periods(model, name, x, num_periods) for name, x in params[LAYERS].items()}
+    num_scanned = num_periods * model.period
+    routes_of_periods = None
+    if routes is not None:
+        routes = rearrange(routes, "B T L k -> L B T k")
+        routes_of_periods = rearrange(routes[:num_scanned], "(n p) B T k -> n p B T k", p=model.period)
+    x, _ = jax.lax.scan(apply_period, x, (periods, routes_of_periods), unroll=model.unroll or 1)
+    return apply_layers(x, params[LAYERS], routes, range(num_scanned, model.num_hidden_layers))
+
+
+def view_of(model: Decoder, kind: str) -> View:
+    """Returns the scale of products and the window of attention in layers of this kind."""
+    scale = model.attention_scale or model.head_dim**-0.5
+    return View(scale, model.sliding_window if kind == SLIDING else 0)
+
+
+def select_layer(model: Decoder, stacked: LayerParams, i: int) -> LayerParams:
+    """Returns the arrays of layer number `i` from those stacked over layers."""
+    kinds = model.kinds
+    layer = {}
+    for name in model.layer_table(kinds[i]):
+        place = sum(name in model.layer_table(kind) for kind in kinds[:i])
+        layer[name] = stacked[name][place]
+    return layer
+
+
+def stack_periods(model: Decoder, name: str, stacked: Array, num_periods: int) -> Array:
+    """Returns the arrays of a parameter by period, and by layer within it; the layers behind are left out."""
+    per_period = sum(name in model.layer_table(kind) for kind in model.kinds[: model.period])
+    whole = stacked[: num_periods * per_period]
+    return whole.reshape(num_periods, per_period, *stacked.shape[1:])
+
+
+def logits(model: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Computes float32 next-token logits of right-padded rows, for tests and small models: [B, T, V] in memory."""
+    hidden = forward(model, params, tokens)
+    return head(model, params, hidden)
+
+
+FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls
+
+
+def decode_weights(model: Decoder, params: Params) -> Weights:
+    """Returns the weights that sampling reads: cast once, layers as a list, since slicing a stack in the loop copies.
+
+    Matrices are [in, out]: products of few rows are 10 to 20% faster so on a CPU.
+    """
+
+    def cast_array(path: tuple, x: Array) -> Array:
+        return x.astype(jnp.float32 if path[-1].key in FLOAT32 else model.dtype)
+
+    cast = jax.tree.map_with_path(cast_array, params)
+    layers = [transpose_matrices(select_layer(model, cast[LAYERS], i)) for i in range(model.num_hidden_layers)]
+    return cast | {LAYERS: layers}
+
+
+def transpose_matrices(layer: LayerParams) -> LayerParams:
+    """Returns the arrays of a layer, matrices as [in, out]."""
+    weights = {}
+    for name, array in layer.items():
+        if is_matrix(name, array.ndim):
+            weights[name + TRANSPOSED] = array.transpose(in_out_axes(name))
+        else:
+            weights[name] = array
+    return weights
+
+
+def init_cache(model: Decoder, num_rows: int, num_columns: int) -> list[Kept]:
+    """Returns a cache of zeros for each layer, in the layout and dtype of those that `prefill` returns."""
+    shape = (num_rows, model.num_key_value_heads, num_columns, model.head_dim)
+    dtype = jnp.dtype(model.dtype)
+    caches = []
+    for kind in model.kinds:
+        if kind == LINEAR:
+            caches.append(init_state(model.delta, num_rows, dtype))
+        else:
+            caches.append(init_layer_cache(shape, dtype, model.kv_dtype))
+    return caches
+
+
+def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "B T"], starts: Int[Array, "B"]) -> list[Kept]:
+    """Computes the cache of left-padded rows whose first token is in column `starts`; positions count from there."""
+    columns = jnp.arange(tokens.shape[1])
+    is_token = columns >= starts[:, None]
+    positions = jnp.maximum(columns - starts[:, None], 0)
+    angles = rotary_by_kind(model, positions)
+    x = embed(model, weights, tokens)
+    caches = []
+    for kind, layer in zip(model.kinds, weights[LAYERS], strict=True):
+        if kind == LINEAR:
+            state = init_state(model.delta, len(x), x.dtype)
+            mixer = partial(gated_deltanet, model, state, is_token=is_token)
+        else:
+            attention = partial(prompt_attention, model, kind, is_token)
+            mixer = partial(attend, model, angles[kind], attention)
+        x, cache, _ = decoder_layer(model, layer, x, mixer)
+        caches.append(cache)
+    return caches
+
+
+def prompt_attention(
+    model: Decoder,
+    kind: str,
+    is_token: Bool[Array, "B T"],
+    q: Heads,
+    k: Float[Array, "B T K C"],
+    v: Float[Array, "B T K C"],
+) -> tuple[Hidden, LayerCache]:
+    """Computes attention of left-padded rows in a layer of this kind, and the cache."""
+    view = view_of(model, kind)
+    mask = causal_mask(q.shape[1], view.window) & is_token[:, None]
+    out, (keys, values) = masked_attention(q, k, v, mask, view.scale)
+    keys = quantize_kv(keys, model.kv_dtype)
+    values = quantize_kv(values, model.kv_dtype)
+    return out, (keys, values)
+
+
+def without_states(caches: list[PyTree]) -> list[PyTree]:
+    """Returns what decoding reads of the caches of prompts or their shapes: rows have their own copies of states."""
+    return [None if isinstance(cache, RecurrentState) else cache for cache in caches]
+
+
+def decode(
+    model: Decoder,
+    weights: Weights,
+    prompts: list[PromptCache | None],
+    caches: list[Kept],
+    tokens: Int[Array, "B"],
+    column: Int[Array, ""],
+    starts: Int[Array, "N"],
+) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B L k"]]:
+    """Computes logits after one more token per row, written at `column` of its cache; also returns its experts.
+
+    B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
+    """
+    x = embed(model, weights, tokens[:, None])
+    num_columns = prompt_columns(prompts)
+    group_size = len(tokens) // len(starts)
+    prompt_lengths = jnp.repeat(num_columns - starts, group_size)
+    positions = prompt_lengths + column
+    angles = rotary_by_kind(model, positions[:, None])
+    write = partial(decode_attention, starts=starts, column=column, kv_dtype=model.kv_dtype)
+    new_caches, routes = [], []
+    for kind, layer, prompt, cache in zip(model.kinds, weights[LAYERS], prompts, caches, strict=True):
+        if kind == LINEAR:
+            mixer = partial(gated_deltanet, model, cache)
+        else:
+            attention = partial(write, prompts=prompt, cache=cache, view=view_of(model, kind))
+            mixer = partial(attend, model, angles[kind], attention)
+        x, new_cache, route = decoder_layer(model, layer, x, mixer)
+        new_caches.append(new_cache)
+        routes.append(route[:, 0])
+    return head(model, weights, x[:, 0]), new_caches, jnp.stack(routes, axis=1)
+
+
+def prompt_columns(prompts: list[PromptCache | None]) -> int:
+    """Returns the columns of the caches of prompts; 0 where no layer has any, and none needs positions."""
+    leaves = jax.tree.leaves(prompts)
+    return leaves[0].shape[2] if leaves else 0
+
+
+LOGIT_ELEMENTS = 1 << 27  # of the head at a time on a device (0.5 GB in float32): [B, T, V] never exists
+SOFTMAX = Distribution()
+ColumnScores = Float[Array, "B T"]
+Support = Int[Array, "B T S"]
+
+
+class TokenScores(NamedTuple):
+    """Scores of each token of a row by the model; column t holds those of tokens[:, t]."""
+
+    logprobs: ColumnScores  # given the tokens left of it, nats
+    entropy: ColumnScores  # of the distribution it came from, nats
+    values: ColumnScores | None  # of the state it was chosen in, where there is a critic
+
+
+class HeadInputs(NamedTuple):
+    """Columns to score: the hidden state before each token, the token, and the ids that could be drawn there."""
+
+    hidden: Hidden
+    targets: Int[Array, "B T"]
+    support: Support | None
+
+
+def score_tokens(
+    model: Decoder,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    distribution: Distribution = SOFTMAX,
+    first_scored: int = 1,
+    support: Support | None = None,
+    routes: Routes | None = None,
+) -> TokenScores:
+    """Computes log-probabilities, entropies and values under the distribution that was sampled from.
+
+    The one place where next-token logits are shifted. Columns left of `first_scored` are not computed and 0 (prompt
+    tokens need no logits). `support` holds the ids that could be drawn for each token; None: all. `routes` holds the
+    experts by which it was drawn, which are those of the token before it; None: routers are free to choose.
+    """
+    if routes is not None:
+        routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
+    if support is not None:
+        support = support[:, first_scored:]
+    states = slice(first_scored - 1, -1)
+    hidden = forward(model, params, tokens, routes)[:, states]
+    rows = HeadInputs(hidden, tokens[:, first_scored:], support)
+    weights = {name: params[name] for name in (NORM, head_name(model))}
+    values = None
+    if CRITIC in params:
+        values = state_values(model, params[CRITIC], tokens)[:, states]
+    score_rows = partial(score_in_chunks, model, distribution)
+    logprobs, entropies = on_each(model.mesh, score_rows, weights, rows)
+    scores = TokenScores(logprobs, entropies, values)
+    padding = (0, 0), (first_scored, 0)
+    return jax.tree.map(lambda x: jnp.pad(x, padding), scores)
+
+
+def score_in_chunks(
+    model: Decoder, distribution: Distribution, weights: PolicyParams, rows: HeadInputs
+) -> tuple[ColumnScores, ColumnScores]:
+    """Returns log-probabilities and entropies, from the logits of LOGIT_ELEMENTS at a time."""
+    num_rows, num_columns = rows.targets.shape
+    most_columns = LOGIT_ELEMENTS // (num_rows * model.vocab_size)
+    width = max(1, min(num_columns, most_columns))
+    num_chunks = -(-num_columns // width)
+    score = partial(score_chunk, model, distribution, weights)
+    if num_chunks == 1:
+        return score(rows)
+
+    def split(x: Array) -> Array:
+        other_axes = [(0, 0)] * (x.ndim - 2)
+        padding = [(0, 0), (0, num_chunks * width - num_columns), *other_axes]
+        return rearrange(jnp.pad(x, padding), "B (n w) ... -> n B w ...", w=width)
+
+    def join(x: Float[Array, "n B w"]) -> ColumnScores:
+        return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
+
+    chunks = jax.tree.map(split, rows)
+    scores = jax.lax.map(jax.checkpoint(score), chunks)
+    return jax.tree.map(join, scores)
+
+
+def score_chunk(
+    model: Decoder, distribution: Distribution, weights: PolicyParams, chunk: HeadInputs
+) -> tuple[ColumnScores, ColumnScores]:
+    """Returns log-probabilities and entropies, from the logits of all columns at once."""
+    scores = head(model, weights, chunk.hidden)
+    return distribution.logprobs(scores, chunk.targets, chunk.support)
+
+
+def make_critic(model: Decoder, params: Params) -> PolicyParams:
+    """Returns a critic: a copy of the policy's trunk under a linear head of zeros."""
+    critic = jax.tree.map(jnp.copy, {name: params[name] for name in (EMBED, LAYERS, NORM)})
+    shape = (1, model.hidden_size)
+    critic[VALUE_HEAD] = jnp.zeros(shape, jnp.float32, device=params[NORM].sharding)
+    return critic
+
+
+def state_values(model: Decoder, critic: PolicyParams, tokens: Int[Array, "B T"]) -> ColumnScores:
+    """Computes float32 values of the states that end with each token."""
+    hidden = forward(model, critic, tokens).astype(jnp.float32)
+    hidden = rms_norm(model, hidden, critic[NORM])
+    return hidden @ critic[VALUE_HEAD][0]

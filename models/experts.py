@@ -1,0 +1,162 @@
+"""A mixture of experts in place of an MLP: a router sends each token to a few of many small MLPs.
+
+Letters: B rows, T tokens of a row, E experts, k experts of a token, D width, F width of an expert, M pairs of a token
+and one of its experts.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from einops import rearrange, reduce
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from models.names import TRANSPOSED, Array, LayerParams, in_out_axes
+from utils.devices.sharding import ROWS, constrain, num_shards
+
+Tokens = Float[Array, "B T D"]
+Activation = Callable[[Array], Array]
+Product = Callable[[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, "E"]], Float[Array, "M F"]]
+# A dense product of so few tokens takes no longer than reading the weights, and a batch of them reads nearly all: H100
+# and TPU v5e make 300 and 240 multiplications for each byte that they read.
+FEW_TOKENS = 256
+
+
+Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 0: the router is free to choose
+
+
+class Experts(NamedTuple):
+    """Matrices of all experts of a layer: those of one MLP of width E F."""
+
+    gate: Float[Array, "D E F"]
+    up: Float[Array, "D E F"]
+    down: Float[Array, "E F D"]
+
+
+class Routing(NamedTuple):
+    """Experts of each token, and the weights of their outputs in the sum."""
+
+    ids: Int[Array, "B T k"]
+    weights: Float[Array, "B T k"]
+
+
+def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
+    """Returns the matrices of a layer's experts, which are stored as in the file or transposed."""
+    matrices = []
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        name = f"mlp.experts.*.{projection}.weight"
+        matrix = layer.get(name + TRANSPOSED)
+        if matrix is None:
+            matrix = layer[name].astype(dtype).transpose(in_out_axes(name))
+        matrices.append(matrix)
+    return Experts(*matrices)
+
+
+def choose_experts(
+    logits: Float[Array, "B T E"], experts_per_token: int, normalize: bool, recorded: Route | None = None
+) -> Routing:
+    """Chooses the likeliest experts of each token, weighted by their probabilities, or those divided by their sum.
+
+    Gradients reach the logits of all experts through the softmax. Experts that were recorded when the token was sampled
+    are taken in place of the likeliest, with the weights of these logits. Sources: Qwen3MoeTopKRouter of transformers;
+    arXiv 2510.11370 (rollout routing replay).
+    """
+    probs = jax.nn.softmax(logits.astype(jnp.float32))
+    _, ids = jax.lax.top_k(probs, experts_per_token)
+    if recorded is not None:
+        ids = jnp.where(recorded > 0, recorded - 1, ids)
+    weights = jnp.take_along_axis(probs, ids, axis=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(ids, weights.astype(logits.dtype))
+
+
+def choose_product(mesh: Mesh | None) -> str:
+    """Returns the product of tokens with their experts: tokamax's on NVIDIA if installed, ragged on TPU, else dense.
+
+    jax.lax.ragged_dot is no choice elsewhere: XLA computes it as a dense product with k copies of each token. On
+    two cores it took 4 to 7 times as long as `dense_experts` with 64 experts, 8 of a token.
+    """
+    device_kind = mesh.devices.flat[0].device_kind.lower() if mesh else ""
+    if "nvidia" in device_kind and find_spec("tokamax"):
+        return "tokamax"
+    return "ragged" if "tpu" in device_kind else "dense"
+
+
+def mix_experts(
+    experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: str, mesh: Mesh | None
+) -> Tokens:
+    """Computes the weighted sum of the outputs of each token's experts with the product that was chosen."""
+    shards = num_shards(mesh, "rows") if mesh else 1
+    num_tokens = x.shape[0] * x.shape[1] // shards
+    if product == "dense" or num_tokens <= FEW_TOKENS:
+        return dense_experts(experts, x, routing, activation)
+    return partitioned_experts(experts, x, routing, activation, PRODUCTS[product], mesh)
+
+
+def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation) -> Tokens:
+    """Computes all experts of all tokens, as one wide MLP; experts that a token is not sent to have weight 0."""
+    is_chosen = jax.nn.one_hot(routing.ids, experts.down.shape[0], dtype=x.dtype)
+    weights = jnp.einsum("btk,btke->bte", routing.weights, is_chosen)
+    gate = jnp.einsum("btd,def->btef", x, experts.gate)
+    gate = constrain(gate, "rows", None, "experts", "mlp")
+    up = jnp.einsum("btd,def->btef", x, experts.up)
+    up = constrain(up, "rows", None, "experts", "mlp")
+    hidden = activation(gate) * up * weights[..., None]
+    return jnp.einsum("btef,efd->btd", hidden, experts.down)
+
+
+def partitioned_experts(
+    experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: Product, mesh: Mesh
+) -> Tokens:
+    """Computes the experts of each device's rows there; `tp` cuts the width of every expert, as that of an MLP.
+
+    XLA cannot partition a kernel. Whole experts on each device would be as many bytes, but not as much work: routers
+    are not balanced.
+    """
+    is_cut = experts.gate.shape[2] % mesh.shape["tp"] == 0
+    width = "tp" if is_cut else None
+    inward = PartitionSpec(None, None, width)
+    outward = PartitionSpec(None, width, None)
+    rows = PartitionSpec(ROWS)
+
+    def compute(experts: Experts, x: Tokens, routing: Routing) -> Tokens:
+        out = grouped_experts(experts, x, routing, activation, product)
+        return jax.lax.psum(out, "tp") if is_cut else out
+
+    in_specs = Experts(inward, inward, outward), rows, rows
+    per_device = jax.shard_map(compute, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
+    return per_device(experts, x, routing)
+
+
+def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: Product) -> Tokens:
+    """Computes only the experts that each token is sent to: pairs of a token and an expert are sorted by expert."""
+    B, T, k = routing.ids.shape
+    expert_of_pair = routing.ids.reshape(-1)
+    order = jnp.argsort(expert_of_pair)
+    sizes = jnp.bincount(expert_of_pair, length=experts.down.shape[0])
+    tokens = rearrange(x, "B T D -> (B T) D")[order // k]
+    gate = product(tokens, rearrange(experts.gate, "D E F -> E D F"), sizes)
+    up = product(tokens, rearrange(experts.up, "D E F -> E D F"), sizes)
+    outputs = product(activation(gate) * up, experts.down, sizes)
+    place_of_pair = jnp.argsort(order)
+    outputs = rearrange(outputs[place_of_pair], "(B T k) D -> B T k D", B=B, T=T)
+    return reduce(outputs * routing.weights[..., None], "B T k D -> B T D", "sum")
+
+
+def tokamax_ragged_dot(
+    rows: Float[Array, "M D"], matrices: Float[Array, "E D F"], sizes: Int[Array, "E"]
+) -> Float[Array, "M F"]:
+    """Multiplies each group of adjacent rows by its matrix with the kernels of the package tokamax."""
+    import tokamax
+
+    flags.FLAGS.mark_as_parsed()  # else tokamax reads the command line, and does not know the options on it
+    return tokamax.ragged_dot(rows, matrices, sizes)
+
+
+PRODUCTS = {"ragged": jax.lax.ragged_dot, "tokamax": tokamax_ragged_dot}

@@ -1,0 +1,497 @@
+"""Families of models: the config.json of each as fields of Decoder, and back.
+
+To add one: a row of FAMILIES, where its fields differ; a function of models/decoder.py, where its computation does.
+"""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from models.architecture import FULL, LINEAR, NO_ROPE, SLIDING, Decoder
+from models.deltanet import DeltaShape
+from models.rotary import Scaling
+from models.tokenizer import Tokenizer
+from utils.settings.errors import UserError
+
+Fields = Mapping[str, Any]  # of a config.json
+COMMON = (  # fields of config.json that are fields of Decoder
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
+)  # fmt: skip
+CONFIG_TYPES = {  # field of config.json: its type, and the least and the largest number (for text and lists: length)
+    "architectures": (list, 1, 1),
+    "attention_bias": (bool, 0, 1),
+    "attn_logit_softcapping": (float, 0, 1000),
+    "decoder_sparse_step": (int, 0, 1000),
+    "dtype": (str, 1, 20),
+    "final_logit_softcapping": (float, 0, 1000),
+    "full_attention_interval": (int, 1, 1000),
+    "head_dim": (int, 2, 1 << 16),
+    "hidden_act": (str, 1, 100),
+    "hidden_activation": (str, 1, 100),
+    "hidden_size": (int, 1, 1 << 20),
+    "intermediate_size": (int, 1, 1 << 24),
+    "layer_types": (list, 1, 1000),
+    "linear_conv_kernel_dim": (int, 2, 1000),
+    "linear_key_head_dim": (int, 1, 1 << 16),
+    "linear_num_key_heads": (int, 1, 1 << 16),
+    "linear_num_value_heads": (int, 1, 1 << 16),
+    "linear_value_head_dim": (int, 1, 1 << 16),
+    "max_position_embeddings": (int, 1, 1 << 40),
+    "max_window_layers": (int, 0, 1000),
+    "mlp_bias": (bool, 0, 1),
+    "mlp_only_layers": (tuple, 0, 1000),
+    "moe_intermediate_size": (int, 1, 1 << 24),
+    "no_rope_layer_interval": (int, 1, 1000),
+    "no_rope_layers": (tuple, 1, 1000),
+    "norm_topk_prob": (bool, 0, 1),
+    "num_attention_heads": (int, 1, 1 << 16),
+    "num_experts": (int, 1, 10_000),
+    "num_experts_per_tok": (int, 1, 10_000),
+    "num_hidden_layers": (int, 1, 1000),
+    "num_key_value_heads": (int, 1, 1 << 16),
+    "partial_rotary_factor": (float, 1e-3, 1),
+    "query_pre_attn_scalar": (float, 1, 1 << 16),
+    "rms_norm_eps": (float, 1e-12, 1),
+    "rope_local_base_freq": (float, 1, 10**12),
+    "rope_parameters": (dict, 0, 100),
+    "rope_scaling": (dict, 0, 100),
+    "rope_theta": (float, 1, 10**12),
+    "sliding_window": (int, 0, 1 << 40),
+    "sliding_window_pattern": (int, 1, 1000),
+    "tie_word_embeddings": (bool, 0, 1),
+    "torch_dtype": (str, 1, 20),
+    "use_bidirectional_attention": (bool, 0, 1),
+    "use_sliding_window": (bool, 0, 1),
+    "vocab_size": (int, 1, 1 << 24),
+}
+RENAMED = {"num_local_experts": "num_experts"}  # by transformers 5
+ROPE_TYPES = {  # of a block of rope_parameters, as CONFIG_TYPES
+    "rope_theta": (float, 1, 10**12),
+    "factor": (float, 1e-3, 10**6),
+    "original_max_position_embeddings": (int, 1, 1 << 40),
+    "low_freq_factor": (float, 1e-3, 10**6),
+    "high_freq_factor": (float, 1e-3, 10**6),
+    "beta_slow": (float, 1e-3, 10**6),
+    "beta_fast": (float, 1e-3, 10**6),
+    "partial_rotary_factor": (float, 1e-3, 1),
+}
+TYPE_NAMES = {
+    bool: "true or false", int: "an integer from", float: "a number from", str: "text of length",
+    list: "a list of texts, of length", tuple: "a list of integers, of length", dict: "an object of length",
+}  # fmt: skip
+WRAPPED = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}  # with images: the class of its text model
+WRAPPED_PREFIX = "model.language_model."  # of the names of its tensors
+UNREAD = ("model.visual.", "mtp.")  # tensors of images, and of the prediction of several tokens at once
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safetensors'
+
+
+class Family(NamedTuple):
+    """A class of transformers: the fields of Decoder that all its models have, and those to read and write."""
+
+    model_type: str
+    fields: dict[str, bool | float | str]
+    defaults: dict[str, bool | float]  # of its config.json
+    read: Callable[[Fields], dict[str, Any]]  # further fields of Decoder
+    write: Callable[[Decoder], dict[str, Any]]  # further fields of config.json
+    kinds: tuple[str, ...] = (FULL,)  # of layers, as config.json may name them
+
+
+def read_nothing(fields: Fields) -> dict[str, Any]:
+    """Returns no further fields of Decoder."""
+    return {}
+
+
+def write_full(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of a model without windows."""
+    return {"attention_bias": False, "hidden_act": model.hidden_act, "use_sliding_window": False}
+
+
+def read_smollm3(fields: Fields) -> dict[str, Any]:
+    """Returns which layers have no rotary embedding: by default every fourth."""
+    interval = fields.get("no_rope_layer_interval", 4)
+    numbers = range(1, fields["num_hidden_layers"] + 1)
+    has_rope = fields.get("no_rope_layers") or [int(i % interval != 0) for i in numbers]
+    return {"layer_types": tuple(FULL if rope else NO_ROPE for rope in has_rope)}
+
+
+def write_smollm3(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of a SmolLM3."""
+    has_rope = [int(kind != NO_ROPE) for kind in model.kinds]
+    return write_full(model) | {"mlp_bias": False, "no_rope_layers": has_rope}
+
+
+def read_windows(fields: Fields, pattern: int) -> dict[str, Any]:
+    """Returns which layers have a window: by default all but each one with a number that `pattern` divides."""
+    numbers = range(1, fields["num_hidden_layers"] + 1)
+    types = fields.get("layer_types") or [SLIDING if i % pattern else FULL for i in numbers]
+    return {"layer_types": tuple(types), "sliding_window": fields.get("sliding_window", 4096)}
+
+
+def write_windows(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of a model with windows."""
+    return {"attention_bias": False, "layer_types": list(model.kinds), "sliding_window": model.sliding_window}
+
+
+def read_gemma3(fields: Fields) -> dict[str, Any]:
+    """Returns windows, wavelengths of layers with a window, and the scale of attention."""
+    block = rope_block(fields, SLIDING)
+    theta = block.get("rope_theta", fields.get("rope_local_base_freq", 10_000))
+    scale = float(fields.get("query_pre_attn_scalar", 256)) ** -0.5
+    windows = read_windows(fields, fields.get("sliding_window_pattern", 6))
+    return windows | {"local_rope_theta": float(theta), "attention_scale": scale}
+
+
+def write_gemma3(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of a Gemma 3."""
+    scalar = model.attention_scale**-2
+    return write_windows(model) | {
+        "hidden_activation": model.hidden_act,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+        "rope_local_base_freq": model.local_rope_theta,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+def read_olmo3(fields: Fields) -> dict[str, Any]:
+    """Returns windows, and wavelengths of layers with a window, which are not scaled."""
+    theta = rope_block(fields, SLIDING).get("rope_theta", fields.get("rope_theta", 500_000))
+    return read_windows(fields, 4) | {"local_rope_theta": float(theta)}
+
+
+def write_olmo3(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of an OLMo 3."""
+    full = {"rope_type": "default", "rope_theta": model.rope_theta} | write_scaling(model.rope_scaling)
+    local = {"rope_type": "default", "rope_theta": model.local_rope_theta}
+    return write_windows(model) | {"hidden_act": model.hidden_act, "rope_parameters": {FULL: full, SLIDING: local}}
+
+
+EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
+def read_qwen3_moe(fields: Fields) -> dict[str, Any]:
+    """Returns the number and width of experts, and how their outputs are weighted."""
+    return {name: fields[name] for name in EXPERT_FIELDS}
+
+
+def write_qwen3_moe(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of a Qwen3-MoE."""
+    experts = {name: getattr(model, name) for name in EXPERT_FIELDS}
+    return write_full(model) | experts | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def read_qwen3_5(fields: Fields) -> dict[str, Any]:
+    """Returns which layers have attention (by default every fourth), and the sizes of the others."""
+    interval = fields["full_attention_interval"]
+    numbers = range(1, fields["num_hidden_layers"] + 1)
+    types = fields.get("layer_types") or [LINEAR if i % interval else FULL for i in numbers]
+    delta = DeltaShape(**{name: fields[field] for name, field in DELTA_FIELDS.items()})
+    return {"layer_types": tuple(types), "partial_rotary_factor": rotated_share(fields), "delta": delta}
+
+
+def write_qwen3_5(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of the text model of a Qwen3.5."""
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta} | write_scaling(model.rope_scaling)
+    rope["partial_rotary_factor"] = model.partial_rotary_factor
+    sizes = {field: getattr(model.delta, name) for name, field in DELTA_FIELDS.items()}
+    return sizes | {
+        "attention_bias": False,
+        "hidden_act": model.hidden_act,
+        "layer_types": list(model.kinds),
+        "partial_rotary_factor": model.partial_rotary_factor,
+        "rope_parameters": rope,
+    }
+
+
+DELTA_FIELDS = {  # of DeltaShape: those of config.json
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_channels": "linear_key_head_dim",
+    "value_channels": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
+QWEN3_5_DEFAULTS = {
+    "head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+GEMMA3 = {
+    "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True
+}  # fmt: skip
+FAMILIES = {
+    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {}, read_nothing, write_full),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", {"qk_norm": "head"}, {"norm_topk_prob": False}, read_qwen3_moe, write_qwen3_moe
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}, {}, read_nothing, write_full),
+    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {}, read_nothing, write_full),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3", {"qk_norm": ""}, {"tie_word_embeddings": True}, read_smollm3, write_smollm3
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        GEMMA3,
+        {"tie_word_embeddings": True, "head_dim": 256, "rope_theta": 1_000_000},
+        read_gemma3,
+        write_gemma3,
+        (FULL, SLIDING),
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        {"qk_norm": "projection", "norms": "post"},
+        {"rope_theta": 500_000, "rms_norm_eps": 1e-5},
+        read_olmo3,
+        write_olmo3,
+        (FULL, SLIDING),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text",
+        {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True},
+        QWEN3_5_DEFAULTS,
+        read_qwen3_5,
+        write_qwen3_5,
+        (FULL, LINEAR),
+    ),
+}
+
+
+def text_config(config: Fields, file: Path) -> Fields:
+    """Returns the config of the text model in that of a model with images; any other config unchanged.
+
+    Raises: UserError for a text_config that is not an object.
+    """
+    names = config.get("architectures")
+    name = names[0] if has_type(names, list) and len(names) == 1 else None
+    if name not in WRAPPED:
+        return config
+    fields = config.get("text_config")
+    check_types({"text_config": fields}, {"text_config": (dict, 1, 1000)}, file)
+    outer = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+    shared = {field: config[field] for field in outer if config.get(field) is not None}
+    return fields | shared | {"architectures": [WRAPPED[name]]}
+
+
+def tensor_name(model: Decoder, name: str) -> str | None:
+    """Returns the name in the text model of a tensor of a file; None: it is not part of it."""
+    if model.family not in WRAPPED.values():
+        return name
+    if name.startswith(UNREAD):
+        return None
+    return name.replace(WRAPPED_PREFIX, "model.", 1) if name.startswith(WRAPPED_PREFIX) else name
+
+
+def read_config(config: Fields, file: Path) -> dict[str, Any]:
+    """Returns the fields of Decoder that a config.json gives, as transformers 4 and 5 write it.
+
+    Raises: UserError for a field that is missing, malformed, out of range, or not supported.
+    """
+    fields = {RENAMED.get(name, name): value for name, value in config.items() if value is not None}
+    check_types(fields, CONFIG_TYPES, file)
+    if config.get("sliding_window", 4096) is None:
+        fields.pop("use_sliding_window", None)  # a window of null disables it
+    check_supported(fields, file)
+    name = fields["architectures"][0]
+    family = FAMILIES[name]
+    try:
+        heads = fields["num_attention_heads"]
+        defaults = {
+            "num_key_value_heads": heads,
+            "head_dim": fields["hidden_size"] // heads,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 32768,
+            "rope_theta": 10_000,
+        }
+        fields = defaults | family.defaults | fields
+        check_heads(fields, file)
+        check_layers(fields, file)
+        check_experts(fields, file)
+        block = rope_block(fields, FULL)
+        fields["rope_theta"] = float(block.get("rope_theta", fields["rope_theta"]))
+        common = {name: fields[name] for name in COMMON}
+        common |= {"family": name, "rope_scaling": read_scaling(block, fields)}
+        return common | family.fields | family.read(fields)
+    except KeyError as error:
+        raise UserError(f"{file} has no {error.args[0]}: it is not the config of a {name}") from None
+
+
+def read_scaling(block: Fields, fields: Fields) -> Scaling | None:
+    """Returns the scaling of rotary embeddings; None: there is none. Raises KeyError for a field that is missing."""
+    rope_type = block.get("rope_type", block.get("type", "default"))
+    if rope_type == "default":
+        return None
+    given = {name: block[name] for name in Scaling._fields if block.get(name) is not None}
+    context = {"original_max_position_embeddings": fields["max_position_embeddings"], "factor": block["factor"]}
+    return Scaling(**(context | given | {"rope_type": rope_type}))
+
+
+SCALING_FIELDS = {
+    "linear": ("rope_type", "factor"),
+    "llama3": ("rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+}
+
+
+def write_scaling(scaling: Scaling | None) -> dict[str, Any]:
+    """Returns the block of config.json on scaled rotary embeddings; empty: they are not scaled."""
+    if scaling is None:
+        return {}
+    return {name: getattr(scaling, name) for name in SCALING_FIELDS[scaling.rope_type]}
+
+
+def make_config(model: Decoder, tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the config.json of a model, in the form that all versions of transformers read."""
+    family = FAMILIES[model.family]
+    config = {
+        "architectures": [model.family],
+        "model_type": family.model_type,
+        "torch_dtype": dtype.name,
+        "attention_dropout": 0.0,
+        "rope_scaling": write_scaling(model.rope_scaling) or None,
+        "eos_token_id": list(tokenizer.stop_ids),
+        "pad_token_id": tokenizer.pad_id,
+    }
+    return config | {name: getattr(model, name) for name in COMMON} | family.write(model)
+
+
+def check_supported(fields: Fields, file: Path) -> None:
+    """Raises UserError for the first field with a value that this model code does not compute."""
+    name = fields.get("architectures", [None])[0]
+    family = FAMILIES.get(name)
+    check_value("architectures", name, tuple(FAMILIES), file)
+    activation = fields.get("hidden_act", fields.get("hidden_activation", family.fields.get("hidden_act", "silu")))
+    has_bias = fields.get("attention_bias", False) and name != "Qwen2ForCausalLM"
+    checks = (
+        ("hidden_act", activation, (family.fields.get("hidden_act", "silu"),)),
+        ("attention_bias", has_bias, (False,)),
+        ("mlp_bias", fields.get("mlp_bias", False), (False,)),
+        ("mlp_only_layers", fields.get("mlp_only_layers", []), ([],)),
+        ("decoder_sparse_step", fields.get("decoder_sparse_step", 1), (1,)),
+        ("layer_types (see use_sliding_window)", unusual_layer_type(fields, family.kinds), family.kinds),
+        ("use_bidirectional_attention", fields.get("use_bidirectional_attention", False), (False,)),
+        ("attn_logit_softcapping", fields.get("attn_logit_softcapping"), (None,)),
+        ("final_logit_softcapping", fields.get("final_logit_softcapping"), (None,)),
+        ("quantization_config", fields.get("quantization_config"), (None,)),
+        ("dtype", fields.get("dtype", "float32"), tuple(DTYPES)),
+        ("torch_dtype", fields.get("torch_dtype", "float32"), tuple(DTYPES)),
+    )
+    for field, value, supported in checks:
+        check_value(field, value, supported, file)
+    is_partial = "partial_rotary_factor" in family.defaults
+    check_rope(fields, file, is_partial)
+
+
+def check_value(field: str, value: object, supported: tuple[object, ...], file: Path) -> None:
+    """Raises UserError for a value of a field that is not supported."""
+    if value not in supported:
+        choices = " or ".join(map(repr, supported))
+        raise UserError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
+
+
+def check_rope(fields: Fields, file: Path, is_partial: bool) -> None:
+    """Raises UserError for rotary embeddings that are malformed or not computed."""
+    for kind, supported in ((FULL, ("default", *SCALING_FIELDS)), (SLIDING, ("default",))):
+        block = rope_block(fields, kind)
+        if not isinstance(block, dict):
+            raise UserError(f"{file}: rope_parameters of {kind} are {reprlib.repr(block)}, not an object")
+        given = {name: value for name, value in block.items() if value is not None}
+        check_value("rope_type", given.get("rope_type", given.get("type", "default")), supported, file)
+        check_types(given, ROPE_TYPES, file)
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            check_value(name, given.get(name), (None,), file)
+        check_value("truncate", given.get("truncate", True), (True,), file)
+        if not is_partial:
+            factor = given.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
+            check_value("partial_rotary_factor", factor, (1,), file)
+
+
+def rope_block(fields: Fields, kind: str) -> Fields:
+    """Returns the parameters of rotary embeddings in layers of this kind.
+
+    transformers 5 has one block for all layers or one for each kind; version 4 one that is for full attention.
+    """
+    block = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if FULL in block or SLIDING in block:
+        return block.get(kind) or {}
+    return block if kind == FULL else {}
+
+
+def rotated_share(fields: Fields) -> float:
+    """Returns the share of the channels of a head that is rotated."""
+    factor = rope_block(fields, FULL).get("partial_rotary_factor")
+    return float(factor or fields.get("partial_rotary_factor", 1))
+
+
+def unusual_layer_type(fields: Fields, kinds: tuple[str, ...]) -> str:
+    """Returns a kind of layer other than these if the model has one, else the first of them."""
+    types = set(fields.get("layer_types", ()))
+    has_window = fields.get("use_sliding_window") and fields.get("sliding_window", 4096)
+    first_with_window = fields.get("max_window_layers", 28)
+    if not types and has_window and first_with_window < fields.get("num_hidden_layers", 0):
+        return SLIDING
+    return next(iter(sorted(types - set(kinds))), kinds[0])
+
+
+def check_types(fields: Fields, types: Mapping[str, tuple[type, float, float]], file: Path) -> None:
+    """Raises UserError for the first field that has not its type and range."""
+    for name, (kind, least, most) in types.items():
+        if name not in fields:
+            continue
+        value = fields[name]
+        if not has_type(value, kind) or not least <= size_of(value) <= most:
+            limits = "" if kind is bool else f" {least:,} to {most:,}"
+            raise UserError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
+
+
+def has_type(value: object, kind: type) -> bool:
+    """True if a JSON value has this type; an integer is a number too, `list` means texts and `tuple` integers."""
+    if kind is float:
+        return type(value) in (int, float)
+    if kind in (list, tuple):
+        item_type = str if kind is list else int
+        return type(value) is list and all(type(item) is item_type for item in value)
+    return type(value) is kind
+
+
+def size_of(value: bool | int | float | str | list[object] | dict[str, object]) -> float:
+    """Returns a number itself, else a length."""
+    is_number = isinstance(value, (bool, int, float))
+    return value if is_number else len(value)
+
+
+def check_heads(fields: Fields, file: Path) -> None:
+    """Raises UserError for heads that cannot share their keys, or halves that cannot be rotated against each other."""
+    pairs = ("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads")
+    for heads, key_heads in pairs:
+        if fields.get(heads, 0) % fields.get(key_heads, 1):
+            raise UserError(f"{file}: {heads} {fields[heads]} is no multiple of {key_heads} {fields[key_heads]}")
+    head_dim = fields["head_dim"]
+    if head_dim < 2 or head_dim % 2:
+        raise UserError(f"{file}: head_dim is {head_dim}, which is not a positive even number")
+    factor = rotated_share(fields)
+    num_rotated = int(factor * head_dim)
+    if num_rotated < 2 or num_rotated % 2:
+        raise UserError(
+            f"{file}: partial_rotary_factor {factor} rotates {num_rotated} of {head_dim} channels, which is not a "
+            "positive even number"
+        )
+
+
+def check_layers(fields: Fields, file: Path) -> None:
+    """Raises UserError for a list of layers of another length than num_hidden_layers."""
+    num_layers = fields["num_hidden_layers"]
+    for name in ("layer_types", "no_rope_layers"):
+        length = len(fields.get(name) or range(num_layers))
+        if length != num_layers:
+            raise UserError(f"{file}: {name} has {length} entries, but num_hidden_layers is {num_layers}")
+
+
+def check_experts(fields: Fields, file: Path) -> None:
+    """Raises UserError for tokens with more experts than there are."""
+    num_experts = fields.get("num_experts", 0)
+    experts_per_token = fields.get("num_experts_per_tok", 0)
+    if 0 < num_experts < experts_per_token:
+        raise UserError(f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts is {num_experts}")

@@ -1,0 +1,107 @@
+"""Rotary position embeddings, with the scalings that models of long contexts are published with.
+
+Letters: B rows, T tokens of a row, C channels of a head, R rotated pairs of channels.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from models.names import Array
+
+Angles = tuple[Float[Array, "*B T 1 R"], Float[Array, "*B T 1 R"]]  # cosines and sines
+
+
+class Scaling(NamedTuple):
+    """Changed frequencies for contexts longer than those of the first training; names as in config.json."""
+
+    rope_type: str  # linear: all are divided by `factor`; llama3 and yarn: only those of long waves
+    factor: float
+    original_max_position_embeddings: int = 8192
+    low_freq_factor: float = 1.0  # llama3: waves that fit in fewer than so many times are slowed
+    high_freq_factor: float = 4.0  # and those that fit in more often are not
+    beta_slow: float = 1.0  # the same for yarn
+    beta_fast: float = 32.0
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosines and sines, by which yarn sharpens attention. Source: arXiv 2309.00071, equation 22."""
+        return 1 + 0.1 * math.log(self.factor) if self.rope_type == "yarn" and self.factor > 1 else 1.0
+
+
+class Rotary(NamedTuple):
+    """Wavelengths of a rotary embedding: they grow from 2 pi to 2 pi `theta`."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+
+def frequencies(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
+    """Returns the radians by which each pair of channels is rotated from one position to the next."""
+    exponents = -jnp.arange(0, num_channels, 2) / num_channels
+    radians = rotary.theta**exponents
+    if rotary.scaling is None:
+        return radians
+    scaling = rotary.scaling
+    slower = radians / scaling.factor
+    if scaling.rope_type == "linear":
+        return slower
+    if scaling.rope_type == "yarn":
+        share = yarn_share(rotary, num_channels)
+    else:
+        share = llama3_share(radians, scaling)
+    return (1 - share) * slower + share * radians
+
+
+def llama3_share(radians: Float[Array, "R"], scaling: Scaling) -> Float[Array, "R"]:
+    """Returns how much of each frequency is kept: by how often its wave fits into the original context.
+
+    Source: github.com/meta-llama/llama-models, apply_scaling.
+    """
+    num_waves = scaling.original_max_position_embeddings * radians / (2 * math.pi)
+    share = (num_waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return jnp.clip(share, 0.0, 1.0)
+
+
+def yarn_share(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
+    """Returns how much of each frequency is kept: a ramp over whole channels. Source: arXiv 2309.00071, section 3.2."""
+    scaling = rotary.scaling
+
+    def channel(num_waves: float) -> float:
+        wave = scaling.original_max_position_embeddings / (num_waves * 2 * math.pi)
+        return num_channels * math.log(wave) / (2 * math.log(rotary.theta))
+
+    first = max(math.floor(channel(scaling.beta_fast)), 0)
+    last = min(math.ceil(channel(scaling.beta_slow)), num_channels - 1)
+    ramp = (jnp.arange(num_channels // 2) - first) / max(last - first, 1e-3)
+    return 1 - jnp.clip(ramp, 0.0, 1.0)
+
+
+def rotary_angles(rotary: Rotary, num_channels: int, positions: Int[Array, "*B T"]) -> Angles:
+    """Returns cosines and sines that rotate the heads of tokens at these positions."""
+    angles = positions[..., None, None] * frequencies(rotary, num_channels)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rotary.scaling and rotary.scaling.magnitude != 1:
+        cos, sin = cos * rotary.scaling.magnitude, sin * rotary.scaling.magnitude
+    # Without the barrier XLA computes them again for every head of every layer: 6% of a decode step on a CPU.
+    return jax.lax.optimization_barrier((cos, sin))
+
+
+def apply_rotary(x: Float[Array, "B T H C"], angles: Angles | None) -> Float[Array, "B T H C"]:
+    """Rotates the halves of heads against each other as Hugging Face's models do; None: not at all.
+
+    Where there are fewer angles than pairs of channels, the channels behind stay as they are.
+    Source: arXiv 2104.09864.
+    """
+    if angles is None:
+        return x
+    cos, sin = angles
+    num_rotated = 2 * cos.shape[-1]
+    rotated, rest = x[..., :num_rotated], x[..., num_rotated:]
+    a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
+    halves = [a * cos - b * sin, b * cos + a * sin]
+    rotated = jnp.concatenate(halves, axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
