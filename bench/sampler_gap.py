@@ -3,8 +3,8 @@
     python bench/sampler_gap.py                                              # the small models of the tests
     python bench/sampler_gap.py --model_dirs ~/checkpoints/hf/Qwen3-1.7B     # a model of your own
 
-The sampler decodes with a cache, in segments, rows that end leave the others; the trainer computes whole rows. Both
-compute in --dtype (each of them in turn), from the same float32 parameters.
+The sampler decodes with a cache, in segments, and rows that end leave the others; the trainer computes whole rows, a
+mixture with the experts that the sampler took. Both compute in one of --dtypes, from the same float32 parameters.
 """
 
 import sys
@@ -54,7 +54,7 @@ def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "tokens"
     sampler = Sampler(model, config.num_generation_tokens, tuple(range(num_stop_ids)), segment=16)
     weights = sampler.load_weights(params)
     drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), config.group_size, jax.random.key(0))
-    scores = jax.jit(partial(score_tokens, model))(params, drawn.tokens)
+    scores = jax.jit(partial(score_tokens, model))(params, drawn.tokens, routes=drawn.routes)
     return np.abs(drawn.logprobs - np.asarray(scores.logprobs))[drawn.mask]
 
 
