@@ -1,6 +1,7 @@
 """Draws the pictures of README.md from recorded runs; those that are not named stay as they are.
 
     python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
+    python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --report runs/demo-0    # of a run with --recompute_logprobs; Chromium, chromedriver, selenium
 """
@@ -62,12 +63,14 @@ def photograph(run: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", nargs="+", metavar="RUN", help="runs of the demo, for demo.png")
+    parser.add_argument("--smollm", nargs="+", metavar="RUN", help="runs of runs/smollm.sh, for smollm.png")
     parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
-    if args.demo:
-        runs = {label: plots.read_metrics(file) for label, file in label_runs(args.demo).items()}
-        plots.plot_runs(runs, HERE / "demo.png")
+    for name, folders in (("demo", args.demo), ("smollm", args.smollm)):
+        if folders:
+            runs = {label: plots.read_metrics(file) for label, file in label_runs(folders).items()}
+            plots.plot_runs(runs, HERE / f"{name}.png")
     if args.objectives:
         objectives.draw(objectives.finished(args.objectives), HERE / "objectives.png")
     if args.report:
