@@ -133,7 +133,8 @@ def evaluate_checkpoint(
     for settings in environments:
         with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
             if layout.is_main:
-                print(*worker.notes, sep="\n", end="\n" if worker.notes else "", flush=True)
+                for note in worker.notes:
+                    print(note, flush=True)
             if config.output.show:
                 print(show(worker.env, worker.encode, tokenizer.hf.decode, config.output.show))
                 continue

@@ -274,10 +274,10 @@ def precompile(
     return workers, learner
 
 
-def precompile_updates(learner: Learner, state: TrainState, prompt_lengths: Sequence[int]) -> Learner:
-    """Compiles the programs of updates; returns the learner, which scores from the shortest prompt on."""
-    shortest = min(prompt_lengths)
-    longest = max(prompt_lengths) + learner.num_generation_tokens
+def precompile_updates(learner: Learner, state: TrainState, lengths: Sequence[int]) -> Learner:
+    """Compiles updates after prompts of these lengths; returns the learner, which scores from the shortest on."""
+    shortest = min(lengths)
+    longest = max(lengths) + learner.num_generation_tokens
     learner = replace(learner, max_first_scored=power_below(shortest))
     for width in dict.fromkeys(map(bucket, range(shortest + 1, longest + 1))):
         compile_programs(learner.programs(state, width))

@@ -283,7 +283,7 @@ def forward(model: Decoder, params: Params, tokens: Int[Array, "B T"], routes: R
 
     x = embed(model, params, tokens)
     num_periods = model.num_hidden_layers // model.period
-    periods = {name: stack_periods(model, name, x, num_periods) for name, x in params[LAYERS].items()}
+    periods = stack_periods(model, params[LAYERS], num_periods)
     num_scanned = num_periods * model.period
     routes_of_periods = None
     if routes is not None:
@@ -301,19 +301,18 @@ def view_of(model: Decoder, kind: str) -> View:
 
 def select_layer(model: Decoder, stacked: LayerParams, i: int) -> LayerParams:
     """Returns the arrays of layer number `i` from those stacked over layers."""
-    kinds = model.kinds
-    layer = {}
-    for name in model.layer_table(kinds[i]):
-        place = sum(name in model.layer_table(kind) for kind in kinds[:i])
-        layer[name] = stacked[name][place]
-    return layer
+    layers_with = model.layers_with()
+    return {name: stacked[name][layers.index(i)] for name, layers in layers_with.items() if i in layers}
 
 
-def stack_periods(model: Decoder, name: str, stacked: Array, num_periods: int) -> Array:
-    """Returns the arrays of a parameter by period, and by layer within it; the layers behind are left out."""
-    per_period = sum(name in model.layer_table(kind) for kind in model.kinds[: model.period])
-    whole = stacked[: num_periods * per_period]
-    return whole.reshape(num_periods, per_period, *stacked.shape[1:])
+def stack_periods(model: Decoder, stacked: LayerParams, num_periods: int) -> LayerParams:
+    """Returns arrays stacked over layers by period, and by layer within it; the layers behind are left out."""
+    periods = {}
+    for name, layers in model.layers_with().items():
+        per_period = sum(i < model.period for i in layers)
+        whole = stacked[name][: num_periods * per_period]
+        periods[name] = whole.reshape(num_periods, per_period, *whole.shape[1:])
+    return periods
 
 
 def logits(model: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
