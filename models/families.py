@@ -83,9 +83,19 @@ TYPE_NAMES = {
     bool: "true or false", int: "an integer from", float: "a number from", str: "text of length",
     list: "a list of texts, of length", tuple: "a list of integers, of length", dict: "an object of length",
 }  # fmt: skip
-WRAPPED = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}  # with images: the class of its text model
-WRAPPED_PREFIX = "model.language_model."  # of the names of its tensors
-UNREAD = ("model.visual.", "mtp.")  # tensors of images, and of the prediction of several tokens at once
+WRAPPED = {  # with images: the class of its text model
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
+WRAPPED_PREFIXES = {  # of the names of its tensors: those of the text model
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",  # the published files of Gemma 3
+    "language_model.lm_head.": "lm_head.",
+}
+UNREAD = (  # tensors of images, and of the prediction of several tokens at once
+    "model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.",
+    "model.multi_modal_projector.",
+)  # fmt: skip
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safetensors'
 
 
@@ -221,6 +231,10 @@ QWEN3_5_DEFAULTS = {
 GEMMA3 = {
     "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True
 }  # fmt: skip
+GEMMA3_DEFAULTS = {  # the published text_config of Gemma 3 4B leaves all of them out
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131_072, "rope_theta": 1_000_000, "tie_word_embeddings": True,
+}  # fmt: skip
 FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {}, read_nothing, write_full),
     "Qwen3MoeForCausalLM": Family(
@@ -234,7 +248,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         GEMMA3,
-        {"tie_word_embeddings": True, "head_dim": 256, "rope_theta": 1_000_000},
+        GEMMA3_DEFAULTS,
         read_gemma3,
         write_gemma3,
         (FULL, SLIDING),
@@ -280,7 +294,10 @@ def tensor_name(model: Decoder, name: str) -> str | None:
         return name
     if name.startswith(UNREAD):
         return None
-    return name.replace(WRAPPED_PREFIX, "model.", 1) if name.startswith(WRAPPED_PREFIX) else name
+    for prefix, text_prefix in WRAPPED_PREFIXES.items():
+        if name.startswith(prefix):
+            return text_prefix + name.removeprefix(prefix)
+    return name
 
 
 def read_config(config: Fields, file: Path) -> dict[str, Any]:
@@ -296,6 +313,7 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
     name = fields["architectures"][0]
     family = FAMILIES[name]
     try:
+        fields = family.defaults | fields
         heads = fields["num_attention_heads"]
         defaults = {
             "num_key_value_heads": heads,
@@ -305,7 +323,7 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
             "max_position_embeddings": 32768,
             "rope_theta": 10_000,
         }
-        fields = defaults | family.defaults | fields
+        fields = defaults | fields
         check_heads(fields, file)
         check_layers(fields, file)
         check_experts(fields, file)

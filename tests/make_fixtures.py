@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     Olmo3Config,
@@ -50,6 +51,14 @@ HYBRID = {  # rotated: a quarter of the channels of a head; layers of attention:
     "linear_value_head_dim": 8, "rope_theta": 1e3, "rope": {"partial_rotary_factor": 0.25},
 }  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 32, "patch_size": 2}
+SIGLIP = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 4,
+    "patch_size": 2,
+}  # fmt: skip
+WRAPPED = {  # with images: fields beside those of the text model
+    Qwen3_5Config: {"vision_config": VISION},
+    Gemma3Config: {"vision_config": SIGLIP, "mm_tokens_per_image": 1},
+}
 WINDOWS = {"sliding_window": 5, "num_hidden_layers": 4}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 SHAPES = {  # name: (config class, hidden, query heads, key heads, channels, other fields)
@@ -96,6 +105,9 @@ SHAPES = {  # name: (config class, hidden, query heads, key heads, channels, oth
         },
     ),
     "qwen3_5-images": (Qwen3_5Config, 32, 4, 2, 16, HYBRID | {"tie_word_embeddings": True}),
+    "gemma3-wrapped": (  # heads and layers that its config.json leaves out
+        Gemma3Config, 16, 8, 4, 4, WINDOWS | {"num_hidden_layers": 6, "intermediate_size": 24, "pattern": 6}
+    ),
 }
 
 
@@ -118,18 +130,19 @@ def make_model(seed: int, config_class, hidden: int, heads: int, kv_heads: int, 
     if pattern:
         numbers = range(1, fields["num_hidden_layers"] + 1)
         fields["layer_types"] = ["sliding_attention" if i % pattern else "full_attention" for i in numbers]
-        local = rope | {"rope_theta": 1e3} if config_class is Gemma3TextConfig else rope
+        is_gemma3 = config_class in (Gemma3Config, Gemma3TextConfig)
+        local = rope | {"rope_theta": 1e3} if is_gemma3 else rope
         fields["rope_parameters"] = {"full_attention": scaled, "sliding_attention": local}
     else:
         fields["rope_parameters"] = scaled
     sizes["vocab_size"] = len(CHARACTERS) + 1
     torch.manual_seed(seed)
-    if config_class is Qwen3_5Config:
-        config = Qwen3_5Config(text_config=sizes | fields, vision_config=VISION, tie_word_embeddings=True)
+    if config_class in WRAPPED:
+        config = config_class(text_config=sizes | fields, tie_word_embeddings=True, **WRAPPED[config_class])
         model = AutoModelForImageTextToText.from_config(config)
     else:
         model = AutoModelForCausalLM.from_config(config_class(**sizes, **fields))
-    has_offset = config_class in (Gemma3TextConfig, Qwen3_5Config, Qwen3_5TextConfig)  # that is added to gains
+    has_offset = config_class in (Gemma3TextConfig, Qwen3_5TextConfig, *WRAPPED)  # that is added to gains
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -154,6 +167,19 @@ def as_transformers_4(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
+def as_gemma3_4b(folder: Path) -> None:
+    """Leaves the fields in text_config that the published Gemma 3 4B has there, and sizes that no default gives."""
+    config = json.loads((folder / "config.json").read_text())
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "sliding_window")
+    unpublished = ("vocab_size", "head_dim", "pad_token_id")
+    text = {name: config["text_config"][name] for name in (*names, *unpublished)}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    config["text_config"] = text
+    config["torch_dtype"] = config.pop("dtype")
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
 def watch_routers(model) -> list[float]:
     """Returns a list to which each router will add the least gap between an expert that it takes and the next one."""
     gaps = []
@@ -172,8 +198,9 @@ def watch_routers(model) -> list[float]:
 def expected(model, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
     """Returns what transformers computes in float32; None: two tokens of a greedy step or two experts are too close."""
     gaps = watch_routers(model)
-    tokens = rng.integers(0, model.config.vocab_size, (3, max(LENGTHS) + NUM_NEW))
-    prompts = rng.integers(0, model.config.vocab_size, (len(LENGTHS), max(LENGTHS)))
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = rng.integers(0, vocab_size, (3, max(LENGTHS) + NUM_NEW))
+    prompts = rng.integers(0, vocab_size, (len(LENGTHS), max(LENGTHS)))
     starts = max(LENGTHS) - np.array(LENGTHS)
     visible = np.arange(max(LENGTHS)) >= starts[:, None]
     prompts[~visible] = 0
@@ -219,7 +246,9 @@ def gradients(model, tokens: np.ndarray) -> dict[str, np.ndarray]:
     loss.backward()
     found = {}
     for name, x in model.named_parameters():
-        found |= tensors_of(name, x.grad.double().numpy())
+        if x.grad is not None:  # else it computes images
+            name = name.replace("model.language_model.", "model.")
+            found |= tensors_of(name, x.grad.double().numpy())
     norms = [np.linalg.norm(found[name]) for name in sorted(found)]
     products = [(found[name] * direction(i, found[name].shape)).sum() for i, name in enumerate(sorted(found))]
     return {"gradient_norms": np.array(norms), "gradient_products": np.array(products)}
@@ -234,6 +263,8 @@ def make_folder(folder: Path, seed: int, shape: tuple) -> bool:
     make_tokenizer().save_pretrained(folder)
     if folder.name in ("qwen3-bfloat16", "qwen2-tied", "qwen3moe-untied"):
         as_transformers_4(folder)
+    if folder.name == "gemma3-wrapped":
+        as_gemma3_4b(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     arrays = expected(model, np.random.default_rng(seed))
     if arrays is None:

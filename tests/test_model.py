@@ -17,7 +17,7 @@ from core.sampling import gather_cache
 from models import architecture, attention, checkpoint, decoder
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
-from models.families import read_config, text_config
+from models.families import COMMON, read_config, text_config
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import MESH_AXES, single_device
@@ -414,6 +414,41 @@ def test_a_model_with_images_is_loaded_as_its_text_model(tmp_path):
     assert fields["layer_types"] == ("linear_attention",) * 3 + ("full_attention",)
     assert (fields["partial_rotary_factor"], fields["head_dim"], fields["rope_theta"]) == (0.25, 256, 10_000)
     assert fields["delta"] == (16, 32, 128, 128, 4)
+
+
+def test_gemma_3_is_loaded_under_the_names_of_later_versions_of_transformers(tmp_path):
+    """The fixture has those of the published files: language_model.model, vision_tower."""
+    name = "gemma3-wrapped"
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for old in list(tensors):
+            new = "model." + old.replace("language_model.model.", "language_model.")
+            tensors[new] = tensors.pop(old)
+        tensors[HEAD] = tensors["model.language_model.embed_tokens.weight"]
+
+    shutil.copytree(FIXTURES / name, tmp_path, dirs_exist_ok=True)
+    edit_tensors(rename)(tmp_path)
+    assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / name)[1])
+
+
+def test_fields_that_gemma_3_leaves_out_are_those_of_transformers():
+    """The text_config of google/gemma-3-4b-it."""
+    from transformers import Gemma3Config
+
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}
+    fields = read_config(text_config(config, Path()), Path())
+    reference = Gemma3Config(text_config=json.loads(json.dumps(text))).text_config
+    for name in {*COMMON, "sliding_window"} - {"rope_theta"}:
+        assert fields[name] == getattr(reference, name), name
+    assert fields["layer_types"] == tuple(reference.layer_types)
+    assert fields["attention_scale"] == reference.query_pre_attn_scalar**-0.5
+    full, local = (reference.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    assert (fields["rope_theta"], fields["local_rope_theta"]) == (full["rope_theta"], local["rope_theta"])
+    assert fields["rope_scaling"][:2] == (full["rope_type"], full["factor"])
 
 
 def test_a_download_without_network_says_so(monkeypatch):
