@@ -181,19 +181,6 @@ def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, interpret: bool = 
 KERNELS = {"cudnn": cudnn, "splash": splash}
 
 
-def init_layer_cache(shape: tuple[int, int, int, int], dtype: DTypeLike, kv_dtype: str) -> LayerCache:
-    """Returns zeros in the layout of the cache of a layer; `shape` is rows, key heads, columns, channels."""
-
-    def zeros() -> CachedHeads | QuantizedKV:
-        if kv_dtype != "int8":
-            return jnp.zeros(shape, dtype)
-        integers = jnp.zeros(shape, jnp.int8)
-        scale = jnp.zeros((*shape[:3], 1), dtype)
-        return QuantizedKV(integers, scale)
-
-    return zeros(), zeros()
-
-
 def quantize_kv(heads: CachedHeads, kv_dtype: str) -> CachedHeads | QuantizedKV:
     """Returns keys or values as a cache of `kv_dtype` stores them: int8 with a scale, or unchanged."""
     if kv_dtype != "int8":

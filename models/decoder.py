@@ -23,7 +23,6 @@ from models.attention import (
     View,
     causal_mask,
     decode_attention,
-    init_layer_cache,
     masked_attention,
     quantize_kv,
     train_attention,
@@ -347,19 +346,6 @@ def transpose_matrices(layer: LayerParams) -> LayerParams:
         else:
             weights[name] = array
     return weights
-
-
-def init_cache(model: Decoder, num_rows: int, num_columns: int) -> list[Kept]:
-    """Returns a cache of zeros for each layer, in the layout and dtype of those that `prefill` returns."""
-    shape = (num_rows, model.num_key_value_heads, num_columns, model.head_dim)
-    dtype = jnp.dtype(model.dtype)
-    caches = []
-    for kind in model.kinds:
-        if kind == LINEAR:
-            caches.append(init_state(model.delta, num_rows, dtype))
-        else:
-            caches.append(init_layer_cache(shape, dtype, model.kv_dtype))
-    return caches
 
 
 def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "B T"], starts: Int[Array, "B"]) -> list[Kept]:
