@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+CARD_MARK = "# Written by lmpo with each saved model; without this line the file is left as it is."
 MAX_SHARD_BYTES = 5 * 10**9
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
@@ -298,11 +300,13 @@ def save_model(
     dtype: str = "",
     fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
     write: bool = True,
+    card: str = "",
 ) -> None:
     """Writes a folder that `load_model` and transformers' AutoModelForCausalLM load, as `write_model` does.
 
     The tensors have `dtype` (empty: that of the parameters). `fetch` brings one tensor to the host; in a multi-process
-    run all processes call this function, since fetching is collective, and one of them with `write`.
+    run all processes call this function, since fetching is collective, and one of them with `write`. `card` is the text
+    of README.md, the model card (empty: none).
     """
     layers_with = model.layers_with()
 
@@ -310,7 +314,7 @@ def save_model(
         array = fetch(select_tensor(layers_with, params, name))
         return np.asarray(array)
 
-    write_model(directory, model, tokenizer, jnp.dtype(dtype or params[EMBED].dtype), read, write)
+    write_model(directory, model, tokenizer, jnp.dtype(dtype or params[EMBED].dtype), read, write, card)
 
 
 def write_model(
@@ -320,10 +324,12 @@ def write_model(
     dtype: np.dtype,
     read: Callable[[str], np.ndarray],
     write: bool = True,
+    card: str = "",
 ) -> None:
     """Writes a Hugging Face folder, whole or not at all, of the tensors that `read` returns by name, one at a time.
 
-    An earlier model in the folder is replaced; other files in it are kept. Without `write` tensors are read only.
+    An earlier model in the folder is replaced; other files in it are kept, also a README.md that was not written here.
+    Without `write` tensors are read only.
 
     Raises: UserError when the folder has subfolders, and so is not that of a model.
     """
@@ -334,6 +340,8 @@ def write_model(
         prepare(new, directory)
         tokenizer.save(new)
         write_json(new / CONFIG, make_config(model, tokenizer, dtype))
+        if card and not (new / CARD).exists():
+            (new / CARD).write_text(card, encoding="utf-8", errors="replace")
         if len(shards) > 1:
             write_json(new / INDEX, make_index(shards, dtype))
     for file, shapes in shards.items():
@@ -394,7 +402,8 @@ def prepare(new: Path, directory: Path) -> None:
     new.mkdir(parents=True)
     for entry in entries:
         is_model = entry.name in (CONFIG, INDEX, *FILES) or entry.suffix == ".safetensors"
-        if not is_model:
+        is_our_card = entry.name == CARD and CARD_MARK.encode() in entry.read_bytes()
+        if not is_model and not is_our_card:
             shutil.copy2(entry, new)
 
 

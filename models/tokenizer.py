@@ -4,9 +4,9 @@ import json
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
@@ -17,10 +17,13 @@ from utils.devices.runtime import limited
 from utils.settings.errors import UserError, describe_error
 
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG,
+    "tokenizer.json", TOKENIZER_CONFIG, "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
+    CHAT_TEMPLATE, GENERATION_CONFIG,
 )  # fmt: skip
+THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
@@ -99,6 +102,24 @@ class Tokenizer:
             raise UserError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
         return text
 
+    def with_default_thinking(self, thinking: bool) -> Self:
+        """Returns a tokenizer that saves a chat template in which `enable_thinking` is this where it is not passed.
+
+        So others render the prompts of training without an argument. Templates that do not read it, and those that are
+        one of several by name, are saved as they are.
+        """
+        template = self.hf.chat_template
+        if not self.files or not isinstance(template, str) or "enable_thinking" not in template:
+            return self
+        for value in ("true", "false"):
+            template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
+        template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
+        if CHAT_TEMPLATE in self.files:
+            return replace(self, files={**self.files, CHAT_TEMPLATE: template.encode()})
+        config = json.loads(self.files[TOKENIZER_CONFIG]) | {"chat_template": template}
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        return replace(self, files={**self.files, TOKENIZER_CONFIG: text.encode()})
+
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files and generation_config.json into a folder.
 
@@ -156,7 +177,7 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
             with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
                 tokenizer.render(messages, thinking=False)
     except ValueError as error:
-        message = f"{folder}: {error}: correct chat_template.jinja or chat_template in tokenizer_config.json"
+        message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
         raise UserError(message) from error
     if not tokenizer.chat(messages):
         raise UserError(f"{folder}: the tokenizer makes no ids of a text: copy its files again")

@@ -581,6 +581,41 @@ def test_published_templates_are_rendered_as_written(template, messages, text, t
     assert tokenizer.chat(messages, prefix="=") == tokenizer.encode(text) + tokenizer.encode("=")
 
 
+QWEN3 = (  # the end of its template: thinking unless it is switched off
+    "{%- for message in messages %}{{- message.role + ': ' + message.content + '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- if enable_thinking is defined and enable_thinking is false "
+    "%}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+SMOLLM3 = (
+    "{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}"
+    "{%- macro mode() -%}{{- '/think' if enable_thinking else '/no_think' -}}{%- endmacro -%}"
+    "{{- mode() + messages[0].content -}}{%- if not enable_thinking -%}{{- '<think></think>' -}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("template", [QWEN3, SMOLLM3], ids=["qwen3", "smollm3"])
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "field"])
+def test_a_saved_template_renders_the_prompts_of_training_by_default(template, is_file, tmp_path):
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5]))
+    prompts = {thinking: tokenizer.render([USER], thinking) for thinking in (True, False)}
+    assert prompts[True] != prompts[False]
+    if is_file:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    for thinking in (False, True, False):  # also one that was saved before, after training with the other
+        load_tokenizer(tmp_path).with_default_thinking(thinking).save(tmp_path)
+        saved = load_tokenizer(tmp_path)
+        assert saved.hf.apply_chat_template([USER], add_generation_prompt=True, tokenize=False) == prompts[thinking]
+        for explicit, prompt in prompts.items():
+            assert saved.render([USER], explicit) == prompt
+    assert saved.hf.chat_template.count("is not defined %}") == 1
+    assert (tmp_path / "chat_template.jinja").exists() == is_file
+
+
+def test_a_template_without_a_switch_is_saved_unchanged(tmp_path):
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5]))
+    assert tokenizer.with_default_thinking(False) is tokenizer
+
+
 def test_every_id_of_generation_config_ends_a_completion(tmp_path):
     tokenizer = load_tokenizer(folder_with_template(tmp_path, LLAMA3, [5, 7, 5]))
     assert tokenizer.stop_ids == (5, 7, tokenizer.hf.eos_token_id)

@@ -66,8 +66,15 @@ def whole(tmp_path_factory) -> Path:
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """Equal metrics, but for times; equal bits of parameters and optimiser."""
+    """Equal metrics, but for times; equal bits of parameters and optimiser; one model card."""
     assert records(folder) == records(whole)
+    card = (folder / f"step{STEPS}" / "README.md").read_text()
+    assert card == (whole / f"step{STEPS}" / "README.md").read_text()
+    before, after = (record for record in records(whole) if record["global_step"] in (0, STEPS))
+    for record in (before, after):
+        name = "test_env/correct_answer"
+        interval = f"[{record[name + '_low']:.3f}, {record[name + '_high']:.3f}]"
+        assert f"| {record[name]:.3f} {interval} (step {record['global_step']}) |" in card
     assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
 
 

@@ -33,9 +33,10 @@ from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import write_report
-from utils.reporting.plots import before_and_after, plot_run
+from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
 from utils.runs.bucket import Bucket, is_bucket, local_folder
+from utils.runs.card import make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
@@ -113,6 +114,7 @@ class Run:
         self.model_dir = resolve_model_dir(settings.model_dir)
         self.settings = to_dict(settings) | {"model_dir": self.model_dir}
         self.environments = environments
+        self.card = make_card(type(settings), self.settings, environments)
         save_dir = self.config.save_dir
         check_name(save_dir)
         folder = save_dir or make_default_folder(environments["env"].name, layout)
@@ -242,10 +244,18 @@ class Run:
             jax.profiler.start_trace(str(self.directory / "profile"))
             self.stack.callback(stop_trace)
 
-    def save_model(self, name: str, params: Params) -> None:
-        """Writes a Hugging Face folder of this name."""
+    def save_model(self, name: str, params: Params, progress: Progress) -> None:
+        """Writes a Hugging Face folder of this name: its template has the thinking of training, its card the scores."""
         layout = self.layout
-        save_model(self.directory / name, self.model, params, self.tokenizer, "", layout.fetch, layout.is_main)
+        problem = self.environments["env"].env.problem(0)
+        tokenizer = self.tokenizer
+        if not problem.plain:
+            tokenizer = tokenizer.with_default_thinking(problem.thinking)
+        card = ""
+        if layout.is_main:
+            card = self.card.render(progress, read_metrics(self.directory / "metrics.jsonl"))
+        folder = self.directory / name
+        save_model(folder, self.model, params, tokenizer, "", layout.fetch, layout.is_main, card)
 
     @property
     def notes(self) -> list[str]:
@@ -270,7 +280,7 @@ class Run:
         self.logger.log(0, metrics)
         self.logger.line(0, metrics)
         if self.config.save_best:
-            self.save_model("best", state.params)
+            self.save_model("best", state.params, progress)
         return replace(progress, best=selection_score(metrics))
 
     def end_step(
@@ -300,10 +310,10 @@ class Run:
         is_best = score is not None and (progress.best is None or score > progress.best)
         if self.config.save_best and is_best:
             progress = replace(progress, best=score)
-            self.save_model("best", state.params)
+            self.save_model("best", state.params, progress)
         is_saved = is_last or is_due(step, self.config.save_interval)
         if is_saved:
-            self.save_model(f"step{step}", state.params)
+            self.save_model(f"step{step}", state.params, progress)
         self.num_steps += 1
         self.newest = state, progress
         self.check_lock()

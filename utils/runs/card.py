@@ -1,0 +1,182 @@
+"""The model card of a saved model: README.md of its folder, as the Hugging Face hub shows it.
+
+Its text comes from the settings, the environments' names and options, and the metrics: never from completions.
+"""
+
+import contextlib
+import math
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from core.records import Progress
+from models.checkpoint import CARD_MARK, ROOT, find_local
+from utils.metrics.jsonl import JSON
+from utils.reporting.plots import Metrics, format_point
+from utils.settings.arguments import Value
+from utils.settings.config import options_of
+from utils.settings.environments import RolloutSettings
+
+TAGS = ("grpo", "reinforcement-learning", "lmpo")
+SCORES = ("correct_answer", "return")
+COUNTS = ("num_tasks", "num_samples")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "stop_strings")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TEMPLATE = """\
+---
+{mark}
+{metadata}---
+
+# {title}
+
+Trained with lmpo, {version}. The command, with all options that change the result:
+
+{command}
+
+{settings}
+
+## Held-out scores
+
+{scores}
+"""
+TABLE = """\
+Sampled with the settings above; means over problems with 95% intervals.
+
+| environment | problems | samples of each | score | before | after |
+|---|---|---|---|---|---|
+"""
+NO_SCORES = "None: the run was not evaluated on held-out problems."
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Facts about a run that hold for each model that it saves."""
+
+    settings: Mapping[str, Value]  # all options by name
+    command: str
+    environments: Mapping[str, RolloutSettings]  # by role
+    version: str  # of lmpo
+
+    def render(self, progress: Progress, run: Metrics) -> str:
+        """Returns the card of the model after these steps, with the metrics that the run has logged."""
+        name = self.environments["env"].name
+        return TEMPLATE.format(
+            mark=CARD_MARK,
+            metadata=to_yaml(self.metadata()),
+            title=f"{name} by reinforcement learning, step {progress.step}",
+            version=self.version,
+            command=fenced("sh", self.command),
+            settings=fenced("yaml", to_yaml(self.facts(progress))),
+            scores=self.scores(run),
+        )
+
+    def metadata(self) -> dict[str, JSON]:
+        """Returns the front matter, as the hub defines it; a base model that is a local folder has no name there."""
+        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(TAGS)}
+        base_model = str(self.settings["model_dir"])
+        is_hub_id = HUB_ID.fullmatch(base_model) and not find_local(base_model)
+        return {"base_model": base_model} | metadata if is_hub_id else metadata
+
+    def facts(self, progress: Progress) -> dict[str, JSON]:
+        """Returns what was trained on what, and how completions are sampled, in training and in evaluations."""
+        facts = {
+            "base_model": self.settings["model_dir"],
+            "steps": progress.step,
+            "completions": progress.num_rollouts,
+            "sampling": {name: self.settings[name] for name in SAMPLING},
+        }
+        for role, played in self.environments.items():
+            problem = played.env.problem(0)
+            facts[role] = {
+                "name": played.name,
+                "options": dict(played.options),
+                "num_generation_tokens": played.max_new_tokens,
+                "force_answer_at": played.force_answer_at,
+                "thinking": problem.thinking,
+                "prefix": problem.prefix,
+                "plain": problem.plain,
+            }
+        return facts
+
+    def scores(self, run: Metrics) -> str:
+        """Returns a table of the first and the last held-out scores, with their steps."""
+        rows = []
+        for role, played in self.environments.items():
+            if role == "env":
+                continue  # its scores are of the training batches
+            logged = [score for score in SCORES if f"{role}/{score}" in run]
+            for score in logged:
+                last_step = run[f"{role}/{score}"][0][-1]
+                counts = [value_at(run, f"{role}/{name}", last_step) for name in COUNTS]
+                estimates = [format_cell(run, f"{role}/{score}", index) for index in (0, -1)]
+                cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
+                rows.append(f"| {' | '.join(cells)} |")
+        return TABLE + "\n".join(rows) if rows else NO_SCORES
+
+
+def make_card(
+    config_class: type, settings: Mapping[str, Value], environments: Mapping[str, RolloutSettings]
+) -> ModelCard:
+    """Returns the card of a run that begins, with the commit of today."""
+    return ModelCard(settings, training_command(config_class, settings), environments, find_version())
+
+
+def training_command(config_class: type, settings: Mapping[str, Value]) -> str:
+    """Returns a command that trains this model: options that differ from their defaults and change its results.
+
+    Those of logging and of the machine are left out, and with them all that may hold an address or a password.
+    """
+    words = ["python", "core/grpo.py"]
+    for name, known in options_of(config_class).items():
+        value = settings[name]
+        if not known.resumable and value != known.default:
+            words.append(f"--{name}={value}")
+    return shlex.join(words)
+
+
+def find_version() -> str:
+    """Returns the version of lmpo and, in a git checkout, the commit: with "-dirty" where files have changed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = f"version {project['version']}"
+    if not (ROOT / ".git").exists():  # git would look for a repository in the folders above
+        return version
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout
+        version += f", commit {commit.strip()}"
+    return version
+
+
+def fenced(language: str, text: str) -> str:
+    """Returns a code block of Markdown, whose fence is longer than any row of backticks in the text."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def to_yaml(value: Mapping[str, JSON]) -> str:
+    """Returns a value as YAML, in the order of its keys."""
+    return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)
+
+
+def format_cell(run: Metrics, name: str, index: int) -> str:
+    """Returns a score with its interval (the ends where they are logged, else half the width) and its step."""
+    steps, values = run[name]
+    step = steps[index]
+    low = value_at(run, f"{name}_low", step)
+    high = value_at(run, f"{name}_high", step)
+    score = f"{values[index]:.3f} [{low:.3f}, {high:.3f}]"
+    if math.isnan(low + high):
+        score = format_point(run, name, index)
+    return f"{score} (step {step:.0f})"
+
+
+def value_at(run: Metrics, name: str, step: float) -> float:
+    """Returns a metric at a step, NaN where none was logged."""
+    steps, values = run.get(name, ((), ()))
+    return dict(zip(steps, values, strict=True)).get(step, math.nan)
