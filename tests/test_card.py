@@ -88,5 +88,5 @@ def test_the_commit_is_named_in_a_checkout_only(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
     monkeypatch.setattr(cards, "ROOT", tmp_path)
     assert find_version() == "version 1.2"
-    (tmp_path / ".git").mkdir()  # of which git can tell nothing
+    (tmp_path / ".git").mkdir()  # no repository: git fails
     assert find_version() == "version 1.2"
