@@ -238,7 +238,7 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     """Yields the programs of training on rows of `width` columns, so many on each device."""
     optimizer = make_optimizer(config.optimizer)
     state = state_shapes(model, layout, config)
-    imagined = ImaginedLearner(model, optimizer, layout, config, width, num_rows * width, max_first_scored=1)
+    imagined = ImaginedLearner(model, optimizer, layout, config, width, num_rows * width, has_fixed_shapes=True)
     return imagined.programs(state, width)
 
 

@@ -28,6 +28,7 @@ from core.objectives import ObjectiveConfig
 from core.records import Batch
 from models.architecture import Decoder, is_spec
 from models.distribution import Distribution
+from models.packing import Packing
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
 from utils.settings.config import group, option, parse
@@ -101,9 +102,9 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
         is_leaf=is_spec,
     )
     batch = batch_shapes(config.rows * layout.row_shards, config.tokens, layout)
+    packing = packing_shapes(layout.row_shards, config.rows, config.tokens, layout)
     settings = model, ObjectiveConfig(), Distribution()
-    first_scored = 32
-    lowered = accumulate.lower(*settings, first_scored, shapes, (shapes, np.float32(0)), batch)
+    lowered = accumulate.lower(*settings, shapes, (shapes, np.float32(0)), batch, packing)
     hlo = lowered.compile().as_text()
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     make_zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), out_shardings=shardings)
@@ -137,6 +138,17 @@ def batch_shapes(num_rows: int, length: int, layout: Layout) -> Batch:
         num_tokens=by_row,
         group_size=2,
     )
+
+
+def packing_shapes(shards: int, num_rows: int, length: int, layout: Layout) -> Packing:
+    """Returns the shapes of a packing of rows without padding, all tokens scored, laid out on the devices."""
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, np.int32, sharding=layout.rows)
+
+    scored = shape(shards, num_rows * length)
+    others = shape(shards, 0)
+    return Packing(scored, others, shape(shards * num_rows, length), shape(shards * num_rows))
 
 
 def fsdp_minimum(whole: int, num_devices: int) -> float:

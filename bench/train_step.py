@@ -185,8 +185,8 @@ def memory_table(config: Command, model: Decoder, layout: Layout) -> list[tuple[
         batch = random_batch(config, model.vocab_size, factor)
         zeros = np.zeros(batch.tokens.shape, np.float32)
         batch = batch.replace(advantages=zeros, denominator=zeros[:, 0], num_tokens=zeros[:, 0])
-        _, microbatch, first_scored = next(learner.microbatches(batch, len(batch)))
-        step = gigabytes(accumulate.lower(*settings, first_scored, params, sums, microbatch).compile())
+        _, microbatch, packing = next(learner.microbatches(batch, len(batch)))
+        step = gigabytes(accumulate.lower(*settings, params, sums, microbatch, packing).compile())
         naive_step = gigabytes(naive.lower(*settings, params, params, batch).compile())
         B, T = batch.tokens.shape
         logits_size = 4 * B * T * model.vocab_size / GB

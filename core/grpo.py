@@ -48,7 +48,7 @@ from utils.settings.config import parse
 from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
-from utils.training.batching import bucket, group_counts, power_below, select_rows
+from utils.training.batching import bucket, group_counts, select_rows
 from utils.training.state import TrainState, fingerprint
 
 
@@ -275,11 +275,10 @@ def precompile(
 
 
 def precompile_updates(learner: Learner, state: TrainState, lengths: Sequence[int]) -> Learner:
-    """Compiles updates after prompts of these lengths; returns the learner, which scores from the shortest on."""
-    shortest = min(lengths)
+    """Compiles updates after prompts of these lengths; returns the learner, with one shape for each row length."""
     longest = max(lengths) + learner.num_generation_tokens
-    learner = replace(learner, max_first_scored=power_below(shortest))
-    for width in dict.fromkeys(map(bucket, range(shortest + 1, longest + 1))):
+    learner = replace(learner, has_fixed_shapes=True)
+    for width in dict.fromkeys(map(bucket, range(min(lengths) + 1, longest + 1))):
         compile_programs(learner.programs(state, width))
     return learner
 

@@ -29,13 +29,14 @@ from models.architecture import Decoder
 from models.decoder import TokenScores, make_critic, score_tokens
 from models.distribution import Distribution
 from models.names import CRITIC, Array, Params
+from models.packing import Packing, pack_rows
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import fit_memory, out_of_memory
 from utils.devices.sharding import Layout
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
-from utils.training.batching import bucket, plan_microbatches, power_below, resize_columns, select_rows
+from utils.training.batching import EMPTY, RowSizes, bucket, plan_microbatches, resize_columns, select_rows
 from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
 from utils.training.state import TrainState, init_state
 
@@ -63,7 +64,7 @@ class Learner:
     reference: Params | None = None  # parameters of the model that the KL is measured to
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
-    max_first_scored: int = 1 << 30  # largest first column to score; --precompile sets it: one program for all
+    has_fixed_shapes: bool = False  # one program for all micro-batches of a width; --precompile sets it
 
     @property
     def has_old_logprobs(self) -> bool:
@@ -71,6 +72,14 @@ class Learner:
         config, update = self.config, self.config.update
         is_needed = update.recompute_logprobs or config.updates_per_step > 1 or config.objective.has_kl_in_reward
         return config.objective.has_critic or (is_needed and not update.do_inference_logprobs)
+
+    @property
+    def attention_cost(self) -> float:
+        """Cost of a pair of columns of a row in a layer's attention, over that of a token's products with weights."""
+        model = self.model
+        num_products = 2 * model.num_attention_heads * model.head_dim
+        slowness = 8 if model.kernel == "plain" else 1  # small products, and passes over scores
+        return slowness * num_products * model.num_hidden_layers / model.num_matrix_parameters
 
     def score(self, params: Params, batch: Batch) -> Batch:
         """Computes old log-probabilities, the reference's and the critic's values, before the first update."""
@@ -96,13 +105,15 @@ class Learner:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
         distribution = self.config.sampling.distribution
         arrays: dict[str, np.ndarray] = {}
-        for rows, microbatch, first_scored in self.microbatches(batch, self.config.batch_size):
-            arguments = microbatch.tokens, microbatch.support, microbatch.routes
-            scores = score(self.model, distribution, first_scored, params, *arguments)
+        for rows, microbatch, packing in self.microbatches(batch, self.config.batch_size):
+            microbatch, packing = self.layout.put((microbatch, packing))
+            arguments = microbatch.tokens, microbatch.support, microbatch.routes, packing
+            scores = score(self.model, distribution, params, *arguments)
+            is_row = rows != EMPTY
             for name, x in self.layout.fetch(scores)._asdict().items():
                 if x is not None:
                     whole = arrays.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
-                    whole[rows] = resize_columns(x[: len(rows)], whole.shape[1])
+                    whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
         return TokenScores(arrays["logprobs"], arrays["entropy"], arrays.get("values"))
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
@@ -116,35 +127,36 @@ class Learner:
         )
         sums = self.zero_sums(state.params)
         settings = self.model, config.objective, config.sampling.distribution
-        parts, num_slots = [], 0
+        parts, packings = [], []
         with self.out_of_memory():
-            for _, microbatch, first_scored in self.microbatches(minibatch, config.minibatch_size):
-                sums, metrics = accumulate(*settings, first_scored, state.params, sums, microbatch)
+            for _, microbatch, packing in self.microbatches(minibatch, config.minibatch_size):
+                packings.append(packing)
+                microbatch, packing = self.layout.put((microbatch, packing))
+                sums, metrics = accumulate(*settings, state.params, sums, microbatch, packing)
                 parts.append(metrics)
-                num_slots += microbatch.tokens.size
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
             state, metrics = apply_gradients(self.optimizer, warmup_steps, state, *sums, factor)
-        metrics["speed/padding"] = 1 - minibatch.lengths.sum() / num_slots
-        metrics["speed/flops"] = training_flops(self.model, minibatch.lengths)
+        num_tokens = sum(packing.num_tokens for packing in packings)
+        metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)
+        metrics["speed/flops"] = training_flops(self.model, minibatch.lengths, num_tokens)
         return state, Update(minibatch, parts, metrics)
 
-    def microbatches(self, batch: Batch, max_rows: int) -> Iterator[tuple[np.ndarray, Batch, int]]:
-        """Yields rows of similar length: their numbers, their micro-batch on the devices, the first column to score.
+    def microbatches(self, batch: Batch, max_rows: int) -> Iterator[tuple[np.ndarray, Batch, Packing]]:
+        """Yields rows of similar length: their numbers (EMPTY: none), their micro-batch, and its packing, on the host.
 
-        `max_rows`: rows of a full batch, in which none has left. The first column to score is a power of two, so that
-        few values of it are compiled.
+        `max_rows`: rows of a full batch, in which none has left.
         """
+        sizes = row_sizes(batch)
         shards = self.layout.row_shards
-        plan = list(plan_microbatches(batch.lengths, self.tokens_per_microbatch, shards, max_rows))
+        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.has_fixed_shapes
+        plan = plan_microbatches(sizes, *settings)
         batch = batch.replace(entropies=None, row=None)  # read by no loss
-        for rows, num_rows, width in track(plan, "micro-batches"):
-            padded_rows = np.resize(rows, num_rows)
-            microbatch = select_rows(batch, padded_rows, width)
-            microbatch.mask[len(rows) :] = False  # rows that only fill up the shape
-            first_completion = int(microbatch.prompt_lengths.min())
-            first_scored = min(power_below(first_completion), self.max_first_scored)
-            yield rows, self.layout.put(microbatch), first_scored
+        for rows, *shape in track(plan, "micro-batches"):
+            width = shape[0]
+            microbatch = select_rows(batch, rows, width)
+            microbatch.mask[rows == EMPTY] = False
+            yield rows, microbatch, pack_rows(*sizes.select(rows), *shape, shards)
 
     def zero_sums(self, params: Params) -> Sums:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
@@ -203,28 +215,29 @@ class Learner:
     def programs(self, state: TrainState, width: int) -> Programs:
         """Yields the programs that rows of so many columns can need: see `Sampler.programs`."""
         distribution = self.config.sampling.distribution
-        first_scored = self.max_first_scored
         params = shapes_of(state.params)
-        batch = self.zero_batch(width, self.config.batch_size)
+        batch, packing = self.zero_batch(width, self.config.batch_size)
         arguments = batch.tokens, batch.support, batch.routes
         if self.has_old_logprobs:
-            yield score, (self.model, distribution, first_scored, params, *arguments)
+            yield score, (self.model, distribution, params, *arguments, packing)
         if self.config.objective.kl_coef:
             arguments = batch.tokens, batch.support, None
-            yield score, (self.model, distribution, first_scored, shapes_of(self.reference), *arguments)
-        batch = self.zero_batch(width, self.config.minibatch_size)
+            yield score, (self.model, distribution, shapes_of(self.reference), *arguments, packing)
+        batch, packing = self.zero_batch(width, self.config.minibatch_size)
         sums = shapes_of(self.zero_sums(params))
         settings = self.model, self.config.objective, distribution
-        yield accumulate, (*settings, first_scored, params, sums, batch)
+        yield accumulate, (*settings, params, sums, batch, packing)
         warmup_steps = self.config.optimizer.warmup_steps
         yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state), *sums, np.float32(1))
 
-    def zero_batch(self, width: int, max_rows: int) -> Batch:
+    def zero_batch(self, width: int, max_rows: int) -> tuple[Batch, Packing]:
         """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
         objective = self.config.objective
-        lengths = np.full(max_rows, width)
-        plan = next(plan_microbatches(lengths, self.tokens_per_microbatch, self.layout.row_shards, max_rows))
-        shape = plan.num_rows, width
+        shards = self.layout.row_shards
+        sizes = RowSizes(np.arange(max_rows), np.ones(max_rows, int), np.full(max_rows, width))
+        rows, *shapes = plan_microbatches(sizes, self.tokens_per_microbatch, shards, max_rows, is_fixed=True)[0]
+        sizes = sizes.select(rows)
+        shape = len(rows), width
         floats = np.zeros(shape, np.float32)
         support_size = self.config.sampling.distribution.support_size(self.model.vocab_size)
         has_old = self.has_old_logprobs or self.config.update.do_inference_logprobs
@@ -233,9 +246,9 @@ class Learner:
             mask=np.zeros(shape, bool),
             sample_logprobs=floats,
             rewards=floats[:, 0],
-            lengths=np.zeros(plan.num_rows, int),
-            prompt_lengths=np.zeros(plan.num_rows, int),
-            finished=np.zeros(plan.num_rows, bool),
+            lengths=sizes.lengths,
+            prompt_lengths=sizes.prompt_lengths,
+            finished=np.zeros(len(rows), bool),
             support=np.zeros((*shape, support_size), np.int32) if support_size else None,
             routes=np.zeros((*shape, *self.model.route_shape), np.int16) if self.model.num_experts else None,
             old_logprobs=floats if has_old else None,
@@ -247,7 +260,15 @@ class Learner:
             num_tokens=floats[:, 0],
             group_size=self.config.update.group_size,
         )
-        return self.layout.put(batch)
+        return self.layout.put((batch, pack_rows(*sizes, *shapes, shards)))
+
+
+def row_sizes(batch: Batch) -> RowSizes:
+    """Returns the lengths of rows, and which of them have the same prompt."""
+    numbers = {}
+    prompts = [row[:length].tobytes() for row, length in zip(batch.tokens, batch.prompt_lengths, strict=True)]
+    prompt_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+    return RowSizes(np.array(prompt_numbers), batch.prompt_lengths, batch.lengths)
 
 
 def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> list[Batch]:
@@ -283,34 +304,34 @@ def critic_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1))
 def score(
     model: Decoder,
     distribution: Distribution,
-    first_scored: int,
     params: Params,
     tokens: Int[Array, "B T"],
     support: Int[Array, "B T S"] | None,
     routes: Int[Array, "B T L k"] | None,
+    packing: Packing,
 ) -> TokenScores:
-    """Returns what the model gives each token from column `first_scored` on; 0 to the left of it."""
-    return score_tokens(model, params, tokens, distribution, first_scored, support, routes)
+    """Returns the scores of the tokens of completions; 0 for padding."""
+    return score_tokens(model, params, tokens, distribution, support, routes, packing)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def accumulate(
     model: Decoder,
     objective: ObjectiveConfig,
     distribution: Distribution,
-    first_scored: int,
     params: Params,
     sums: Sums,
     batch: Batch,
+    packing: Packing,
 ) -> tuple[Sums, dict[str, Array]]:
     """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
 
     def loss_of(params: Params) -> tuple[Float[Array, ""], dict[str, Array]]:
-        scores = score_tokens(model, params, batch.tokens, distribution, first_scored, batch.support, batch.routes)
+        scores = score_tokens(model, params, batch.tokens, distribution, batch.support, batch.routes, packing)
         loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, objective)
         if objective.has_critic:
             metrics["value/loss"] = value_loss(scores.values, batch, objective)

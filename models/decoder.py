@@ -47,6 +47,16 @@ from models.names import (
     in_out_axes,
     is_matrix,
 )
+from models.packing import (
+    Packing,
+    pack,
+    pack_ids,
+    packed_positions,
+    scored_ids,
+    scored_states,
+    scores_of_columns,
+    unpack,
+)
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
 from utils.devices.sharding import constrain, on_each
 
@@ -158,7 +168,12 @@ def attend(model: Decoder, angles: Angles | None, attention: Attention, layer: L
 
 
 def gated_deltanet(
-    model: Decoder, state: RecurrentState, layer: LayerParams, x: Hidden, is_token: Bool[Array, "B T"] | None = None
+    model: Decoder,
+    state: RecurrentState,
+    layer: LayerParams,
+    x: Hidden,
+    is_token: Bool[Array, "B T"] | None = None,
+    packing: Packing | None = None,
 ) -> Mixed:
     """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
 
@@ -170,13 +185,16 @@ def gated_deltanet(
     step = linear(layer, "linear_attn.in_proj_a", x)
     if is_token is not None:
         qkv = jnp.where(is_token[..., None], qkv, 0)
-    qkv = constrain(qkv, "rows", None, "heads")
+    qkv = unpack(constrain(qkv, "rows", None, "heads"), packing)
+    write = unpack(write, packing)
+    step = unpack(step, packing)
     qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"])
     beta = jax.nn.sigmoid(write.astype(jnp.float32))
     rate = jnp.exp(layer["linear_attn.A_log"].astype(jnp.float32))
     step = step.astype(jnp.float32) + layer["linear_attn.dt_bias"].astype(jnp.float32)
     inputs = delta_inputs(model.delta, qkv, -rate * jax.nn.softplus(step), beta)
     out, memory = delta_rule(inputs, state.memory)
+    out = pack(rearrange(out, "B H T E -> B T H E"), packing)
     out = gated_norm(out, gate, layer["linear_attn.norm.weight"], model.rms_norm_eps)
     return linear(layer, "linear_attn.out_proj", out), RecurrentState(columns, memory)
 
@@ -252,21 +270,33 @@ REMAT = {
 }
 
 
-def forward(model: Decoder, params: Params, tokens: Int[Array, "B T"], routes: Routes | None = None) -> Hidden:
+def forward(
+    model: Decoder,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    routes: Routes | None = None,
+    packing: Packing | None = None,
+) -> Float[Array, "S M D"]:
     """Computes hidden states, before the final norm, of right-padded rows: causal attention, positions from 0.
 
-    `routes` are experts that were recorded; None: routers are free to choose.
+    `routes` are experts that were recorded; None: routers are free to choose. With a packing, only its tokens are
+    computed, and returned in its order [S, M, D].
     """
-    angles = rotary_by_kind(model, jnp.arange(tokens.shape[1]))
+    angles = rotary_by_kind(model, packed_positions(tokens.shape[1], packing))
     remat = REMAT[model.remat]
+    num_rows = len(tokens)
 
     def apply_layer(x: Hidden, layer: LayerParams, route: Route | None, kind: str) -> Hidden:
         def attention(q: Heads, k: Float[Array, "B T K C"], v: Float[Array, "B T K C"]) -> tuple[Hidden, None]:
-            return train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh), None
+            q = unpack(q, packing)
+            k = unpack(k, packing)
+            v = unpack(v, packing)
+            out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh)
+            return pack(out, packing), None
 
         if kind == LINEAR:
-            state = init_state(model.delta, len(x), x.dtype)
-            mixer = partial(gated_deltanet, model, state)
+            state = init_state(model.delta, num_rows, x.dtype)
+            mixer = partial(gated_deltanet, model, state, packing=packing)
         else:
             mixer = partial(attend, model, angles[kind], attention)
         return decoder_layer(model, layer, x, mixer, route)[0]
@@ -280,13 +310,13 @@ def forward(model: Decoder, params: Params, tokens: Int[Array, "B T"], routes: R
     def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
         return apply_layers(x, *period, range(model.period)), None
 
-    x = embed(model, params, tokens)
+    x = embed(model, params, pack_ids(tokens, packing))
     num_periods = model.num_hidden_layers // model.period
     periods = stack_periods(model, params[LAYERS], num_periods)
     num_scanned = num_periods * model.period
     routes_of_periods = None
     if routes is not None:
-        routes = rearrange(routes, "B T L k -> L B T k")
+        routes = rearrange(pack_ids(routes, packing), "B T L k -> L B T k")
         routes_of_periods = rearrange(routes[:num_scanned], "(n p) B T k -> n p B T k", p=model.period)
     x, _ = jax.lax.scan(apply_period, x, (periods, routes_of_periods), unroll=model.unroll or 1)
     return apply_layers(x, params[LAYERS], routes, range(num_scanned, model.num_hidden_layers))
@@ -456,32 +486,30 @@ def score_tokens(
     params: Params,
     tokens: Int[Array, "B T"],
     distribution: Distribution = SOFTMAX,
-    first_scored: int = 1,
     support: Support | None = None,
     routes: Routes | None = None,
+    packing: Packing | None = None,
 ) -> TokenScores:
     """Computes log-probabilities, entropies and values under the distribution that was sampled from.
 
-    The one place where next-token logits are shifted. Columns left of `first_scored` are not computed and 0 (prompt
-    tokens need no logits). `support` holds the ids that could be drawn for each token; None: all. `routes` holds the
-    experts by which it was drawn, which are those of the token before it; None: routers are free to choose.
+    The one place where next-token logits are shifted. `support` holds the ids that could be drawn for each token; None:
+    all. `routes` holds the experts by which it was drawn, which are those of the token before it; None: routers are
+    free to choose. With a packing, tokens that it does not score have 0.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
     if support is not None:
-        support = support[:, first_scored:]
-    states = slice(first_scored - 1, -1)
-    hidden = forward(model, params, tokens, routes)[:, states]
-    rows = HeadInputs(hidden, tokens[:, first_scored:], support)
+        support = scored_ids(support, packing)
+    hidden = forward(model, params, tokens, routes, packing)
+    rows = HeadInputs(scored_states(hidden, packing), scored_ids(tokens, packing), support)
     weights = {name: params[name] for name in (NORM, head_name(model))}
     values = None
     if CRITIC in params:
-        values = state_values(model, params[CRITIC], tokens)[:, states]
+        values = scored_states(state_values(model, params[CRITIC], tokens, packing), packing)
     score_rows = partial(score_in_chunks, model, distribution)
     logprobs, entropies = on_each(model.mesh, score_rows, weights, rows)
     scores = TokenScores(logprobs, entropies, values)
-    padding = (0, 0), (first_scored, 0)
-    return jax.tree.map(lambda x: jnp.pad(x, padding), scores)
+    return jax.tree.map(partial(scores_of_columns, packing=packing), scores)
 
 
 def score_in_chunks(
@@ -525,8 +553,10 @@ def make_critic(model: Decoder, params: Params) -> PolicyParams:
     return critic
 
 
-def state_values(model: Decoder, critic: PolicyParams, tokens: Int[Array, "B T"]) -> ColumnScores:
-    """Computes float32 values of the states that end with each token."""
-    hidden = forward(model, critic, tokens).astype(jnp.float32)
+def state_values(
+    model: Decoder, critic: PolicyParams, tokens: Int[Array, "B T"], packing: Packing | None = None
+) -> Float[Array, "S M"]:
+    """Computes float32 values of the states that end with each token, in the order of the packing if there is one."""
+    hidden = forward(model, critic, tokens, packing=packing).astype(jnp.float32)
     hidden = rms_norm(model, hidden, critic[NORM])
     return hidden @ critic[VALUE_HEAD][0]

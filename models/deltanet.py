@@ -224,11 +224,11 @@ def invert_unit_lower(below: Float[Array, "... s s"]) -> Float[Array, "... s s"]
 
 
 def gated_norm(
-    x: Values, gate: Float[Array, "B T H*E"], gain: Float[Array, "E"], eps: float
+    x: Float[Array, "B T H E"], gate: Float[Array, "B T H*E"], gain: Float[Array, "E"], eps: float
 ) -> Float[Array, "B T H*E"]:
     """Returns the outputs of heads over their root mean square, times the gain, times SiLU of the gate."""
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     gain = gain.astype(gate.dtype)  # as the sampler has it
     x = x * jax.lax.rsqrt(mean_square + eps) * gain.astype(jnp.float32)
-    x = rearrange(x, "B H T E -> B T (H E)")
+    x = rearrange(x, "B T H E -> B T (H E)")
     return (x * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)

@@ -35,6 +35,7 @@ from core.sampling import Sampler
 from models import decoder
 from models.checkpoint import load_model
 from models.distribution import Distribution
+from models.packing import pack_rows
 from utils.devices.sharding import sharding_of
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
@@ -205,7 +206,8 @@ def shardings_on_eight_devices() -> None:
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
     settings = MODEL, ObjectiveConfig(), distribution
-    (grads, _), _ = accumulate(*settings, 1, params, (grads, np.float32(0)), batch)
+    packing = layout.put(pack_rows(np.arange(B), np.ones(B, int), np.full(B, T), T, 2 * T, 2 * T, shards=4))
+    (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
     same(grads)
     state, _ = apply_gradients(optimizer, 0, state, grads)
     same(state.params)

@@ -76,16 +76,17 @@ teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
 
 
 def random_batch() -> Batch:
-    """Ragged rows off the policy: many of their ratios are clipped."""
+    """Ragged rows off the policy, of two prompts: many of their ratios are clipped."""
     rng = np.random.default_rng(0)
     B, T = 2 * G, 60
-    prompts = rng.integers(6, 8, B)
+    prompts = np.repeat([6, 7], G)
     # In micro-batches of 128 tokens: two rows of up to 64 at a time, or four of up to 32, the last ones filled up.
     lengths = prompts + np.array([1, 50, 12, 47, 49, 5, 44, 48])
     columns = np.arange(T)
     mask = (columns >= prompts[:, None]) & (columns < lengths[:, None])
     mask[1, 20:23] = False  # forced tokens
     tokens = np.where(columns < lengths[:, None], rng.integers(0, MODEL.vocab_size, (B, T)), 0).astype(np.int32)
+    tokens = np.where(columns < prompts[:, None], tokens[np.arange(B) // G * G], tokens)
     true = np.asarray(teacher_forced(MODEL, random_params(), tokens, DISTRIBUTION)[0])
     old = np.where(mask, true + rng.normal(0, 0.3, (B, T)), 0).astype(np.float32)
     rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 0, 0])
@@ -204,7 +205,7 @@ def test_other_objectives_do_not_depend_on_how_the_batch_is_cut(name):
     cut = jax.tree.map(lambda batch: batch[::-1], with_garbage(with_reference(random_batch())))
     gradient, metrics_of_cut = update(cut, tokens_per_microbatch=128, **FAMILY[name])
     assert_same_gradient(gradient, whole)
-    for metric in metrics.keys() - {"speed/padding"}:
+    for metric in metrics.keys() - {"speed/padding", "speed/flops"}:
         value = metrics[metric]
         assert_close(metrics_of_cut[metric], value, GRADIENT, max(abs(value), SURPRISE), err_msg=metric)
 

@@ -39,7 +39,8 @@ class MemoryConfig:
     )
     tokens_per_microbatch: int = option(
         0,
-        "Tokens, padding included, on each device in one forward and backward pass; another number changes the "
+        "Tokens of rows, padding included, on each device in one forward and backward pass, which computes a prompt "
+        "that its rows share once, and hardly any padding; another number changes the "
         "order of sums, so results differ by rounding; 0: as many as fit in memory",
         resumable=True,
         essential=True,

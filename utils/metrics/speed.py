@@ -49,19 +49,20 @@ def sampling_bytes(model: Decoder, prompt_lengths: Counts, lengths: Counts) -> f
     return float(jnp.dtype(model.dtype).itemsize * num_read + row_bytes)
 
 
-def training_flops(model: Decoder, lengths: Counts) -> float:
+def training_flops(model: Decoder, lengths: Counts, num_tokens: int) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
-    They are 6 for each token and parameter, and those of causal attention. A token of linear attention makes three
+    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, and those of causal
+    attention of rows of these lengths. A token of linear attention makes three
     products with the memory: it reads the old value, writes the new one, and reads the output.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
     width = model.num_attention_layers * model.num_attention_heads * model.head_dim
-    products = 6 * model.num_matrix_parameters * lengths
+    products = 6 * model.num_matrix_parameters * num_tokens
     attention = 6 * width * lengths.astype(np.float64) ** 2
     memory_size = model.delta.memory_size if model.delta else 0
     recurrence = 18 * model.num_linear_layers * memory_size * lengths
-    return float((products + attention + recurrence).sum())
+    return float(products + (attention + recurrence).sum())
 
 
 def speed_metrics(

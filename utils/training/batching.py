@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 Tree = TypeVar("Tree")  # a pytree of [B, ...] arrays
+EMPTY = -1  # in the place of a row's number
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -85,28 +86,103 @@ def live_slots(slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards:
     return kept.ravel()
 
 
-class Microbatch(NamedTuple):
-    """Rows of similar length, and the shape that they are padded to."""
+class RowSizes(NamedTuple):
+    """Prompts and lengths of rows."""
 
-    rows: Int[np.ndarray, "R"]
-    num_rows: int
+    prompts: Int[np.ndarray, "B"]  # number of the prompt
+    prompt_lengths: Int[np.ndarray, "B"]
+    lengths: Int[np.ndarray, "B"]  # of prompt and completion
+
+    def select(self, rows: Int[np.ndarray, "R"]) -> "RowSizes":
+        """Returns the sizes of these rows; those of EMPTY are 0."""
+        return RowSizes(*(np.where(rows == EMPTY, 0, x[rows]) for x in self))
+
+
+class Microbatch(NamedTuple):
+    """Rows of similar length in equal parts for each shard, and the shape that they are packed in: see Packing."""
+
+    rows: Int[np.ndarray, "B"]  # EMPTY: none
     width: int
+    num_scored: int  # tokens of a shard
+    num_packed: int
 
 
 def plan_microbatches(
-    lengths: Int[np.ndarray, "B"], tokens_per_shard: int, shards: int, max_rows: int
-) -> Iterator[Microbatch]:
-    """Cuts rows into micro-batches of similar length and about `tokens_per_shard` tokens for each shard, longest first.
+    sizes: RowSizes,
+    tokens_per_shard: int,
+    shards: int,
+    max_rows: int,
+    attention_cost: float = 0.0,
+    is_fixed: bool = False,
+) -> list[Microbatch]:
+    """Cuts rows into micro-batches of about `tokens_per_shard` columns of rows for each shard, longest first.
 
-    The number of rows, a power of two for each shard, follows from the columns (and is no more than hold `max_rows`
-    rows): one compiled shape per bucket of lengths.
+    The cheaper of two orders is taken: by length, which leaves little padding to attention, or prompt by prompt, which
+    shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens. The number of rows follows
+    from the width, and is no more than hold `max_rows` rows; with `is_fixed` that of packed tokens too.
     """
-    order = np.argsort(lengths, kind="stable")
-    enough = power_above(-(-max_rows // shards))
+    num_prompts = sizes.prompts.max() + 1
+    longest_of_prompt = np.zeros(num_prompts, int)
+    np.maximum.at(longest_of_prompt, sizes.prompts, sizes.lengths)
+    longest = longest_of_prompt[sizes.prompts]
+    by_length = np.argsort(-sizes.lengths, kind="stable")
+    by_prompt = np.lexsort((sizes.prompts, -longest))
+    most_rows = power_above(-(-max_rows // shards))
+
+    def cost(plan: list[Microbatch]) -> float:
+        num_tokens = sum(part.num_packed for part in plan)
+        num_pairs = sum(len(part.rows) * part.width**2 for part in plan)
+        return num_tokens + attention_cost * num_pairs / shards
+
+    plans = []
+    for order in (by_length, by_prompt):
+        plan = cut_rows(order, sizes, tokens_per_shard, shards, most_rows, is_fixed)
+        plans.append(list(plan))
+    return min(plans, key=cost)
+
+
+def cut_rows(
+    order: Int[np.ndarray, "B"], sizes: RowSizes, tokens_per_shard: int, shards: int, most_rows: int, is_fixed: bool
+) -> Iterator[Microbatch]:
+    """Yields micro-batches of rows in this order: see plan_microbatches."""
     while order.size:
-        longest = int(lengths[order[-1]])
-        width = bucket(longest)
+        width = bucket(int(sizes.lengths[order].max()))
         fitting = power_below(max(1, tokens_per_shard // width))
-        num_rows = shards * min(enough, fitting)
-        yield Microbatch(order[-num_rows:], num_rows, width)
-        order = order[:-num_rows]
+        num_rows = min(most_rows, fitting)
+        end = shards * num_rows
+        parts = np.array_split(order[:end], shards)
+        order = order[end:]
+        num_scored = num_packed = num_rows * width
+        if not is_fixed:
+            part_sizes = [sizes.select(part) for part in parts]
+            num_tokens = max(packed_tokens(part) for part in part_sizes)
+            num_packed = fraction_above(num_tokens, num_packed, eighths=range(1, 9))
+            num_tokens = max(completion_tokens(part) for part in part_sizes)
+            num_scored = fraction_above(num_tokens, num_packed, eighths=(2, 4, 8))
+        yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
+
+
+def completion_tokens(sizes: RowSizes) -> int:
+    """Returns the tokens of all completions."""
+    return int((sizes.lengths - sizes.prompt_lengths).sum())
+
+
+def packed_tokens(sizes: RowSizes) -> int:
+    """Returns the tokens of a packing: those of completions, with the last one of the prompt, and of each prompt."""
+    _, firsts = np.unique(sizes.prompts, return_index=True)
+    prompt_tokens = np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
+    return completion_tokens(sizes) + int(prompt_tokens.sum())
+
+
+def fraction_above(n: int, whole: int, eighths: Sequence[int]) -> int:
+    """Returns the first of these eighths of `whole` that is no less than n."""
+    fractions = [-(-whole * i // 8) for i in eighths]
+    return next(fraction for fraction in fractions if fraction >= n)
+
+
+def pad_rows(parts: Sequence[Int[np.ndarray, "..."]], num_rows: int) -> Int[np.ndarray, "B"]:
+    """Returns the rows of all shards, `num_rows` of each, EMPTY ones behind those that are there."""
+    rows = np.full((len(parts), num_rows), EMPTY)
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part)] = part
+    return rows.ravel()

@@ -1,0 +1,204 @@
+"""Packs the tokens of rows: a prompt that rows share is computed once, and padding not at all.
+
+Products of tokens with weights are of packed tokens; attention, convolutions and recurrences are of rows. The last
+token of a prompt belongs to each row, as completion tokens do: from its state the first of them is drawn.
+
+Letters: B rows, T columns, S shards of rows, n tokens or slots, M packed tokens of a shard, K those that are scored.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from models.names import Array
+from utils.devices.sharding import constrain
+
+NOWHERE = 1 << 30
+
+
+class Packing(NamedTuple):
+    """Places of packed tokens in the rows of their shard, flattened, and numbers of packed tokens in the rows.
+
+    Padding has the place or the number NOWHERE, and reads as 0.
+    """
+
+    scored: Int[Array, "S K"]  # all tokens whose next one is scored; the rest of K are prompt tokens and padding
+    others: Int[Array, "S N"]  # M = K + N
+    numbers: Int[Array, "B T"]  # NOWHERE also where an earlier row of the shard has the token of a shared prompt
+    first_row: Int[Array, "B"]  # of the shard, with this row's prompt
+
+    @property
+    def places(self) -> Int[Array, "S M"]:
+        """Returns the places of all packed tokens."""
+        return jnp.concatenate([self.scored, self.others], axis=1)
+
+    @property
+    def num_slots(self) -> int:
+        """Returns the number of packed tokens of all shards with padding."""
+        return self.scored.size + self.others.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of packed tokens of all shards without padding."""
+        return int((self.numbers != NOWHERE).sum())
+
+
+def pack_rows(
+    prompts: Int[np.ndarray, "B"],
+    prompt_lengths: Int[np.ndarray, "B"],
+    lengths: Int[np.ndarray, "B"],
+    width: int,
+    num_scored: int,
+    num_packed: int,
+    shards: int,
+) -> Packing:
+    """Returns the packing of rows of `width` columns; rows of a shard with equal `prompts` share one.
+
+    Empty rows have length 0.
+    """
+    prompts = prompts.reshape(shards, -1)
+    prompt_lengths = prompt_lengths.reshape(shards, -1)
+    lengths = lengths.reshape(shards, -1)
+    parts = []
+    for shard in range(shards):
+        sizes = prompts[shard], prompt_lengths[shard], lengths[shard]
+        part = pack_shard(*sizes, width, num_packed)
+        parts.append(part)
+    places, numbers, first_rows = map(np.stack, zip(*parts, strict=True))
+    scored = places[:, :num_scored]
+    others = places[:, num_scored:]
+    return Packing(scored, others, numbers.reshape(-1, width), first_rows.ravel())
+
+
+def pack_shard(
+    prompts: Int[np.ndarray, "b"],
+    prompt_lengths: Int[np.ndarray, "b"],
+    lengths: Int[np.ndarray, "b"],
+    width: int,
+    num_packed: int,
+) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"]]:
+    """Returns places, numbers and first rows of one shard: see Packing."""
+    num_rows = len(prompts)
+    _, firsts, prompt_numbers = np.unique(prompts, return_index=True, return_inverse=True)
+    first_row = firsts[prompt_numbers]
+    columns = np.arange(width)
+    last_of_prompt = prompt_lengths[:, None] - 1
+    is_prompt = columns < last_of_prompt
+    is_scored = ~is_prompt & (columns < lengths[:, None] - 1)
+    is_first = first_row == np.arange(num_rows)
+    is_computed = is_prompt & is_first[:, None]
+    tokens = np.flatnonzero(is_scored)
+    tokens = np.append(tokens, np.flatnonzero(is_computed))
+    places = np.full(num_packed, NOWHERE, np.int32)
+    places[: len(tokens)] = tokens
+    numbers = np.full(num_rows * width, NOWHERE, np.int32)
+    numbers[tokens] = np.arange(len(tokens))
+    return places, numbers, first_row.astype(np.int32)
+
+
+def read(x: Shaped[Array, "n ..."], places: Int[Array, "m"]) -> Shaped[Array, "m ..."]:
+    """Returns x[places], 0 for NOWHERE."""
+    return x.at[places].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def move(x: Float[Array, "n ..."], places: Int[Array, "m"], numbers: Int[Array, "n"]) -> Float[Array, "m ..."]:
+    """Returns x[places], 0 for NOWHERE; `numbers` leads back, so that the gradient is not a scatter, which is slow."""
+    return read(x, places)
+
+
+def move_forward(
+    x: Float[Array, "n ..."], places: Int[Array, "m"], numbers: Int[Array, "n"]
+) -> tuple[Float[Array, "m ..."], Int[Array, "n"]]:
+    """Returns what `move` does, and what its gradient needs."""
+    return read(x, places), numbers
+
+
+def move_backward(
+    numbers: Int[Array, "n"], gradient: Float[Array, "m ..."]
+) -> tuple[Float[Array, "n ..."], None, None]:
+    """Returns the gradient of `move` with respect to x."""
+    return read(gradient, numbers), None, None
+
+
+move.defvjp(move_forward, move_backward)
+
+
+def by_shard(x: Shaped[Array, "B T ..."], packing: Packing) -> Shaped[Array, "S n ..."]:
+    """Returns the rows of each shard one behind the other."""
+    return x.reshape(len(packing.scored), -1, *x.shape[2:])
+
+
+def pack_ids(x: Int[Array, "B T ..."], packing: Packing | None) -> Int[Array, "S M ..."]:
+    """Returns the packed tokens' ids; without a packing those of rows."""
+    if packing is None:
+        return x
+    return jax.vmap(read)(by_shard(x, packing), packing.places)
+
+
+def packed_positions(num_columns: int, packing: Packing | None) -> Int[Array, "*S M"]:
+    """Returns the columns of packed tokens; without a packing those of each row."""
+    return jnp.arange(num_columns) if packing is None else packing.places % num_columns
+
+
+def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S M ..."]:
+    """Returns what an array over rows holds of the packed tokens; without a packing the array."""
+    if packing is None:
+        return x
+    rows = by_shard(x, packing)
+    numbers = by_shard(packing.numbers, packing)
+    packed = jax.vmap(move)(rows, packing.places, numbers)
+    return constrain(packed, "rows")
+
+
+def unpack(x: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
+    """Returns rows of what packed tokens hold, a shared prompt in each of its rows; without a packing the array."""
+    if packing is None:
+        return x
+    numbers = by_shard(packing.numbers, packing)
+    rows = jax.vmap(move)(x, numbers, packing.places)
+    rows = rows.reshape(*packing.numbers.shape, *x.shape[2:])
+    rows = constrain(rows, "rows")
+    return share_prompts(rows, packing)
+
+
+def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Array, "B T ..."]:
+    """Copies the columns of a shared prompt from the first row that has it.
+
+    By a product with zeros and ones, whose gradient adds up rows without a scatter.
+    """
+    num_shards = len(packing.scored)
+    first_rows = packing.first_row.reshape(num_shards, -1)
+    is_first = jax.nn.one_hot(first_rows, first_rows.shape[1], dtype=rows.dtype)
+    of_shards = rows.reshape(num_shards, -1, *rows.shape[1:])
+    copies = jnp.einsum("sij,sj...->si...", is_first, of_shards, precision=jax.lax.Precision.HIGHEST)
+    is_own = packing.numbers != NOWHERE
+    is_own = is_own.reshape(*is_own.shape, *[1] * (rows.ndim - 2))
+    return jnp.where(is_own, rows, copies.reshape(rows.shape))
+
+
+def scored_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Float[Array, "S K D"]:
+    """Returns the states that the tokens to score come from; without a packing those of all but the first column."""
+    return hidden[:, :-1] if packing is None else hidden[:, : packing.scored.shape[1]]
+
+
+def scored_ids(x: Int[Array, "B T ..."], packing: Packing | None) -> Int[Array, "S K ..."]:
+    """Returns the ids of the tokens to score."""
+    if packing is None:
+        return x[:, 1:]
+    next_places = packing.scored + 1
+    return jax.vmap(read)(by_shard(x, packing), next_places)
+
+
+def scores_of_columns(scores: Float[Array, "S K"], packing: Packing | None) -> Float[Array, "B T"]:
+    """Returns each token's score in its own column, 0 where it is not scored."""
+    if packing is not None:
+        numbers = by_shard(packing.numbers, packing)
+        scores = jax.vmap(move)(scores, numbers, packing.scored)
+        scores = scores.reshape(packing.numbers.shape)
+        scores = scores[:, :-1]
+    padding = (0, 0), (1, 0)
+    return jnp.pad(scores, padding)

@@ -1,0 +1,155 @@
+"""Rows and their packed tokens: the same scores and gradients, and as few tokens as there are."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import decoder
+from models.checkpoint import load_model
+from models.decoder import make_critic
+from models.names import CRITIC, VALUE_HEAD
+from models.packing import Packing, pack, pack_rows, unpack
+from tests.helpers import ROOT, assert_close, gradient_depth, slow
+from utils.training.batching import EMPTY, RowSizes, plan_microbatches
+
+FIXTURES = ROOT / "tests/fixtures"
+GROUP_SIZE = 4
+
+
+def random_sizes(num_groups: int, seed: int = 0) -> RowSizes:
+    """Returns the sizes of groups in a random order, prompts of 5 to 20 tokens."""
+    rng = np.random.default_rng(seed)
+    prompts = np.repeat(np.arange(num_groups), GROUP_SIZE)
+    prompt_lengths = rng.integers(5, 21, num_groups)[prompts]
+    lengths = prompt_lengths + rng.integers(1, 40, prompts.size)
+    order = rng.permutation(prompts.size)
+    return RowSizes(prompts, prompt_lengths, lengths).select(order)
+
+
+def tokens_of(sizes: RowSizes, width: int, vocabulary: int = 64) -> np.ndarray:
+    """Returns rows that begin with the prompts of their numbers, padded with 0."""
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(1, vocabulary, (sizes.prompts.max() + 1, width))
+    completions = rng.integers(1, vocabulary, (sizes.prompts.size, width))
+    columns = np.arange(width)
+    tokens = np.where(columns < sizes.prompt_lengths[:, None], prompts[sizes.prompts], completions)
+    return np.where(columns < sizes.lengths[:, None], tokens, 0).astype(np.int32)
+
+
+@pytest.mark.parametrize("attention_cost", [0.0, 1.0])  # prompt by prompt; by length
+@pytest.mark.parametrize("shards", [1, 4])
+def test_microbatches_hold_every_row_once_and_every_token(shards, attention_cost):
+    sizes = random_sizes(num_groups=12)
+    plan = plan_microbatches(sizes, 512, shards, sizes.prompts.size, attention_cost)
+    rows = np.concatenate([part.rows for part in plan])
+    assert sorted(rows[rows != EMPTY]) == list(range(sizes.prompts.size))
+    num_tokens = 0
+    for rows, *shape in plan:
+        part = sizes.select(rows)
+        packing = pack_rows(*part, *shape, shards)
+        prefixes = set()
+        for shard, numbers in enumerate(np.split(np.arange(rows.size), shards)):
+            for row in numbers:
+                prompt = part.prompts[row], part.prompt_lengths[row]
+                prefixes |= {(shard, prompt, column) for column in range(part.prompt_lengths[row] - 1)}
+        expected = len(prefixes) + int((part.lengths - part.prompt_lengths).sum())
+        assert packing.num_tokens == expected
+        assert len(rows) * shape[0] <= 512 * shards and packing.num_slots <= len(rows) * shape[0]
+        num_tokens += expected
+    whole_prompts = (sizes.prompt_lengths - 1).sum()
+    shared_prompts = whole_prompts / GROUP_SIZE
+    num_completion_tokens = (sizes.lengths - sizes.prompt_lengths).sum()
+    most = whole_prompts if attention_cost else shared_prompts * (1 + shards / 2)  # shards may cut groups
+    assert shared_prompts <= num_tokens - num_completion_tokens <= most
+
+
+def test_plans_with_fixed_shapes_depend_on_the_width_alone():
+    shapes = {}
+    for seed in range(5):
+        for part in plan_microbatches(random_sizes(12, seed), 256, 2, 48, is_fixed=True):
+            shape = part.rows.size, part.num_scored, part.num_packed
+            assert shapes.setdefault(part.width, shape) == shape
+
+
+def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
+    num_tokens = sizes.prompts.size * width // shards
+    return pack_rows(*sizes, width, num_tokens * 3 // 4, num_tokens, shards)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_unpacked_rows_are_those_that_were_packed(shards):
+    """Values and gradients, against indexing in NumPy."""
+    sizes, width = random_sizes(num_groups=4), 64
+    tokens = tokens_of(sizes, width)
+    packing = packing_of(sizes, width, shards)
+    rng = np.random.default_rng(2)
+    table = rng.standard_normal((64, width, 3)).astype(np.float32)  # of a token in a column
+    rows = table[tokens, np.arange(width)]
+    packed, pull = jax.vjp(partial(pack, packing=packing), rows)
+    places = np.asarray(packing.places)
+    flat = rows.reshape(shards, -1, 3)
+    for shard in range(shards):
+        is_token = places[shard] < flat.shape[1]
+        np.testing.assert_array_equal(packed[shard][is_token], flat[shard][places[shard][is_token]])
+        assert not np.any(packed[shard][~is_token])
+    unpacked, pull_rows = jax.vjp(partial(unpack, packing=packing), packed)
+    is_computed = np.arange(width) < sizes.lengths[:, None] - 1  # a last token's state scores none
+    np.testing.assert_array_equal(unpacked[is_computed], rows[is_computed])
+    direction = np.where(is_computed[..., None], rng.standard_normal(rows.shape), 0).astype(np.float32)
+    (of_packed,) = pull_rows(jnp.asarray(direction))
+    (of_rows,) = pull(of_packed)
+    expected = np.zeros_like(direction)
+    for shard in np.split(np.arange(len(rows)), shards):
+        for row in shard:
+            first = next(i for i in shard if sizes.prompts[i] == sizes.prompts[row])
+            num_shared = sizes.prompt_lengths[row] - 1
+            expected[first, :num_shared] += direction[row, :num_shared]
+            expected[row, num_shared:] += direction[row, num_shared:]
+    np.testing.assert_allclose(of_rows, expected, atol=1e-5)
+
+
+MODELS = ["qwen3-tied", "qwen3moe-tied", "qwen3_5-tied", *slow("gemma3-tied", "qwen3-tied critic")]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
+    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic."""
+    name, _, critic = case.partition(" ")
+    model, params, _ = load_model(FIXTURES / name)
+    if critic:
+        params |= {CRITIC: make_critic(model, params)}
+        params[CRITIC][VALUE_HEAD] += 0.1
+    sizes, width = random_sizes(num_groups=2), 64
+    tokens = tokens_of(sizes, width, model.vocab_size)
+    columns = np.arange(width)
+    is_completion = (columns >= sizes.prompt_lengths[:, None]) & (columns < sizes.lengths[:, None])
+    rng = np.random.default_rng(3)
+    routes = None
+    if model.num_experts:
+        experts = np.tile(np.arange(1, model.num_experts + 1), (*tokens.shape, model.num_hidden_layers, 1))
+        some = rng.permuted(experts, axis=-1)[..., : model.num_experts_per_tok]
+        routes = np.where(is_completion[..., None, None], some, 0).astype(np.int16)
+    weights = np.where(is_completion, rng.standard_normal(tokens.shape), 0).astype(np.float32)
+
+    @partial(jax.jit, static_argnums=2)
+    def gradient(params, packing, is_packed):
+        def loss(params):
+            packed = packing if is_packed else None
+            scores = decoder.score_tokens(model, params, tokens, routes=routes, packing=packed)
+            total = sum(x for x in scores if x is not None)
+            return jnp.sum(weights * total), scores.logprobs
+
+        (_, logprobs), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return logprobs, grads
+
+    logprobs, expected = gradient(params, None, False)
+    found_logprobs, found = gradient(params, packing_of(sizes, width, 2), True)
+    depth = gradient_depth(model, width, tokens.size)
+    assert_close(found_logprobs[is_completion], logprobs[is_completion], depth, 20.0)
+    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    assert size > 0.1
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, depth, size)
