@@ -88,7 +88,7 @@ def random_batch() -> Batch:
     tokens = np.where(columns < lengths[:, None], rng.integers(0, MODEL.vocab_size, (B, T)), 0).astype(np.int32)
     tokens = np.where(columns < prompts[:, None], tokens[np.arange(B) // G * G], tokens)
     true = np.asarray(teacher_forced(MODEL, random_params(), tokens, DISTRIBUTION)[0])
-    old = np.where(mask, true + rng.normal(0, 0.3, (B, T)), 0).astype(np.float32)
+    old = np.where(mask, true + rng.normal(0, 0.31, (B, T)), 0).astype(np.float32)
     rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 0, 0])
     batch = Batch(tokens, mask, np.where(mask, true, 0), rewards, lengths, prompts, old_logprobs=old, group_size=G)
     return compute_advantages(batch, CONFIG.objective)

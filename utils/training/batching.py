@@ -137,8 +137,19 @@ def plan_microbatches(
     plans = []
     for order in (by_length, by_prompt):
         plan = cut_rows(order, sizes, tokens_per_shard, shards, most_rows, is_fixed)
-        plans.append(list(plan))
+        plans.append(with_one_shape_per_width(list(plan)))
     return min(plans, key=cost)
+
+
+def with_one_shape_per_width(plan: list[Microbatch]) -> list[Microbatch]:
+    """Returns the micro-batches with the largest shape of those of their width, so that less is compiled."""
+    shaped = []
+    for part in plan:
+        same_width = [other for other in plan if other.width == part.width]
+        num_scored = max(other.num_scored for other in same_width)
+        num_packed = max(other.num_packed for other in same_width)
+        shaped.append(Microbatch(part.rows, part.width, num_scored, num_packed))
+    return shaped
 
 
 def cut_rows(
@@ -156,9 +167,9 @@ def cut_rows(
         if not is_fixed:
             part_sizes = [sizes.select(part) for part in parts]
             num_tokens = max(packed_tokens(part) for part in part_sizes)
-            num_packed = fraction_above(num_tokens, num_packed, eighths=range(1, 9))
+            num_packed = fraction_above(num_tokens, num_packed, eighths=(2, 3, 4, 6, 8))
             num_tokens = max(completion_tokens(part) for part in part_sizes)
-            num_scored = fraction_above(num_tokens, num_packed, eighths=(2, 4, 8))
+            num_scored = fraction_above(num_tokens, num_packed, eighths=(4, 8))
         yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
 
 
