@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from models.attention import choose_kernel
 from models.deltanet import DeltaShape
 from models.experts import choose_product
-from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, in_out_axes, is_matrix
+from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, decode_axes, is_matrix
 from models.rotary import Scaling
 
 
@@ -202,7 +202,7 @@ class Decoder:
                 if not is_matrix(name, len(spec.shape)):
                     layer[name] = spec
                     continue
-                order = in_out_axes(name)
+                order = decode_axes(name)
                 shape = tuple(spec.shape[i] for i in order)
                 axes = tuple(spec.axes[i] for i in order)
                 layer[name + TRANSPOSED] = Spec(shape, axes)

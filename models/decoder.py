@@ -44,7 +44,7 @@ from models.names import (
     Params,
     PolicyParams,
     Weights,
-    in_out_axes,
+    decode_axes,
     is_matrix,
 )
 from models.packing import (
@@ -372,7 +372,7 @@ def transpose_matrices(layer: LayerParams) -> LayerParams:
     weights = {}
     for name, array in layer.items():
         if is_matrix(name, array.ndim):
-            weights[name + TRANSPOSED] = array.transpose(in_out_axes(name))
+            weights[name + TRANSPOSED] = array.transpose(decode_axes(name))
         else:
             weights[name] = array
     return weights

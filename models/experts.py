@@ -5,23 +5,25 @@ and one of its experts.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from absl import flags
-from einops import rearrange, reduce
+from einops import rearrange, reduce, repeat
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from models.names import TRANSPOSED, Array, LayerParams, in_out_axes
-from utils.devices.sharding import ROWS, constrain, num_shards
+from models.names import TRANSPOSED, Array, LayerParams, decode_axes
+from utils.devices.sharding import ROWS, num_shards
 
 Tokens = Float[Array, "B T D"]
 Activation = Callable[[Array], Array]
 Product = Callable[[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, "E"]], Float[Array, "M F"]]
+Pair = tuple[Float[Array, "D"], Int[Array, ""], Float[Array, ""]]  # a token, its expert's number, the expert's weight
 # A dense product of so few tokens takes no longer than reading the weights, and a batch of them reads nearly all: H100
 # and TPU v5e make 300 and 240 multiplications for each byte that they read.
 FEW_TOKENS = 256
@@ -31,10 +33,10 @@ Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 
 
 
 class Experts(NamedTuple):
-    """Matrices of all experts of a layer: those of one MLP of width E F."""
+    """Matrices of all experts of a layer: those of one MLP of width E F, and each expert's adjacent in memory."""
 
-    gate: Float[Array, "D E F"]
-    up: Float[Array, "D E F"]
+    gate: Float[Array, "E F D"]
+    up: Float[Array, "E F D"]
     down: Float[Array, "E F D"]
 
 
@@ -45,6 +47,9 @@ class Routing(NamedTuple):
     weights: Float[Array, "B T k"]
 
 
+Computation = Callable[[Experts, Tokens, Routing], Tokens]
+
+
 def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
     """Returns the matrices of a layer's experts, which are stored as in the file or transposed."""
     matrices = []
@@ -52,7 +57,7 @@ def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
         name = f"mlp.experts.*.{projection}.weight"
         matrix = layer.get(name + TRANSPOSED)
         if matrix is None:
-            matrix = layer[name].astype(dtype).transpose(in_out_axes(name))
+            matrix = layer[name].astype(dtype).transpose(decode_axes(name))
         matrices.append(matrix)
     return Experts(*matrices)
 
@@ -94,44 +99,69 @@ def mix_experts(
     """Computes the weighted sum of the outputs of each token's experts with the product that was chosen."""
     shards = num_shards(mesh, "rows") if mesh else 1
     num_tokens = x.shape[0] * x.shape[1] // shards
-    if product == "dense" or num_tokens <= FEW_TOKENS:
-        return dense_experts(experts, x, routing, activation)
-    return partitioned_experts(experts, x, routing, activation, PRODUCTS[product], mesh)
+    num_pairs = num_tokens * routing.ids.shape[2]
+    num_experts = len(experts.down)
+    if num_pairs <= num_experts // 2:
+        compute = partial(separate_experts, activation=activation, is_loop=product == "ragged")
+    elif product == "dense" or num_tokens <= FEW_TOKENS:
+        compute = partial(dense_experts, activation=activation)
+    else:
+        compute = partial(grouped_experts, activation=activation, product=PRODUCTS[product])
+    return compute(experts, x, routing) if mesh is None else partitioned_experts(experts, x, routing, compute, mesh)
 
 
-def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation) -> Tokens:
-    """Computes all experts of all tokens, as one wide MLP; experts that a token is not sent to have weight 0."""
-    is_chosen = jax.nn.one_hot(routing.ids, experts.down.shape[0], dtype=x.dtype)
-    weights = jnp.einsum("btk,btke->bte", routing.weights, is_chosen)
-    gate = jnp.einsum("btd,def->btef", x, experts.gate)
-    gate = constrain(gate, "rows", None, "experts", "mlp")
-    up = jnp.einsum("btd,def->btef", x, experts.up)
-    up = constrain(up, "rows", None, "experts", "mlp")
-    hidden = activation(gate) * up * weights[..., None]
-    return jnp.einsum("btef,efd->btd", hidden, experts.down)
-
-
-def partitioned_experts(
-    experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: Product, mesh: Mesh
-) -> Tokens:
+def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: Computation, mesh: Mesh) -> Tokens:
     """Computes the experts of each device's rows there; `tp` cuts the width of every expert, as that of an MLP.
 
     XLA cannot partition a kernel. Whole experts on each device would be as many bytes, but not as much work: routers
     are not balanced.
     """
-    is_cut = experts.gate.shape[2] % mesh.shape["tp"] == 0
-    width = "tp" if is_cut else None
-    inward = PartitionSpec(None, None, width)
-    outward = PartitionSpec(None, width, None)
+    is_cut = experts.down.shape[1] % mesh.shape["tp"] == 0
+    cut = PartitionSpec(None, "tp" if is_cut else None)
     rows = PartitionSpec(ROWS)
 
-    def compute(experts: Experts, x: Tokens, routing: Routing) -> Tokens:
-        out = grouped_experts(experts, x, routing, activation, product)
+    def compute_shard(experts: Experts, x: Tokens, routing: Routing) -> Tokens:
+        out = compute(experts, x, routing)
         return jax.lax.psum(out, "tp") if is_cut else out
 
-    in_specs = Experts(inward, inward, outward), rows, rows
-    per_device = jax.shard_map(compute, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
+    in_specs = Experts(cut, cut, cut), rows, rows
+    per_device = jax.shard_map(compute_shard, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
     return per_device(experts, x, routing)
+
+
+def separate_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, is_loop: bool) -> Tokens:
+    """Computes each pair of a token and an expert by itself, for so few that most experts need not be read.
+
+    All pairs at once, or in a loop for a TPU: there a gather of matrices lays out all of them anew, while on a GPU an
+    iteration of a loop copies the matrices that it takes (bench/compiled.py).
+    """
+    k = routing.ids.shape[2]
+
+    def compute_pair(pair: Pair) -> Float[Array, "D"]:
+        token, number, weight = pair
+        gate, up, down = (jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in experts)
+        hidden = activation(gate @ token) * (up @ token) * weight
+        return jnp.matmul(hidden, down, preferred_element_type=jnp.float32)
+
+    tokens = repeat(x, "B T D -> (B T k) D", k=k)
+    pairs = tokens, routing.ids.reshape(-1), routing.weights.reshape(-1)
+    outputs = jax.lax.map(compute_pair, pairs) if is_loop else jax.vmap(compute_pair)(pairs)
+    outputs = outputs.reshape(*routing.ids.shape, -1)
+    return outputs.sum(2).astype(x.dtype)
+
+
+def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation) -> Tokens:
+    """Computes all experts of all tokens, as one wide MLP; experts that a token is not sent to have weight 0."""
+    num_experts = len(experts.down)
+    is_chosen = jax.nn.one_hot(routing.ids, num_experts, dtype=x.dtype)
+    weights = jnp.einsum("btk,btke->bte", routing.weights, is_chosen)
+    gate, up, down = (rearrange(matrices, "E F D -> (E F) D") for matrices in experts)
+    tokens = rearrange(x, "B T D -> (B T) D")
+    hidden = activation(tokens @ gate.T) * (tokens @ up.T)
+    hidden = rearrange(hidden, "M (E F) -> M E F", E=num_experts)
+    hidden = hidden * rearrange(weights, "B T E -> (B T) E 1")
+    out = rearrange(hidden, "M E F -> M (E F)") @ down
+    return out.reshape(x.shape)
 
 
 def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: Product) -> Tokens:
@@ -141,8 +171,8 @@ def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: A
     order = jnp.argsort(expert_of_pair)
     sizes = jnp.bincount(expert_of_pair, length=experts.down.shape[0])
     tokens = rearrange(x, "B T D -> (B T) D")[order // k]
-    gate = product(tokens, rearrange(experts.gate, "D E F -> E D F"), sizes)
-    up = product(tokens, rearrange(experts.up, "D E F -> E D F"), sizes)
+    gate = product(tokens, rearrange(experts.gate, "E F D -> E D F"), sizes)
+    up = product(tokens, rearrange(experts.up, "E F D -> E D F"), sizes)
     outputs = product(activation(gate) * up, experts.down, sizes)
     place_of_pair = jnp.argsort(order)
     outputs = rearrange(outputs[place_of_pair], "(B T k) D -> B T k D", B=B, T=T)

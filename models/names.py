@@ -9,7 +9,7 @@ HEAD = "lm_head.weight"  # untied models only
 LAYERS = "model.layers"
 CRITIC = "critic"  # params[CRITIC] exists in training only and is not saved with the model
 VALUE_HEAD = "v_head.weight"  # of the critic
-TRANSPOSED = ".T"  # suffix of the name of a matrix in [in, out] layout
+TRANSPOSED = ".T"  # suffix of the name of a matrix in the layout of `decode_axes`
 EXPERT = "*"  # in the name of a parameter that is stacked over experts, in the place of an expert's number
 
 
@@ -18,11 +18,11 @@ def is_matrix(name: str, num_axes: int) -> bool:
     return num_axes == 2 or EXPERT in name
 
 
-def in_out_axes(name: str) -> tuple[int, ...]:
-    """Returns the order of axes that makes [in, out] of a matrix; experts [E, out, in] are those of one wide MLP."""
+def decode_axes(name: str) -> tuple[int, ...]:
+    """Returns the order of axes in which sampling reads a matrix: [in, out]; of experts [expert, width, hidden]."""
     if EXPERT not in name:
         return 1, 0
-    return (0, 2, 1) if "down_proj" in name else (2, 0, 1)
+    return (0, 2, 1) if "down_proj" in name else (0, 1, 2)
 
 
 Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is

@@ -32,7 +32,7 @@ logits = jax.jit(decoder.logits, static_argnums=0)
 def arguments(rows: int, columns: int) -> tuple[jax.Array, Experts, jax.Array, jax.Array]:
     """Returns a router, matrices, tokens, and a direction to multiply outputs by."""
     rng = np.random.default_rng(0)
-    shapes = (D, E), (D, E, F), (D, E, F), (E, F, D)
+    shapes = (D, E), (E, F, D), (E, F, D), (E, F, D)
     router, *matrices = (jnp.float32(rng.normal(0, 0.5, shape)) for shape in shapes)
     x, direction = (jnp.float32(rng.standard_normal((rows, columns, D))) for _ in range(2))
     return router, Experts(*matrices), x, direction
@@ -68,8 +68,8 @@ def loop_over_tokens(normalize: bool, chosen: np.ndarray):
             probs = jnp.exp(token @ router) / jnp.exp(token @ router).sum()
             output = 0
             for i in ids:
-                gate = token @ matrices.gate[:, i]
-                hidden = gate / (1 + jnp.exp(-gate)) * (token @ matrices.up[:, i])
+                gate = token @ matrices.gate[i].T
+                hidden = gate / (1 + jnp.exp(-gate)) * (token @ matrices.up[i].T)
                 output += probs[i] * (hidden @ matrices.down[i])
             outputs.append(output / probs[ids].sum() if normalize else output)
         return jnp.stack(outputs).reshape(x.shape)
@@ -90,6 +90,20 @@ def test_experts_equal_a_loop_over_tokens(product, normalize, monkeypatch):
     expected = outputs_and_gradients(loop_over_tokens(normalize, chosen), *values)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, 3 * (2 * D + E + F) + 10)  # sums over tokens, too
+
+
+@pytest.mark.parametrize("product", ["dense", "ragged"])
+def test_a_single_token_reads_its_own_experts_alone(product):
+    """Matrices of the others hold no numbers, and the result is the same, with its gradient."""
+    router, matrices, x, direction = arguments(1, 1)
+    chosen = np.argsort(x @ router).reshape(-1, E)[:, -K:]
+    is_other = np.isin(np.arange(E), chosen, invert=True)
+    broken = Experts(*(matrix.at[is_other].set(np.nan) for matrix in matrices))
+    f = mixture(product, True, single_device().mesh)
+    outputs, *gradients = outputs_and_gradients(f, router, broken, x, direction)
+    expected = outputs_and_gradients(loop_over_tokens(True, chosen), router, matrices, x, direction)
+    for one, other in zip((outputs, *gradients), expected, strict=True):
+        assert_close(one, other, 3 * (2 * D + E + F) + 10)
 
 
 def test_recorded_experts_are_weighted_by_the_router_of_today():
@@ -150,7 +164,7 @@ def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
     values = jnp.abs(router).at[:, 3].set(-1), matrices, jnp.abs(x), direction
     for product in ("dense", "ragged"):
         _, _, gate, up, down, _ = outputs_and_gradients(mixture(product, True, single_device().mesh), *values)
-        assert not gate[:, 3].any() and not up[:, 3].any() and not down[3].any()
+        assert not gate[3].any() and not up[3].any() and not down[3].any()
         assert gate.any() and up.any() and down.any()
 
 
@@ -171,14 +185,15 @@ def test_products_are_chosen_by_device(monkeypatch):
 
 
 def same_layer_on_four_devices() -> None:
-    """Asserts that a sorted product is the same on meshes that cut experts, and where their width does not divide."""
-    values = arguments(4, 3)
-    expected = outputs_and_gradients(mixture("dense", True, None), *values)
-    for mesh in ("tp=2,fsdp=2", "tp=4", "data=2,fsdp=2"):  # 6 is no multiple of 4
-        layout = make_layout(DeviceConfig(mesh=mesh))
-        found = outputs_and_gradients(mixture("ragged", True, layout.mesh), *values)
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other, 3 * (2 * D + E + F) + 12, err_msg=mesh)
+    """Asserts that sorted and separate products are the same on meshes, also where the width does not divide."""
+    for columns in (3, 1):  # with one, a device of data=2,fsdp=2 has a single token
+        values = arguments(4, columns)
+        expected = outputs_and_gradients(mixture("dense", True, None), *values)
+        for mesh in ("tp=2,fsdp=2", "tp=4", "data=2,fsdp=2"):  # 6 is no multiple of 4
+            layout = make_layout(DeviceConfig(mesh=mesh))
+            found = outputs_and_gradients(mixture("ragged", True, layout.mesh), *values)
+            for one, other in zip(found, expected, strict=True):
+                assert_close(one, other, 3 * (2 * D + E + F) + 12, err_msg=mesh)
 
 
 def same_model_on_four_devices() -> None:
