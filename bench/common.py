@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from models.architecture import Decoder, is_spec
 from models.checkpoint import CONFIG, default_dtype, load_model, read_config, read_json, save_model
 from models.decoder import init_params
+from models.families import text_config
 from models.names import Params
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import Layout
@@ -33,6 +34,9 @@ SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels o
     "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128),
     "Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128),
 }
+# config.json of published models, without fields that are not read. Sources: their pages on the hub; of Qwen3.5-4B
+# slime's scripts/models/qwen3.5-4B.sh, and transformers' defaults for the sizes of its DeltaNets.
+PUBLISHED = ROOT / "bench/shapes.json"
 
 
 Figure = str | float
@@ -64,7 +68,10 @@ class RowsConfig:
 
 
 def shape(name: str, **more: Setting) -> Decoder:
-    """Returns the architecture of a named shape."""
+    """Returns the architecture of a named shape, or of a published model."""
+    if name not in SHAPES:
+        config = text_config(read_json(PUBLISHED)[name], PUBLISHED)
+        return Decoder(**read_config(config, PUBLISHED), **more)
     vocabulary, width, mlp, layers, heads, key_heads, channels = SHAPES[name]
     tied = name != "Qwen3-8B"
     return Decoder(vocabulary, width, mlp, layers, heads, key_heads, channels, tie_word_embeddings=tied, **more)

@@ -1,10 +1,10 @@
 """Memory of training on one GPU, by model size and option: what XLA's compiled programs for it need.
 
-    PYTHONPATH=~/h200 JAX_PLATFORMS=cpu python bench/memory.py --shapes Qwen3-0.6B,Qwen3-1.7B
+    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/memory.py --shapes Qwen3-0.6B,Qwen3-1.7B
 
-Needs what bench/h200.py needs, cuDNN's libraries included. `update` and `optimiser` are the larger of the two programs'
-peaks with all that is held beside them; `sampling` holds the state, the copy that samples, the cache at full length and
-what decoding needs. All in GB (1e9 bytes).
+Needs what bench/compiled.py needs, cuDNN's libraries included. `update` and `optimiser` are the larger of the two
+programs' peaks with all that is held beside them; `sampling` holds the state, the copy that samples, the cache at full
+length and what decoding needs. All in GB (1e9 bytes).
 """
 
 import sys
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from bench import h200
+from bench import compiled
 from bench.common import report, shape
 from core.config import Config
 from core.sampling import SamplingConfig
@@ -77,21 +77,21 @@ class Command(Config):
 
 def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
     """Returns GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser, and of sampling."""
-    state = h200.state_shapes(model, layout, config)
+    state = compiled.state_shapes(model, layout, config)
     held = bytes_on_device(state)
     width = config.row_length
     num_rows = max(1, config.memory.tokens_per_microbatch // width)
-    update = bytes_on_device(state.opt_state) + h200.train_step(model, layout, num_rows, width, config).peak
+    update = bytes_on_device(state.opt_state) + compiled.train_step(model, layout, num_rows, width, config).peak
     sizes = measure_sizes(config.memory, model, layout, state, None, width)
     estimate = update_bytes(sizes, model, model.remat, num_rows * width, width)
-    optimiser = h200.apply_gradients(model, layout, config).peak
+    optimiser = compiled.apply_gradients(model, layout, config).peak
     num_sampled = config.sampling.inference_batch_per_device
-    sampling = held + h200.decode_segment(model, layout, num_sampled, width).peak
+    sampling = held + compiled.decode_segment(model, layout, num_sampled, width).peak
     return [x / GB for x in (held, update, estimate, optimiser, sampling)]
 
 
 def main(config: Command) -> None:
-    layout = h200.imagine()
+    layout = compiled.imagine("h200")
     options = {"as given": {}} if config.table.given else OPTIONS
     table = []
     for name in config.table.shapes.split(","):

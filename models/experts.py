@@ -107,7 +107,9 @@ def mix_experts(
         compute = partial(dense_experts, activation=activation)
     else:
         compute = partial(grouped_experts, activation=activation, product=PRODUCTS[product])
-    return compute(experts, x, routing) if mesh is None else partitioned_experts(experts, x, routing, compute, mesh)
+    if mesh is None:
+        return compute(experts, x, routing)
+    return partitioned_experts(experts, x, routing, compute, mesh)
 
 
 def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: Computation, mesh: Mesh) -> Tokens:
@@ -139,15 +141,21 @@ def separate_experts(experts: Experts, x: Tokens, routing: Routing, activation: 
 
     def compute_pair(pair: Pair) -> Float[Array, "D"]:
         token, number, weight = pair
-        gate, up, down = (jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in experts)
-        hidden = activation(gate @ token) * (up @ token) * weight
-        return jnp.matmul(hidden, down, preferred_element_type=jnp.float32)
+        take = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+        gate = take(experts.gate) @ token
+        up = take(experts.up) @ token
+        hidden = activation(gate) * up * weight
+        return jnp.matmul(hidden, take(experts.down), preferred_element_type=jnp.float32)
 
     tokens = repeat(x, "B T D -> (B T k) D", k=k)
     pairs = tokens, routing.ids.reshape(-1), routing.weights.reshape(-1)
-    outputs = jax.lax.map(compute_pair, pairs) if is_loop else jax.vmap(compute_pair)(pairs)
+    if is_loop:
+        outputs = jax.lax.map(compute_pair, pairs)
+    else:
+        outputs = jax.vmap(compute_pair)(pairs)
     outputs = outputs.reshape(*routing.ids.shape, -1)
-    return outputs.sum(2).astype(x.dtype)
+    total = outputs.sum(axis=2)
+    return total.astype(x.dtype)
 
 
 def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation) -> Tokens:
@@ -155,12 +163,15 @@ def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Act
     num_experts = len(experts.down)
     is_chosen = jax.nn.one_hot(routing.ids, num_experts, dtype=x.dtype)
     weights = jnp.einsum("btk,btke->bte", routing.weights, is_chosen)
-    gate, up, down = (rearrange(matrices, "E F D -> (E F) D") for matrices in experts)
+    weights = rearrange(weights, "B T E -> (B T) E 1")
+    wide = jax.tree.map(lambda matrices: rearrange(matrices, "E F D -> (E F) D"), experts)
     tokens = rearrange(x, "B T D -> (B T) D")
-    hidden = activation(tokens @ gate.T) * (tokens @ up.T)
+    gate = tokens @ wide.gate.T
+    up = tokens @ wide.up.T
+    hidden = activation(gate) * up
     hidden = rearrange(hidden, "M (E F) -> M E F", E=num_experts)
-    hidden = hidden * rearrange(weights, "B T E -> (B T) E 1")
-    out = rearrange(hidden, "M E F -> M (E F)") @ down
+    hidden = rearrange(hidden * weights, "M E F -> M (E F)")
+    out = hidden @ wide.down
     return out.reshape(x.shape)
 
 
@@ -170,10 +181,12 @@ def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: A
     expert_of_pair = routing.ids.reshape(-1)
     order = jnp.argsort(expert_of_pair)
     sizes = jnp.bincount(expert_of_pair, length=experts.down.shape[0])
-    tokens = rearrange(x, "B T D -> (B T) D")[order // k]
-    gate = product(tokens, rearrange(experts.gate, "E F D -> E D F"), sizes)
-    up = product(tokens, rearrange(experts.up, "E F D -> E D F"), sizes)
-    outputs = product(activation(gate) * up, experts.down, sizes)
+    tokens = rearrange(x, "B T D -> (B T) D")
+    tokens = tokens[order // k]
+    gate = product(tokens, experts.gate.swapaxes(1, 2), sizes)
+    up = product(tokens, experts.up.swapaxes(1, 2), sizes)
+    hidden = activation(gate) * up
+    outputs = product(hidden, experts.down, sizes)
     place_of_pair = jnp.argsort(order)
     outputs = rearrange(outputs[place_of_pair], "(B T k) D -> B T k D", B=B, T=T)
     return reduce(outputs * routing.weights[..., None], "B T k D -> B T D", "sum")

@@ -63,7 +63,7 @@ def test_a_cpu_gets_small_microbatches():
     assert (plan.remat, plan.tokens_per_microbatch) == ("none", 2048)
 
 
-# GB that `accumulate` needs in all, as compiled for an H200, 16 rows x 1024 tokens: bench/h200.py
+# GB that `accumulate` needs in all, as compiled for an H200, 16 rows x 1024 tokens: bench/compiled.py
 COMPILED = {
     ("Qwen3-0.6B", "plain", "none"): 79.9, ("Qwen3-0.6B", "plain", "dots"): 20.2, ("Qwen3-0.6B", "plain", "full"): 9.6,
     ("Qwen3-0.6B", "cudnn", "none"): 49.3, ("Qwen3-0.6B", "cudnn", "dots"): 19.4, ("Qwen3-0.6B", "cudnn", "full"): 8.6,

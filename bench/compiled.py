@@ -1,0 +1,486 @@
+"""Compiles the sampler and an update for accelerators on a machine without any, and reads what the compiler made.
+
+    pip install --no-deps --target ~/compilers jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2 "libtpu==0.0.42.*"
+    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --target h200,v5p --models Llama-3.2-3B
+    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --target v5p --models Qwen3-30B-A3B --mesh fsdp=8
+
+The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention by
+cuDNN needs the libraries of nvidia-cudnn-cu13 in LD_LIBRARY_PATH too, a mixture of experts on a GPU tokamax. Nothing is
+timed, and kernels of GPUs are not tuned: a matrix product may be another one on the device. What can be read is memory,
+and what each iteration of a loop does: copies, collectives, bytes. tests/test_compiled.py asserts it.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.extend import backend
+from jax.sharding import AxisType, Mesh
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
+
+from bench import hlo
+from bench.common import Figure, report, shape
+from core import learner, sampling
+from core.config import Config
+from core.learner import Learner
+from core.sampling import Sampler, SamplingConfig
+from models import architecture
+from models.architecture import Decoder, Spec
+from models.names import EMBED, EXPERT, LAYERS, Params
+from utils.devices.compilation import Programs, with_shardings
+from utils.devices.memory import fit_memory, measure_sizes, update_bytes
+from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
+from utils.devices.startup import arrange_devices, parse_mesh
+from utils.metrics.speed import PEAKS
+from utils.settings.config import group, option, parse
+from utils.settings.errors import UserError
+from utils.training.batching import bucket
+from utils.training.optimizers import make_optimizer
+from utils.training.state import TrainState
+
+
+class Target(NamedTuple):
+    """An accelerator."""
+
+    kind: str  # of device, as JAX names it: a row of PEAKS
+    platform: str
+    memory: int  # bytes that a program may use
+    cache: int = 0  # bytes of the L2 of a GPU
+    num_axes: int = 0  # of the torus of a TPU slice
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of its memory."""
+        return PEAKS[self.kind][1]
+
+
+TARGETS = {  # memory: of GPUs what CUDA reports, of TPUs what the compiler allows
+    "h200": Target("NVIDIA H200", "cuda", 150754820096, 62914560),
+    "h100": Target("NVIDIA H100 80GB HBM3", "cuda", 84930000000, 52428800),
+    "v5e": Target("TPU v5 lite", "tpu", int(15.75 * 2**30), num_axes=2),
+    "v6e": Target("TPU v6 lite", "tpu", int(31.25 * 2**30), num_axes=2),
+    "v5p": Target("TPU v5", "tpu", int(95.74 * 2**30), num_axes=3),
+}
+# What the compiler asks about a GPU. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
+HOPPER = """
+platform_name: "CUDA"
+device_description_str: "{kind}"
+runtime_version {{ major: 13 }}
+dnn_version_info {{ major: 9 minor: 15 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {cache}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+}}
+"""
+SLICES = {  # chips of a TPU slice: its torus, by the number of axes
+    2: {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 256: "16x16"},
+    3: {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"},
+}
+LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks Google's cloud which chips this machine has
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else one process at a time
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # of no effect but that libtpu does not warn
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+PLUGINS = {"cuda": ("jax_plugins", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)}
+CONFIG = Config()
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """Table."""
+
+    target: str = option("h200", f"Accelerators, with commas between: {', '.join(TARGETS)}")
+    models: str = option("Qwen3-0.6B", "Names of shapes (bench/common.py, bench/shapes.json), with commas between")
+    layers: str = option("", "Two numbers of layers, from which rollouts are extrapolated; empty: all are compiled")
+    json: str = option("", "File for the figures; empty: not written")
+
+
+@dataclass(frozen=True)
+class TableSampling(SamplingConfig):
+    """Sampling."""
+
+    num_generation_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Command(Config):
+    """Programs of a run on accelerators."""
+
+    table: TableConfig = group(TableConfig)
+    sampling: TableSampling = group(TableSampling)
+
+
+def has_compiler(target: str) -> bool:
+    """True if XLA's compiler for this accelerator is installed."""
+    return all(importlib.util.find_spec(name) for name in PLUGINS[TARGETS[target].platform])
+
+
+@dataclass(frozen=True)
+class Imagined(Layout):
+    """A mesh of devices that are not there: arrays are put there as their shapes."""
+
+    target: Target
+
+    @property
+    def device_memory(self) -> int:
+        """Returns the bytes that a program may use on each device."""
+        return self.target.memory
+
+    def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
+        x = np.asarray(x)
+        return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+class ImaginedLearner(Learner):
+    """A learner whose sums of gradients are shapes."""
+
+    def zero_sums(self, params: Params) -> tuple[Params, jax.ShapeDtypeStruct]:
+        dtype = self.config.memory.grad_dtype or "float32"
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
+        return grads, self.layout.put(np.float32(0))
+
+
+def imagine(target: str, **sizes: int) -> Imagined:
+    """Returns accelerators of one host or slice as a mesh of these sizes, for example fsdp=4, tp=2.
+
+    Raises: UserError for a number of TPUs that is no slice.
+    """
+    sizes = dict.fromkeys(MESH_AXES, 1) | sizes
+    num_devices = math.prod(sizes.values())
+    if TARGETS[target].platform == "cuda":
+        devices = gpu_topology(target, num_devices).devices
+        backend.get_default_device = lambda: devices[0]  # tokamax asks it which kernels there are
+        grid = np.array(devices).reshape(list(sizes.values()))
+    else:
+        devices = tpu_topology(target, num_devices).devices
+        grid = arrange_devices(sizes, devices)
+    return Imagined(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3), TARGETS[target])
+
+
+def gpu_topology(target: str, num_devices: int) -> topologies.TopologyDescription:
+    """Returns the GPUs of one host."""
+    gpu = TARGETS[target]
+    config = HOPPER.format(kind=gpu.kind, memory=gpu.memory, bandwidth=int(gpu.bandwidth), cache=gpu.cache)
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{num_devices}")
+
+
+def tpu_topology(target: str, num_devices: int) -> topologies.TopologyDescription:
+    """Returns the chips of a TPU slice. Raises UserError for a number of chips that is none."""
+    torus = SLICES[TARGETS[target].num_axes].get(num_devices)
+    if torus is None:
+        sizes = ", ".join(map(str, SLICES[TARGETS[target].num_axes]))
+        raise UserError(f"--mesh has {num_devices} devices, a slice of {target} has {sizes}")
+    os.environ.update(LIBTPU | os.environ)
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if num_devices == 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{target}:{torus}", **bounds)
+
+
+class Program(NamedTuple):
+    """A compiled program; sizes are bytes of one device."""
+
+    function: str
+    compiled: jax.stages.Compiled
+    arguments: tuple[PyTree, ...]
+    seconds: float
+
+    @property
+    def hlo(self) -> str:
+        return self.compiled.as_text()
+
+    @property
+    def peak(self) -> int:
+        """Bytes that are in use at once: arguments, results that do not take their place, and temporaries."""
+        m = self.compiled.memory_analysis()
+        return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+    @property
+    def added(self) -> int:
+        """Bytes of the peak that are no arguments."""
+        return self.peak - self.compiled.memory_analysis().argument_size_in_bytes
+
+    @property
+    def temporaries(self) -> int:
+        return self.compiled.memory_analysis().temp_size_in_bytes
+
+
+def compile_for(function: Callable, *arguments: PyTree) -> Program:
+    """Compiles a jitted function for shapes that lie on the devices of an imagined layout."""
+    clock = time.perf_counter()
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
+    devices = next((x.device_set for x in shardings if isinstance(x, jax.sharding.Sharding)), jax.devices())
+    platform = next(iter(devices)).platform
+    options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else None  # tuning needs the device
+    compiled = function.lower(*arguments).compile(compiler_options=options)
+    return Program(function.__name__, compiled, arguments, time.perf_counter() - clock)
+
+
+def compile_until(programs: Programs, function: Callable) -> Iterator[Program]:
+    """Yields compiled programs, the last of them the first one of a function."""
+    results = None
+    while True:
+        next_function, arguments = programs.send(results)
+        program = compile_for(next_function, *arguments)
+        yield program
+        if next_function is function:
+            return
+        results = with_shardings(program.compiled.out_info, program.compiled.output_shardings)
+
+
+def parameter_shapes(model: Decoder, layout: Layout) -> Params:
+    """Returns the parameters of a model, as shapes laid out on the devices."""
+
+    def lay_out(spec: Spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec))
+
+    return jax.tree.map(lay_out, model.parameter_table(), is_leaf=architecture.is_spec)
+
+
+def rows(layout: Layout, *sizes: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array as Layout.put lays it out."""
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.rows if sizes else layout.replicated)
+
+
+def cache_elements(model: Decoder, layout: Layout, num_slots: int, width: int) -> int:
+    """Returns the elements that one device holds of the keys of a layer."""
+    heads = model.num_key_value_heads // layout.mesh.shape["tp"]
+    return num_slots // layout.row_shards * heads * width * model.head_dim
+
+
+def sampling_programs(
+    model: Decoder, layout: Layout, num_slots: int, width: int, group_size: int = 4, prompt_columns: int = 64
+) -> Iterator[Program]:
+    """Compiles what a rollout runs, up to a segment of `width` steps and columns, which is the last."""
+    sampler = Sampler(model, width, (0,), segment=width, prompt_columns=prompt_columns, layout=layout)
+    num_prompts = num_slots // group_size
+    num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
+    programs = sampler.programs(parameter_shapes(model, layout), num_prompts, group_size)
+    return compile_until(programs, sampling.decode_segment)
+
+
+def decode_segment(model: Decoder, layout: Layout, num_slots: int, width: int, group_size: int = 4) -> Program:
+    """Compiles a segment of `width` steps and columns as the sampler runs it."""
+    return list(sampling_programs(model, layout, num_slots, width, group_size))[-1]
+
+
+def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
+    """Compiles the gradient of a micro-batch of so many rows on each device, added up."""
+    programs = learner_programs(model, layout, num_rows, width, config)
+    return list(compile_until(programs, learner.accumulate))[-1]
+
+
+def apply_gradients(model: Decoder, layout: Layout, config: Config = CONFIG) -> Program:
+    """Compiles an optimiser step."""
+    programs = dict(learner_programs(model, layout, 1, 32, config))
+    return compile_for(learner.apply_gradients, *programs[learner.apply_gradients])
+
+
+def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config) -> Programs:
+    """Yields the programs of training on rows of `width` columns, so many on each device."""
+    optimizer = make_optimizer(config.optimizer)
+    state = state_shapes(model, layout, config)
+    imagined = ImaginedLearner(model, optimizer, layout, config, width, num_rows * width, has_fixed_shapes=True)
+    return imagined.programs(state, width)
+
+
+def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
+    """Returns the training state as shapes, moments laid out like their parameters."""
+    params = parameter_shapes(model, layout)
+    parameters = {path: x for path, x in jax.tree.leaves_with_path(params)}
+
+    def lay_out(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        suffixes = (path[i:] for i in range(len(path)))
+        parameter = next((parameters[suffix] for suffix in suffixes if suffix in parameters), None)
+        is_moment = parameter is not None and parameter.shape == x.shape
+        sharding = parameter.sharding if is_moment else layout.replicated
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    opt_state = jax.eval_shape(make_optimizer(config.optimizer).init, params)
+    return TrainState(params, jax.tree.map_with_path(lay_out, opt_state), rows(layout), rows(layout))
+
+
+def row_length(config: Command) -> int:
+    """Returns the columns of the longest row."""
+    return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
+
+
+class Training(NamedTuple):
+    """Bytes on one device."""
+
+    held: float  # parameters and moments
+    update: float  # while a micro-batch's gradient is added up
+    estimate: float  # of the same, by utils/devices/memory.py
+    optimiser: float
+
+
+class Rollout(NamedTuple):
+    """Bytes on one device, beside what is held; and those that a decode step moves."""
+
+    copying: float  # while the weights that sampling reads are made
+    peak: float  # of the other programs
+    step: float  # read and written
+    least: float  # that must be: weights but for experts without tokens, caches, states
+    experts: float  # read of experts
+    least_experts: float
+    num_collectives: float
+    sent: float  # that collectives return
+
+
+def measure_training(config: Command, model: Decoder, layout: Imagined, num_tokens: int) -> Training:
+    """Compiles an update with micro-batches of `num_tokens`."""
+    state = state_shapes(model, layout, config)
+    width = row_length(config)
+    update = train_step(model, layout, max(1, num_tokens // width), width, config)
+    num_rows = len(update.arguments[-1].tokens) // layout.row_shards
+    sizes = measure_sizes(config.memory, model, layout, state, None, width)
+    return Training(
+        sizes.held,
+        bytes_on_device(state.opt_state) + update.peak,
+        update_bytes(sizes, model, model.remat, num_rows * width, width),
+        apply_gradients(model, layout, config).peak,
+    )
+
+
+def measure_rollout(config: Command, model: Decoder, layout: Imagined) -> Rollout:
+    """Compiles the programs of a rollout, and reads its last decode segment."""
+    programs = rollout_programs(config, model, layout)
+    text = programs[-1].hlo
+    step = max(hlo.loop_traffic(text, layout.target.cache).values(), key=lambda part: part.num_bytes)
+    sent = hlo.collectives(text)
+    least, least_experts = least_bytes(model, layout, programs[-1])
+    return Rollout(
+        *sampling_peaks(programs),
+        step.num_bytes,
+        least,
+        expert_bytes(model, layout, text, step),
+        least_experts,
+        len(sent),
+        sum(line.num_bytes for line in sent),
+    )
+
+
+def rollout_programs(config: Command, model: Decoder, layout: Imagined) -> list[Program]:
+    """Compiles the programs of a rollout with the longest completions."""
+    prompt_columns = bucket(config.sampling.prompt_length)
+    num_columns = bucket(config.sampling.num_generation_tokens)
+    num_slots = config.sampling.inference_batch_per_device * layout.row_shards
+    group_size = config.update.group_size
+    return list(sampling_programs(model, layout, num_slots, num_columns, group_size, prompt_columns))
+
+
+def sampling_peaks(programs: list[Program]) -> tuple[int, int]:
+    """Returns the bytes beside the training state while weights for sampling are made, and at the peak of the rest."""
+    by_name = {program.function: program for program in programs}
+    weights = by_name["decode_weights"].compiled.memory_analysis().output_size_in_bytes
+    gathering = weights + by_name["gather_cache"].peak
+    return by_name["decode_weights"].added, max(by_name["prefill"].peak, by_name["decode_segment"].peak, gathering)
+
+
+def least_bytes(model: Decoder, layout: Layout, program: Program) -> tuple[float, float]:
+    """Returns the bytes that a decode step must read and, for states, write; and those of experts among them.
+
+    Experts as many as the rows of a device choose if all are equally likely.
+    """
+    weights, prompts, caches = program.arguments[3:6]
+    num_rows = len(program.arguments[8]) // layout.row_shards
+    num_bytes = bytes_on_device((weights, prompts, caches))
+    if not model.tie_word_embeddings:
+        num_bytes -= bytes_on_device(weights[EMBED])
+    num_bytes += num_rows * model.state_bytes // layout.mesh.shape["tp"]
+    if not model.num_experts:
+        return num_bytes, 0
+    share = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** num_rows
+    whole = bytes_on_device([[x for name, x in layer.items() if EXPERT in name] for layer in weights[LAYERS]])
+    return num_bytes - whole + share * whole, share * whole
+
+
+def expert_bytes(model: Decoder, layout: Layout, text: str, step: hlo.Traffic) -> int:
+    """Returns the bytes that a decode step reads of the matrices of experts, which have a size of their own."""
+    size = model.expert_parameters(model.num_experts) // (3 * model.num_hidden_layers) // layout.mesh.shape["tp"]
+    lines = (line for body in hlo.computations(text).values() for line in body)
+    elements = {line.name: line.elements for line in lines}
+    return sum(num_bytes for name, num_bytes in step.read.items() if size and elements.get(name) == size)
+
+
+def with_layers(model: Decoder, num_layers: int) -> Decoder:
+    """Returns the architecture with the first layers only."""
+    return replace(model, num_hidden_layers=num_layers, layer_types=model.layer_types[:num_layers])
+
+
+def measure_layers(config: Command, model: Decoder, layout: Imagined) -> Rollout:
+    """Returns what a rollout needs; with --layers extrapolated from two numbers of layers, which are alike."""
+    depths = [int(depth) for depth in filter(None, config.table.layers.split(","))]
+    if not depths:
+        return measure_rollout(config, model, layout)
+    few, more = (measure_rollout(config, with_layers(model, depth), layout) for depth in depths)
+    factor = (model.num_hidden_layers - depths[0]) / (depths[1] - depths[0])
+    return Rollout(*(a + factor * (b - a) for a, b in zip(few, more, strict=True)))
+
+
+def table_row(config: Command, target: str, name: str) -> tuple[Figure, ...]:
+    """Returns a row of the table, for the settings that a run would choose on these devices."""
+    layout = imagine(target, **parse_mesh(config.devices.mesh))
+    model = shape(name, dtype="bfloat16", mesh=layout.mesh)
+    state = state_shapes(model, layout, config)
+    num_rows = config.sampling.inference_batch_per_device
+    plan = fit_memory(config.memory, model, layout, state, None, row_length(config), num_rows)
+    model = replace(model, remat=plan.remat)
+    training = measure_training(config, model, layout, plan.tokens_per_microbatch)
+    rollout = measure_layers(config, model, layout)
+    sampling = training.held + rollout.copying, training.held + rollout.peak
+    memory = *training, *sampling, layout.target.memory
+    moved = rollout.step, rollout.least, rollout.experts, rollout.least_experts, rollout.sent
+    return (
+        name,
+        target,
+        config.devices.mesh or "1",
+        plan.remat,
+        plan.tokens_per_microbatch,
+        *(x / GB for x in (*memory, *moved)),
+        rollout.num_collectives,
+        num_rows * layout.target.bandwidth / rollout.step,
+    )
+
+
+COLUMNS = (
+    "model", "target", "mesh", "--remat", "--tokens_per_microbatch", "held", "update", "estimated", "optimiser",
+    "making weights", "sampling", "of", "decode step", "at least", "of experts", "at least ", "collectives return",
+    "collectives", "tokens/s at most",
+)  # fmt: skip
+
+
+def main(config: Command) -> None:
+    table = []
+    for name in config.table.models.split(","):
+        for target in config.table.target.split(","):
+            table.append(table_row(config, target, name))
+            print(dict(zip(COLUMNS, table[-1], strict=True)), flush=True)
+    num_rows = config.sampling.inference_batch_per_device
+    title = f"GB of one device; rows of {row_length(config)} tokens, {num_rows} sampled at a time"
+    report(title, COLUMNS, table, {"jax": jax.__version__}, config.table.json)
+
+
+if __name__ == "__main__":
+    main(parse(Command, sys.argv[1:], __doc__))

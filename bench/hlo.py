@@ -1,0 +1,284 @@
+"""Reads optimised HLO, the text of a compiled program: its loops, its collectives, its traffic with memory.
+
+A line is an instruction: `%name = results op(%operands), attributes`. Space 1 and up in the layout of an array,
+`S(1)`, is on the chip (VMEM of a TPU); everything else is in the device's memory (HBM).
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+ITEMSIZE = {
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4,
+    "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
+}  # fmt: skip
+FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant"}  # instructions that move no data
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
+SLICES = ("dynamic-slice", "gather", "slice")  # they read as much of their first operand as they return
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)\n\}$", re.S | re.M)  # "\n}" alone is in attributes
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+
+
+class Buffer(NamedTuple):
+    """An array among the results of an instruction."""
+
+    elements: int
+    num_bytes: int
+    is_in_memory: bool
+
+
+class Instruction(NamedTuple):
+    """A line of optimised HLO."""
+
+    name: str
+    op: str
+    operands: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    line: str
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest result."""
+        return max((buffer.elements for buffer in self.buffers), default=0)
+
+    @property
+    def elements_in_memory(self) -> int:
+        """Elements of the largest result that is written to the device's memory, not to that of the chip."""
+        results = self.buffers[:1] if self.op == "copy-start" else self.buffers  # the others are its operand
+        return max((buffer.elements for buffer in results if buffer.is_in_memory), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the results that are in the device's memory."""
+        return sum(buffer.num_bytes for buffer in self.buffers if buffer.is_in_memory)
+
+    @property
+    def calls(self) -> str:
+        """Name of the computation that it runs; empty: none."""
+        return attribute(self.line, "calls|to_apply")
+
+
+Computations = dict[str, list[Instruction]]
+
+
+def attribute(line: str, names: str) -> str:
+    """Returns the computation that an attribute names; empty: there is no such attribute."""
+    match = re.search(rf"(?:{names})=%?([\w.\-]+)", line)
+    return match[1] if match else ""
+
+
+def computations(hlo: str) -> Computations:
+    """Returns the instructions of each computation, by its name."""
+    parsed = {}
+    for name, body in COMPUTATION.findall(hlo):
+        lines = map(read_instruction, body.splitlines())
+        parsed[name] = [line for line in lines if line]
+    return parsed
+
+
+def read_instruction(line: str) -> Instruction | None:
+    """Returns the instruction of a line; None: it holds none."""
+    match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+    if not match:
+        return None
+    rest = line[match.end() :]
+    results, call = split_at(rest, " ")
+    op, _, rest = call.partition("(")
+    arguments, _ = split_at(rest, ")")
+    operands = re.findall(r"%([\w.\-]+)", arguments)
+    return Instruction(match[1], op, tuple(operands), read_buffers(results), line.strip())
+
+
+def split_at(text: str, letter: str) -> tuple[str, str]:
+    """Returns what is before and behind the first such letter that is in no brackets."""
+    depth = 0
+    for i, x in enumerate(text):
+        if x == letter and depth == 0:
+            return text[:i], text[i + 1 :]
+        depth += x in "([{"
+        depth -= x in ")]}"
+    return text, ""
+
+
+def read_buffers(results: str) -> tuple[Buffer, ...]:
+    """Returns the arrays in the type of an instruction's results."""
+    buffers = []
+    for dtype, dims, layout in ARRAY.findall(results):
+        elements = math.prod(int(size) for size in dims.split(",") if size)
+        is_in_memory = not re.search(r"S\([1-9]", layout)
+        buffers.append(Buffer(elements, elements * ITEMSIZE.get(dtype, 0), is_in_memory))
+    return tuple(buffers)
+
+
+def loop_bodies(hlo: str) -> Computations:
+    """Returns the computations that while loops repeat, by name."""
+    parsed = computations(hlo)
+    names = dict.fromkeys(re.findall(r"body=%?([\w.\-]+)", hlo))
+    return {name: parsed[name] for name in names}
+
+
+def large_moves(hlo: str, num_elements: int) -> list[str]:
+    """Returns what each iteration of a loop writes in pieces of at least `num_elements`: all but updates in place."""
+    parsed = computations(hlo)
+    moves = []
+
+    def is_update(instruction: Instruction) -> bool:
+        if instruction.op in ("fusion", "call"):
+            inner = [line for line in parsed[instruction.calls] if line.elements_in_memory >= num_elements]
+            return all(is_update(line) for line in inner if line.op not in FREE)
+        return instruction.op == "dynamic-update-slice"
+
+    for name, body in loop_bodies(hlo).items():
+        for line in body:
+            is_large = line.elements_in_memory >= num_elements and line.op not in {*FREE, "while"}
+            if is_large and not is_update(line):
+                moves.append(f"{name}: {line.line[:160]}")
+    return moves
+
+
+def collectives(hlo: str) -> list[Instruction]:
+    """Returns what devices send each other in each iteration of a loop."""
+    lines = (line for body in loop_bodies(hlo).values() for line in body)
+    return [line for line in lines if line.op.startswith(COLLECTIVES) and not line.op.endswith("-done")]
+
+
+class Traffic(NamedTuple):
+    """Bytes that one run of a computation reads from and writes to the device's memory."""
+
+    read: dict[str, int]  # by operand
+    written: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.read.values()) + self.written
+
+
+def loop_traffic(hlo: str, cache: int = 0) -> dict[str, Traffic]:
+    """Returns the traffic of one iteration of each loop, by the name of its body.
+
+    Arrays that an iteration makes for itself do not leave a cache of so many bytes (of a GPU) that they fit into.
+    """
+    parsed = computations(hlo)
+    return {name: traffic(parsed, name, cache) for name in loop_bodies(hlo)}
+
+
+def traffic(parsed: Computations, name: str, cache: int = 0) -> Traffic:
+    """Returns the traffic of one run of a computation, with that of the loops in it.
+
+    What a kernel (custom-call) is given counts as read once, and slices count as much as they return.
+    """
+    sources = {line.name: line for line in parsed[name]}
+    cached = {line.name for line in parsed[name] if is_cached(parsed, name, line, cache)}
+    read, written = {}, 0
+
+    def add(part: dict[str, int], times: int = 1) -> None:
+        for operand, num_bytes in part.items():
+            read[operand] = read.get(operand, 0) + times * num_bytes
+
+    for line in parsed[name]:
+        if line.op in FREE or line.op.endswith("-done"):
+            continue
+        if line.op in ("while", "conditional", "call"):
+            parts = [traffic(parsed, body, cache) for body in called(line)]
+            largest = max(parts, key=lambda part: part.num_bytes)
+            trips = num_trips(parsed, line)
+            add(largest.read, trips)
+            written += trips * largest.written
+        elif line.op in ("copy-start", "slice-start"):
+            source, copied = sources[line.operands[0]], async_result(line)
+            add({source.name: copied.num_bytes * (source.memory_bytes > 0)})
+            written += copied.num_bytes * copied.is_in_memory
+        else:
+            for i, operand in enumerate(line.operands):
+                whole = sources[operand].memory_bytes if operand not in cached else 0
+                add({operand: bytes_used(parsed, name, line, i, whole)})
+            if line.name not in cached:
+                written += bytes_written(parsed, name, line, line.memory_bytes)
+    return Traffic(read, written)
+
+
+def is_cached(parsed: Computations, name: str, line: Instruction, cache: int) -> bool:
+    """True if an array is made in this computation, not in the place of another, and fits into the cache."""
+    while line.op in ("bitcast", "get-tuple-element"):
+        line = find(parsed[name], line.operands[0])
+    is_made = line.op not in FREE and not line.op.endswith(("-start", "-done"))
+    is_small = line.memory_bytes <= cache
+    return is_made and is_small and bytes_written(parsed, name, line, line.memory_bytes) == line.memory_bytes
+
+
+def called(line: Instruction) -> list[str]:
+    """Returns the computations of a loop, a branch or a call."""
+    names = attribute(line.line, "body|to_apply|calls")
+    branches = re.search(r"branch_computations=\{([^}]*)\}", line.line)
+    return re.findall(r"[\w.\-]+", branches[1]) if branches else [names]
+
+
+def num_trips(parsed: Computations, line: Instruction) -> int:
+    """Returns how often a loop from 0 runs, by the number in its condition; 1: it is no loop."""
+    condition = parsed.get(attribute(line.line, "condition"), [])
+    numbers = [re.search(r"constant\((\d+)\)", x.line) for x in condition]
+    return max((int(number[1]) for number in numbers if number), default=1)
+
+
+def async_result(line: Instruction) -> Buffer:
+    """Returns the new array of an asynchronous copy: the first result, that of a slice the second."""
+    return line.buffers[line.op == "slice-start"]
+
+
+def bytes_used(parsed: Computations, name: str, line: Instruction, i: int, whole: int) -> int:
+    """Returns the bytes that an instruction reads of its operand number `i`, which has `whole` bytes."""
+    if moves_nothing(parsed, line):
+        return bytes_read(parsed, name, line.name, whole)
+    if i == 0 and line.op in SLICES:
+        return min(whole, line.num_bytes)
+    if i == 0 and line.op == "dynamic-update-slice":
+        return 0
+    if line.op == "fusion":
+        inner = parsed[line.calls]
+        parameter = next(x for x in inner if x.op == "parameter" and f"parameter({i})" in x.line)
+        return bytes_read(parsed, line.calls, parameter.name, whole)
+    return whole
+
+
+def moves_nothing(parsed: Computations, line: Instruction) -> bool:
+    """True if an instruction in a fusion only gives another shape to its operand."""
+    if line.op == "fusion":
+        return all(x.op in FREE for x in parsed[line.calls])
+    return line.op == "bitcast"
+
+
+def bytes_read(parsed: Computations, name: str, value: str, whole: int) -> int:
+    """Returns the bytes that a fused computation reads of one of its values: all its users', once at most."""
+    total = 0
+    for line in parsed[name]:
+        for i, operand in enumerate(line.operands):
+            if operand == value:
+                total += bytes_used(parsed, name, line, i, whole)
+    return min(total, whole)
+
+
+def find(lines: list[Instruction], name: str) -> Instruction:
+    """Returns the instruction of this name."""
+    return next(line for line in lines if line.name == name)
+
+
+def bytes_written(parsed: Computations, name: str, line: Instruction, whole: int) -> int:
+    """Returns the bytes that an instruction writes: of an update in place only what is new."""
+    if line.op == "dynamic-update-slice":
+        return min(whole, find(parsed[name], line.operands[1]).num_bytes)
+    if line.op == "fusion":
+        root = next(x for x in parsed[line.calls] if x.line.startswith("ROOT"))
+        return bytes_written(parsed, line.calls, root, whole)
+    if line.op == "bitcast":
+        return bytes_written(parsed, name, find(parsed[name], line.operands[0]), whole)
+    if line.op == "tuple":
+        results = [find(parsed[name], operand) for operand in line.operands]
+        return min(whole, sum(bytes_written(parsed, name, x, x.memory_bytes) for x in results))
+    if line.op == "custom-call":
+        return min(whole, line.buffers[0].num_bytes)  # the others are its workspace
+    return whole

@@ -1,0 +1,206 @@
+"""What XLA makes of the sampler and of the train step, read in its programs for GPUs, TPUs and, for small models, CPU.
+
+Programs for accelerators need compilers that bench/compiled.py tells how to install.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from bench import compiled, hlo
+from bench.common import shape
+from models import decoder
+from models.architecture import Decoder
+from utils.devices.sharding import single_device
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+
+def needs(target: str) -> pytest.MarkDecorator:
+    """Returns the mark of a test that compiles for an accelerator."""
+    missing = f"needs XLA's compiler for {target}: see bench/compiled.py"
+    return pytest.mark.skipif(not compiled.has_compiler(target), reason=missing)
+
+
+needs_h200 = needs("h200")
+needs_tpu = needs("v5p")
+B, S = 256, 1024  # slots, columns of the cache
+ROWS, T = 4, 1024  # of each device, their columns
+MESHES = {"fsdp": {"fsdp": 8}, "fsdp and tp": {"fsdp": 4, "tp": 2}, "tp": {"tp": 8}}
+MODEL = shape("Qwen3-0.6B", dtype="bfloat16")
+FEW = replace(MODEL, num_hidden_layers=4)  # where layers are alike
+
+
+def assert_in_place(program: compiled.Program, model: Decoder, layout) -> None:
+    """No iteration copies, transposes or slices as much as a layer's keys, and memory holds one cache."""
+    elements = compiled.cache_elements(model, layout, B, S)
+    assert not hlo.large_moves(program.hlo, elements)
+    assert hlo.loop_bodies(program.hlo)
+    cache = 2 * model.num_hidden_layers * elements * jnp.dtype(model.dtype).itemsize
+    assert program.temporaries < cache / 4
+
+
+@pytest.mark.parametrize("channels", [64, 32])
+def test_decoding_writes_the_cache_in_place_on_cpu(channels):
+    model = Decoder(512, 128, 256, 3, 4, 2, channels)
+    assert_in_place(compiled.decode_segment(model, single_device(), B, S), model, single_device())
+
+
+def test_decoding_copies_no_experts_on_cpu():
+    model = Decoder(512, 128, 256, 3, 4, 2, 64, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96)
+    program = compiled.decode_segment(model, single_device(), 32, 256)
+    assert hlo.loop_bodies(program.hlo)
+    assert not hlo.large_moves(program.hlo, model.expert_parameters(16) // 3 // model.num_hidden_layers)
+
+
+def test_bytes_are_counted_as_they_are_moved():
+    """By operand: a slice as much as it returns, an update in place as much as is new, a loop as often as it runs."""
+    text = """
+%slice_of (a: f32[9,100], i: s32[]) -> f32[1,100] {
+  %a = f32[9,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %part = f32[1,100]{1,0:T(8,128)} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,100}
+}
+
+%body (state: (s32[], f32[9,100])) -> (s32[], f32[9,100]) {
+  %state = (s32[], f32[9,100]{1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %rows = f32[9,100]{1,0} get-tuple-element(%state), index=1
+  %row = f32[1,100]{1,0:T(8,128)S(1)} fusion(%rows, %count), kind=kLoop, calls=%slice_of, attributes="{
+}}"
+  %none = s32[] constant(0)
+  %updated = f32[9,100]{1,0} dynamic-update-slice(%rows, %row, %count, %none)
+  ROOT %next = (s32[], f32[9,100]{1,0}) tuple(%count, %updated)
+}
+
+%is_more (state: (s32[], f32[9,100])) -> pred[] {
+  %state.1 = (s32[], f32[9,100]{1,0}) parameter(0)
+  %count.1 = s32[] get-tuple-element(%state.1), index=0
+  %trips = s32[] constant(5)
+  ROOT %less = pred[] compare(%count.1, %trips), direction=LT
+}
+
+ENTRY %main (x: (s32[], f32[9,100])) -> (s32[], f32[9,100]) {
+  %x = (s32[], f32[9,100]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[9,100]{1,0}) while(%x), condition=%is_more, body=%body
+}
+"""
+    step = hlo.loop_traffic(text)["body"]
+    assert step.read["rows"] == step.written == 400  # the row that is read lies in VMEM
+    whole = hlo.traffic(hlo.computations(text), "main")
+    assert whole.read["rows"] == whole.written == 5 * 400
+
+
+def test_a_cache_that_is_copied_is_noticed():
+    """By a scan over layers with the cache among what it scans."""
+
+    def decode(caches, q):
+        def step(i, state):
+            def layer(q, cache):
+                cache = jax.lax.dynamic_update_slice(cache, q[:, :, None], (0, 0, i, 0))
+                return q + (q[:, :, None] * cache).sum(2), cache
+
+            return jax.lax.scan(layer, state[1], state[0])[::-1]
+
+        return jax.lax.fori_loop(0, 8, step, (caches, q))
+
+    caches, q = (jax.ShapeDtypeStruct(size, jnp.float32) for size in ((3, 32, 2, 256, 64), (32, 2, 64)))
+    program = compiled.compile_for(jax.jit(decode, donate_argnums=0), caches, q)
+    assert len(hlo.large_moves(program.hlo, math.prod(caches.shape[1:]))) > 1
+    assert program.temporaries > 4 * math.prod(caches.shape)
+
+
+@needs_h200
+def test_decoding_writes_the_cache_in_place_on_an_h200():
+    model, layout = MODEL, compiled.imagine("h200")
+    assert_in_place(compiled.decode_segment(model, layout, B, S), model, layout)
+
+
+@needs_h200
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_eight_h200s_gather_nothing_for_a_token(sizes):
+    model, layout = FEW, compiled.imagine("h200", **sizes)
+    program = compiled.decode_segment(model, layout, B, S)
+    assert_in_place(program, model, layout)
+    sent = hlo.collectives(program.hlo)
+    assert not [each.line for each in sent if not each.op.startswith("all-reduce")]
+    # Two of a layer, one of the embedding; four to draw: largest logit, masses of blocks, one block, one logit.
+    assert len(sent) == (2 * model.num_hidden_layers + 5 if "tp" in sizes else 0)
+
+
+MIXTURE = Decoder(
+    8192, 256, 512, 1, 4, 2, 64, tie_word_embeddings=False, num_experts=32, num_experts_per_tok=2,
+    moe_intermediate_size=128, dtype="bfloat16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_rows", "num_read"), [(1, 2), (8, 16), (64, 32)])
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("h200", "v5p")])
+def test_a_step_reads_experts_once(target, num_rows, num_read):
+    """Only those of its rows where these are few; and no matrices of experts are laid out anew for a segment."""
+    layout = compiled.imagine(target)
+    model = replace(MIXTURE, mesh=layout.mesh)
+    program = compiled.decode_segment(model, layout, num_rows, 64, group_size=1)
+    step = max(hlo.loop_traffic(program.hlo).values(), key=lambda part: part.num_bytes)
+    one_expert = 2 * model.expert_parameters(1)
+    assert compiled.expert_bytes(model, layout, program.hlo, step) == num_read * one_expert
+    lines = (line for body in hlo.computations(program.hlo).values() for line in body)
+    assert not [line.line for line in lines if line.op == "copy" and line.elements == model.expert_parameters(32) // 3]
+
+
+@needs_tpu
+def test_decoding_writes_the_cache_in_place_on_a_tpu():
+    """And reads weights and caches once; what a small model has in VMEM all the time it does not read."""
+    layout = compiled.imagine("v5e")
+    model = replace(MODEL, num_hidden_layers=1)
+    program = compiled.decode_segment(model, layout, 64, S)
+    assert not hlo.large_moves(program.hlo, compiled.cache_elements(model, layout, 64, S))
+    least, _ = compiled.least_bytes(model, layout, program)
+    step = max(hlo.loop_traffic(program.hlo).values(), key=lambda part: part.num_bytes)
+    assert 0.9 * least < step.num_bytes < 1.5 * least  # with logits, and scores of attention
+    assert not hlo.collectives(program.hlo)
+
+
+@needs_tpu
+def test_moments_lie_where_their_parameters_do():
+    """Also those of parameters of equal shapes, which are cut in other dimensions."""
+    layout = compiled.imagine("v5e", fsdp=2, tp=2)
+    model = Decoder(64, 32, 48, 2, 4, 4, 8)
+    state = compiled.state_shapes(model, layout, compiled.CONFIG)
+    q, o = (state.params["model.layers"][f"self_attn.{name}_proj.weight"] for name in "qo")
+    assert q.shape == o.shape and q.sharding != o.sharding
+    leaves = jax.tree.leaves_with_path(state.opt_state)
+    moments = [x for path, x in leaves if "o_proj" in jax.tree_util.keystr(path)]
+    assert len(moments) == 2 and all(x.sharding == o.sharding for x in moments)
+
+
+@cache
+def train_step(**sizes) -> compiled.Program:
+    layout = compiled.imagine("h200", **sizes)
+    model = replace(FEW, remat="dots", mesh=layout.mesh, attention="plain")
+    jaxtyping.config.update("jaxtyping_disable", True)  # a batch of shapes is no batch of arrays
+    try:
+        return compiled.train_step(model, layout, ROWS, T)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@needs_h200
+@pytest.mark.parametrize("sizes", [{}, *MESHES.values()], ids=["one", *MESHES])
+def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
+    """Nor of more than a chunk of them; and eight devices send each other no logits, and the head's weight once."""
+    program = train_step(**sizes)
+    num_devices, vocabulary = math.prod(sizes.values()), MODEL.vocab_size
+    largest = max(
+        each.elements for lines in hlo.computations(program.hlo).values() for each in lines if each.op not in hlo.FREE
+    )
+    assert largest <= max(decoder.LOGIT_ELEMENTS, vocabulary * MODEL.hidden_size)
+    assert ROWS * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
+    gathered = [each.elements for each in hlo.collectives(program.hlo)]
+    assert max(gathered, default=0) < vocabulary * MODEL.hidden_size / num_devices / 4
