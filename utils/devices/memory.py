@@ -23,6 +23,9 @@ USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
+# Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
+# of their gradients. Fitted to programs of Qwen3-30B-A3B for eight H200 (13.6 copies) and eight v5p (16.6).
+GATHERED_EXPERTS = 15
 LOGITS = 3 * 4 * (1 << 27)  # bytes of a chunk of the head, its softmax and its gradient: see LOGIT_ELEMENTS
 
 
@@ -107,10 +110,11 @@ def delta_activations(model: Decoder) -> tuple[int, int]:
     """
     shape = model.delta
     heads = shape.conv_width + shape.value_width + 2 * shape.num_value_heads
-    # Fitted to programs that XLA:CPU compiled, 8 heads of 64 channels: from 0.9 to 1.2 of what they take.
+    # Fitted to float32 programs that XLA:CPU compiled, 8 heads of 64 channels: from 0.9 to 1.2 of what they take. Those
+    # of Qwen3.5-4B in bfloat16 for an H200 take twice as much (bench/compiled.py).
     head_size = 12 * shape.key_channels + 10 * shape.value_channels + 20 * CHUNK
-    num_float32 = 4 // jnp.dtype(model.dtype).itemsize
-    return heads, num_float32 * shape.num_value_heads * head_size
+    num_matmul_numbers = 1 if jnp.dtype(model.dtype).itemsize == 4 else 4
+    return heads, num_matmul_numbers * shape.num_value_heads * head_size
 
 
 def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, width: int) -> int:
@@ -127,9 +131,15 @@ def measure_sizes(
     tp = layout.mesh.shape["tp"]
     item = jnp.dtype(model.dtype).itemsize
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
+    gradients = params + params // 4 * gradient_item
+    if model.delta is not None:
+        gradients += gradients // 3  # of layers within a period: fitted to Qwen3.5-4B for an H200
+    if model.num_experts and layout.mesh.shape["fsdp"] > 1:
+        layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
+        gradients += GATHERED_EXPERTS * layer * item // tp
     return Sizes(
         bytes_on_device((state, reference)),
-        params + params // 4 * gradient_item,
+        gradients,
         model.num_parameters * item // tp,
         model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp,
         int(USABLE * layout.device_memory),
