@@ -286,9 +286,12 @@ def forward(
     remat = REMAT[model.remat]
     num_rows = len(tokens)
 
-    def apply_layer(x: Hidden, layer: LayerParams, route: Route | None, kind: str) -> Hidden:
+    def apply_layer(x: Hidden, layers: LayerParams, route: Route | None, number: int) -> Hidden:
+        kind = model.kinds[number]
+        layer = select_layer(model, layers, number)
+
         def attention(q: Heads, k: Float[Array, "B T K C"], v: Float[Array, "B T K C"]) -> tuple[Hidden, None]:
-            q = unpack(q, packing)
+            q = unpack(q, packing, with_shared=False)  # the outputs there are those of the first row
             k = unpack(k, packing)
             v = unpack(v, packing)
             out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh)
@@ -304,7 +307,8 @@ def forward(
     def apply_layers(x: Hidden, layers: LayerParams, routes: Array | None, numbers: range) -> Hidden:
         for i in numbers:
             route = None if routes is None else routes[i]
-            x = remat(partial(apply_layer, kind=model.kinds[i]))(x, select_layer(model, layers, i), route)
+            # The layer is selected inside: as an argument it would be kept for the backward pass, all layers in a copy.
+            x = remat(partial(apply_layer, number=i))(x, layers, route)
         return x
 
     def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:

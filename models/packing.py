@@ -154,15 +154,20 @@ def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S
     return constrain(packed, "rows")
 
 
-def unpack(x: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
-    """Returns rows of what packed tokens hold, a shared prompt in each of its rows; without a packing the array."""
+def unpack(
+    x: Float[Array, "S M ..."], packing: Packing | None, with_shared: bool = True
+) -> Float[Array, "B T ..."]:
+    """Returns rows of what packed tokens hold, a shared prompt in each of its rows; without a packing the array.
+
+    Without `with_shared`, a shared prompt is 0 but in the first of its rows.
+    """
     if packing is None:
         return x
     numbers = by_shard(packing.numbers, packing)
     rows = jax.vmap(move)(x, numbers, packing.places)
     rows = rows.reshape(*packing.numbers.shape, *x.shape[2:])
     rows = constrain(rows, "rows")
-    return share_prompts(rows, packing)
+    return share_prompts(rows, packing) if with_shared else rows
 
 
 def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Array, "B T ..."]:

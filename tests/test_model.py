@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_equal
-from helpers import assert_close, depth, gradient_depth, slow
+from helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
 
 from core.sampling import gather_cache
 from models import architecture, attention, checkpoint, decoder
@@ -182,6 +182,24 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     assert_close(logprobs[:, 1:], reference, operations, size)
     assert_close(entropy[:, 1:], -(np.exp(scaled) * scaled).sum(-1), operations, size)
     assert not logprobs[:, 0].any() and not entropy[:, 0].any()
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_the_backward_pass_reads_the_parameters_themselves(remat):
+    """A layer that is selected outside of what is rematerialised would be kept: a copy of all parameters."""
+    model = replace(MODEL, remat=remat)
+    params = random_params(model)
+    tokens = np.ones((2, 48), np.int32)
+
+    def loss(params):
+        return decoder.score_tokens(model, params, tokens).logprobs.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params)
+    forward = next(equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    kept = [x.aval.shape for x in forward.outvars[forward.params["num_carry"] :]]
+    weights = {x.shape[1:] for x in jax.tree.leaves(params["model.layers"]) if x.ndim == 3}
+    assert any(shape[-2:] == (48, model.hidden_size) for shape in kept), "the input of each layer"
+    assert not [shape for shape in kept if shape[-2:] in weights]
 
 
 def heads(T: int, C: int) -> list[jax.Array]:
