@@ -321,7 +321,7 @@ def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
     return TrainState(params, jax.tree.map_with_path(lay_out, opt_state), rows(layout), rows(layout))
 
 
-def row_length(config: Command) -> int:
+def row_length(config: Config) -> int:
     """Returns the columns of the longest row."""
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
 
@@ -353,7 +353,8 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     state = state_shapes(model, layout, config)
     width = row_length(config)
     update = train_step(model, layout, max(1, num_tokens // width), width, config)
-    num_rows = len(update.arguments[-1].tokens) // layout.row_shards
+    *_, batch, _ = update.arguments
+    num_rows = len(batch.tokens) // layout.row_shards
     sizes = measure_sizes(config.memory, model, layout, state, None, width)
     return Training(
         sizes.held,

@@ -20,12 +20,10 @@ import jax
 from bench import compiled
 from bench.common import report, shape
 from core.config import Config
-from core.sampling import SamplingConfig
 from models.architecture import Decoder
 from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import group, option, parse, with_options
-from utils.training.batching import bucket
 
 GB = 1e9
 OPTIONS = {
@@ -48,13 +46,6 @@ class TableConfig:
 
 
 @dataclass(frozen=True)
-class TableSampling(SamplingConfig):
-    """Sampling."""
-
-    num_generation_tokens: int = 1024
-
-
-@dataclass(frozen=True)
 class TableMemory(MemoryConfig):
     """Memory."""
 
@@ -66,20 +57,15 @@ class Command(Config):
     """Memory of training."""
 
     table: TableConfig = group(TableConfig)
-    sampling: TableSampling = group(TableSampling)
+    sampling: compiled.TableSampling = group(compiled.TableSampling)
     memory: TableMemory = group(TableMemory)
-
-    @property
-    def row_length(self) -> int:
-        """Columns of the longest row."""
-        return bucket(self.sampling.prompt_length + self.sampling.num_generation_tokens)
 
 
 def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
     """Returns GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser, and of sampling."""
     state = compiled.state_shapes(model, layout, config)
     held = bytes_on_device(state)
-    width = config.row_length
+    width = compiled.row_length(config)
     num_rows = max(1, config.memory.tokens_per_microbatch // width)
     update = bytes_on_device(state.opt_state) + compiled.train_step(model, layout, num_rows, width, config).peak
     sizes = measure_sizes(config.memory, model, layout, state, None, width)
@@ -104,8 +90,8 @@ def main(config: Command) -> None:
                 print(table[-1], flush=True)
     title = (
         f"Memory: one GPU, micro-batches of {config.memory.tokens_per_microbatch} tokens, "
-        f"{config.sampling.inference_batch_per_device} rows of {config.row_length} tokens sampled; attention: "
-        f"{model.kernel}; GB"
+        f"{config.sampling.inference_batch_per_device} rows of {compiled.row_length(config)} tokens sampled; "
+        f"attention: {model.kernel}; GB"
     )
     report(title, COLUMNS, table, {"jax": jax.__version__}, config.table.json)
 

@@ -23,48 +23,49 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
+from bench import hlo
 from core.learner import accumulate
 from core.objectives import ObjectiveConfig
 from core.records import Batch
 from models.architecture import Decoder, is_spec
 from models.distribution import Distribution
-from models.packing import Packing
+from models.packing import pack_rows
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
 from utils.settings.config import group, option, parse
+from utils.training.batching import RowSizes
 
 QWEN3 = Decoder(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=8, head_dim=128,
 )  # fmt: skip
-ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "s64": 8, "f64": 8}
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def collective_bytes(hlo: str) -> Counter:
+def collective_bytes(text: str) -> Counter:
     """Returns the bytes that one device sends by kind of collective; the body of a loop counts as often as it runs."""
-    bodies = dict(re.findall(r"\n(?:ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", "\n" + hlo, re.S))
-    entry = re.search(r"\nENTRY %([\w.\-]+)", "\n" + hlo)[1]
+    parsed = hlo.computations(text)
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1]
 
     def count(name: str) -> Counter:
         total = Counter()
-        for line in bodies[name].splitlines():
-            if match := re.search(rf" = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line):
-                total[match[2]] += sent(match[2], match[1], line)
+        for line in parsed[name]:
+            kind = line.op.removesuffix("-start")
+            if kind in hlo.COLLECTIVES:
+                total[kind] += sent(kind, line)
                 continue
-            times = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1]) if " while(" in line else 1
-            for called in re.findall(r"(?:body|calls|to_apply|computation)=%([\w.\-]+)", line):
-                if " fusion(" not in line and " reduce" not in line:
+            times = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line.line)[1]) if line.op == "while" else 1
+            for called in re.findall(r"(?:body|calls|to_apply|computation)=%?([\w.\-]+)", line.line):
+                if line.op != "fusion" and not line.op.startswith("reduce"):
                     total.update({kind: times * size for kind, size in count(called).items()})
         return total
 
     return count(entry)
 
 
-def sent(kind: str, result: str, line: str) -> float:
-    """Returns the bytes that a ring moves out of one device, for an instruction with this result."""
-    shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
-    size = sum(ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in shapes)
+def sent(kind: str, instruction: hlo.Instruction) -> float:
+    """Returns the bytes that a ring moves out of one device for a collective of this kind."""
+    size = instruction.num_bytes
+    line = instruction.line
     if kind == "collective-permute":
         return size
     if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
@@ -102,10 +103,13 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
         is_leaf=is_spec,
     )
     batch = batch_shapes(config.rows * layout.row_shards, config.tokens, layout)
-    packing = packing_shapes(layout.row_shards, config.rows, config.tokens, layout)
+    num_rows = len(batch.tokens)
+    sizes = RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, config.tokens))
+    num_packed = config.rows * config.tokens
+    packing = layout.put(pack_rows(sizes, config.tokens, num_packed, num_packed, layout.row_shards))
     settings = model, ObjectiveConfig(), Distribution()
     lowered = accumulate.lower(*settings, shapes, (shapes, np.float32(0)), batch, packing)
-    hlo = lowered.compile().as_text()
+    text = lowered.compile().as_text()
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     make_zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), out_shardings=shardings)
     arrays = jax.tree.leaves(make_zeros())
@@ -114,7 +118,7 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
         for shard in x.addressable_shards:
             held[shard.device] += shard.data.nbytes
     whole = sum(x.nbytes for x in arrays)
-    return {"whole": whole, "held": max(held.values())} | collective_bytes(hlo)
+    return {"whole": whole, "held": max(held.values())} | collective_bytes(text)
 
 
 def batch_shapes(num_rows: int, length: int, layout: Layout) -> Batch:
@@ -140,17 +144,6 @@ def batch_shapes(num_rows: int, length: int, layout: Layout) -> Batch:
     )
 
 
-def packing_shapes(shards: int, num_rows: int, length: int, layout: Layout) -> Packing:
-    """Returns the shapes of a packing of rows without padding, all tokens scored, laid out on the devices."""
-
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, np.int32, sharding=layout.rows)
-
-    scored = shape(shards, num_rows * length)
-    others = shape(shards, 0)
-    return Packing(scored, others, shape(shards * num_rows, length), shape(shards * num_rows))
-
-
 def fsdp_minimum(whole: int, num_devices: int) -> float:
     """Returns the bytes that a device must send: its parameters for both passes, and gradients to their owners."""
     return 3 * whole * (num_devices - 1) / num_devices
@@ -162,11 +155,11 @@ def table(config: Command) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(counts))
     print(f"Qwen3-0.6B, float32, --sharding {config.layout.sharding}; MB of one device and micro-batch")
-    header = ("devices", "parameters", "x devices / whole", *COLLECTIVES, "sent", "fsdp minimum", "ratio")
+    header = ("devices", "parameters", "x devices / whole", *hlo.COLLECTIVES, "sent", "fsdp minimum", "ratio")
     print("".join(f"{name:>19}" for name in header))
     for n in counts:
         sizes = measure(config, n)
-        by_kind = [sizes.get(kind, 0) for kind in COLLECTIVES]
+        by_kind = [sizes.get(kind, 0) for kind in hlo.COLLECTIVES]
         total = sum(by_kind)
         least = fsdp_minimum(sizes["whole"], n)
         megabytes = [size / 1e6 for size in (*by_kind, total, least)]

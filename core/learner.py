@@ -156,7 +156,7 @@ class Learner:
             width = shape[0]
             microbatch = select_rows(batch, rows, width)
             microbatch.mask[rows == EMPTY] = False
-            yield rows, microbatch, pack_rows(*sizes.select(rows), *shape, shards)
+            yield rows, microbatch, pack_rows(sizes.select(rows), *shape, shards)
 
     def zero_sums(self, params: Params) -> Sums:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
@@ -260,7 +260,7 @@ class Learner:
             num_tokens=floats[:, 0],
             group_size=self.config.update.group_size,
         )
-        return self.layout.put((batch, pack_rows(*sizes, *shapes, shards)))
+        return self.layout.put((batch, pack_rows(sizes, *shapes, shards)))
 
 
 def row_sizes(batch: Batch) -> RowSizes:

@@ -289,18 +289,11 @@ def forward(
     def apply_layer(x: Hidden, layers: LayerParams, route: Route | None, number: int) -> Hidden:
         kind = model.kinds[number]
         layer = select_layer(model, layers, number)
-
-        def attention(q: Heads, k: Float[Array, "B T K C"], v: Float[Array, "B T K C"]) -> tuple[Hidden, None]:
-            q = unpack(q, packing, with_shared=False)  # the outputs there are those of the first row
-            k = unpack(k, packing)
-            v = unpack(v, packing)
-            out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh)
-            return pack(out, packing), None
-
         if kind == LINEAR:
             state = init_state(model.delta, num_rows, x.dtype)
             mixer = partial(gated_deltanet, model, state, packing=packing)
         else:
+            attention = partial(row_attention, model, kind, packing)
             mixer = partial(attend, model, angles[kind], attention)
         return decoder_layer(model, layer, x, mixer, route)[0]
 
@@ -324,6 +317,22 @@ def forward(
         routes_of_periods = rearrange(routes[:num_scanned], "(n p) B T k -> n p B T k", p=model.period)
     x, _ = jax.lax.scan(apply_period, x, (periods, routes_of_periods), unroll=model.unroll or 1)
     return apply_layers(x, params[LAYERS], routes, range(num_scanned, model.num_hidden_layers))
+
+
+def row_attention(
+    model: Decoder,
+    kind: str,
+    packing: Packing | None,
+    q: Heads,
+    k: Float[Array, "B T K C"],
+    v: Float[Array, "B T K C"],
+) -> tuple[Hidden, None]:
+    """Computes attention of right-padded rows in a layer of this kind; with a packing, of its tokens."""
+    q = unpack(q, packing, with_shared=False)  # the outputs there are those of the first row
+    k = unpack(k, packing)
+    v = unpack(v, packing)
+    out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh)
+    return pack(out, packing), None
 
 
 def view_of(model: Decoder, kind: str) -> View:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Shaped
 
 from models.names import Array
 from utils.devices.sharding import constrain
+from utils.training.batching import RowSizes
 
 NOWHERE = 1 << 30
 
@@ -46,26 +47,14 @@ class Packing(NamedTuple):
         return int((self.numbers != NOWHERE).sum())
 
 
-def pack_rows(
-    prompts: Int[np.ndarray, "B"],
-    prompt_lengths: Int[np.ndarray, "B"],
-    lengths: Int[np.ndarray, "B"],
-    width: int,
-    num_scored: int,
-    num_packed: int,
-    shards: int,
-) -> Packing:
-    """Returns the packing of rows of `width` columns; rows of a shard with equal `prompts` share one.
+def pack_rows(sizes: RowSizes, width: int, num_scored: int, num_packed: int, shards: int) -> Packing:
+    """Returns the packing of rows of `width` columns; rows of a shard with equal prompts share one.
 
     Empty rows have length 0.
     """
-    prompts = prompts.reshape(shards, -1)
-    prompt_lengths = prompt_lengths.reshape(shards, -1)
-    lengths = lengths.reshape(shards, -1)
     parts = []
-    for shard in range(shards):
-        sizes = prompts[shard], prompt_lengths[shard], lengths[shard]
-        part = pack_shard(*sizes, width, num_packed)
+    for rows in np.split(np.arange(len(sizes.lengths)), shards):
+        part = pack_shard(sizes.select(rows), width, num_packed)
         parts.append(part)
     places, numbers, first_rows = map(np.stack, zip(*parts, strict=True))
     scored = places[:, :num_scored]
@@ -74,20 +63,16 @@ def pack_rows(
 
 
 def pack_shard(
-    prompts: Int[np.ndarray, "b"],
-    prompt_lengths: Int[np.ndarray, "b"],
-    lengths: Int[np.ndarray, "b"],
-    width: int,
-    num_packed: int,
+    sizes: RowSizes, width: int, num_packed: int
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"]]:
     """Returns places, numbers and first rows of one shard: see Packing."""
-    num_rows = len(prompts)
-    _, firsts, prompt_numbers = np.unique(prompts, return_index=True, return_inverse=True)
+    num_rows = len(sizes.lengths)
+    _, firsts, prompt_numbers = np.unique(sizes.prompts, return_index=True, return_inverse=True)
     first_row = firsts[prompt_numbers]
     columns = np.arange(width)
-    last_of_prompt = prompt_lengths[:, None] - 1
+    last_of_prompt = sizes.prompt_lengths[:, None] - 1
     is_prompt = columns < last_of_prompt
-    is_scored = ~is_prompt & (columns < lengths[:, None] - 1)
+    is_scored = ~is_prompt & (columns < sizes.lengths[:, None] - 1)
     is_first = first_row == np.arange(num_rows)
     is_computed = is_prompt & is_first[:, None]
     tokens = np.flatnonzero(is_scored)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from kill_runs import reproducible
 from safetensors.numpy import load_file
 
-from bench import scaling
+from bench import hlo, scaling
 from core import grpo, sampling
 from core.config import Config
 from core.learner import accumulate, apply_gradients
@@ -40,6 +40,7 @@ from utils.devices.sharding import sharding_of
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
+from utils.training.batching import RowSizes
 from utils.training.optimizers import OptimizerConfig, make_optimizer
 from utils.training.state import init_state
 
@@ -206,7 +207,8 @@ def shardings_on_eight_devices() -> None:
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
     settings = MODEL, ObjectiveConfig(), distribution
-    packing = layout.put(pack_rows(np.arange(B), np.ones(B, int), np.full(B, T), T, 2 * T, 2 * T, shards=4))
+    sizes = RowSizes(np.arange(B), np.ones(B, int), np.full(B, T))
+    packing = layout.put(pack_rows(sizes, T, 2 * T, 2 * T, shards=4))
     (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
     same(grads)
     state, _ = apply_gradients(optimizer, 0, state, grads)
@@ -242,7 +244,7 @@ def communication_on_eight_devices() -> None:
     n = jax.device_count()
     found = scaling.measure(scaling.Command(tokens=128), n)
     assert found["held"] * n == pytest.approx(found["whole"], rel=0.1)
-    sent = sum(found.get(kind, 0) for kind in scaling.COLLECTIVES)
+    sent = sum(found.get(kind, 0) for kind in hlo.COLLECTIVES)
     assert 0.6 < sent / scaling.fsdp_minimum(found["whole"], n) < 1.5, found
 
 
@@ -252,7 +254,7 @@ def test_an_update_sends_little_more_than_the_parameters():
 
 
 def test_collectives_are_counted_as_often_as_they_run():
-    hlo = """HloModule m
+    text = """HloModule m
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %p = (s32[], f32[8]) parameter(0)
@@ -265,7 +267,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %rs = f32[6]{0} reduce-scatter(%y), replica_groups=mesh['a'=2,'b'=4] {'a'}, to_apply=%add
 }
 """
-    found = scaling.collective_bytes(hlo)
+    found = scaling.collective_bytes(text)
     assert found == {"all-gather": 5 * 400 * 3 / 4, "all-reduce": 2 * 80 * 3 / 4, "reduce-scatter": 24 * 2 / 2}
 
 

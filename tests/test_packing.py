@@ -49,7 +49,7 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, attention_cost
     num_tokens = 0
     for rows, *shape in plan:
         part = sizes.select(rows)
-        packing = pack_rows(*part, *shape, shards)
+        packing = pack_rows(part, *shape, shards)
         prefixes = set()
         for shard, numbers in enumerate(np.split(np.arange(rows.size), shards)):
             for row in numbers:
@@ -76,7 +76,7 @@ def test_plans_with_fixed_shapes_depend_on_the_width_alone():
 
 def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
     num_tokens = sizes.prompts.size * width // shards
-    return pack_rows(*sizes, width, num_tokens * 3 // 4, num_tokens, shards)
+    return pack_rows(sizes, width, num_tokens * 3 // 4, num_tokens, shards)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
