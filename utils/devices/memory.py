@@ -24,8 +24,8 @@ PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 # Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
-# of their gradients. Fitted to programs of Qwen3-30B-A3B for eight H200 (13.6 copies) and eight v5p (16.6).
-GATHERED_EXPERTS = 15
+# of their gradients. Fitted to programs of Qwen3-30B-A3B for eight H200 (11 copies) and eight v5p (16).
+GATHERED_EXPERTS = 13
 LOGITS = 3 * 4 * (1 << 27)  # bytes of a chunk of the head, its softmax and its gradient: see LOGIT_ELEMENTS
 
 
@@ -132,8 +132,6 @@ def measure_sizes(
     item = jnp.dtype(model.dtype).itemsize
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
     gradients = params + params // 4 * gradient_item
-    if model.delta is not None:
-        gradients += gradients // 3  # of layers within a period: fitted to Qwen3.5-4B for an H200
     if model.num_experts and layout.mesh.shape["fsdp"] > 1:
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
         gradients += GATHERED_EXPERTS * layer * item // tp
