@@ -31,6 +31,7 @@ class Completions:
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
     slot_steps: Float[Array, "B"]  # share of the sampler's work: slots x steps of each segment / its live rows
+    num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
 
@@ -46,6 +47,7 @@ class Episodes:
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
+    stops: list[str] = field(default_factory=list)  # reasons of the ends of conversations; single replies have none
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
     def __len__(self) -> int:
@@ -53,7 +55,9 @@ class Episodes:
 
     @property
     def completion_lengths(self) -> Int[np.ndarray, "B"]:
-        return np.asarray(self.completions.lengths - self.completions.prompt_lengths)
+        """Tokens of the policy in each row, forced ones included."""
+        completions = self.completions
+        return np.asarray(completions.lengths - completions.prompt_lengths - completions.num_observed)
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
@@ -72,6 +76,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
         np.concatenate([part.failed for part in parts]),
         add_up([part.failures for part in parts]),
         add_up([part.times for part in parts]),
+        [stop for part in parts for stop in part.stops],
     )
 
 

@@ -12,14 +12,15 @@ from threading import Lock
 from typing import Self
 
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Int, PyTree, UInt32
 
 from core.records import Completions, Episodes
-from core.sampling import Sampler, SamplingConfig, make_sampler
+from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
+from core.turns import Conversations, check_conversations
 from envs.base import Env, Problem
 from models.architecture import Decoder
 from models.distribution import Distribution
-from models.names import Key, Params, Weights
+from models.names import Array, Key, Params, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
 from utils.devices.memory import out_of_memory
@@ -113,11 +114,12 @@ class RolloutWorker:
         problems = [self.env.problem(int(i)) for i in task_ids]
         prompts = self.encode_prompts(task_ids, problems)
         with ScoringStream(self.scorer) as stream:
-            replies = Replies(self, problems, task_ids, num_samples, stream)
+            draws = np.repeat(places, num_samples), np.tile(np.arange(num_samples), len(places))
+            replies = self.make_replies(problems, task_ids, num_samples, stream, row_keys(key, *draws))
             with waiting("sampling", len(tasks) * num_samples, "rows") as wait:
                 completions = self.sample(weights, prompts, places, num_samples, key, replies, wait)
             sampled = time.perf_counter()
-            rewards, failures = replies.rewards()
+            rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
         scores = collect_scores(rewards)
         if self.env.truncation_penalty:
@@ -125,7 +127,22 @@ class RolloutWorker:
             scores = add_truncation_penalty(scores, is_truncated, self.env.truncation_penalty)
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
         row_tasks = np.repeat(task_ids, num_samples)
-        return Episodes(completions, row_tasks, replies.sorted_texts(), scores, failed, failures, times)
+        facts = row_tasks, replies.texts(), scores, failed, failures, times, replies.stops()
+        return Episodes(completions, *facts)
+
+    def make_replies(
+        self,
+        problems: Sequence[Problem],
+        task_ids: Int[np.ndarray, "N"],
+        num_samples: int,
+        stream: ScoringStream,
+        keys: UInt32[Array, "B 2"],
+    ) -> "Replies | Conversations":
+        """Returns what takes the replies of a rollout; the seed of an episode is the key of its draws."""
+        if self.env.max_turns == 1:
+            return Replies(self, problems, task_ids, num_samples, stream)
+        seeds = [int(high) << 32 | int(low) for high, low in np.asarray(keys)]
+        return Conversations(self.env, self.tokenizer, self.layout, problems, task_ids, seeds, stream)
 
     def encode_prompts(self, task_ids: Int[np.ndarray, "N"], problems: Sequence[Problem]) -> list[list[int]]:
         """Returns the prompts of problems with these numbers. Raises: UserError where one is too long."""
@@ -146,15 +163,14 @@ class RolloutWorker:
         places: Int[np.ndarray, "N"],
         num_samples: int,
         key: Key,
-        replies: "Replies",
+        replies: "Replies | Conversations",
         wait: Wait,
     ) -> Completions:
         """Draws all completions, `rows_per_call` at a time."""
         per_call = self.prompts_per_call(len(prompts), num_samples)
         parts = []
         for start in range(0, len(prompts), per_call):
-            on_segment = partial(replies.on_segment, wait, start * num_samples)
-            sampler = replace(self.sampler, on_segment=on_segment)
+            sampler = replies.listen(self.sampler, start * num_samples, wait)
             calls = slice(start, start + per_call)
             with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
                 parts.append(sampler.generate(weights, prompts[calls], places[calls], num_samples, key))
@@ -182,8 +198,12 @@ class Replies:
         self.num_samples, self.stream = num_samples, stream
         self.num_rows = len(problems) * num_samples
         self.own_rows = worker.layout.process_share(self.num_rows)
-        self.texts: dict[int, str] = {}  # by row
+        self.texts_by_row: dict[int, str] = {}
         self.lock = Lock()  # the chains of a sampler call from threads
+
+    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
+        """Returns a sampler that calls this object; `first_row`: number of the first row of its next call."""
+        return replace(sampler, on_segment=partial(self.on_segment, wait, first_row))
 
     def on_segment(
         self,
@@ -199,18 +219,18 @@ class Replies:
         with self.lock:
             wait.on_segment(call_offset, row_offset, tokens, num_drawn, lengths)
             ended = np.flatnonzero(lengths <= num_drawn).tolist()
-            new = [b for b in ended if offset + b not in self.texts]
+            new = [b for b in ended if offset + b not in self.texts_by_row]
             jobs = {}
             for b in new:
                 row = offset + b
                 problem = row // self.num_samples
                 completion = self.worker.tokenizer.decode(tokens[b, : lengths[b]])
-                self.texts[row] = self.problems[problem].prefix + completion
+                self.texts_by_row[row] = self.problems[problem].prefix + completion
                 if row in self.own_rows:
-                    jobs[row] = (int(self.task_ids[problem]), self.texts[row])
+                    jobs[row] = (int(self.task_ids[problem]), self.texts_by_row[row])
             self.stream.add(jobs)
 
-    def rewards(self) -> tuple[list[Rewards | None], dict[str, int]]:
+    def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
         """Waits for the scores of all processes; returns them by row, None where one failed, and counts of failures."""
         layout, failures = self.worker.layout, {}
 
@@ -226,8 +246,11 @@ class Replies:
             rewards = layout.share(own_rewards, self.num_rows)
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
-    def sorted_texts(self) -> list[str]:
-        return [self.texts[row] for row in range(self.num_rows)]
+    def stops(self) -> list[str]:
+        return []
+
+    def texts(self) -> list[str]:
+        return [self.texts_by_row[row] for row in range(self.num_rows)]
 
 
 def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:
@@ -252,7 +275,7 @@ def with_length_reward(episodes: Episodes, limit: int, config: RewardConfig) -> 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     """Returns the prompt of a problem, token ids."""
-    return tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain)
+    return tokenizer.chat(problem.messages, problem.thinking, problem.prefix, problem.plain, problem.tools)
 
 
 def make_worker(
@@ -269,6 +292,8 @@ def make_worker(
     Raises: UserError when no prompt is short enough.
     """
     env = settings.env
+    if env.max_turns > 1:
+        check_conversations(settings, model, tokenizer)
     opening = reply_opening(tokenizer, env.problem(0))
     answer = replace(settings.forced_answer, opening=opening)
     sampler = make_sampler(

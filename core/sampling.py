@@ -15,8 +15,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,6 +142,7 @@ class Drawn:
             prompt_lengths,
             self.done,
             self.slot_steps,
+            np.zeros(len(lengths), int),
             behind_prompt(self.support) if self.support.size else None,
             behind_prompt(self.routes) if self.routes.size else None,
         )
@@ -167,6 +169,7 @@ class Sampler:
     prompt_columns: int = 0  # prompts are padded to at least so many
     tokenizer: Tokenizer | None = None  # for stop strings and forced answers
     layout: Layout = field(default_factory=single_device)
+    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/turns.py has one for conversations
     # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
     on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
 
@@ -195,13 +198,13 @@ class Sampler:
         keys = np.asarray(row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples))
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
         size = num_prompts // self.num_chains(num_prompts)
-        cancelled, turn = Event(), Lock()
+        cancelled, lock = Event(), Lock()
 
         def run_chain(start: int) -> Completions:
             end = start + size
             chain_keys = keys[start * num_samples : end * num_samples]
-            chain = Chain(self, weights, prompts[start:end], chain_keys, num_columns, start * num_samples, turn)
-            return chain.run(cancelled)
+            arguments = prompts[start:end], chain_keys, num_columns, start * num_samples, lock
+            return self.make_chain(self, weights, *arguments).run(cancelled)
 
         starts = range(0, num_prompts, size)
         if len(starts) == 1:
@@ -307,12 +310,12 @@ class Chain:
         keys: UInt32[np.ndarray, "B 2"],
         num_columns: int,
         row_offset: int,
-        turn: Lock,
+        lock: Lock,
     ):
         self.sampler, self.layout = sampler, sampler.layout
         self.weights, self.prompts = weights, prompts
         self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
-        self.turn = turn  # held by the chain that works on the host
+        self.lock = lock  # held by the chain that works on the host
         num_prompts, num_rows = len(prompts), len(keys)
         group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
@@ -343,7 +346,7 @@ class Chain:
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are done."""
         start = 0
-        with self.turn:
+        with self.lock:
             for steps in self.sampler.segments():
                 if self.drawn.done.all() or cancelled.is_set():
                     break
@@ -383,19 +386,7 @@ class Chain:
         """Draws the tokens number `start` to `start + steps` of all slots, and notes which rows are done."""
         sampler, drawn = self.sampler, self.drawn
         forced = self.forced_tokens(start, steps)
-        rows = np.maximum(self.slots, 0)
-        state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
-        settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
-        arguments = self.weights, self.prompt_cache, self.cache, np.int32(start), *state
-        self.cache, results = decode_segment(*settings, *arguments)
-        # Host work of one chain runs beside the device's work of the other. Without turns both would share the
-        # interpreter, and a rollout takes 9% longer on two cores.
-        self.turn.release()
-        try:
-            jax.block_until_ready(results)
-        finally:
-            self.turn.acquire()
-        results = self.layout.fetch(results)
+        results = self.draw(np.int32(start), forced)
         end = start + steps
         for row in drawn.add_segment(self.slots, start, forced, results):
             length = sampler.completion_end(drawn.tokens[row], start, end)
@@ -405,6 +396,19 @@ class Chain:
         self.last_tokens = drawn.tokens[:, end - 1]
         if sampler.on_segment:
             sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
+
+    def draw(self, start: Int[np.ndarray, "*S"] | np.int32, forced: Int[np.ndarray, "S s"]) -> Sequence[np.ndarray]:
+        """Returns what `decode_segment` draws, on the host."""
+        sampler = self.sampler
+        rows = np.maximum(self.slots, 0)
+        state = self.layout.put((start, self.starts, self.last_tokens[rows], self.keys[rows], forced))
+        settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
+        self.cache, results = decode_segment(*settings, self.weights, self.prompt_cache, self.cache, *state)
+        # Host work of one chain runs beside the device's work of the other. Without the lock both would share the
+        # interpreter, and a rollout takes 9% longer on two cores.
+        with released(self.lock):
+            jax.block_until_ready(results)
+        return self.layout.fetch(results)
 
     def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
         """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
@@ -417,6 +421,16 @@ class Chain:
             answer = sampler.tokenizer.encode(sampler.forced_answer.text_after(reply))
             forced[slot, : len(answer)] = answer[:steps]
         return forced
+
+
+@contextlib.contextmanager
+def released(lock: Lock) -> Iterator[None]:
+    """Releases a lock that this thread holds, for the time of the block."""
+    lock.release()
+    try:
+        yield
+    finally:
+        lock.acquire()
 
 
 def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
@@ -493,28 +507,30 @@ def decode_segment(
     weights: Weights,
     prompt_cache: Cache,
     cache: Cache,
-    start: Int[Array, ""],
+    start: Int[Array, "*S"],
     starts: Int[Array, "N"],
     last_tokens: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
     forced: Int[Array, "S s"],
 ) -> tuple[Cache, Columns]:
-    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
+    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
 
     Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones.
     """
     num_steps = forced.shape[1]
     # All at once: in the loop it would be twenty small programs for a token.
-    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), start + jnp.arange(num_steps))
+    numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
+    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers)
 
     def step(i: Int[Array, ""], state: tuple) -> tuple:
         cache, last, columns = state
-        logits, cache, route = decoder.decode(model, weights, prompt_cache, cache, last, start + i, starts)
+        state = prompt_cache, cache, last[:, None], start + i, starts
+        logits, cache, route = decoder.decode(model, weights, *state)
         token, logprob, ids = distribution.draw(logits, uniforms[i])
         if is_forcing:
             token, logprob = replace_forced(distribution, logits, forced[:, i], token, logprob)
         token = token.astype(jnp.int32)
-        new = token, logprob, ids, route
+        new = token, logprob, ids, route[:, 0]
         return cache, token, jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
 
     columns = empty_columns(model, distribution, forced.shape)

@@ -29,6 +29,7 @@ ENVS = {
     "amc": ("envs.mathematics", "Mathematics", {"data_set": "amc"}),
     "amc23": ("envs.mathematics", "Mathematics", {"data_set": "amc23"}),
     "math500": ("envs.mathematics", "Mathematics", {"data_set": "math500"}),
+    "guess": ("envs.guess", "Guess", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
 }

@@ -1,7 +1,9 @@
-"""Base of environments: a numbered set of problems, and rewards for the text that answers one."""
+"""Base of environments: a numbered set of problems, and rewards for the text that answers one, or for episodes."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from envs.answers import final_answer
 
@@ -39,10 +41,63 @@ class Problem:
     thinking: bool = False
     prefix: str = ""
     plain: bool = False
+    tools: tuple[Callable[..., object], ...] = ()  # announced to the model, by their type hints and docstrings
+
+
+class Reply(NamedTuple):
+    """A turn of the policy."""
+
+    text: str
+    calls: tuple[str, ...] = ()  # of tools, what stands between the signs of the environment's dialect
+
+
+class Dialect(NamedTuple):
+    """Signs of a call of a tool; where the tokenizer has them as single tokens, the same text in pieces is no call."""
+
+    opening: str
+    closing: str
+    is_inline: bool = False  # the turn stops at the closing sign, and goes on behind the result
+
+
+DIALECTS = {
+    "qwen": Dialect("<tool_call>", "</tool_call>"),
+    "python": Dialect("<|python_start|>", "<|python_end|>", is_inline=True),  # nanochat
+}
+INLINE = "inline"  # role of a message that is written behind a call as it is, without the chat template
+
+
+class Step(NamedTuple):
+    """Answer of an environment to a turn of the policy."""
+
+    messages: list[dict[str, str]]  # what it says, with roles as in a prompt; not read where the episode is done
+    reward: float = 0.0  # for this turn; the return of an episode is the sum of its turns' rewards
+    done: bool = False
+    info: Mapping[str, float] = MappingProxyType({})  # to be logged, summed over turns; "correct_answer" is 1.0 or 0.0
+
+
+class Episode:
+    """One conversation with the policy: a pure function of the problem, the seed and the replies so far.
+
+    It is played in a worker process, and played again from its first reply where that process is lost.
+    """
+
+    def step(self, reply: str) -> Step:
+        """Returns what follows a turn of the policy. An exception ends the episode, which is not learnt from."""
+        raise NotImplementedError
+
+    def act(self, reply: Reply) -> Step:
+        """Returns what follows a turn with its calls of tools."""
+        return self.step(reply.text)
+
+    def truncate(self) -> Step:
+        """Returns the reward that is left to give where a limit of turns or tokens ends the episode."""
+        return Step([], done=True)
 
 
 class Env:
     """Text in, rewards out. Subclass it, and add one line to the table in envs/__init__.py.
+
+    A subclass writes `score` for problems with one reply, or `episode` and `max_turns` for conversations.
 
     The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default.
     Each process that scores makes its own environment from the same name and options: keep that quick.
@@ -52,7 +107,10 @@ class Env:
     num_tasks: int  # problems 0 .. num_tasks - 1
     is_generated: bool = False  # problems are made up by their number, not read from rows
     num_eval_tasks: int = 512  # problems of an evaluation, where the settings leave it open; 0: all
-    tokens_per_action: int = 512  # default completion limit, tokens
+    tokens_per_action: int = 512  # default completion limit, tokens; of all turns and what is said between them
+    max_turns: int = 1  # of the policy in an episode; 1: its only reply goes to `score`
+    tokens_per_turn: int = 0  # limit of a turn where there are several, tokens; 0: none
+    dialect: str = ""  # of calls of tools, one of DIALECTS; empty: there are no tools
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
     truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
@@ -68,6 +126,10 @@ class Env:
         "return" is what training maximises, "correct_answer" is 1.0 or 0.0; both are there in every environment.
         All other keys are logged as they are.
         """
+        raise NotImplementedError
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        """Returns a new episode; what happens by chance in it depends on the seed alone."""
         raise NotImplementedError
 
     def answer(self, text: str) -> str | None:

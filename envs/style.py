@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envs.base import Env, Problem
+from envs.base import Env, Episode, Problem
 from envs.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
@@ -44,6 +44,9 @@ class Styled(Env):
         self.note = env.note
         self.form = env.form
         self.tokens_per_action = env.tokens_per_action
+        self.max_turns = env.max_turns
+        self.tokens_per_turn = env.tokens_per_turn
+        self.dialect = env.dialect
         self.force_answer_at = env.force_answer_at
         self.truncation_penalty = env.truncation_penalty
         self.num_eval_tasks = env.num_eval_tasks
@@ -69,6 +72,9 @@ class Styled(Env):
             return scores
         form = FORMAT_REWARDS[self.style.format_reward](text)
         return scores | {"return": scores["return"] + self.style.format_weight * form, "format": form}
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        return self.env.episode(problem, seed)
 
     def answer(self, text: str) -> str | None:
         return self.env.answer(text)

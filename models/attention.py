@@ -36,8 +36,9 @@ class View(NamedTuple):
 
 RowHeads = Float[Array, "B T H C"]
 KeyHeads = Float[Array, "B S K C"]
-NewHeads = Float[Array, "B 1 K C"]
+NewHeads = Float[Array, "B T K C"]
 CachedHeads = Float[Array, "B K S C"]
+Columns = Int[Array, "*B"]  # of the first new token: one for all rows, or one for each
 LayerCache = tuple[CachedHeads | QuantizedKV, CachedHeads | QuantizedKV]  # keys and values
 PromptHeads = Float[Array, "N K P C"]
 PromptCache = tuple[PromptHeads | QuantizedKV, PromptHeads | QuantizedKV]  # rows of a group share one
@@ -204,76 +205,90 @@ def dequantize_kv(
     return operand, heads.scale[..., 0][:, :, None]
 
 
-def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, column: Int[Array, ""], kv_dtype: str) -> LayerCache:
-    """Writes the keys and values of one new token per row into a column of the cache.
+def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, kv_dtype: str) -> LayerCache:
+    """Writes the keys and values of new tokens into the cache, from `columns` on; what has no place is dropped.
 
-    All rows share the column, so that the write is one dynamic_update_slice, done in place inside a loop.
+    Where all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
     """
-    new_keys = quantize_kv(rearrange(k, "B S K C -> B K S C"), kv_dtype)
-    new_values = quantize_kv(rearrange(v, "B S K C -> B K S C"), kv_dtype)
+    new_keys = quantize_kv(rearrange(k, "B T K C -> B K T C"), kv_dtype)
+    new_values = quantize_kv(rearrange(v, "B T K C -> B K T C"), kv_dtype)
 
     def write(old: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice(old, new, (0, 0, column, 0))
+        if columns.ndim == 0:
+            return jax.lax.dynamic_update_slice(old, new, (0, 0, columns, 0))
+        rows = jnp.arange(len(old))[:, None]
+        places = columns[:, None] + jnp.arange(new.shape[2])
+        new = rearrange(new, "B K T C -> B T K C")
+        return old.at[rows, :, places].set(new, mode="drop", unique_indices=True)
 
     return jax.tree.map(write, cache, (new_keys, new_values))
 
 
-def row_scores(q: Float[Array, "B K G C"], keys: CachedHeads) -> Float[Array, "B K G S"]:
+def row_scores(q: Float[Array, "B K Q C"], keys: CachedHeads) -> Float[Array, "B K Q S"]:
     """Computes the products of queries with the keys of their own row."""
-    if jax.default_backend() == "cpu" and q.shape[3] < 64:
+    if jax.default_backend() == "cpu" and q.shape[2] < 8 and q.shape[3] < 64:
         # XLA:CPU runs this small batched product 6x slower as a matmul (2.4 against 0.4 ms at B 256, K 2, S 128, C 32).
         return (q[:, :, :, None] * keys[:, :, None]).sum(-1)
-    return jnp.einsum("bkgc,bksc->bkgs", q, keys, preferred_element_type=jnp.float32)
+    return jnp.einsum("bkqc,bksc->bkqs", q, keys, preferred_element_type=jnp.float32)
 
 
 def decode_attention(
-    q: Float[Array, "B 1 H C"],
+    q: RowHeads,
     k: NewHeads,
     v: NewHeads,
     prompts: PromptCache,
     cache: LayerCache,
     starts: Int[Array, "N"],
-    column: Int[Array, ""],
+    columns: Columns,
     view: View,
     kv_dtype: str = "",
-) -> tuple[Float[Array, "B 1 H*C"], LayerCache]:
-    """Computes attention of one new token per row over its prompt and columns [0, column] of its cache.
+) -> tuple[Float[Array, "B T H*C"], LayerCache]:
+    """Computes causal attention of new tokens over their row's prompt, its cache, and themselves.
 
-    Returns the cache with the new token in `column`, too. B / N adjacent rows share one of the prompts [N, K, P, C],
-    which is read once for all of them; it occupies columns [starts, P).
+    Returns the cache with the new tokens in it, from `columns` on; what was there from there on is not seen.
+    B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them; it occupies columns
+    [starts, P).
     """
-    cache = write_cache(cache, k, v, column, kv_dtype)
+    cache = write_cache(cache, k, v, columns, kv_dtype)
     keys, key_scale = dequantize_kv(cache[0], q.dtype)
     values, value_scale = dequantize_kv(cache[1], q.dtype)
     prompt_keys, prompt_key_scale = dequantize_kv(prompts[0], q.dtype)
     prompt_values, prompt_value_scale = dequantize_kv(prompts[1], q.dtype)
     N = len(starts)
     P = prompt_keys.shape[2]
-    q = rearrange(q, "B 1 (K G) C -> B K G C", K=prompt_keys.shape[1])
-    G = q.shape[2]
+    T = q.shape[1]
+    q = rearrange(q, "B T (K G) C -> B K (G T) C", K=prompt_keys.shape[1])
+    Q = q.shape[2]
 
-    def by_prompt(x: Float[Array, "B K G X"]) -> Float[Array, "N K RG X"]:
+    def by_prompt(x: Float[Array, "B K Q X"]) -> Float[Array, "N K RQ X"]:
         # The queries of the R rows that share a prompt are rows of one matmul.
-        return rearrange(x, "(N R) K G X -> N K (R G) X", N=N)
+        return rearrange(x, "(N R) K Q X -> N K (R Q) X", N=N)
 
-    def by_row(x: Float[Array, "N K RG X"]) -> Float[Array, "B K G X"]:
-        return rearrange(x, "N K (R G) X -> (N R) K G X", G=G)
+    def by_row(x: Float[Array, "N K RQ X"]) -> Float[Array, "B K Q X"]:
+        return rearrange(x, "N K (R Q) X -> (N R) K Q X", Q=Q)
 
-    prompt_scores = jnp.einsum("nkgc,nkpc->nkgp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
+    def of_queries(mask: Bool[Array, "*B T X"]) -> Bool[Array, "*B 1 Q X"]:
+        of_groups = jnp.tile(mask, (Q // T, 1))
+        return of_groups[..., None, :, :]
+
+    prompt_scores = jnp.einsum("nkqc,nkpc->nkqp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
     scores = row_scores(q, keys)
+    own_columns = (columns[..., None] + jnp.arange(T))[..., None]
     is_prompt = jnp.arange(P) >= starts[:, None]
-    is_written = jnp.arange(keys.shape[2]) <= column
-    if view.window:
-        is_prompt &= jnp.arange(P) > P + column - view.window
-        is_written &= jnp.arange(keys.shape[2]) > column - view.window
+    is_seen = jnp.arange(keys.shape[2]) <= own_columns
     prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
-    scores = jnp.where(is_written, scores.astype(jnp.float32) * key_scale, MASKED)
-    scores = jnp.concatenate([by_row(prompt_scores), scores], axis=-1)
+    prompt_scores = by_row(prompt_scores)
+    if view.window:
+        in_window = jnp.arange(P) > P + own_columns - view.window
+        prompt_scores = jnp.where(of_queries(in_window), prompt_scores, MASKED)
+        is_seen &= jnp.arange(keys.shape[2]) > own_columns - view.window
+    scores = jnp.where(of_queries(is_seen), scores.astype(jnp.float32) * key_scale, MASKED)
+    scores = jnp.concatenate([prompt_scores, scores], axis=-1)
     probs = jax.nn.softmax(scores * view.scale)
     prompt_probs = by_prompt(probs[..., :P]) * prompt_value_scale
     row_probs = probs[..., P:] * value_scale
-    out = jnp.einsum("bkgs,bksc->bkgc", row_probs.astype(q.dtype), values)
-    prompt_out = jnp.einsum("nkgp,nkpc->nkgc", prompt_probs.astype(q.dtype), prompt_values)
+    out = jnp.einsum("bkqs,bksc->bkqc", row_probs.astype(q.dtype), values)
+    prompt_out = jnp.einsum("nkqp,nkpc->nkqc", prompt_probs.astype(q.dtype), prompt_values)
     out += by_row(prompt_out)
-    out = rearrange(out, "B K G C -> B 1 (K G C)")
+    out = rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
     return out, cache

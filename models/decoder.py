@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int, PyTree
 
 from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, is_spec
 from models.attention import (
+    Columns,
     LayerCache,
     PromptCache,
     View,
@@ -438,21 +439,22 @@ def decode(
     weights: Weights,
     prompts: list[PromptCache | None],
     caches: list[Kept],
-    tokens: Int[Array, "B"],
-    column: Int[Array, ""],
+    tokens: Int[Array, "B T"],
+    columns: Columns,
     starts: Int[Array, "N"],
-) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B L k"]]:
-    """Computes logits after one more token per row, written at `column` of its cache; also returns its experts.
+) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
+    """Computes logits after the last of some more tokens per row, written from `columns` of its cache on.
 
-    B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
+    Also returns the tokens' experts. B / N adjacent rows share a prompt, which occupies columns [starts, P) of its
+    cache. States hold the prompt already.
     """
-    x = embed(model, weights, tokens[:, None])
+    x = embed(model, weights, tokens)
     num_columns = prompt_columns(prompts)
     group_size = len(tokens) // len(starts)
     prompt_lengths = jnp.repeat(num_columns - starts, group_size)
-    positions = prompt_lengths + column
-    angles = rotary_by_kind(model, positions[:, None])
-    write = partial(decode_attention, starts=starts, column=column, kv_dtype=model.kv_dtype)
+    positions = (prompt_lengths + columns)[:, None] + jnp.arange(tokens.shape[1])
+    angles = rotary_by_kind(model, positions)
+    write = partial(decode_attention, starts=starts, columns=columns, kv_dtype=model.kv_dtype)
     new_caches, routes = [], []
     for kind, layer, prompt, cache in zip(model.kinds, weights[LAYERS], prompts, caches, strict=True):
         if kind == LINEAR:
@@ -462,8 +464,8 @@ def decode(
             mixer = partial(attend, model, angles[kind], attention)
         x, new_cache, route = decoder_layer(model, layer, x, mixer)
         new_caches.append(new_cache)
-        routes.append(route[:, 0])
-    return head(model, weights, x[:, 0]), new_caches, jnp.stack(routes, axis=1)
+        routes.append(route)
+    return head(model, weights, x[:, -1]), new_caches, jnp.stack(routes, axis=2)
 
 
 def prompt_columns(prompts: list[PromptCache | None]) -> int:

@@ -102,13 +102,13 @@ class Distribution:
         return log_softmax_at(logits, tokens), entropy(logits)
 
 
-def sampling_uniforms(keys: Key, steps: Int[Array, "A"]) -> Float[Array, "A R 2"]:
-    """Returns the uniforms in [0, 1) that each row's key gives for the draws of these steps, float32."""
+def sampling_uniforms(keys: Key, steps: Int[Array, "A R"]) -> Float[Array, "A R 2"]:
+    """Returns the uniforms in [0, 1) that each row's key gives for its draws with these numbers, float32."""
 
     def uniforms(key: Key, step: Int[Array, ""]) -> Float[Array, "2"]:
         return jax.random.uniform(jax.random.fold_in(key, step), (2,))
 
-    of_rows = jax.vmap(uniforms, in_axes=(0, None))
+    of_rows = jax.vmap(uniforms)
     of_steps = jax.vmap(of_rows, in_axes=(None, 0))
     return of_steps(keys, steps)
 

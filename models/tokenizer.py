@@ -3,10 +3,11 @@
 import json
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
@@ -28,6 +29,7 @@ MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
 TEMPLATE_CHARACTERS = 10**6  # that a template may write besides the messages
+CONTENT, TURN = "lmpo{}content", "lmpoturn"  # of a conversation that shows how a template frames its messages
 Message = Mapping[str, str]  # role and content
 
 
@@ -73,7 +75,12 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(
-        self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
+        self,
+        messages: Sequence[Message],
+        thinking: bool = False,
+        prefix: str = "",
+        plain: bool = False,
+        tools: Sequence[Callable[..., object]] = (),
     ) -> list[int]:
         """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
 
@@ -85,14 +92,63 @@ class Tokenizer:
         if plain or not self.has_template:
             text = "\n".join(message["content"] for message in messages)
         else:
-            text = self.render(messages, thinking)
+            text = self.render(messages, thinking, tools=tools)
         return self.encode(text) + self.encode(prefix)
 
-    def render(self, messages: Sequence[Message], thinking: bool) -> str:
-        """Renders a conversation with the chat template. Raises UserError as `chat`."""
+    def calls(
+        self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str
+    ) -> tuple[str, ...]:
+        """Returns the texts of the calls of tools in a reply, between these signs; one that is not closed is empty.
+
+        Where the signs are single tokens, only these begin and end a call.
+        """
+        ids = [int(i) for i in ids]
+        vocabulary = self.hf.get_added_vocab()
+        if opening in vocabulary and closing in vocabulary:
+            pieces = split_at(ids, vocabulary[opening])[1:]
+            bodies = [split_at(piece, vocabulary[closing]) for piece in pieces]
+            return tuple(self.hf.decode(body[0]) if len(body) > 1 else "" for body in bodies)
+        pieces = self.hf.decode(ids).split(opening)[1:]
+        bodies = [piece.partition(closing) for piece in pieces]
+        return tuple(body if sign else "" for body, sign, _ in bodies)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Returns the ids of a text in which special tokens are text, as others wrote it."""
+        return self.hf.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def bridge(
+        self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
+    ) -> "Bridge":
+        """Returns the ids between two turns of the assistant, in which these messages are said to it.
+
+        Raises: UserError when the chat template fails, or cannot be continued behind what was written: see `frame`.
+        """
+        roles = tuple(message["role"] for message in messages)
+        closing, pieces = frame(self, roles, thinking, plain or not self.has_template)
+        ids = list(pieces[0])
+        for message, piece in zip(messages, pieces[1:], strict=True):
+            ids += self.encode_plain(message["content"])
+            ids += piece
+        return Bridge(closing, ids + self.encode(prefix))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        thinking: bool,
+        is_open: bool = True,
+        tools: Sequence[Callable[..., object]] = (),
+    ) -> str:
+        """Renders a conversation with the chat template, up to the assistant's turn if it `is_open`.
+
+        Raises UserError as `chat`.
+        """
         try:
             text = self.hf.apply_chat_template(
-                list(messages), add_generation_prompt=True, enable_thinking=thinking, tokenize=False
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=is_open,
+                enable_thinking=thinking,
+                tokenize=False,
             )
         except Exception as error:  # the template is a program: it can fail in any way
             raise UserError(f"the model's chat template fails ({describe_error(error)})") from error
@@ -133,6 +189,58 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def split_at(ids: list[int], sign: int) -> list[list[int]]:
+    """Returns the parts of a list between the places of a sign."""
+    parts = [[]]
+    for i in ids:
+        if i == sign:
+            parts.append([])
+        else:
+            parts[-1].append(i)
+    return parts
+
+
+class Bridge(NamedTuple):
+    """Ids between two turns of the assistant."""
+
+    closing: int | None  # the stop token that ends a turn; None: turns have none
+    ids: list[int]  # behind it
+
+
+@lru_cache(maxsize=256)
+def frame(
+    tokenizer: Tokenizer, roles: tuple[str, ...], thinking: bool, is_plain: bool
+) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
+    """Returns the stop token of a turn, and the ids before, between and behind the contents of messages that follow.
+
+    They are read off a conversation with other contents, so that a turn is continued by the ids that were drawn,
+    whatever the template would make of their text. Raises: UserError where the template ends a turn in another way
+    when messages follow it, leaves a content out, or says nothing.
+    """
+    if is_plain:
+        newline = tuple(tokenizer.encode("\n"))
+        return None, (newline,) * (len(roles) + 1)
+    said = [CONTENT.format(i) for i in range(len(roles))]
+    turn = [{"role": "user", "content": CONTENT.format("first")}, {"role": "assistant", "content": TURN}]
+    following = [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
+    _, has_turn, end = tokenizer.render(turn, thinking, is_open=False).rpartition(TURN)
+    _, has_turn_too, rest = tokenizer.render(turn + following, thinking).rpartition(TURN)
+    texts = []
+    for content in said:
+        text, found, rest = rest.partition(content)
+        if not found:
+            raise UserError(f"the model's chat template does not show messages of the role {roles[len(texts)]}")
+        texts.append(text)
+    if not (has_turn and has_turn_too and texts[0].startswith(end.rstrip())):
+        raise UserError(
+            "the model's chat template ends a reply in another way when messages follow it, so that a conversation "
+            "cannot go on behind the tokens that were drawn: choose an environment with one reply"
+        )
+    first, *pieces = [tuple(tokenizer.encode(text)) for text in (*texts, rest)]
+    closing = first[0] if first and first[0] in tokenizer.stop_ids else None
+    return closing, (first[closing is not None :], *pieces)
 
 
 def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:

@@ -76,7 +76,7 @@ class Letters(Tokenizer):
             ids, text = [*ids, i], text[len(word) :]
         return ids
 
-    def chat(self, messages, thinking: bool = False, prefix: str = "", plain: bool = False) -> list[int]:
+    def chat(self, messages, thinking: bool = False, prefix: str = "", plain: bool = False, tools=()) -> list[int]:
         return self.encode(messages[-1]["content"] + prefix)
 
 

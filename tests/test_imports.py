@@ -27,7 +27,8 @@ LAW = {
     "core.objectives": ("core.records", "models.names", "utils.settings", "utils.training.batching"),
     "core.sampling": ("core.chat", "core.records", "envs.base", "models", "utils"),  # core.chat is its command
     "core.chat": ("core.records", "core.sampling", "models", "utils"),
-    "core.rollout": ("core.records", "core.sampling", "envs.base", "models", "utils"),
+    "core.turns": ("core.records", "core.sampling", "envs.base", "models", "utils"),
+    "core.rollout": ("core.records", "core.sampling", "core.turns", "envs.base", "models", "utils"),
     "core.eval": ("core.records", "core.rollout", "core.sampling", "envs", "models", "utils"),
     "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),

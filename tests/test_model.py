@@ -47,7 +47,7 @@ def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tu
     prefix = decoder.without_states(prefix)
     last, tokens, rows = prompts[:, -1], [], []
     for i in range(num_tokens):  # the first step reads the last prompt token
-        row, caches, _ = decode(model, weights, prefix, caches, last, i, starts)
+        row, caches, _ = decode(model, weights, prefix, caches, last[:, None], i, starts)
         last = choose(i, row)
         tokens.append(last)
         rows.append(row)

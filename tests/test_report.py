@@ -165,7 +165,7 @@ def test_tokens_are_written_with_what_is_known_of_each():
     logprobs = -np.arange(24.0).reshape(3, 8)
     finished, one, columns = np.ones(3, bool), np.ones(3, int), np.arange(8)
     is_drawn = (columns >= 1) & (columns < lengths[:, None])
-    completions = Completions(tokens, is_drawn, logprobs, lengths, one, finished, slot_steps=lengths - 1.0)
+    completions = Completions(tokens, is_drawn, logprobs, lengths, one, finished, lengths - 1.0, 0 * lengths)
     scores, failed = {"return": np.arange(3.0)}, np.array([False, False, True])
     episodes = Episodes(completions, np.arange(3), texts, scores, failed, failures={}, times={})
     batch = Batch(

@@ -173,7 +173,7 @@ def end_step(run: Run, step: int) -> None:
     """Ends a step of one rollout of one token; it is no step to save."""
     ones = np.ones((1, 2), np.int32)
     row, reward = np.ones(1, np.int32), np.ones(1, np.float32)
-    completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward)
+    completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward, 0 * row)
     episodes = Episodes(completions, row, ["a"], {"return": reward}, row < 0, {}, {})
     batch = Batch(ones, ones > 0, np.float32(ones), reward, 2 * row, row, row=row - 1)
     run.end_step(Progress(step), states(step), {}, episodes, batch, is_last=False)

@@ -76,7 +76,7 @@ def test_prompts_that_are_too_long_are_left_out():
 def test_a_failed_reward_stays_zero_and_the_length_reward_is_logged():
     lengths = np.array([80, 90, 40, 100])
     zeros = np.zeros((4, 100), np.float32)
-    completions = Completions(zeros, zeros > 0, zeros, lengths, np.zeros(4, int), lengths < 100, lengths)
+    completions = Completions(zeros, zeros > 0, zeros, lengths, np.zeros(4, int), lengths < 100, lengths, 0 * lengths)
     scores = {"return": np.array([1.0, 0.0, 0.0, 1.0]), "correct_answer": np.array([1.0, 0.0, 0.0, 1.0])}
     failed = np.array([False, True, False, False])
     times = {"rollout": 1.0, "score": 1.0}

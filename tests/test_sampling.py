@@ -395,7 +395,7 @@ def test_truncated_distributions(setting):
 
 
 def our_categorical(logits, keys):
-    return inverse_cdf_sample(logits, sampling_uniforms(keys, jnp.zeros(1, int))[0])
+    return inverse_cdf_sample(logits, sampling_uniforms(keys, jnp.zeros((1, len(keys)), int))[0])
 
 
 def lmpo_categorical(logits, keys):

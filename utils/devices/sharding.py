@@ -134,6 +134,10 @@ class Layout:
             x = copy_to_all(x, self.replicated).addressable_data(0)
         return np.asarray(x)
 
+    @property
+    def num_processes(self) -> int:
+        return jax.process_count()
+
     def process_share(self, num_items: int) -> range:
         """Returns the items that this process works on."""
         count = jax.process_count()

@@ -1,12 +1,12 @@
 """Preview of an environment before training: prompts as the model sees them, references, rewards, prompt lengths."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Int
 
-from envs.base import Env, Problem
+from envs.base import Env, Problem, Reply
 from utils.metrics.logger import printable
 
 MAX_MEASURED = 1000  # prompts whose lengths are counted, spread over the environment
@@ -43,11 +43,22 @@ def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
 
 def format_example(env: Env, problem: Problem, name: str, reply: str) -> str:
     """Returns a reply and its scores, on two lines."""
-    completion = reply.removeprefix(problem.prefix)
-    scores = env.score(problem, problem.prefix + completion)
-    cells = [f"{key} {value:g}" for key, value in scores.items()]
+    text = problem.prefix + reply.removeprefix(problem.prefix)
+    outcome = describe_scores(env.score(problem, text)) if env.max_turns == 1 else describe_turn(env, problem, text)
     indent = " " * 10
-    return f"{name:>10} {shorten(reply)}\n{indent} {', '.join(cells)}"
+    return f"{name:>10} {shorten(reply)}\n{indent} {outcome}"
+
+
+def describe_scores(scores: Mapping[str, float]) -> str:
+    """Returns scores on a line."""
+    return ", ".join(f"{key} {value:g}" for key, value in scores.items())
+
+
+def describe_turn(env: Env, problem: Problem, text: str) -> str:
+    """Returns what follows this first turn of an episode, on a line."""
+    step = env.episode(problem, seed=0).act(Reply(text))
+    said = "the end" if step.done else " / ".join(message["content"] for message in step.messages)
+    return f"{describe_scores({'reward': step.reward, **step.info})}: {shorten(said)}"
 
 
 def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:

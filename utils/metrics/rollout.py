@@ -24,6 +24,8 @@ def rollout_metrics(episodes: Episodes, group_size: int) -> dict[str, float]:
     }
     for name, x in episodes.scores.items():
         metrics.setdefault(f"env/{name}", float(x[is_graded].sum() / num_graded))
+    for reason in sorted({*episodes.stops}):
+        metrics[f"stop/{reason}"] = episodes.stops.count(reason) / len(episodes)
     for kind, count in episodes.failures.items():
         metrics[f"env/{kind}"] = count
     for name, seconds in episodes.times.items():

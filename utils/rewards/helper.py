@@ -28,11 +28,12 @@ from pickle import UnpicklingError
 from typing import NamedTuple
 
 from envs import make_env
-from envs.base import Env, Problem
+from envs.base import Env, Episode, Problem, Reply, Step
 from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
 
 MAX_CHUNK = 32  # replies that share one message to a worker
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
+MAX_EPISODES = 256  # that a worker keeps
 MAX_MEMORY = 4 * 2**30  # bytes of a worker and of all that it started
 MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
 CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers that have ended
@@ -44,7 +45,15 @@ STALL = 60  # seconds without one after which a process at the other end of a co
 PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
 IDLE = (0.0, -1)
 
-Job = tuple[int, str]  # number of the problem, reply
+class Turns(NamedTuple):
+    """Replies of the policy in an episode so far: a job asks what follows the last of them."""
+
+    seed: int
+    replies: tuple[Reply, ...]
+    is_truncated: bool = False  # by a limit: what the environment said after the last reply is known
+
+
+Job = tuple[int, str | Turns]  # number of the problem, and its reply or those of an episode
 Rewards = dict[str, float]  # by name; "return" is what training maximises
 
 
@@ -55,7 +64,7 @@ class Failure(NamedTuple):
     reason: str  # may quote the reply: only its repr may reach a terminal
 
 
-Outcome = Rewards | Failure
+Outcome = Rewards | Step | Failure
 
 
 class ScorerSettings(NamedTuple):
@@ -356,8 +365,9 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
         return
     connection.send("")
     with contextlib.suppress(EOFError, OSError):
+        episodes = EpisodeCache()
         while True:
-            score_chunk(env, connection.recv(), connection, progress)
+            score_chunk(env, episodes, connection.recv(), connection, progress)
 
 
 @contextlib.contextmanager
@@ -371,33 +381,77 @@ def temporary_variables(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def score_chunk(env: Env, jobs: Sequence[Job], connection: Connection, progress: mmap.mmap) -> None:
+def score_chunk(
+    env: Env, episodes: "EpisodeCache", jobs: Sequence[Job], connection: Connection, progress: mmap.mmap
+) -> None:
     """Scores replies and reports their outcomes: all in one message if that takes no longer than REPORT_INTERVAL."""
     problem = functools.cache(env.problem)  # the replies of a group share theirs
     outcomes, reported = [], time.monotonic()
-    for place, (index, text) in enumerate(jobs):
+    for place, (index, reply) in enumerate(jobs):
         now = time.monotonic()
         if now - reported > REPORT_INTERVAL:
             connection.send(outcomes)
             outcomes, reported = [], now
         PROGRESS.pack_into(progress, 0, now, place)
-        outcomes.append(score_reply(env, problem, index, text))
+        outcomes.append(score_reply(env, episodes, problem, index, reply))
     connection.send(outcomes)
 
 
-def score_reply(env: Env, problem: Callable[[int], Problem], index: int, text: str) -> Outcome:
-    """Returns the rewards of a reply, or the reason why it has none."""
+def score_reply(
+    env: Env, episodes: "EpisodeCache", problem: Callable[[int], Problem], index: int, reply: str | Turns
+) -> Outcome:
+    """Returns the rewards of a reply, what follows a turn, or the reason why there is none."""
     worker = os.getpid()
     try:
-        scores = {str(key): float(value) for key, value in env.score(problem(index), text).items()}
-        if not math.isfinite(scores["return"]):
-            raise ValueError(f"the return is {scores['return']}")
-        outcome = scores
+        if isinstance(reply, Turns):
+            outcome = checked_step(episodes.play(env, problem, index, reply))
+        else:
+            scores = {str(key): float(value) for key, value in env.score(problem(index), reply).items()}
+            if not math.isfinite(scores["return"]):
+                raise ValueError(f"the return is {scores['return']}")
+            outcome = scores
     except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
         outcome = Failure("reward_errors", describe_failure(error))
     if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
         os._exit(0)
     return outcome
+
+
+class EpisodeCache:
+    """Episodes that a worker has played so far, by their problem, seed and replies; others are played again."""
+
+    def __init__(self):
+        self.episodes: dict[tuple[int, int, tuple[Reply, ...]], Episode] = {}
+
+    def play(self, env: Env, problem: Callable[[int], Problem], index: int, turns: Turns) -> Step:
+        """Returns what follows the last turn."""
+        num_played = len(turns.replies) if turns.is_truncated else len(turns.replies) - 1
+        before = turns.replies[:num_played]
+        episode = self.episodes.pop((index, turns.seed, before), None)
+        if episode is None:
+            episode = env.episode(problem(index), turns.seed)
+            for reply in before:
+                episode.act(reply)
+        if turns.is_truncated:
+            return episode.truncate()
+        step = episode.act(turns.replies[-1])
+        if not step.done:
+            self.episodes[index, turns.seed, turns.replies] = episode
+            if len(self.episodes) > MAX_EPISODES:
+                self.episodes.pop(next(iter(self.episodes)))
+        return step
+
+
+def checked_step(step: Step) -> Step:
+    """Returns a step with numbers and texts of plain types. Raises: ValueError for a reward that is not finite."""
+    messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in step.messages]
+    reward = float(step.reward)
+    info = {str(name): float(value) for name, value in step.info.items()}
+    if not all(map(math.isfinite, (reward, *info.values()))):
+        raise ValueError(f"the reward of a turn is {reward}, its info {info}")
+    if not messages and not step.done:
+        raise ValueError("the environment says nothing, and does not end the episode")
+    return Step(messages, reward, bool(step.done), info)
 
 
 def describe_failure(error: BaseException) -> str:

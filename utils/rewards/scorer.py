@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -211,6 +211,7 @@ class ScoringStream:
         self.scorer = scorer
         self.queue: SimpleQueue[dict[int, Job] | None] = SimpleQueue()  # None: no more
         self.outcomes: dict[int, tuple[Job, Outcome]] = {}
+        self.has_changed = threading.Condition()  # outcomes, or error
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self.score_until_closed, daemon=True)
 
@@ -228,8 +229,10 @@ class ScoringStream:
                     additions.append(self.queue.get())
                 is_open = None not in additions
                 self.score_additions(additions)
-        except BaseException as error:  # noqa: BLE001 (raised again by `finish`)
-            self.error = error
+        except BaseException as error:  # noqa: BLE001 (raised again by `finish` and `take`)
+            with self.has_changed:
+                self.error = error
+                self.has_changed.notify_all()
 
     def score_additions(self, additions: Sequence[dict[int, Job] | None]) -> None:
         """Scores all replies that were added, with one request."""
@@ -239,7 +242,17 @@ class ScoringStream:
         if jobs:
             outcomes = self.scorer.request_outcomes([*jobs.values()])  # empty where the scorer closes
             pairs = zip(jobs.values(), outcomes, strict=False)
-            self.outcomes |= zip(jobs, pairs, strict=False)
+            with self.has_changed:
+                self.outcomes |= zip(jobs, pairs, strict=False)
+                self.has_changed.notify_all()
+
+    def take(self, rows: Set[int], num_needed: int = 0) -> dict[int, Outcome]:
+        """Removes and returns the outcomes of these rows that are there, by row, once there are `num_needed`."""
+        with self.has_changed:
+            self.has_changed.wait_for(lambda: self.error or len(rows & self.outcomes.keys()) >= num_needed)
+            if self.error:
+                raise self.error
+            return {row: self.outcomes.pop(row)[1] for row in sorted(rows & self.outcomes.keys())}
 
     def finish(self) -> dict[int, tuple[Job, Outcome]]:
         """Returns the job and the outcome of each row, once all are scored; raises the error of the thread."""

@@ -1,0 +1,373 @@
+"""Draws conversations: turns of the policy and observations of an environment in the same rows of the KV cache.
+
+What was said is never encoded or computed again: observations are appended behind the tokens that were drawn, each row
+at its own length. A draw depends on the row's own tokens and their number alone, neither on other rows nor on how long
+an environment takes.
+
+B rows, A columns behind the prompt, S sampler slots, s steps of a segment.
+"""
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Event
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from core.records import Completions
+from core.sampling import Cache, Chain, Sampler, released
+from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
+from models import decoder
+from models.architecture import Decoder
+from models.names import Array, Weights
+from models.tokenizer import Message, Tokenizer
+from utils.devices.sharding import JSON, Layout
+from utils.metrics.terminal import Wait
+from utils.rewards.helper import Failure, Outcome, Rewards, Turns
+from utils.rewards.scorer import ScoringStream
+from utils.settings.environments import RolloutSettings
+from utils.settings.errors import UserError
+
+CHUNKS = (16, 64, 256)  # observation tokens that are computed at once: few widths to compile
+
+
+class Observation(NamedTuple):
+    """Tokens to append to a row, or the end of its episode where there are none."""
+
+    tokens: Sequence[int] = ()
+    finished: bool = False  # the episode ended by itself, not by a limit
+
+
+class Environment(Protocol):
+    """Says what follows turns; rows count over the prompts of a call."""
+
+    tokens_per_turn: int  # limit; 0: none
+
+    def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
+        """Takes the tokens of a turn that has ended; `num_left`: tokens that still fit into the row."""
+
+    def observe(self, rows: Set[int], is_blocking: bool) -> dict[int, Observation]:
+        """Returns what has come for these rows, whose turns have ended; if it `is_blocking`, for one at least."""
+
+
+class TurnChain(Chain):
+    """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
+
+    def __init__(self, environment: Environment, first_row: int, sampler: Sampler, *arguments: object):
+        super().__init__(sampler, *arguments)
+        self.environment = environment
+        self.row_offset += first_row
+        num_rows = len(self.keys)
+        self.num_tokens = np.zeros(num_rows, int)  # of each row behind its prompt, drawn or observed
+        self.num_observed = np.zeros(num_rows, int)
+        self.turn_starts = np.zeros(num_rows, int)
+        self.is_drawing = np.ones(num_rows, bool)  # the others wait for the environment, or are done
+        self.finished = np.zeros(num_rows, bool)
+
+    @property
+    def segment(self) -> int:
+        """Returns the steps of a segment; short turns would wait for the end of a long one."""
+        limit = self.environment.tokens_per_turn or self.sampler.segment
+        return min(limit, self.sampler.segment)
+
+    def run(self, cancelled: Event) -> Completions:
+        """Draws segments and appends observations until all episodes are done."""
+        drawn = self.drawn
+        with self.lock:
+            while not (drawn.done.all() or cancelled.is_set()):
+                if self.sampler.compact:
+                    self.compact()
+                if self.is_drawing.any():
+                    self.draw_segment()
+                self.observe()
+        drawn.lengths = self.num_tokens
+        completions = drawn.completions(self.prompts, self.owner)
+        return completions.replace(finished=self.finished, num_observed=self.num_observed)
+
+    def draw_segment(self) -> None:
+        """Draws the next tokens of all rows whose turn it is, and hands over turns that have ended."""
+        steps = self.segment
+        longest = int(self.num_tokens[self.is_drawing].max()) + steps
+        self.grow(min(longest, self.sampler.max_new_tokens))
+        forced = np.full((len(self.slots), steps), -1, np.int32)
+        columns = self.draw(self.next_columns(), forced)
+        slots = np.flatnonzero(self.slots >= 0)
+        slots = slots[self.is_drawing[self.slots[slots]]]
+        for slot in slots.tolist():
+            row = int(self.slots[slot])
+            self.drawn.slot_steps[row] += forced.size / len(slots)
+            self.add_drawn(row, [x[slot] for x in columns])
+
+    def next_columns(self) -> Int[np.ndarray, "S"]:
+        """Returns the column of each slot's next token."""
+        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
+
+    def add_drawn(self, row: int, columns: Sequence[np.ndarray]) -> None:
+        """Adds what a segment drew for a row, up to the end of its turn."""
+        drawn, sampler = self.drawn, self.sampler
+        start, turn_start = int(self.num_tokens[row]), int(self.turn_starts[row])
+        limit = sampler.max_new_tokens
+        if self.environment.tokens_per_turn:
+            limit = min(limit, turn_start + self.environment.tokens_per_turn)
+        stop = min(start + len(columns[0]), limit)
+        arrays = drawn.tokens, drawn.logprobs, drawn.support, drawn.routes
+        for array, column in zip(arrays, columns, strict=True):
+            array[row, start:stop] = column[: stop - start]
+        turn = drawn.tokens[row, turn_start:stop]
+        end = sampler.completion_end(turn, start - turn_start, stop - turn_start)
+        if end:
+            stop = turn_start + end
+        drawn.mask[row, start:stop] = True
+        self.num_tokens[row] = stop
+        self.last_tokens[row] = drawn.tokens[row, stop - 1]
+        if end or stop == limit:
+            self.is_drawing[row] = False
+            turn = drawn.tokens[row, turn_start:stop].copy()
+            self.environment.end_turn(self.row_offset + row, turn, sampler.max_new_tokens - stop)
+
+    def add_observed(self, row: int, tokens: Int[np.ndarray, "n"]) -> None:
+        """Adds what was said to a row."""
+        drawn, start = self.drawn, int(self.num_tokens[row])
+        columns = slice(start, start + len(tokens))
+        drawn.tokens[row, columns] = tokens
+        drawn.mask[row, columns] = False
+        for array in (drawn.logprobs, drawn.support, drawn.routes):
+            array[row, columns] = 0
+        self.num_tokens[row] = self.turn_starts[row] = columns.stop
+        self.num_observed[row] += len(tokens)
+        self.last_tokens[row] = tokens[-1]
+        self.is_drawing[row] = True
+
+    def observe(self) -> None:
+        """Appends the observations that have come; waits for one where no row can draw."""
+        waiting = np.flatnonzero(~self.is_drawing & ~self.drawn.done)
+        if not waiting.size:
+            return
+        rows = {self.row_offset + row for row in waiting.tolist()}
+        is_blocking = not self.is_drawing.any()
+        with released(self.lock):
+            observations = self.environment.observe(rows, is_blocking)
+        said = {}
+        for number, observation in observations.items():
+            row = number - self.row_offset
+            if observation.tokens:
+                said[row] = np.int32(observation.tokens)
+            else:
+                self.drawn.done[row] = True
+                self.finished[row] = observation.finished
+        if said:
+            self.append(said)
+
+    def append(self, said: dict[int, Int[np.ndarray, "n"]]) -> None:
+        """Appends tokens to rows. Their last one is left to the next segment, which draws from it."""
+        self.grow(max(int(self.num_tokens[row]) + len(tokens) for row, tokens in said.items()))
+        left = max(map(len, said.values()))
+        offset = 0
+        while left > 0:
+            width = next((width for width in CHUNKS if width >= left), CHUNKS[-1])
+            self.extend(said, offset, width)
+            offset += width
+            left -= width
+        for row, tokens in said.items():
+            self.add_observed(row, tokens)
+
+    def extend(self, said: dict[int, Int[np.ndarray, "n"]], offset: int, width: int) -> None:
+        """Computes the cache of `width` tokens of each row, from the one before `offset` on."""
+        tokens = np.zeros((len(self.slots), width), np.int32)
+        for slot in np.flatnonzero(np.isin(self.slots, list(said))):
+            row = self.slots[slot]
+            part = np.append(self.last_tokens[row], said[row])[offset:-1][:width]
+            tokens[slot, : len(part)] = part
+        state = self.layout.put((tokens, self.next_columns() + np.int32(offset), self.starts))
+        self.cache = extend(self.sampler.model, self.weights, self.prompt_cache, self.cache, *state)
+
+
+def check_conversations(settings: RolloutSettings, model: Decoder, tokenizer: Tokenizer) -> None:
+    """Raises UserError where conversations cannot be drawn as they are trained on."""
+    if model.delta is not None:
+        raise UserError(f"{settings.name} has several turns, and models with Gated DeltaNets cannot play them yet")
+    if settings.force_answer_at:
+        raise UserError(f"{settings.name} has several turns, in which no answer can be forced: --force_answer_at 0")
+    problem = settings.env.problem(0)
+    tokenizer.bridge([{"role": "user", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def extend(
+    model: Decoder,
+    weights: Weights,
+    prompt_cache: Cache,
+    cache: Cache,
+    tokens: Int[Array, "S s"],
+    columns: Int[Array, "S"],
+    starts: Int[Array, "N"],
+) -> Cache:
+    """Returns the cache with these tokens in it, from each slot's column on.
+
+    Rows with fewer tokens are padded: what is written behind a row's tokens is not seen, and overwritten by its next.
+    """
+    _, cache, _ = decoder.decode(model, weights, prompt_cache, cache, tokens, columns, starts)
+    return cache
+
+
+@dataclass
+class Record:
+    """An episode so far."""
+
+    seed: int
+    replies: list[Reply] = field(default_factory=list)  # of the policy, its prefix with each
+    messages: list[list[Message]] = field(default_factory=list)  # that followed each reply but the last
+    num_left: int = 0  # tokens that fit into the row behind the last reply
+    last_token: int = -1  # of the last reply
+    scores: Counter[str] = field(default_factory=Counter)
+    stop: str = ""  # reason of its end: done, max_turns, max_tokens or failed
+
+    @property
+    def turns(self) -> Turns:
+        """The question to the environment what follows the last reply."""
+        return Turns(self.seed, tuple(self.replies), is_truncated=bool(self.stop))
+
+
+class Conversations:
+    """Episodes of a rollout: what the environment says to turns, encoded, and its rewards.
+
+    Each process asks about its share of the turns; all get all answers, since they compute the same rows.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        tokenizer: Tokenizer,
+        layout: Layout,
+        problems: Sequence[Problem],
+        task_ids: Int[np.ndarray, "N"],
+        seeds: Sequence[int],
+        stream: ScoringStream,
+    ):
+        self.env, self.tokenizer, self.layout = env, tokenizer, layout
+        self.tokens_per_turn = env.tokens_per_turn
+        num_samples = len(seeds) // len(problems)
+        self.problems = [problem for problem in problems for _ in range(num_samples)]
+        self.task_ids = np.repeat(task_ids, num_samples).tolist()
+        self.episodes = [Record(seed) for seed in seeds]
+        self.stream = stream
+        self.unasked: set[int] = set()  # rows with a turn that the environment has not got
+        self.failures: dict[int, Failure] = {}
+        self.wait = Wait("")
+
+    def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
+        """Returns a sampler whose rows are these episodes, from this one on."""
+        self.wait = wait
+        return replace(sampler, make_chain=partial(TurnChain, self, first_row))
+
+    def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
+        """Takes the tokens of a turn."""
+        episode = self.episodes[row]
+        text = self.problems[row].prefix + self.tokenizer.decode(turn)
+        episode.replies.append(Reply(text, self.calls(turn)))
+        episode.last_token = int(turn[-1])
+        episode.num_left = num_left
+        self.unasked.add(row)
+        self.wait.num_tokens += len(turn)
+
+    def calls(self, turn: Int[np.ndarray, "A"]) -> tuple[str, ...]:
+        """Returns the calls of tools in a turn."""
+        if not self.env.dialect:
+            return ()
+        dialect = DIALECTS[self.env.dialect]
+        return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
+
+    def observe(self, rows: Set[int], is_blocking: bool) -> dict[int, Observation]:
+        """Returns what the environment has said to these episodes, as tokens; waits for one where it `is_blocking`."""
+        return {row: self.observation(row, outcome) for row, outcome in self.ask(rows, is_blocking).items()}
+
+    def ask(self, rows: Set[int], is_blocking: bool) -> dict[int, Outcome]:
+        """Returns outcomes of these rows' questions: those that have come, on several processes all of them."""
+        if self.layout.num_processes > 1:
+            return self.ask_together(sorted(rows))
+        self.send(rows & self.unasked)
+        return self.stream.take(rows, num_needed=1 if is_blocking else 0)
+
+    def ask_together(self, rows: Sequence[int]) -> dict[int, Outcome]:
+        """Returns outcomes of all of these rows; this process asks about its share of them."""
+
+        def own_outcomes(share: range) -> list[JSON]:
+            own_rows = {rows[i] for i in share}
+            self.send(own_rows)
+            outcomes = self.stream.take(own_rows, len(own_rows))
+            return [[type(outcome).__name__, *outcome] for outcome in outcomes.values()]
+
+        kinds = {"Failure": Failure, "Step": Step}
+        results = self.layout.share(own_outcomes, len(rows))
+        return {row: kinds[kind](*fields) for row, (kind, *fields) in zip(rows, results, strict=True)}
+
+    def send(self, rows: Set[int]) -> None:
+        """Asks the environment about rows, with one request."""
+        self.stream.add({row: (self.task_ids[row], self.episodes[row].turns) for row in sorted(rows)})
+        self.unasked -= rows
+
+    def observation(self, row: int, outcome: Outcome) -> Observation:
+        """Returns what an outcome says to the policy."""
+        episode = self.episodes[row]
+        if isinstance(outcome, Failure):
+            self.failures[row] = outcome
+            episode.stop = "failed"
+        else:
+            self.add_scores(row, outcome)
+        tokens = [] if episode.stop or outcome.done else self.encode(row, outcome)
+        if tokens and len(episode.replies) < self.env.max_turns and len(tokens) < episode.num_left:
+            episode.messages.append(outcome.messages)
+            return Observation(tokens)
+        self.wait.done += 1
+        if tokens:
+            episode.stop = "max_turns" if len(episode.replies) == self.env.max_turns else "max_tokens"
+            self.unasked.add(row)  # whether there is a reward left
+        episode.stop = episode.stop or "done"
+        return Observation(finished=episode.stop == "done")
+
+    def encode(self, row: int, step: Step) -> list[int]:
+        """Returns the tokens between a turn and the next; a turn that was cut off, or ended otherwise, is closed."""
+        if step.messages[0]["role"] == INLINE:
+            return self.tokenizer.encode("".join(message["content"] for message in step.messages))
+        problem = self.problems[row]
+        bridge = self.tokenizer.bridge(step.messages, problem.thinking, problem.prefix, problem.plain)
+        is_closed = bridge.closing in (None, self.episodes[row].last_token)
+        return bridge.ids if is_closed else [bridge.closing, *bridge.ids]
+
+    def add_scores(self, row: int, step: Step) -> None:
+        """Adds the reward of a turn, and what the environment logs."""
+        scores = self.episodes[row].scores
+        scores["return"] += step.reward
+        scores.update(step.info)
+
+    def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
+        """Asks truncated episodes what they still earn; returns all rewards, None for failures, and their counts."""
+        truncated = set(self.unasked)
+        while truncated:
+            outcomes = self.ask(truncated, is_blocking=True)
+            for row, outcome in outcomes.items():
+                if isinstance(outcome, Failure):
+                    self.failures[row] = outcome
+                else:
+                    self.add_scores(row, outcome)
+            truncated -= outcomes.keys()
+        jobs = [(task, episode.turns) for task, episode in zip(self.task_ids, self.episodes, strict=True)]
+        outcomes = [self.failures.get(row, self.scores(episode)) for row, episode in enumerate(self.episodes)]
+        return self.stream.scorer.check_failures(jobs, outcomes)
+
+    def scores(self, episode: Record) -> Rewards:
+        """Returns the rewards of an episode that has ended."""
+        scores = {"return": 0.0, "correct_answer": 0.0, "turns": float(len(episode.replies))}
+        return scores | episode.scores
+
+    def stops(self) -> list[str]:
+        """Returns the reason of the end of each episode."""
+        return [episode.stop for episode in self.episodes]
+
+    def texts(self) -> list[str]:
+        """Returns the last reply of each episode."""
+        return [episode.replies[-1].text for episode in self.episodes]

@@ -1,0 +1,99 @@
+"""Guess: a number in a range is to be found, and each guess is answered with "higher" or "lower".
+
+The best policy halves the range: its longest game takes log2(size + 1) guesses, rounded up.
+"""
+
+import random
+import re
+
+from envs.base import Env, Episode, Problem, Step
+from envs.splits import choose_split
+from utils.settings.errors import UserError
+
+NUMBER = re.compile(r"[0-9]{1,9}")
+PROMPTS = {
+    "bare": "Guess {low} to {high}.",
+    "full": "I think of a whole number from {low} to {high}. Guess it in at most {max_turns} turns: after each guess I "
+    "say whether my number is higher or lower. Answer with one number only.",
+}
+NUM_TASKS = {"train": 100_000, "test": 512}
+
+
+class Guess(Env):
+    """Pays 1 for the number, less `cost` for each guess before the one that hits it; nothing after `max_turns`.
+
+    One in five ranges is for the test split.
+    """
+
+    is_generated = True
+    tokens_per_action = 256
+    tokens_per_turn = 8
+
+    def __init__(
+        self,
+        split: str = "train",
+        max_number: int = 99,
+        min_size: int = 10,
+        max_size: int = 31,  # of a range; 31 numbers take at most 5 guesses
+        max_turns: int = 5,
+        cost: float = 0.05,
+        prompt: str = "full",
+        tokens_per_turn: int = 8,
+    ):
+        if prompt not in PROMPTS:
+            raise UserError(f"Guess has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
+        if not 2 <= min_size <= max_size <= max_number or max_turns < 2:
+            raise UserError("Guess needs 2 <= min_size <= max_size <= max_number, and max_turns >= 2")
+        if tokens_per_turn < 0:
+            raise UserError("Guess needs tokens_per_turn >= 0 (0: no limit of its own)")
+        self.split = split
+        self.max_number = max_number
+        self.sizes = (min_size, max_size)
+        self.max_turns = max_turns
+        self.cost = cost
+        self.prompt = prompt
+        self.tokens_per_turn = tokens_per_turn
+        self.num_tasks = NUM_TASKS[split]
+        self.problem(0)  # options that leave a split without a range fail here
+
+    def problem(self, index: int) -> Problem:
+        rng = random.Random(f"guess {self.split} {index}")  # seeded by the text's digest: the same in every process
+        for _ in range(10_000):
+            size = rng.randint(*self.sizes)
+            low = rng.randint(1, self.max_number - size + 1)
+            high = low + size - 1
+            if (choose_split(f"{low} {high}", 5) == "test") == (self.split == "test"):
+                number = rng.randint(low, high)
+                prompt = PROMPTS[self.prompt].format(low=low, high=high, max_turns=self.max_turns)
+                return Problem([{"role": "user", "content": prompt}], number)
+        raise UserError(f"Guess: no range is left for the {self.split} split: raise max_number or max_size")
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        return GuessEpisode(problem.answer, self.cost)
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        return {"right": str(problem.answer), "wrong": str(problem.answer + 1)}
+
+    def answer(self, text: str) -> str | None:
+        numbers = NUMBER.findall(text)
+        return numbers[-1] if numbers else None
+
+
+class GuessEpisode(Episode):
+    """A game: the last number of a reply is the guess."""
+
+    def __init__(self, number: int, cost: float):
+        self.number = number
+        self.cost = cost
+        self.num_guesses = 0
+
+    def step(self, reply: str) -> Step:
+        self.num_guesses += 1
+        numbers = NUMBER.findall(reply)
+        if not numbers:
+            return Step([{"role": "user", "content": "number?"}], info={"invalid": 1.0})
+        guess = int(numbers[-1])
+        if guess == self.number:
+            reward = 1 - self.cost * (self.num_guesses - 1)
+            return Step([], reward, done=True, info={"correct_answer": 1.0, "guesses": self.num_guesses})
+        return Step([{"role": "user", "content": "higher" if self.number > guess else "lower"}])

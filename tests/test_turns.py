@@ -1,0 +1,288 @@
+"""Conversations against a loop without cache or batch, and what draws do not depend on.
+
+Letters: N prompts, G samples of each.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from itertools import groupby
+
+import jax
+import numpy as np
+import pytest
+from helpers import HYBRID, MODEL, ROOT, assert_close, depth, on_four_devices, on_layout, random_params
+
+from core.config import Config
+from core.records import Completions
+from core.rollout import make_worker
+from core.sampling import Sampler
+from core.turns import Observation, TurnChain, check_conversations
+from envs import make_env
+from envs.base import ForcedAnswer
+from models import decoder
+from models.architecture import FULL, SLIDING
+from models.checkpoint import load_model
+from models.distribution import Distribution
+from models.tokenizer import Tokenizer, load_tokenizer
+from utils.devices.sharding import single_device
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.settings.config import parse
+from utils.settings.environments import RolloutSettings, resolve_settings
+from utils.settings.errors import UserError
+
+LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
+TURN, MAX_TURNS = 7, 5
+KEY, IDS, G = jax.random.key(2), (11, 4, 290, 5), 4
+PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
+STOPS = tuple(range(15, MODEL.vocab_size, 20))
+OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
+WINDOWED = replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9)
+
+
+def answer(turns: list[list[int]], num_left: int) -> Observation:
+    """What a made-up environment says: a few tokens or many, by the turns so far."""
+    rng = random.Random(str(turns))
+    if len(turns) == MAX_TURNS or rng.random() < 0.1:
+        return Observation(finished=True)
+    tokens = [rng.randrange(MODEL.vocab_size) for _ in range(rng.choice((1, 3, 15, 16, 17, 70)))]
+    return Observation(tokens) if len(tokens) < num_left else Observation()
+
+
+class Script:
+    """An environment whose answers come after `latency(row, number of the turn)` questions."""
+
+    def __init__(self, latency: Callable[[int, int], int] = lambda row, turn: 0, tokens_per_turn: int = TURN):
+        self.latency, self.tokens_per_turn = latency, tokens_per_turn
+        self.turns, self.left, self.delay = defaultdict(list), {}, {}
+
+    def end_turn(self, row, turn, num_left):
+        self.turns[row].append(turn.tolist())
+        self.left[row] = num_left
+        self.delay[row] = self.latency(row, len(self.turns[row]))
+
+    def observe(self, rows, is_blocking):
+        found = {}
+        while not found:
+            found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}
+            self.delay.update({row: max(0, self.delay[row] - 1) for row in rows})
+            if not is_blocking:
+                break
+        return found
+
+
+def draw_all(script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, **settings) -> Completions:
+    settings = {"segment": 4} | settings
+    sampler = Sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
+    weights = sampler.load_weights(random_params(model))
+    return sampler.generate(weights, prompts, np.array(ids), G, KEY)
+
+
+@cache
+def conversations(model=MODEL) -> Completions:
+    return draw_all(model=model)
+
+
+def rows_of(r: Completions, ids=IDS) -> dict[tuple[int, int], tuple]:
+    """What is known of each row, by (task, sample)."""
+    names = [(i, sample) for i in ids for sample in range(G)]
+    rows = zip(names, r.tokens, r.mask, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
+    return {name: (x[:n].tolist(), m[:n].tolist(), p[start:n], bool(end)) for name, x, m, p, start, n, end in rows}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() <= expected.keys()
+    for name, (tokens, mask, logprobs, finished) in found.items():
+        assert (tokens, mask, finished) == (expected[name][0], expected[name][1], expected[name][3]), name
+        assert_close(logprobs, expected[name][2], OPERATIONS, LOGIT)
+
+
+draw_one = jax.jit(Distribution.draw, static_argnums=0)
+teacher_forced = jax.jit(decoder.score_tokens, static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def next_logits(model, params, tokens, length):
+    return decoder.logits(model, params, tokens[None])[:, length - 1]
+
+
+def one_by_one(model, prompt, task: int, sample: int) -> tuple[list[int], list[bool], bool]:
+    """A conversation drawn token by token without cache: tokens, which of them were drawn, whether it ended itself."""
+    tokens, mask, turns, turn = list(prompt), [False] * len(prompt), [], []
+    while True:
+        number = len(tokens) - len(prompt)
+        padded = np.zeros(WIDTH, np.int32)
+        padded[: len(tokens)] = tokens
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), number)
+        logits = next_logits(model, random_params(model), padded, len(tokens))
+        token, *_ = draw_one(Distribution(), logits, jax.random.uniform(key, (1, 2)))
+        turn.append(int(token[0]))
+        tokens.append(turn[-1])
+        mask.append(True)
+        num_left = LIMIT - number - 1
+        if turn[-1] in STOPS or len(turn) == TURN or not num_left:
+            turns.append(turn)
+            said = answer(turns, num_left)
+            if not said.tokens:
+                return tokens, mask, said.finished
+            tokens += said.tokens
+            mask += [False] * len(said.tokens)
+            turn = []
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["full", "windows"])
+def test_tokens_are_those_of_a_loop_without_cache(model):
+    found = rows_of(conversations(model))
+    for prompt, task in zip(PROMPTS, IDS, strict=True):
+        for sample in (0, 3):
+            tokens, mask, _, finished = found[task, sample]
+            assert (tokens, mask, finished) == one_by_one(model, prompt, task, sample)
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["full", "windows"])
+def test_logprobs_are_those_of_the_training_pass(model):
+    r = conversations(model)
+    expected, *_ = teacher_forced(model, random_params(model), r.tokens)
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT)
+    is_behind = np.arange(r.tokens.shape[1]) >= r.prompt_lengths[:, None]
+    is_behind &= np.arange(r.tokens.shape[1]) < r.lengths[:, None]
+    np.testing.assert_array_equal(r.num_observed, (is_behind & ~r.mask).sum(1))
+
+
+def test_the_cases_are_there():
+    """Ends by themselves and by the limit, cut turns and stopped ones, chunks of observations of each width."""
+    r, script = conversations(), Script()
+    draw_all(script)
+    turns = [turn for row in script.turns.values() for turn in row]
+    assert 0 < r.finished.sum() < len(r.finished)
+    assert any(turn[-1] in STOPS for turn in turns) and any(turn[-1] not in STOPS for turn in turns)
+    assert min(map(len, script.turns.values())) < max(map(len, script.turns.values())) == MAX_TURNS
+    assert r.num_observed.max() > 64 and any(len(turn) == 1 for turn in turns)
+
+
+def test_draws_do_not_depend_on_how_long_an_environment_takes():
+    rng = random.Random(0)
+    delays = defaultdict(lambda: rng.randrange(6))
+    assert_same(rows_of(draw_all(Script(lambda *turn: delays[turn]))), rows_of(conversations()))
+    assert_same(rows_of(draw_all(Script(lambda row, turn: 50 * (row % 5 == 0)))), rows_of(conversations()))
+
+
+def test_nor_on_the_prompts_beside_it():
+    ids = [99, *IDS[::-1]]
+    found = rows_of(draw_all(prompts=[[1] * 40, *PROMPTS[::-1]], ids=ids), ids)
+    assert_same({name: found[name] for name in rows_of(conversations())}, rows_of(conversations()))
+
+
+@pytest.mark.parametrize("settings", [{"compact": False}, {"segment": 1}, {"segment": 32}], ids=str)
+def test_nor_on_compaction_or_segments(settings):
+    assert_same(rows_of(draw_all(**settings)), rows_of(conversations()))
+
+
+LAYOUTS = (DeviceConfig("fsdp"), DeviceConfig(mesh="data=2,tp=2"))
+
+
+def draw_on_four_devices(file: str) -> None:
+    arrays = {}
+    for i, config in enumerate(LAYOUTS):
+        layout = make_layout(config)
+        chain = partial(TurnChain, Script(), 0)
+        sampler = Sampler(MODEL, LIMIT, STOPS, make_chain=chain, layout=layout, segment=4)
+        r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, KEY)
+        arrays |= {f"{i} {name}": x for name, x in vars(r).items() if x is not None}
+    np.savez(file, **arrays)
+
+
+def test_nor_on_the_devices(tmp_path):
+    on_four_devices(__file__, f"draw_on_four_devices({str(tmp_path / 'drawn.npz')!r})")
+    with np.load(tmp_path / "drawn.npz") as arrays:
+        for i in range(len(LAYOUTS)):
+            names = [name for name, x in vars(conversations()).items() if x is not None]
+            r = Completions(**{name: arrays[f"{i} {name}"] for name in names})
+            assert_same(rows_of(r), rows_of(conversations()))
+
+
+# With a real environment
+
+
+def guess_worker(layout, model, tokenizer, options: str = "", name: str = "guess"):
+    config = parse(Config, ["--env_name", name, "--env_options", "prompt=bare" + options, "--num_score_workers", "2"])
+    settings = resolve_settings(config.env, name, 120, 0)
+    return make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout)
+
+
+def turns_of(r: Completions, row: int) -> list[tuple[bool, list[int]]]:
+    """Returns the runs of drawn and of observed tokens of a row."""
+    columns = slice(r.prompt_lengths[row], r.lengths[row])
+    places = range(columns.start, columns.stop)
+    runs = groupby(places, key=lambda place: bool(r.mask[row, place]))
+    return [(is_drawn, [int(r.tokens[row, place]) for place in run]) for is_drawn, run in runs]
+
+
+def test_an_episode_is_what_its_turns_make_of_it():
+    """Played again by hand from the tokens of each row: what was said, rewards, ends."""
+    layout = single_device()
+    model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
+    with guess_worker(layout, model, tokenizer, ",max_turns=4,min_size=4,max_size=6,max_number=20") as worker:
+        weights = worker.load_weights(params)
+        episodes = worker.play(weights, np.arange(6), 4, jax.random.key(0))
+        again = worker.play(weights, np.arange(6), 4, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, episodes.completions.tokens, again.completions.tokens)
+    env = make_env("guess", prompt="bare", max_turns=4, min_size=4, max_size=6, max_number=20)
+    for row, task in enumerate(episodes.task_ids):
+        episode, total = env.episode(env.problem(int(task)), 0), 0.0
+        runs = turns_of(episodes.completions, row)
+        for is_drawn, tokens in runs:
+            if is_drawn:
+                step = episode.step(tokenizer.decode(tokens))
+                total += step.reward
+                is_closed = tokens[-1] in tokenizer.stop_ids
+            else:
+                closing = "" if is_closed else "<|im_end|>"
+                text = f"{closing}\n<|im_start|>user\n{step.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+                assert tokenizer.hf.decode(tokens) == text + "<think>\n\n</think>\n\n"
+        assert episodes.scores["return"][row] == np.float32(total)
+        assert episodes.scores["turns"][row] == sum(is_drawn for is_drawn, _ in runs)
+        assert episodes.completions.finished[row] == step.done == (episodes.stops[row] == "done")
+        if not step.done:
+            assert episodes.stops[row] == "max_turns" and episodes.scores["turns"][row] == 4
+    assert {*episodes.stops} == {"done", "max_turns"} and not episodes.failed.any()
+
+
+@pytest.mark.parametrize(
+    ("model", "force_answer_at", "message"), [(HYBRID, 0, "Gated DeltaNets"), (MODEL, 10, "--force_answer_at 0")]
+)
+def test_what_cannot_be_played_is_refused(model, force_answer_at, message):
+    settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
+    with pytest.raises(UserError, match=message):
+        check_conversations(settings, model, load_tokenizer(ROOT / "models" / "tiny"))
+
+
+QWEN = ROOT.parent / "shared" / "data" / "qwen3-tokenizer"
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason="the tokenizer of Qwen3 is in shared/data")
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_bridge_is_that_of_qwen3(thinking):
+    """Ids as written out in Prime Intellect's renderers, Qwen3Renderer.bridge_to_next_turn."""
+    tokenizer = load_tokenizer(QWEN)
+    opening = "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not thinking)
+    found = tokenizer.bridge([{"role": "user", "content": "say <|im_end|>"}], thinking)
+    before, after = tokenizer.encode("\n<|im_start|>user\n"), tokenizer.encode("<|im_end|>\n" + opening)
+    content = found.ids[len(before) : -len(after)]
+    assert found == (151645, before + content + after)
+    assert tokenizer.hf.decode(content) == "say <|im_end|>" and 151645 not in content
+    found = tokenizer.bridge([{"role": "tool", "content": x} for x in "ab"], thinking)
+    response = "<tool_response>\n{}\n</tool_response>"
+    text = f"\n<|im_start|>user\n{response.format('a')}\n{response.format('b')}<|im_end|>\n"
+    assert tokenizer.hf.decode(found.ids) == text + opening
+
+
+def test_a_template_that_ends_a_reply_otherwise_is_refused():
+    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    hf = copy(tokenizer.hf)
+    hf.chat_template = "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="ends a reply in another way"):
+        Tokenizer(hf).bridge([{"role": "user", "content": "x"}])
