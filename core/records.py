@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from models.names import Array
 from utils.training.batching import concatenate
 
+Message = dict[str, str]  # role and content
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
 
 
@@ -42,12 +43,13 @@ class Episodes:
 
     completions: Completions
     task_ids: Int[np.ndarray, "B"]  # number of the problem in the environment
-    texts: list[str]  # that were scored: the prompt's assistant prefix and the completion
+    texts: list[str]  # that were scored: the prompt's assistant prefix and the completion; of a conversation the last
     scores: dict[str, Float[np.ndarray, "B"]]  # "return" and its parts; 0 where the reward failed
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
     stops: list[str] = field(default_factory=list)  # reasons of the ends of conversations; single replies have none
+    conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
     def __len__(self) -> int:
@@ -77,6 +79,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
         add_up([part.failures for part in parts]),
         add_up([part.times for part in parts]),
         [stop for part in parts for stop in part.stops],
+        [messages for part in parts for messages in part.conversations],
     )
 
 

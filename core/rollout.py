@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int, PyTree, UInt32
 
-from core.records import Completions, Episodes
+from core.records import Completions, Episodes, Message
 from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
 from core.turns import Conversations, check_conversations
 from envs.base import Env, Problem
@@ -127,8 +127,8 @@ class RolloutWorker:
             scores = add_truncation_penalty(scores, is_truncated, self.env.truncation_penalty)
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
         row_tasks = np.repeat(task_ids, num_samples)
-        facts = row_tasks, replies.texts(), scores, failed, failures, times, replies.stops()
-        return Episodes(completions, *facts)
+        facts = row_tasks, replies.texts(), scores, failed, failures, times
+        return Episodes(completions, *facts, replies.stops(), replies.conversations())
 
     def make_replies(
         self,
@@ -247,6 +247,9 @@ class Replies:
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
     def stops(self) -> list[str]:
+        return []
+
+    def conversations(self) -> list[list[Message]]:
         return []
 
     def texts(self) -> list[str]:

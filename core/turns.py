@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from core.records import Completions
+from core.records import Completions, Message
 from core.sampling import Cache, Chain, Sampler, released
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
 from models import decoder
 from models.architecture import Decoder
 from models.names import Array, Weights
-from models.tokenizer import Message, Tokenizer
+from models.tokenizer import Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.metrics.terminal import Wait
 from utils.rewards.helper import Failure, Outcome, Rewards, Turns
@@ -232,6 +232,15 @@ class Record:
         return Turns(self.seed, tuple(self.replies), is_truncated=bool(self.stop))
 
 
+    def conversation(self) -> list[Message]:
+        """Returns turns and what followed them."""
+        messages = []
+        for i, reply in enumerate(self.replies):
+            messages.append({"role": "assistant", "content": reply.text})
+            messages += self.messages[i] if i < len(self.messages) else []
+        return messages
+
+
 class Conversations:
     """Episodes of a rollout: what the environment says to turns, encoded, and its rewards.
 
@@ -367,6 +376,10 @@ class Conversations:
     def stops(self) -> list[str]:
         """Returns the reason of the end of each episode."""
         return [episode.stop for episode in self.episodes]
+
+    def conversations(self) -> list[list[Message]]:
+        """Returns the messages of each episode: turns, and what the environment said between them."""
+        return [episode.conversation() for episode in self.episodes]
 
     def texts(self) -> list[str]:
         """Returns the last reply of each episode."""

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from envs.base import Env, Problem
+from envs.base import Env, Episode, Problem, Step
 
 MEMORY = 100 * 2**20  # bytes
 
@@ -30,6 +30,9 @@ class Hostile(Env):
 
     def problem(self, index: int) -> Problem:
         return Problem(messages=[], answer=index)
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        return Counting(self, problem)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         if text == "sleep":
@@ -94,6 +97,22 @@ def fill(size: int) -> None:
     memory = mmap.mmap(-1, size)
     memory.write(bytes(size))
     time.sleep(1000)
+
+
+class Counting(Episode):
+    """Counts its turns, each of which does what the reply says."""
+
+    def __init__(self, env: Hostile, problem: Problem):
+        self.env, self.problem, self.num_turns = env, problem, 0
+
+    def step(self, reply: str) -> Step:
+        self.num_turns += 1
+        scores = self.env.score(self.problem, reply)
+        info = {"turn": self.num_turns, "pid": scores["pid"], "object": id(self)}
+        return Step([{"role": "user", "content": "more"}], scores["return"], self.num_turns == 4, info)
+
+    def truncate(self) -> Step:
+        return Step([], self.num_turns / 10, done=True)
 
 
 def make() -> Env:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from envs.base import Reply, Step
 from tests.hostile import MEMORY
 from utils.rewards import scorer as scoring
-from utils.rewards.helper import ScorerSettings
+from utils.rewards.helper import Outcome, ScorerSettings, Turns
 from utils.rewards.scorer import Failure, Scorer, ScoringStream
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,50 @@ def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
         outcomes = stream.finish()
     assert [outcomes[row][0] for row in range(4)] == [(9, "raise"), (8, "ok"), (5, "ok"), (7, "ok")]
     assert [outcomes[row][1]["index"] for row in (1, 2, 3)] == [8, 5, 7] and isinstance(outcomes[0][1], Failure)
+
+
+def test_a_stream_gives_outcomes_while_another_reply_hangs(scorer):
+    with ScoringStream(scorer) as stream:
+        stream.add({0: (0, "sleep"), 1: (1, "ok")})
+        assert stream.take({0, 1}, num_needed=1)[1]["index"] == 1
+        stream.add({1: (2, "ok"), 2: (3, "raise")})
+        assert [*stream.take({1, 2}, num_needed=2)] == [1, 2], "both of which were added while it hangs"
+        assert not stream.take({0})
+        assert stream.take({0}, num_needed=1)[0].kind == "reward_timeouts"
+
+
+def ask(scorer: Scorer, *replies: str, seed: int = 5, is_truncated: bool = False) -> Outcome:
+    """What follows the last of these turns of an episode."""
+    turns = Turns(seed, tuple(map(Reply, replies)), is_truncated)
+    return scorer.request_outcomes([(7, turns)])[0]
+
+
+@pytest.mark.parametrize("end", ["process", "none"])
+def test_an_episode_goes_on_where_it_was_and_is_played_again_where_it_was_lost(scorer, end):
+    replies = ["ok"]
+    first = ask(scorer, *replies)
+    for number in (2, 3):
+        if end == "process":
+            os.kill(int(first.info["pid"]), signal.SIGKILL)
+            wait_until_gone(int(first.info["pid"]))
+        replies.append("ok")
+        step = ask(scorer, *replies)
+        assert (step.messages, step.reward, step.done) == ([{"role": "user", "content": "more"}], 1.0, False)
+        assert step.info["turn"] == number and (step.info["pid"] == first.info["pid"]) == (end == "none")
+        assert end == "process" or step.info["object"] == first.info["object"]
+        first = step
+    assert ask(scorer, *replies, is_truncated=True) == Step([], 0.3, True, {})
+    assert ask(scorer, *replies, "ok").done, "played again from the start, as its end was asked for"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("sleep", "reward_timeouts"), ("exit 0", "reward_errors"), ("raise", "reward_errors")]
+)
+def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
+    jobs = [(i, Turns(0, (Reply("ok"), Reply(text if i == 3 else "ok")))) for i in range(8)]
+    outcomes = scorer.request_outcomes(jobs)
+    assert [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Failure)] == [3]
+    assert outcomes[3].kind == kind and all(step.info["turn"] == 2 for step in outcomes if isinstance(step, Step))
 
 
 def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():

@@ -440,6 +440,14 @@ class HereScorer(Scorer):
     def __init__(self, env: Env):
         self.env, self.num_failures, self.failures_file = env, 0, None
         self.settings = ScorerSettings("", {}, 0, 0.0, max_error_share=0.5)
+        self.unfinished, self.is_closed = {}, False
+
+    def send(self, jobs):
+        self.unfinished |= jobs
+
+    def receive(self, wakeup=None):
+        jobs, self.unfinished = self.unfinished, {}
+        return dict(zip(jobs, self.request_outcomes([*jobs.values()]), strict=True))
 
     def request_outcomes(self, jobs):
         return [self.env.score(self.env.problem(i), text) for i, text in jobs]

@@ -132,14 +132,15 @@ def completion_record(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]
     text = episodes.texts[row]
     value = float(episodes.scores["return"][row])
     correct = episodes.scores["correct_answer"][row]
-    length = completions.lengths[row] - completions.prompt_lengths[row]
+    conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
     return {
         "text": text,
         "answer": env.answer(text),
         "return": round(value, 6),
         "correct": bool(correct > 0),
-        "length": int(length),
+        "length": int(episodes.completion_lengths[row]),
         "finished": bool(completions.finished[row]),
+        **conversation,
     }
 
 

@@ -172,7 +172,7 @@ const PAGE = 10; // rollouts on a page
 const SHOWN = 4000; // characters of a completion before a button shows the rest
 const state = { rows: [], page: 0 };
 const KNOWN = ["step", "group", "task", "text", "return", "length", "finished", "prompt", "stop_reason", "advantage",
-  "tokens", "logprobs", "old_logprobs", "ratios", "entropies"];
+  "tokens", "logprobs", "old_logprobs", "ratios", "entropies", "drawn", "conversation"];
 const perToken = (row, name) =>
   Array.isArray(row[name]) && Array.isArray(row.tokens) && row[name].length === row.tokens.length ? row[name] : null;
 const constant = (row) => // a completion's advantage is that of each of its tokens
@@ -306,15 +306,18 @@ function drawRow(row, values, reach) {
     ...parts.map((name) => fact(name, row[name])));
   const card = make("article", { className: "card" }, facts);
   if (row.prompt) card.append(make("details", {}, make("summary", {}, "prompt"), box(visible(row.prompt))));
-  const tokens = Array.isArray(row.tokens) && values?.length === row.tokens.length ? row.tokens : [row.text ?? ""];
+  const isColoured = Array.isArray(row.tokens) && values?.length === row.tokens.length;
+  const messages = Array.isArray(row.conversation) ? row.conversation : null;
+  const tokens = isColoured ? row.tokens : messages?.map((message) => `${message.content}\n`) ?? [row.text ?? ""];
+  const isSaid = isColoured ? row.drawn?.map((drawn) => !drawn) : messages?.map(({ role }) => role !== "assistant");
   const body = box();
   const length = tokens.reduce((sum, token) => sum + String(token).length, 0);
-  showTokens(body, row, tokens, values, reach, SHOWN);
+  showTokens(body, row, tokens, isSaid, values, reach, SHOWN);
   card.append(body);
   if (length > SHOWN) {
     const more = make("button", { type: "button" }, `Show all ${length.toLocaleString("en")} characters`);
     more.onclick = () => {
-      showTokens(body, row, tokens, values, reach, Infinity);
+      showTokens(body, row, tokens, isSaid, values, reach, Infinity);
       more.remove();
       body.focus();
     };
@@ -326,14 +329,16 @@ function drawRow(row, values, reach) {
 /** A place for text of a model: its direction is its own, and stays within. */
 const box = (text = "") => make("pre", { dir: "auto", tabIndex: 0 }, text);
 
-function showTokens(body, row, tokens, values, reach, limit) {
+/** Fills a box with tokens or messages; what an environment said is marked. */
+function showTokens(body, row, tokens, isSaid, values, reach, limit) {
   const pieces = [];
   for (let i = 0; i < tokens.length && limit > 0; i++) {
     const token = String(tokens[i]);
     const cut = token.length <= limit ? token : token.slice(0, limit).replace(/[\ud800-\udbff]$/, "");
     limit -= token.length;
     pieces.push(make("span", { title: tokens.length > 1 ? describe(row, i) : "" }, visible(cut)));
-    pieces.at(-1).style.background = shade(values?.[i], reach);
+    if (isSaid?.[i]) pieces.at(-1).className = "said";
+    else pieces.at(-1).style.background = shade(values?.[i], reach);
   }
   body.replaceChildren(...pieces);
 }

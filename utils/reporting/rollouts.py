@@ -30,6 +30,9 @@ def rollout_rows(
         row |= {name: x[i] for name, x in episodes.scores.items()}
         row["length"] = episodes.completion_lengths[i]
         row["finished"] = completions.finished[i]
+        if episodes.conversations:
+            row["conversation"] = episodes.conversations[i]
+            row["stop_reason"] = episodes.stops[i]
         if episodes.failed[i]:
             row["reward_failed"] = True
         if tokenizer and row["group"] < NUM_GROUPS:
@@ -76,6 +79,8 @@ def token_fields(
     start, end = int(completions.prompt_lengths[i]), int(completions.lengths[i])
     ids = completions.tokens[i].tolist()
     fields = {"prompt": tokenizer.hf.decode(ids[:start]), "tokens": token_texts(tokenizer, ids[start:end])}
+    if episodes.conversations:
+        fields["drawn"] = completions.mask[i, start:end].astype(int)
     arrays = {"logprobs": completions.logprobs[i]}
     if batch_row is not None:
         names = {"advantage": "advantages", "old_logprobs": "old_logprobs", "entropies": "entropies"}
@@ -107,4 +112,7 @@ def example(episodes: Episodes, tokenizer: Tokenizer) -> tuple[str, str, float]:
     """Returns prompt, completion and return of the first rollout."""
     completions = episodes.completions
     prompt = completions.tokens[0, : completions.prompt_lengths[0]]
-    return tokenizer.decode(prompt), episodes.texts[0], episodes.scores["return"][0]
+    text = episodes.texts[0]
+    if episodes.conversations:
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in episodes.conversations[0])
+    return tokenizer.decode(prompt), text, episodes.scores["return"][0]

@@ -34,6 +34,7 @@ from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descend
 MAX_CHUNK = 32  # replies that share one message to a worker
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
 MAX_EPISODES = 256  # that a worker keeps
+MAX_HOMES = 100_000  # episodes whose workers are known
 MAX_MEMORY = 4 * 2**30  # bytes of a worker and of all that it started
 MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
 CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers that have ended
@@ -55,6 +56,15 @@ class Turns(NamedTuple):
 
 Job = tuple[int, str | Turns]  # number of the problem, and its reply or those of an episode
 Rewards = dict[str, float]  # by name; "return" is what training maximises
+
+
+EpisodeKey = tuple[int, int]  # problem and seed
+
+
+def episode_key(job: Job) -> EpisodeKey | None:
+    """Returns the episode that a job belongs to; None for a single reply."""
+    index, reply = job
+    return (index, reply.seed) if isinstance(reply, Turns) else None
 
 
 class Failure(NamedTuple):
@@ -84,18 +94,19 @@ class BrokenEnvironment(RuntimeError):
 
 
 def serve(fd: int) -> None:
-    """Starts workers, then answers requests until the other end of the pipe is closed, and ends all that it started."""
+    """Starts workers, then does the jobs of a run until the other end of the pipe is closed, and ends all it started.
+
+    The run sends jobs by number, at any time. The helper sends outcomes by number as they come, none of them once the
+    environment is made and None as a sign of life, and an error before it ends.
+    """
     run = Connection(fd)
     adopt_orphans()
     pool = Pool(run, run.recv())
     try:
-        while True:
-            jobs = run.recv()
-            try:
-                reply = pool.score_jobs(jobs)
-            except (BrokenEnvironment, OSError) as error:  # OSError: no process or pipe can be made
-                reply = str(error)
-            run.send(reply)
+        try:
+            pool.work()
+        except (BrokenEnvironment, OSError) as error:  # OSError: no process or pipe can be made
+            run.send(str(error))
     except (EOFError, OSError):
         pass  # the run has ended
     finally:
@@ -146,54 +157,81 @@ class Pool:
     run: Connection
     settings: ScorerSettings
     workers: list[Worker] = field(default_factory=list)
-    outcomes: list[Outcome | None] = field(default_factory=list)
-    queue: deque[int] = field(default_factory=deque)  # jobs that no worker has
-    num_left: int = 0
-    num_lost: int = 0  # replies that exceeded their time or ended their worker
+    jobs: dict[int, Job] = field(default_factory=dict)  # that have no outcome yet, by number
+    queue: deque[int] = field(default_factory=deque)  # of them, those that no worker has
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # that the run has not got
+    homes: dict[EpisodeKey, int] = field(default_factory=dict)  # process that has played an episode so far
+    num_jobs: int = 0  # since there were none
+    num_lost: int = 0  # of these, replies that exceeded their time or ended their worker
     num_idle_ends: int = 0
     last_alive: float = 0.0
 
-    def score_jobs(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Returns the outcome of each job. Without jobs, waits until a worker has made the environment.
+    def work(self) -> None:
+        """Does jobs until the run ends.
 
         Raises: EOFError when the run has ended, BrokenEnvironment when a worker cannot make the environment.
         """
-        self.outcomes, self.num_left = [None] * len(jobs), len(jobs)
-        self.num_lost = self.num_idle_ends = 0
-        self.queue = deque(range(len(jobs)))
+        is_ready = False
         next_check = 0.0
-        while self.num_left or not any(worker.is_ready for worker in self.workers):
-            self.hand_out(jobs)
+        while True:
+            if is_ready and not self.jobs:
+                self.num_jobs = self.num_lost = self.num_idle_ends = 0
+                self.take_jobs()
+            self.hand_out()
             self.listen()
             if time.monotonic() >= next_check:
                 self.enforce_limits()
                 next_check = time.monotonic() + CHECK_INTERVAL
-        return self.outcomes
+            is_new = not is_ready and any(worker.is_ready for worker in self.workers)
+            is_ready |= is_new
+            if self.outcomes or is_new:
+                self.run.send(self.outcomes)
+                self.outcomes = {}
 
-    def hand_out(self, jobs: Sequence[Job]) -> None:
+    def take_jobs(self) -> None:
+        """Receives jobs, or waits for some. Raises: EOFError when the run has ended."""
+        jobs = self.run.recv()
+        self.jobs |= jobs
+        self.queue += jobs
+        self.num_jobs += len(jobs)
+
+    def hand_out(self) -> None:
         """Starts workers that are missing, and gives a chunk of the queue to each that has none."""
         while len(self.workers) < self.settings.num_workers:
             inherited = [self.run, *(worker.connection for worker in self.workers)]
             self.workers.append(start_worker(self.settings, inherited))
         for worker in self.workers:
             if self.queue and worker.is_ready and not worker.chunk and worker.closed == math.inf:
-                size = math.ceil(len(self.queue) / (4 * len(self.workers)))  # 4: the last chunks are small
-                worker.chunk = [self.queue.popleft() for _ in range(min(size, MAX_CHUNK))]
+                worker.chunk = self.take_chunk(worker)
                 worker.num_done = 0
                 PROGRESS.pack_into(worker.progress, 0, *IDLE)
                 try:
-                    worker.connection.send([jobs[i] for i in worker.chunk])
+                    worker.connection.send([self.jobs[number] for number in worker.chunk])
                 except OSError:
                     worker.closed = time.monotonic()
 
+    def take_chunk(self, worker: Worker) -> list[int]:
+        """Takes jobs out of the queue: first those of episodes that the worker has, last those that others have."""
+        size = math.ceil(len(self.queue) / (4 * len(self.workers)))  # 4: the last chunks are small
+        size = min(size, MAX_CHUNK)
+        homes = {number: self.homes.get(episode_key(self.jobs[number])) for number in self.queue}
+        order = sorted(self.queue, key=lambda number: (homes[number] != worker.pid, homes[number] is not None))
+        chunk = order[:size]
+        self.queue = deque(number for number in self.queue if number not in chunk)
+        if len(self.homes) > MAX_HOMES:
+            self.homes.clear()
+        keys = map(episode_key, [self.jobs[number] for number in chunk])
+        self.homes |= {key: worker.pid for key in keys if key}
+        return chunk
+
     def listen(self) -> None:
-        """Receives what workers have sent, after a short wait for it. Raises EOFError when the run has ended."""
+        """Receives what the run and workers have sent, after a short wait. Raises EOFError when the run has ended."""
         workers = {worker.connection: worker for worker in self.workers if worker.closed == math.inf}
-        ready = wait([self.run, *workers], timeout=CHECK_INTERVAL)
-        if self.run in ready:  # the run sends nothing while it waits: this is the end of the pipe
-            raise EOFError
-        for connection in ready:
-            self.receive(workers[connection])
+        for connection in wait([self.run, *workers], timeout=CHECK_INTERVAL):
+            if connection is self.run:
+                self.take_jobs()
+            else:
+                self.receive(workers[connection])
         if time.monotonic() - self.last_alive > ALIVE_INTERVAL:
             self.run.send(None)
             self.last_alive = time.monotonic()
@@ -219,10 +257,10 @@ class Pool:
             if worker.num_chunks >= MAX_CHUNKS:
                 self.remove(worker)
 
-    def set_outcome(self, job: int, outcome: Outcome) -> None:
+    def set_outcome(self, number: int, outcome: Outcome) -> None:
         """Sets the outcome of a job."""
-        self.outcomes[job] = outcome
-        self.num_left -= 1
+        self.outcomes[number] = outcome
+        del self.jobs[number]
 
     def enforce_limits(self) -> None:
         """Replaces workers that have ended or exceed a limit."""
@@ -271,7 +309,7 @@ class Pool:
             return
         left = worker.chunk[worker.num_done :]
         lost = worker.chunk[worker.position] if worker.position >= worker.num_done else None
-        self.queue.extendleft(job for job in reversed(left) if job != lost)
+        self.queue.extendleft(number for number in reversed(left) if number != lost)
         self.remove(worker)
         if lost is None:
             self.num_idle_ends += 1
@@ -280,7 +318,7 @@ class Pool:
             return
         self.set_outcome(lost, failure)
         self.num_lost += 1
-        if self.num_lost > max_failures(len(self.outcomes), self.settings.max_error_share):
+        if self.num_lost > max_failures(self.num_jobs, self.settings.max_error_share):
             self.give_up()
 
     def give_up(self) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence, Set
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
@@ -65,6 +65,8 @@ class Scorer:
         self.settings = ScorerSettings(env_name, dict(env_options or {}), num_workers, timeout, max_error_share, tokens)
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
         self.num_failures = 0
+        self.unfinished: dict[int, Job] = {}
+        self.num_replaced = 0  # helpers since the last outcome
         self.is_closed = False
         self.start()
 
@@ -108,44 +110,76 @@ class Scorer:
                     file.write(json.dumps(record) + "\n")
 
     def request_outcomes(self, jobs: list[Job]) -> list[Outcome]:
-        """Returns outcomes from the helper, replaced once where it is lost or stuck; empty when the scorer closes.
-
-        Raises: RuntimeError when scoring failed twice.
-        """
-        reason = ""
-        for _ in range(2):
-            try:
-                self.connection.send(jobs)
-                reply = self.receive_reply()
-            except TimeoutError as error:
-                reply = str(error)
-            except (EOFError, OSError):
-                reply = "the helper process was lost; is there enough memory?"
-            if isinstance(reply, list):
-                return reply
+        """Returns the outcome of each job; empty when the scorer closes. Raises: RuntimeError, see `receive`."""
+        outcomes: dict[int, Outcome] = {}
+        self.send(dict(enumerate(jobs)))
+        while self.unfinished:
+            outcomes |= self.receive()
             if self.is_closed:
                 return []
-            reason = reply
-            print(f"warning: the process that scores is started again: {reason}", file=sys.stderr)
-            self.kill()
-            self.start()
-        raise RuntimeError(f"Scoring failed twice in a row: {reason}")
+        return [outcomes[number] for number in range(len(jobs))]
 
-    def receive_reply(self) -> list[Outcome] | str:
-        """Returns the helper's reply: outcomes, or an error.
+    def send(self, jobs: dict[int, Job]) -> None:
+        """Starts jobs, by numbers that no unfinished job has."""
+        self.unfinished |= jobs
+        try:
+            if jobs:
+                self.connection.send(jobs)
+        except OSError:
+            pass  # the helper is lost, which `receive` notices
+
+    def receive(self, wakeup: Connection | None = None) -> dict[int, Outcome]:
+        """Returns outcomes of jobs as they come, by number; none when `wakeup` can be read, or when the scorer closes.
+
+        A helper that is lost or stuck is replaced, and gets the unfinished jobs again.
+        Raises: RuntimeError when that happens twice before there is an outcome.
+        """
+        try:
+            reply = self.receive_reply(wakeup)
+        except TimeoutError as error:
+            reply = str(error)
+        except (EOFError, OSError):
+            reply = "the helper process was lost; is there enough memory?"
+        if self.is_closed:
+            return {}
+        if isinstance(reply, str):
+            self.replace_helper(reply)
+            return {}
+        if reply:
+            self.num_replaced = 0
+        for number in reply:
+            del self.unfinished[number]
+        return reply
+
+    def replace_helper(self, reason: str) -> None:
+        """Starts another helper, and gives it the unfinished jobs. Raises: RuntimeError for the second in a row."""
+        self.num_replaced += 1
+        if self.num_replaced > 1:
+            raise RuntimeError(f"Scoring failed twice in a row: {reason}")
+        print(f"warning: the process that scores is started again: {reason}", file=sys.stderr)
+        self.kill()
+        self.start()
+        self.send(self.unfinished)
+
+    def receive_reply(self, wakeup: Connection | None = None) -> dict[int, Outcome] | str:
+        """Returns the helper's reply: outcomes, or an error; no outcomes when `wakeup` can be read.
 
         Raises: EOFError or OSError when the helper is lost or the scorer closes; TimeoutError when it gives no sign of
         life for STALL seconds.
         """
         last_alive = time.monotonic()
+        connections = [self.connection, *filter(None, [wakeup])]
         while time.monotonic() - last_alive < STALL:
             if self.is_closed:
                 raise EOFError
-            if self.connection.poll(0.1):
+            ready = wait(connections, timeout=0.1)
+            if self.connection in ready:
                 reply = self.connection.recv()
                 if reply is not None:
                     return reply
                 last_alive = time.monotonic()
+            elif ready:
+                return {}
         raise TimeoutError(f"the helper process gave no sign of life for {STALL} seconds")
 
     def start(self) -> None:
@@ -164,7 +198,6 @@ class Scorer:
         theirs.close()
         try:
             self.connection.send(self.settings)
-            self.connection.send([])
             reply = self.receive_reply()
         except (EOFError, OSError) as error:
             self.kill()
@@ -202,49 +235,58 @@ def worker_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 class ScoringStream:
-    """Scores the replies of one rollout in a thread, while others are sampled: a context manager.
-
-    A request has all replies that were added since the one before it, so that `finish` waits for two at most.
-    """
+    """Does jobs of one rollout in a thread, while others are sampled: a context manager."""
 
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
         self.queue: SimpleQueue[dict[int, Job] | None] = SimpleQueue()  # None: no more
-        self.outcomes: dict[int, tuple[Job, Outcome]] = {}
+        self.wakeup, self.bell = Pipe(duplex=False)  # a byte for each item of the queue
+        self.jobs: dict[int, Job] = {}  # the last of each row
+        self.outcomes: dict[int, Outcome] = {}  # by row
         self.has_changed = threading.Condition()  # outcomes, or error
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self.score_until_closed, daemon=True)
+        self.thread = threading.Thread(target=self.work_until_closed, daemon=True)
 
     def add(self, jobs: dict[int, Job]) -> None:
-        """Adds replies to score, by the number of their row."""
-        self.queue.put(jobs)
+        """Adds jobs by row, which has none that is unfinished."""
+        self.jobs |= jobs
+        self.put(jobs)
 
-    def score_until_closed(self) -> None:
-        """Requests scores until None is in the queue; runs in the thread."""
+    def put(self, jobs: dict[int, Job] | None) -> None:
+        """Puts jobs into the queue, and wakes the thread."""
+        self.queue.put(jobs)
+        self.bell.send_bytes(b".")
+
+    def work_until_closed(self) -> None:
+        """Sends jobs and receives outcomes until None is in the queue and all are there; runs in the thread."""
         try:
             is_open = True
-            while is_open:
-                additions = [self.queue.get()]
-                while not self.queue.empty():
-                    additions.append(self.queue.get())
-                is_open = None not in additions
-                self.score_additions(additions)
+            while is_open or self.scorer.unfinished:
+                additions = self.take_additions(is_blocking=not self.scorer.unfinished)
+                is_open &= None not in additions
+                self.scorer.send({row: job for jobs in additions if jobs for row, job in jobs.items()})
+                if self.scorer.unfinished:
+                    self.set_outcomes(self.scorer.receive(self.wakeup))
+                if self.scorer.is_closed:
+                    break
         except BaseException as error:  # noqa: BLE001 (raised again by `finish` and `take`)
             with self.has_changed:
                 self.error = error
                 self.has_changed.notify_all()
 
-    def score_additions(self, additions: Sequence[dict[int, Job] | None]) -> None:
-        """Scores all replies that were added, with one request."""
-        jobs: dict[int, Job] = {}
-        for addition in additions:
-            jobs |= addition or {}
-        if jobs:
-            outcomes = self.scorer.request_outcomes([*jobs.values()])  # empty where the scorer closes
-            pairs = zip(jobs.values(), outcomes, strict=False)
-            with self.has_changed:
-                self.outcomes |= zip(jobs, pairs, strict=False)
-                self.has_changed.notify_all()
+    def take_additions(self, is_blocking: bool) -> list[dict[int, Job] | None]:
+        """Returns what is in the queue; waits for something if it `is_blocking`."""
+        additions = []
+        while self.wakeup.poll(None if is_blocking and not additions else 0):
+            self.wakeup.recv_bytes()
+            additions.append(self.queue.get())
+        return additions
+
+    def set_outcomes(self, outcomes: dict[int, Outcome]) -> None:
+        """Hands outcomes over to who waits for them."""
+        with self.has_changed:
+            self.outcomes |= outcomes
+            self.has_changed.notify_all()
 
     def take(self, rows: Set[int], num_needed: int = 0) -> dict[int, Outcome]:
         """Removes and returns the outcomes of these rows that are there, by row, once there are `num_needed`."""
@@ -252,19 +294,19 @@ class ScoringStream:
             self.has_changed.wait_for(lambda: self.error or len(rows & self.outcomes.keys()) >= num_needed)
             if self.error:
                 raise self.error
-            return {row: self.outcomes.pop(row)[1] for row in sorted(rows & self.outcomes.keys())}
+            return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}
 
     def finish(self) -> dict[int, tuple[Job, Outcome]]:
-        """Returns the job and the outcome of each row, once all are scored; raises the error of the thread."""
-        self.queue.put(None)
+        """Returns the job and the outcome of each row, once all are there; raises the error of the thread."""
+        self.put(None)
         self.thread.join()
         if self.error:
             raise self.error
-        return self.outcomes
+        return {row: (self.jobs[row], outcome) for row, outcome in self.outcomes.items()}
 
     def __enter__(self) -> Self:
         self.thread.start()
         return self
 
     def __exit__(self, *_) -> None:
-        self.queue.put(None)
+        self.put(None)
