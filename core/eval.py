@@ -2,6 +2,7 @@
 
     python core/eval.py --env_name countdown --model_dir ~/checkpoints/countdown/step60
     python core/eval.py --env_name aime,math500 --model_dir Qwen/Qwen3-1.7B,runs/deepscaler --num_eval_samples 16
+    python core/eval.py --replay runs/guess/rollouts/step_3 --row 5     # draws a rollout of a run again
 
 N tasks, G samples of each.
 """
@@ -112,6 +113,22 @@ class OutputConfig:
 
 
 @dataclass(frozen=True)
+class ReplayConfig:
+    """Replay of a rollout."""
+
+    replay: str = option(
+        "",
+        "Rollouts of a run, RUN/rollouts/step_N, of which one is drawn again, under the settings of the run, in place "
+        "of an evaluation; empty: evaluate",
+    )
+    row: int = option(0, "Row of --replay, from 0 on")
+    from_turn: int = option(
+        0,
+        "Turn of --replay, from 1 on, from which --num_eval_samples other episodes are drawn; 0: the row as it was",
+    )
+
+
+@dataclass(frozen=True)
 class Command:
     """Evaluation of checkpoints."""
 
@@ -122,6 +139,7 @@ class Command:
     rewards: RewardConfig = group(RewardConfig)
     compute: ComputeConfig = group(ComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
+    replay: ReplayConfig = group(ReplayConfig)
 
 
 def evaluate_checkpoint(
@@ -161,6 +179,11 @@ def resolve_test_environments(config: Command) -> list[RolloutSettings]:
 
 def main(config: Command) -> None:
     layout = make_layout(config.devices)
+    if config.replay.replay:
+        from core.replay import replay
+
+        row, from_turn = config.replay.row, config.replay.from_turn
+        return replay(config.replay.replay, row, from_turn, config.eval.num_eval_samples, layout)
     environments = resolve_test_environments(config)
     names = config.output.model_dir.split(",")
     checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name, find_model)]

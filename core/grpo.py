@@ -210,9 +210,25 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
         completions.support,
         completions.routes,
         np.arange(len(episodes.texts)),
+        token_rewards(episodes, training_rewards(episodes, config)),
         group_size=config.update.group_size,
     )
     return select_rows(batch, episodes.batch_rows)
+
+
+def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"] | None:
+    """Returns the rewards of turns, each with its last token; the last turn gets what else the episode earned."""
+    if not episodes.turn_rewards:
+        return None
+    mask = episodes.completions.mask
+    behind = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+    is_last = mask & ~behind
+    by_token = np.zeros(mask.shape, np.float32)
+    for row, of_turns in enumerate(episodes.turn_rewards):
+        columns = np.flatnonzero(is_last[row])
+        by_token[row, columns[: len(of_turns)]] = of_turns
+        by_token[row, columns[-1]] += rewards[row] - np.float32(sum(of_turns))
+    return by_token
 
 
 def fraction_done(config: Config, worker: RolloutWorker, progress: Progress) -> float:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import stop_gradient
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from core.records import NO_SIGNAL, Batch
 from models.names import Array
@@ -243,6 +243,13 @@ class ObjectiveConfig:
     sapo_tau: float = option(1.0, "Steepness of the gate of --objective sapo for positive advantages")
     sapo_tau_negative: float = option(1.05, "Steepness of the gate of --objective sapo for negative advantages")
     best_k: int = option(2, "Completions of each group, the best, that --advantage best_k trains on")
+    credit: str = option(
+        "trajectory",
+        "Rewards that a turn of an episode is compared by; trajectory: those of the whole episode, turn: those from "
+        "this turn on, with the turns of the group that have the same number",
+        ["trajectory", "turn"],
+    )
+    turn_gamma: float = option(1.0, "Discount factor per turn of --credit turn; 1: none")
     gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
     gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     value_clip: float = option(
@@ -316,6 +323,9 @@ class ObjectiveConfig:
             (self.off_policy_mask < 0, "--off_policy_mask must not be negative; 0 switches it off"),
             (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
             (min(self.value_clip, self.kl_coef) < 0, "--value_clip and --kl_coef must not be negative"),
+            (not 0 <= self.turn_gamma <= 1, "--turn_gamma goes from 0 to 1"),
+            (self.credit == "turn" and (self.advantage in ("gae", "best_k") or self.has_kl_in_reward),
+             "--credit turn has no use for --advantage gae or best_k, nor for --kl_in reward"),
             (self.best_k < 1, "--best_k must be at least 1"),
             (self.kl_in == "loss" and self.kl_estimator == "k1",
              "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
@@ -377,8 +387,13 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     keep = is_graded & (signal | (not config.do_group_filter))
     if config.do_truncation_filter:
         keep &= batch.finished
-    batch = batch.replace(mask=batch.mask & keep[:, None])
-    advantages = ADVANTAGES[config.advantage](rewards, batch, config)
+    turns = turn_numbers(batch)
+    returns = turn_returns(batch, turns, config)  # of all rows: those that leave stay in their group's baseline
+    batch = batch.replace(mask=batch.mask & keep[:, None], token_rewards=None)
+    if config.credit == "turn" and returns.size:
+        advantages = turn_advantages(returns, turns, batch, config)
+    else:
+        advantages = ADVANTAGES[config.advantage](rewards, batch, config)
     advantages = np.float32(advantages).reshape(len(keep), -1)  # [B, 1] or [B, T]
     keep &= np.isfinite(advantages).all(axis=1)
     if config.advantage == "best_k":
@@ -392,6 +407,47 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
         returns = generalised_advantages(batch, config) + batch.values
         batch = batch.replace(returns=returns)
     return select_rows(batch, np.flatnonzero(keep))
+
+
+def turn_numbers(batch: Batch) -> Int[np.ndarray, "B T"]:
+    """Returns the number of each token's turn, from 0 on; tokens between turns have that of the last, the prompt -1."""
+    before = np.pad(batch.mask, ((0, 0), (1, 0)))[:, :-1]
+    is_first = batch.mask & ~before
+    return np.cumsum(is_first, axis=1) - 1
+
+
+def turn_returns(
+    batch: Batch, turns: Int[np.ndarray, "B T"], config: ObjectiveConfig
+) -> Float[np.ndarray, "B K"]:
+    """Returns rewards from each turn on, discounted by turn_gamma a turn; NaN for turns that a row does not have.
+
+    Without rewards of turns there are no columns.
+    """
+    if batch.token_rewards is None or not batch.mask.any():
+        return np.zeros((len(batch), 0), np.float32)
+    num_turns = turns.max() + 1
+    returns = np.full((len(batch), num_turns), np.nan, np.float32)
+    rewards_to_go = np.zeros(len(batch), np.float32)
+    for turn in reversed(range(num_turns)):
+        is_turn = batch.mask & (turns == turn)
+        rewards = np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
+        rewards_to_go = rewards + np.float32(config.turn_gamma) * rewards_to_go
+        returns[:, turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
+    return returns
+
+
+def turn_advantages(
+    returns: Float[np.ndarray, "B K"], turns: Int[np.ndarray, "B T"], batch: Batch, config: ObjectiveConfig
+) -> Float[np.ndarray, "B T"]:
+    """Compares each turn with the turns of its group that have the same number, by the rewards from there on.
+
+    Source: PipelineRL and Tunix, which discount rewards per turn.
+    """
+    compare = ADVANTAGES[config.advantage]
+    groups = returns.reshape(-1, batch.group_size, returns.shape[1])
+    by_turn = [compare(groups[:, :, turn], batch, config).reshape(-1) for turn in range(returns.shape[1])]
+    advantages = np.stack(by_turn, axis=1)
+    return np.take_along_axis(advantages, np.maximum(turns, 0), axis=1)
 
 
 def shape_advantages(
@@ -663,6 +719,8 @@ def describe_objective(config: ObjectiveConfig) -> str:
     if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
     text += f"; A = {formula_of(ADVANTAGES[config.advantage], config)}"
+    if config.credit == "turn":
+        text += f", of each turn by its rewards to go, turn_gamma {config.turn_gamma:g}"
     if config.do_global_normalization:
         text += ", normalised over the batch"
     if config.do_clip_advantages:

@@ -50,6 +50,8 @@ class Episodes:
     times: dict[str, float]  # seconds
     stops: list[str] = field(default_factory=list)  # reasons of the ends of conversations; single replies have none
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
+    turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
+    places: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run: see `play`
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
     def __len__(self) -> int:
@@ -80,6 +82,8 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
         add_up([part.times for part in parts]),
         [stop for part in parts for stop in part.stops],
         [messages for part in parts for messages in part.conversations],
+        [rewards for part in parts for rewards in part.turn_rewards],
+        np.concatenate([part.places for part in parts]),
     )
 
 
@@ -105,6 +109,7 @@ class Batch:
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0 or None: not recorded
     row: Int[Array, "B"] | None = None  # number of the row in the step's episodes
+    token_rewards: Float[Array, "B T"] | None = None  # of turns, each with its last token; None: single replies
     old_logprobs: Float[Array, "B T"] | None = None  # None: the step makes a single update, so old = new
     ref_logprobs: Float[Array, "B T"] | None = None  # of the reference model
     values: Float[Array, "B T"] | None = None  # of the critic, for the state in which the token was chosen

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int, PyTree, UInt32
 
-from core.records import Completions, Episodes, Message
+from core.records import Completions, Episodes
 from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
 from core.turns import Conversations, check_conversations
 from envs.base import Env, Problem
@@ -128,7 +128,7 @@ class RolloutWorker:
         times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
         row_tasks = np.repeat(task_ids, num_samples)
         facts = row_tasks, replies.texts(), scores, failed, failures, times
-        return Episodes(completions, *facts, replies.stops(), replies.conversations())
+        return Episodes(completions, *facts, *replies.records(), places=np.repeat(places, num_samples))
 
     def make_replies(
         self,
@@ -246,11 +246,9 @@ class Replies:
             rewards = layout.share(own_rewards, self.num_rows)
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
-    def stops(self) -> list[str]:
-        return []
-
-    def conversations(self) -> list[list[Message]]:
-        return []
+    def records(self) -> tuple[()]:
+        """Returns what is known of conversations."""
+        return ()
 
     def texts(self) -> list[str]:
         return [self.texts_by_row[row] for row in range(self.num_rows)]

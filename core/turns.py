@@ -224,6 +224,7 @@ class Record:
     num_left: int = 0  # tokens that fit into the row behind the last reply
     last_token: int = -1  # of the last reply
     scores: Counter[str] = field(default_factory=Counter)
+    turn_rewards: list[float] = field(default_factory=list)
     stop: str = ""  # reason of its end: done, max_turns, max_tokens or failed
 
     @property
@@ -273,6 +274,15 @@ class Conversations:
         self.wait = wait
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
+    def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
+        """Plays these turns in each episode, which then goes on behind them."""
+        for turn in turns:
+            for row in range(len(self.episodes)):
+                self.end_turn(row, turn, num_left=0)
+            for row, outcome in self.ask(set(range(len(self.episodes))), len(self.episodes)).items():
+                self.add_scores(row, outcome)
+                self.episodes[row].messages.append(outcome.messages)
+
     def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
         """Takes the tokens of a turn."""
         episode = self.episodes[row]
@@ -292,14 +302,15 @@ class Conversations:
 
     def observe(self, rows: Set[int], is_blocking: bool) -> dict[int, Observation]:
         """Returns what the environment has said to these episodes, as tokens; waits for one where it `is_blocking`."""
-        return {row: self.observation(row, outcome) for row, outcome in self.ask(rows, is_blocking).items()}
+        outcomes = self.ask(rows, num_needed=1 if is_blocking else 0)
+        return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
-    def ask(self, rows: Set[int], is_blocking: bool) -> dict[int, Outcome]:
+    def ask(self, rows: Set[int], num_needed: int) -> dict[int, Outcome]:
         """Returns outcomes of these rows' questions: those that have come, on several processes all of them."""
         if self.layout.num_processes > 1:
             return self.ask_together(sorted(rows))
         self.send(rows & self.unasked)
-        return self.stream.take(rows, num_needed=1 if is_blocking else 0)
+        return self.stream.take(rows, num_needed)
 
     def ask_together(self, rows: Sequence[int]) -> dict[int, Outcome]:
         """Returns outcomes of all of these rows; this process asks about its share of them."""
@@ -349,21 +360,22 @@ class Conversations:
 
     def add_scores(self, row: int, step: Step) -> None:
         """Adds the reward of a turn, and what the environment logs."""
-        scores = self.episodes[row].scores
-        scores["return"] += step.reward
-        scores.update(step.info)
+        episode = self.episodes[row]
+        episode.scores["return"] += step.reward
+        episode.scores.update(step.info)
+        if len(episode.turn_rewards) < len(episode.replies):
+            episode.turn_rewards.append(step.reward)
+        else:  # what a truncated episode still earns
+            episode.turn_rewards[-1] += step.reward
 
     def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
         """Asks truncated episodes what they still earn; returns all rewards, None for failures, and their counts."""
         truncated = set(self.unasked)
-        while truncated:
-            outcomes = self.ask(truncated, is_blocking=True)
-            for row, outcome in outcomes.items():
-                if isinstance(outcome, Failure):
-                    self.failures[row] = outcome
-                else:
-                    self.add_scores(row, outcome)
-            truncated -= outcomes.keys()
+        for row, outcome in self.ask(truncated, len(truncated)).items():
+            if isinstance(outcome, Failure):
+                self.failures[row] = outcome
+            else:
+                self.add_scores(row, outcome)
         jobs = [(task, episode.turns) for task, episode in zip(self.task_ids, self.episodes, strict=True)]
         outcomes = [self.failures.get(row, self.scores(episode)) for row, episode in enumerate(self.episodes)]
         return self.stream.scorer.check_failures(jobs, outcomes)
@@ -373,13 +385,11 @@ class Conversations:
         scores = {"return": 0.0, "correct_answer": 0.0, "turns": float(len(episode.replies))}
         return scores | episode.scores
 
-    def stops(self) -> list[str]:
-        """Returns the reason of the end of each episode."""
-        return [episode.stop for episode in self.episodes]
-
-    def conversations(self) -> list[list[Message]]:
-        """Returns the messages of each episode: turns, and what the environment said between them."""
-        return [episode.conversation() for episode in self.episodes]
+    def records(self) -> tuple[list[str], list[list[Message]], list[list[float]]]:
+        """Returns the reason of the end of each episode, its messages, and the rewards of its turns."""
+        stops = [episode.stop for episode in self.episodes]
+        messages = [episode.conversation() for episode in self.episodes]
+        return stops, messages, [episode.turn_rewards for episode in self.episodes]
 
     def texts(self) -> list[str]:
         """Returns the last reply of each episode."""

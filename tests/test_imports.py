@@ -29,7 +29,8 @@ LAW = {
     "core.chat": ("core.records", "core.sampling", "models", "utils"),
     "core.turns": ("core.records", "core.sampling", "envs.base", "models", "utils"),
     "core.rollout": ("core.records", "core.sampling", "core.turns", "envs.base", "models", "utils"),
-    "core.eval": ("core.records", "core.rollout", "core.sampling", "envs", "models", "utils"),
+    "core.eval": ("core.records", "core.replay", "core.rollout", "core.sampling", "envs", "models", "utils"),
+    "core.replay": ("core.config", "core.records", "core.rollout", "core.sampling", "models", "utils"),
     "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),
     "core.grpo": (

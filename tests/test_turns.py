@@ -4,6 +4,7 @@ Letters: N prompts, G samples of each.
 """
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from copy import copy
@@ -17,7 +18,9 @@ import pytest
 from helpers import HYBRID, MODEL, ROOT, assert_close, depth, on_four_devices, on_layout, random_params
 
 from core.config import Config
+from core.grpo import main
 from core.records import Completions
+from core.replay import read_stored, replay
 from core.rollout import make_worker
 from core.sampling import Sampler
 from core.turns import Observation, TurnChain, check_conversations
@@ -258,6 +261,45 @@ def test_what_cannot_be_played_is_refused(model, force_answer_at, message):
     settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
     with pytest.raises(UserError, match=message):
         check_conversations(settings, model, load_tokenizer(ROOT / "models" / "tiny"))
+
+
+RUN = (
+    "--env_name guess --env_options prompt=bare,min_size=4,max_size=6,max_number=20 --num_generation_tokens 110 "
+    "--model_dir models/tiny --max_steps 2 --groups_per_batch 2 --group_size 4 --max_resampling 1 --ppo_minibatch 0 "
+    "--lr 1e-3 --save_interval 1 --save_rollouts all --credit turn --do_group_filter 0"
+)
+
+
+def test_stored_episodes_are_drawn_again_and_branched(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    main(parse(Config, [*RUN.split(), "--save_dir", str(tmp_path)]))
+    layout = single_device()
+    for step, row in ((1, 0), (1, 6), (2, 3)):
+        path = str(tmp_path / "rollouts" / f"step_{step}")
+        stored, _ = read_stored(path, row)
+        capsys.readouterr()
+        replay(path, row, 0, 1, layout)
+        num_tokens = len(stored.tokens) - stored.prompt_length
+        assert f"all {num_tokens} tokens are those of the run" in capsys.readouterr().out
+    replay(path, row, len(stored.turns), 3, layout)
+    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    beginning = [f"assistant: {tokenizer.decode(turn)}\n" for turn in stored.turns[:-1]]
+    branches = capsys.readouterr().out.split("#" * 25)[1:]
+    assert len(branches) == 3
+    for branch in branches:
+        turns = re.split(r"user: \S+\n", branch.lstrip())
+        assert turns[: len(beginning)] == beginning and len(turns) > len(beginning)
+
+
+@pytest.mark.parametrize(
+    ("row", "from_turn", "message"),
+    [(8, 0, "rows 0 to 7"), (0, 9, "the row has . turns"), (0, -1, "the row has . turns")],
+)
+def test_mistakes_of_a_replay(tmp_path, monkeypatch, row, from_turn, message):
+    monkeypatch.chdir(ROOT)
+    main(parse(Config, [*RUN.replace("--max_steps 2", "--max_steps 1").split(), "--save_dir", str(tmp_path)]))
+    with pytest.raises(UserError, match=message):
+        replay(str(tmp_path / "rollouts" / "step_1"), row, from_turn, 1, single_device())
 
 
 QWEN = ROOT.parent / "shared" / "data" / "qwen3-tokenizer"

@@ -51,6 +51,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     finished        bool [B]        ended by a stop token or string
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
+    places          int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py
     returns         float32 [B]     what training maximises; scores/NAME: each part of it
     """
     completions = episodes.completions
@@ -65,6 +66,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         "failed": episodes.failed,
         "tasks": episodes.task_ids.astype(np.int32),
         "groups": np.arange(num_rows, dtype=np.int32) // group_size,
+        "places": np.int64(episodes.places),
     }
     for name, x in episodes.scores.items():
         arrays["returns" if name == "return" else f"scores/{name}"] = x.astype(np.float32)

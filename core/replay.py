@@ -1,0 +1,188 @@
+"""Replays an episode of a training run from its stored rollouts, or branches it from one of its turns.
+
+    python core/eval.py --replay runs/guess/rollouts/step_3 --row 5
+    python core/eval.py --replay runs/guess/rollouts/step_3 --row 5 --from_turn 2 --num_eval_samples 4
+
+Draws are addressed by seed, step, place in the run, sample and token: with the weights before the step, the sampler
+draws the same tokens again.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from core.config import Config
+from core.records import Completions, Episodes
+from core.rollout import RolloutWorker, collect_scores, make_worker
+from core.sampling import row_keys
+from models.checkpoint import find_model, load_model
+from models.names import Key, Weights
+from utils.devices.sharding import Layout
+from utils.metrics.logger import printable
+from utils.metrics.terminal import Wait
+from utils.rewards.scorer import ScoringStream
+from utils.settings.config import make_config
+from utils.settings.environments import resolve_environments
+from utils.settings.errors import UserError
+from utils.training.batching import select_rows
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A rollout of a run, and how it was drawn."""
+
+    run: Path
+    step: int
+    sample: int  # number in its group
+    task: int
+    place: int  # of its group in the run
+    prompt_length: int
+    tokens: Int[np.ndarray, "T"]  # prompt and what follows
+    mask: Bool[np.ndarray, "T"]
+
+    @property
+    def turns(self) -> list[Int[np.ndarray, "n"]]:
+        """Tokens of each turn."""
+        numbers = np.cumsum(np.diff(self.mask.astype(int), prepend=0) > 0)
+        return [self.tokens[self.mask & (numbers == turn)] for turn in range(1, len(self.turn_starts) + 1)]
+
+    @property
+    def turn_starts(self) -> Int[np.ndarray, "K"]:
+        """Columns of the first tokens of turns."""
+        return np.flatnonzero(np.diff(self.mask.astype(int), prepend=0) > 0)
+
+
+def read_stored(path: str, row: int) -> tuple[Stored, Config]:
+    """Returns row number `row` of a file of rollouts (RUN/rollouts/step_N), and the settings of its run.
+
+    Raises: UserError where there is no such row.
+    """
+    file = Path(path).expanduser().with_suffix(".npz")
+    if not file.is_file():
+        raise UserError(f"--replay {path}: there is no {file}: runs write it under --save_rollouts all")
+    run = file.parent.parent
+    with np.load(file) as arrays:
+        rows = dict(arrays)
+    if not 0 <= row < len(rows["tokens"]):
+        raise UserError(f"--row {row}: {file} has rows 0 to {len(rows['tokens']) - 1}")
+    config = make_config(Config, **json.loads((run / "config.json").read_text()))
+    step = int(file.stem.removeprefix("step_"))
+    length = rows["lengths"][row]
+    stored = Stored(
+        run,
+        step,
+        row % config.update.group_size,
+        int(rows["tasks"][row]),
+        int(rows["places"][row]),
+        int(rows["prompt_lengths"][row]),
+        rows["tokens"][row, :length],
+        rows["mask"][row, :length],
+    )
+    return stored, config
+
+
+def weights_before(stored: Stored, config: Config) -> Path:
+    """Returns the folder of the model that drew a rollout. Raises: UserError where it was not saved."""
+    if stored.step == 1:
+        return find_model(config.model_dir)
+    folder = stored.run / f"step{stored.step - 1}"
+    if not folder.is_dir():
+        raise UserError(
+            f"--replay needs the model before step {stored.step}, and there is no {folder}: choose the first step, or "
+            "one behind a saved one (--save_interval)"
+        )
+    return folder
+
+
+def replay(path: str, row: int, from_turn: int, num_samples: int, layout: Layout) -> None:
+    """Draws a stored episode again and compares it, or `num_samples` others that begin with its first turns; prints.
+
+    `from_turn`: the first turn that is drawn anew, from 1 on; 0: none, the episode is drawn as it was.
+    Raises: UserError for what cannot be drawn again.
+    """
+    stored, config = read_stored(path, row)
+    model, params, tokenizer = load_model(weights_before(stored, config), layout, **config.compute.arguments)
+    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
+    key = jax.random.fold_in(jax.random.key(config.seed), stored.step)
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        weights = worker.load_weights(params)
+        if from_turn:
+            episodes = branch(worker, weights, stored, from_turn, num_samples, key)
+            outcomes = [f"return {value:g}" for value in episodes.scores["return"]]
+        else:
+            tasks = task_index(worker, stored.task)
+            group = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.place]))
+            episodes = select_row(group, stored.sample)
+            outcomes = [compare(episodes.completions, stored)]
+    for number, outcome in enumerate(outcomes):
+        print(printable(f"{'#' * 25}\n{text_of(episodes, number)}\n{'-' * 8} {outcome}", max_chars=10**6))
+
+
+def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
+    """Returns the place of a problem among those that a worker plays."""
+    if worker.fitting_ids is None:
+        return np.array([task])
+    return np.flatnonzero(worker.fitting_ids == task)
+
+
+def select_row(episodes: Episodes, row: int) -> Episodes:
+    """Returns one of the episodes."""
+    rows = np.array([row])
+    conversations = episodes.conversations[row : row + 1]
+    return replace(
+        episodes,
+        completions=select_rows(episodes.completions, rows),
+        texts=episodes.texts[row : row + 1],
+        conversations=conversations,
+    )
+
+
+def compare(completions: Completions, stored: Stored) -> str:
+    """Returns a sentence on where a row differs from the stored one."""
+    tokens = completions.tokens[0, : completions.lengths[0]]
+    if np.array_equal(tokens, stored.tokens):
+        return f"all {len(tokens) - stored.prompt_length} tokens are those of the run"
+    length = min(len(tokens), len(stored.tokens))
+    differs = np.flatnonzero(tokens[:length] != stored.tokens[:length])
+    first = (differs[0] if differs.size else length) - stored.prompt_length
+    return f"token {first} is another than in the run: its weights, devices or this code differ from the run's"
+
+
+def branch(
+    worker: RolloutWorker, weights: Weights, stored: Stored, from_turn: int, num_samples: int, key: Key
+) -> Episodes:
+    """Draws episodes that begin with the stored one's turns before `from_turn`."""
+    starts = stored.turn_starts
+    if worker.env.max_turns == 1 or not 1 <= from_turn <= len(starts):
+        raise UserError(f"--from_turn {from_turn}: the row has {len(starts)} turns; single replies cannot be branched")
+    place, sample = np.array([stored.place]), np.array([stored.sample])
+    seed = np.asarray(row_keys(key, place, sample))
+    start = int(starts[from_turn - 1])
+    num_used = start - stored.prompt_length
+    limit = worker.max_new_tokens - num_used
+    sampler = replace(worker.sampler, max_prompt_tokens=start, max_new_tokens=limit)
+    worker = replace(worker, sampler=sampler)
+    task = np.array([stored.task])
+    problem = worker.env.problem(stored.task)
+    with ScoringStream(worker.scorer) as stream:
+        replies = worker.make_replies([problem], task, num_samples, stream, np.repeat(seed, num_samples, axis=0))
+        replies.begin(stored.turns[: from_turn - 1])
+        new_key = jax.random.fold_in(key, from_turn)
+        prompt = stored.tokens[:start].tolist()
+        completions = worker.sample(weights, [prompt], place, num_samples, new_key, replies, Wait(""))
+        rewards, failures = replies.finish()
+    failed = np.array([reward is None for reward in rewards])
+    tasks = np.repeat(task, num_samples)
+    facts = tasks, replies.texts(), collect_scores(rewards), failed, failures, {}
+    return Episodes(completions, *facts, *replies.records())
+
+
+def text_of(episodes: Episodes, row: int) -> str:
+    """Returns an episode as text."""
+    if not episodes.conversations:
+        return episodes.texts[row]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in episodes.conversations[row])
