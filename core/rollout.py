@@ -177,7 +177,9 @@ class RolloutWorker:
         return concatenate(parts)
 
     def programs(self, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
-        """Yields the programs that `play` can need for so many tasks: see `Sampler.programs`."""
+        """Yields the programs that `play` can need for so many tasks: see `Sampler.programs`; none of conversations."""
+        if self.env.max_turns > 1:
+            return
         per_call = self.prompts_per_call(num_tasks, num_samples)
         for num_prompts in {per_call, num_tasks % per_call} - {0}:
             yield from self.sampler.programs(params, num_prompts, num_samples)

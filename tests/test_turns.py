@@ -15,7 +15,18 @@ from itertools import groupby
 import jax
 import numpy as np
 import pytest
-from helpers import HYBRID, MODEL, ROOT, assert_close, depth, on_four_devices, on_layout, random_params
+from helpers import (
+    HYBRID,
+    MODEL,
+    ROOT,
+    assert_close,
+    depth,
+    on_four_devices,
+    on_layout,
+    random_params,
+    start_processes,
+    wait,
+)
 
 from core.config import Config
 from core.grpo import main
@@ -39,7 +50,7 @@ from utils.settings.errors import UserError
 
 LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
 TURN, MAX_TURNS = 7, 5
-KEY, IDS, G = jax.random.key(2), (11, 4, 290, 5), 4
+SEED, IDS, G = 2, (11, 4, 290, 5), 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
 STOPS = tuple(range(15, MODEL.vocab_size, 20))
 OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
@@ -81,7 +92,7 @@ def draw_all(script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS
     settings = {"segment": 4} | settings
     sampler = Sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
     weights = sampler.load_weights(random_params(model))
-    return sampler.generate(weights, prompts, np.array(ids), G, KEY)
+    return sampler.generate(weights, prompts, np.array(ids), G, jax.random.key(SEED))
 
 
 @cache
@@ -119,7 +130,7 @@ def one_by_one(model, prompt, task: int, sample: int) -> tuple[list[int], list[b
         number = len(tokens) - len(prompt)
         padded = np.zeros(WIDTH, np.int32)
         padded[: len(tokens)] = tokens
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), number)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), task), sample), number)
         logits = next_logits(model, random_params(model), padded, len(tokens))
         token, *_ = draw_one(Distribution(), logits, jax.random.uniform(key, (1, 2)))
         turn.append(int(token[0]))
@@ -193,7 +204,7 @@ def draw_on_four_devices(file: str) -> None:
         layout = make_layout(config)
         chain = partial(TurnChain, Script(), 0)
         sampler = Sampler(MODEL, LIMIT, STOPS, make_chain=chain, layout=layout, segment=4)
-        r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, KEY)
+        r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, jax.random.key(SEED))
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if x is not None}
     np.savez(file, **arrays)
 
@@ -216,6 +227,9 @@ def guess_worker(layout, model, tokenizer, options: str = "", name: str = "guess
     return make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout)
 
 
+SMALL = ",max_turns=4,min_size=4,max_size=6,max_number=20"
+
+
 def turns_of(r: Completions, row: int) -> list[tuple[bool, list[int]]]:
     """Returns the runs of drawn and of observed tokens of a row."""
     columns = slice(r.prompt_lengths[row], r.lengths[row])
@@ -228,7 +242,7 @@ def test_an_episode_is_what_its_turns_make_of_it():
     """Played again by hand from the tokens of each row: what was said, rewards, ends."""
     layout = single_device()
     model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
-    with guess_worker(layout, model, tokenizer, ",max_turns=4,min_size=4,max_size=6,max_number=20") as worker:
+    with guess_worker(layout, model, tokenizer, SMALL) as worker:
         weights = worker.load_weights(params)
         episodes = worker.play(weights, np.arange(6), 4, jax.random.key(0))
         again = worker.play(weights, np.arange(6), 4, jax.random.key(0))
@@ -252,6 +266,32 @@ def test_an_episode_is_what_its_turns_make_of_it():
         if not step.done:
             assert episodes.stops[row] == "max_turns" and episodes.scores["turns"][row] == 4
     assert {*episodes.stops} == {"done", "max_turns"} and not episodes.failed.any()
+
+
+def play_on_two_processes(file: str, address: str, process_id: int) -> None:
+    devices = DeviceConfig("fsdp", coordinator_address=address, num_processes=2, process_id=process_id)
+    layout = make_layout(devices)
+    model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
+    with guess_worker(layout, model, tokenizer, SMALL) as worker:
+        episodes = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
+    if layout.is_main:
+        arrays = vars(episodes.completions) | {"return": episodes.scores["return"], "stops": episodes.stops}
+        np.savez(file, **{name: x for name, x in arrays.items() if x is not None})
+
+
+def test_processes_share_the_turns_and_play_the_same(tmp_path):
+    file = tmp_path / "played.npz"
+    code = f"from test_turns import play_on_two_processes; play_on_two_processes({str(file)!r}, ADDRESS, I)"
+    wait(start_processes(code, num_devices=1, num_processes=2))
+    layout = single_device()
+    model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
+    with guess_worker(layout, model, tokenizer, SMALL) as worker:
+        alone = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
+    with np.load(file) as together:
+        for name in ("tokens", "mask", "lengths", "finished"):
+            np.testing.assert_array_equal(together[name], getattr(alone.completions, name))
+        np.testing.assert_array_equal(together["return"], alone.scores["return"])
+        assert together["stops"].tolist() == alone.stops
 
 
 @pytest.mark.parametrize(
