@@ -4,12 +4,13 @@ The reference players share no code with the environments: bisection, minimax ov
 relaxation over (row, column).
 """
 
+import itertools
 import random
 import re
 import time
 from collections.abc import Callable
 from functools import cache
-from math import ceil, log2
+from math import ceil, inf, log2
 
 import pytest
 
@@ -68,11 +69,12 @@ class Bisection:
     """Guesses the middle of what is left."""
 
     def __init__(self):
-        self.low = self.high = self.guess = 0
+        self.low = self.high = self.guess = self.size = 0
 
     def __call__(self, message: str) -> str:
         if message.startswith("Guess"):
             self.low, self.high = map(int, re.findall("[0-9]+", message))
+            self.size = self.high - self.low + 1
         elif message == "higher":
             self.low = self.guess + 1
         else:
@@ -82,7 +84,7 @@ class Bisection:
         return str(self.guess)
 
 
-WINNING = [0b111 << 3 * i for i in range(3)] + [0b001001001 << i for i in range(3)] + [0b100010001, 0b001010100]
+WINNING = [0b111, 0b111000, 0b111000000, 0b001001001, 0b010010010, 0b100100100, 0b100010001, 0b001010100]
 
 
 @cache
@@ -103,9 +105,19 @@ def bits_left(own: int, other: int) -> list[int]:
 def read_board(message: str) -> tuple[int, int]:
     """Returns the stones of x and of o on the board at the end of a message."""
     cells = message.split()[-9:]
-    x, o = (sum(1 << i for i, cell in enumerate(cells) if cell == sign) for sign in "xo")
-    assert all(cell == str(i) for i, cell in enumerate(cells, 1) if cell not in "xo")
-    return x, o
+    stones = {"x": 0, "o": 0}
+    for i, cell in enumerate(cells):
+        if cell in stones:
+            stones[cell] |= 1 << i
+        else:
+            assert cell == str(i + 1)
+    return stones["x"], stones["o"]
+
+
+def solve(problem: Problem) -> float:
+    """Returns the reward of perfect play against perfect play."""
+    x, o = read_board(problem.messages[-1]["content"])
+    return (1 + negamax(x, o)) / 2
 
 
 def minimax_player(message: str) -> str:
@@ -114,8 +126,12 @@ def minimax_player(message: str) -> str:
     return str(best.bit_length())
 
 
-def read_map(message: str) -> dict[str, set[tuple[int, int]]]:
-    """Returns the places (row, column) of each sign on the map at the end of a message."""
+Place = tuple[int, int]  # row and column
+Places = dict[str, set[Place]]  # by the sign on the map
+
+
+def read_map(message: str) -> Places:
+    """Returns the places of each sign on the map at the end of a message."""
     rows = [line.split() for line in message.splitlines() if re.fullmatch("[.HGP]( [.HGP])*", line)]
     places = {sign: set() for sign in ".HGP"}
     for i, row in enumerate(rows):
@@ -127,36 +143,44 @@ def read_map(message: str) -> dict[str, set[tuple[int, int]]]:
 STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
 
-def steps_to_goal(places: dict[str, set[tuple[int, int]]]) -> dict[tuple[int, int], float]:
+def steps_to_goal(places: Places) -> dict[Place, float]:
     """Returns the steps to the goal from each place that is no hole, by relaxing until nothing changes."""
     open_places = places["."] | places["P"] | places["G"]
-    steps = {place: 0.0 if place in places["G"] else float("inf") for place in open_places}
+    steps = dict.fromkeys(open_places, inf)
+    steps |= dict.fromkeys(places["G"], 0)
     for _ in open_places:
-        for i, j in open_places:
-            around = [steps.get((i + down, j + right), float("inf")) for down, right in STEPS.values()]
-            steps[i, j] = min(steps[i, j], 1 + min(around))
+        for place in open_places:
+            around = [steps.get(neighbor(place, word), inf) for word in STEPS]
+            steps[place] = min(steps[place], 1 + min(around))
     return steps
+
+
+def neighbor(place: Place, word: str) -> Place:
+    """Returns the place behind a step, which may be beyond the edge."""
+    down, right = STEPS[word]
+    return place[0] + down, place[1] + right
 
 
 def path_player(message: str) -> str:
     places = read_map(message)
     steps = steps_to_goal(places)
-    [(i, j)] = places["P"]
-    return min(STEPS, key=lambda word: steps.get((i + STEPS[word][0], j + STEPS[word][1]), float("inf")))
+    [place] = places["P"]
+    return min(STEPS, key=lambda word: steps.get(neighbor(place, word), inf))
 
 
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
-    bounds = []  # of the range to guess in
+    numbers = []  # of the last message that shows any
 
     def player(message: str) -> str:
-        bounds.extend(map(int, re.findall("[0-9]+", message) if case == "guess" else ()))
+        numbers[:] = re.findall("[0-9]+", message) or numbers
         if rng.random() < share_invalid:
             return "?"
         if case == "guess":
-            return str(rng.randint(*bounds))
-        return rng.choice(re.findall("[1-9]", message) if case.startswith("tictactoe") else list(STEPS))
+            low, high = map(int, numbers)
+            return str(rng.randint(low, high))
+        return rng.choice(numbers or list(STEPS))
 
     return player
 
@@ -169,10 +193,12 @@ def test_bisection_never_needs_more_than_log2_guesses(split):
     env = make_game("guess", split)
     for i in range(NUM_PROBLEMS):
         problem = env.problem(i)
-        low, high = map(int, re.findall("[0-9]+", problem.messages[-1]["content"]))
-        total, replies, steps = play(env, problem, Bisection())
-        assert is_correct(steps) and len(replies) <= ceil(log2(high - low + 2))
-        assert total == 1 - env.cost * (len(replies) - 1) and steps[-1].info["guesses"] == len(replies)
+        player = Bisection()
+        total, replies, steps = play(env, problem, player)
+        num_guesses = len(replies)
+        assert is_correct(steps) and num_guesses <= ceil(log2(player.size + 1))
+        assert total == 1 - env.cost * (num_guesses - 1)
+        assert steps[-1].info["guesses"] == num_guesses
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -181,7 +207,7 @@ def test_minimax_never_loses_and_gets_the_value_from_minimax(case, split):
     env = make_game(case, split)
     for i in range(NUM_PROBLEMS):
         problem = env.problem(i)
-        value = (1 + negamax(*read_board(problem.messages[-1]["content"]))) / 2
+        value = solve(problem)
         total, _, steps = play(env, problem, minimax_player, seed=i)
         assert value >= 0.5 and is_correct(steps)
         assert total == value or (case == "tictactoe" and total > value)
@@ -193,7 +219,7 @@ def test_a_result_below_the_value_is_not_correct():
     seen = set()
     for i in range(NUM_PROBLEMS):
         problem = env.problem(i)
-        value = (1 + negamax(*read_board(problem.messages[-1]["content"]))) / 2
+        value = solve(problem)
         total, _, steps = play(env, problem, random_player("tictactoe", i), seed=i)
         assert steps[-1].info == {"correct_answer": float(total >= value), OUTCOMES[total]: 1.0}
         seen.add((total, value))
@@ -220,11 +246,12 @@ def test_shortest_paths_earn_full_marks(split):
     for i in range(NUM_PROBLEMS):
         problem = env.problem(i)
         places = read_map(problem.messages[-1]["content"])
-        num_steps = steps_to_goal(places)[places["P"].copy().pop()]
+        [start] = places["P"]
+        num_steps = steps_to_goal(places)[start]
+        assert 2 <= num_steps <= env.max_turns and len(places["H"]) == 4
         total, replies, steps = play(env, problem, path_player)
-        assert total == 1 and is_correct(steps) and len(replies) == num_steps
-        assert sum(step.info["steps"] for step in steps) == num_steps and len(places["H"]) == 4
-        assert 2 <= num_steps <= env.max_turns
+        assert total == 1 and is_correct(steps)
+        assert len(replies) == sum(step.info["steps"] for step in steps) == num_steps
 
 
 def test_a_detour_costs_and_a_hole_ends_the_walk():
@@ -255,18 +282,20 @@ def test_random_moves_earn_clearly_less(case, highest):
 # laws
 
 
+SNIPPETS = ["٣", "³", "५", "1e9", "0x5", "05", "5.", "-1", "\0", "", "İ", "LEFT", "I'd", "u" * 99, "9" * 8000]
+MOVES = ["up", "d", "l", "right", "5", "9", "0", "10", "x"]
+
+
 def hostile_reply(rng: random.Random) -> str:
-    """Returns text that a broken or a scheming model may write."""
-    kinds = [
-        lambda: "".join(chr(rng.choice((rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)))) for _ in range(40)),
-        lambda: "".join(chr(rng.randrange(32)) for _ in range(20)) + str(rng.randrange(12)),
-        lambda: f"{rng.choice('-+ ')}{rng.getrandbits(rng.choice((8, 64, 9000))):x}",
-        lambda: str(rng.getrandbits(64)) * rng.choice((1, 400)),
-        lambda: rng.choice(["٣", "³", "५", "1e9", "0x5", "05", "5.", "-1", "\0", "", "İ", "LEFT", "I'd", "u" * 99]),
-        lambda: " ".join(rng.choice(["up", "d", "l", "right", "5", "9", "0", "10", "x"]) for _ in range(4)),
-    ]
-    text = rng.choice(kinds)()
-    return text * (100_000 // (len(text) + 1)) if rng.random() < 0.01 else text
+    """Returns text that a broken or a scheming model may write: up to 100,000 characters."""
+    characters = [chr(rng.choice((rng.randrange(32), rng.randrange(0xD800)))) for _ in range(20)]
+    number = rng.getrandbits(rng.choice((4, 64, 9000)))
+    kinds = ["".join(characters), f"{number:x}", str(number % 10**99), rng.choice(SNIPPETS), *rng.choices(MOVES, k=3)]
+    words = rng.choices(kinds, k=3)
+    text = rng.choice(" \n,").join(words)
+    if rng.random() < 0.01:
+        return text * (100_000 // (len(text) + 1))
+    return text
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -302,7 +331,8 @@ def test_an_episode_is_a_function_of_problem_seed_and_replies(case):
         problem = env.problem(i)
         _, replies, steps = play(env, problem, random_player(case, i, share_invalid=0.5), seed=i)
         is_truncated = len(steps) > len(replies)
-        again = make_game(case).episode(make_game(case).problem(i), i)
+        new_env = make_game(case)
+        again = new_env.episode(new_env.problem(i), i)
         assert [again.step(reply) for reply in replies] == steps[: len(replies)]
         assert not is_truncated or again.truncate() == steps[-1] == Step([], done=True)
         num_truncated += is_truncated
@@ -326,13 +356,13 @@ def test_splits_are_disjoint(case):
 def least_image(message: str) -> tuple[str, ...]:
     """Returns the least of a board's images under the symmetries of the square, by coordinates."""
     cells = message.split()[-9:]
-    signs = {(i // 3 - 1, i % 3 - 1): cell if cell in "xo" else "" for i, cell in enumerate(cells)}
     images = []
-    for i_sign in (1, -1):
-        for j_sign in (1, -1):
-            image = {(i_sign * i, j_sign * j): sign for (i, j), sign in signs.items()}
-            turned = {(j, i): sign for (i, j), sign in image.items()}
-            images += [tuple(x[place] for place in sorted(x)) for x in (image, turned)]
+    for down, right, is_turned in itertools.product((1, -1), (1, -1), (False, True)):
+        image = {}
+        for i, cell in enumerate(cells):
+            place = down * (i // 3 - 1), right * (i % 3 - 1)
+            image[place[::-1] if is_turned else place] = cell if cell in "xo" else ""
+        images.append(tuple(image[place] for place in sorted(image)))
     return min(images)
 
 
