@@ -170,8 +170,8 @@ def next_cell(lake: Lake, cell: int, move: str) -> int:
 
 def random_lake(rng: random.Random, size: int, num_holes: int) -> Lake:
     """Returns a map with these many holes, which may have no path to the goal."""
-    start, goal, *holes = rng.sample(range(size * size), num_holes + 2)
-    return Lake(size, start, goal, frozenset(holes))
+    cells = rng.sample(range(size * size), num_holes + 2)
+    return Lake(size, start=cells[0], goal=cells[1], holes=frozenset(cells[2:]))
 
 
 def distances(lake: Lake) -> dict[int, int]:
