@@ -30,6 +30,8 @@ ENVS = {
     "amc23": ("envs.mathematics", "Mathematics", {"data_set": "amc23"}),
     "math500": ("envs.mathematics", "Mathematics", {"data_set": "math500"}),
     "guess": ("envs.guess", "Guess", {}),
+    "tictactoe": ("envs.tictactoe", "TicTacToe", {}),
+    "gridworld": ("envs.gridworld", "Gridworld", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
 }

@@ -5,6 +5,7 @@ The best policy halves the range: its longest game takes log2(size + 1) guesses,
 
 import random
 import re
+from typing import NamedTuple
 
 from envs.base import Env, Episode, Problem, Step
 from envs.splits import choose_split
@@ -17,6 +18,14 @@ PROMPTS = {
     "say whether my number is higher or lower. Answer with one number only.",
 }
 NUM_TASKS = {"train": 100_000, "test": 512}
+
+
+class Secret(NamedTuple):
+    """A number in a range."""
+
+    low: int
+    high: int
+    number: int
 
 
 class Guess(Env):
@@ -65,14 +74,15 @@ class Guess(Env):
             if (choose_split(f"{low} {high}", 5) == "test") == (self.split == "test"):
                 number = rng.randint(low, high)
                 prompt = PROMPTS[self.prompt].format(low=low, high=high, max_turns=self.max_turns)
-                return Problem([{"role": "user", "content": prompt}], number)
+                return Problem([{"role": "user", "content": prompt}], Secret(low, high, number))
         raise UserError(f"Guess: no range is left for the {self.split} split: raise max_number or max_size")
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return GuessEpisode(problem.answer, self.cost)
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        return {"right": str(problem.answer), "wrong": str(problem.answer + 1)}
+        number = problem.answer.number
+        return {"right": str(number), "wrong": str(number + 1)}
 
     def answer(self, text: str) -> str | None:
         numbers = NUMBER.findall(text)
@@ -80,10 +90,12 @@ class Guess(Env):
 
 
 class GuessEpisode(Episode):
-    """A game: the last number of a reply is the guess."""
+    """A game: the last number of a reply is the guess. The number is still from `low` to `high`."""
 
-    def __init__(self, number: int, cost: float):
-        self.number = number
+    def __init__(self, secret: Secret, cost: float):
+        self.low = secret.low
+        self.high = secret.high
+        self.number = secret.number
         self.cost = cost
         self.num_guesses = 0
 
@@ -96,4 +108,8 @@ class GuessEpisode(Episode):
         if guess == self.number:
             reward = 1 - self.cost * (self.num_guesses - 1)
             return Step([], reward, done=True, info={"correct_answer": 1.0, "guesses": self.num_guesses})
-        return Step([{"role": "user", "content": "higher" if self.number > guess else "lower"}])
+        if self.number > guess:
+            self.low = max(self.low, guess + 1)
+            return Step([{"role": "user", "content": "higher"}])
+        self.high = min(self.high, guess - 1)
+        return Step([{"role": "user", "content": "lower"}])
