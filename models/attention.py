@@ -254,35 +254,22 @@ def decode_attention(
     values, value_scale = dequantize_kv(cache[1], q.dtype)
     prompt_keys, prompt_key_scale = dequantize_kv(prompts[0], q.dtype)
     prompt_values, prompt_value_scale = dequantize_kv(prompts[1], q.dtype)
-    N = len(starts)
     P = prompt_keys.shape[2]
     T = q.shape[1]
     q = rearrange(q, "B T (K G) C -> B K (G T) C", K=prompt_keys.shape[1])
     Q = q.shape[2]
-
-    def by_prompt(x: Float[Array, "B K Q X"]) -> Float[Array, "N K RQ X"]:
-        # The queries of the R rows that share a prompt are rows of one matmul.
-        return rearrange(x, "(N R) K Q X -> N K (R Q) X", N=N)
-
-    def by_row(x: Float[Array, "N K RQ X"]) -> Float[Array, "B K Q X"]:
-        return rearrange(x, "N K (R Q) X -> (N R) K Q X", Q=Q)
-
-    def of_queries(mask: Bool[Array, "*B T X"]) -> Bool[Array, "*B 1 Q X"]:
-        of_groups = jnp.tile(mask, (Q // T, 1))
-        return of_groups[..., None, :, :]
-
+    by_prompt = partial(rearrange, pattern="(N R) K Q X -> N K (R Q) X", N=len(starts))
+    by_row = partial(rearrange, pattern="N K (R Q) X -> (N R) K Q X", Q=Q)
+    # The queries of the R rows that share a prompt are rows of one matmul.
     prompt_scores = jnp.einsum("nkqc,nkpc->nkqp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
-    scores = row_scores(q, keys)
-    own_columns = (columns[..., None] + jnp.arange(T))[..., None]
     is_prompt = jnp.arange(P) >= starts[:, None]
-    is_seen = jnp.arange(keys.shape[2]) <= own_columns
     prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
     prompt_scores = by_row(prompt_scores)
+    scores = row_scores(q, keys)
+    in_window, is_seen = seen_columns(columns, T, P, keys.shape[2], view.window)
     if view.window:
-        in_window = jnp.arange(P) > P + own_columns - view.window
-        prompt_scores = jnp.where(of_queries(in_window), prompt_scores, MASKED)
-        is_seen &= jnp.arange(keys.shape[2]) > own_columns - view.window
-    scores = jnp.where(of_queries(is_seen), scores.astype(jnp.float32) * key_scale, MASKED)
+        prompt_scores = jnp.where(of_queries(in_window, Q), prompt_scores, MASKED)
+    scores = jnp.where(of_queries(is_seen, Q), scores.astype(jnp.float32) * key_scale, MASKED)
     scores = jnp.concatenate([prompt_scores, scores], axis=-1)
     probs = jax.nn.softmax(scores * view.scale)
     prompt_probs = by_prompt(probs[..., :P]) * prompt_value_scale
@@ -292,3 +279,23 @@ def decode_attention(
     out += by_row(prompt_out)
     out = rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
     return out, cache
+
+
+def seen_columns(
+    columns: Columns, num_tokens: int, num_prompt_columns: int, num_columns: int, window: int
+) -> tuple[Bool[Array, "*B T P"], Bool[Array, "*B T S"]]:
+    """Returns the columns of the prompt that are in the window of new tokens, and those of the cache that they see."""
+    own_columns = (columns[..., None] + jnp.arange(num_tokens))[..., None]
+    prompt_columns = jnp.arange(num_prompt_columns)
+    cache_columns = jnp.arange(num_columns)
+    in_window = prompt_columns > num_prompt_columns + own_columns - window
+    is_seen = cache_columns <= own_columns
+    if window:
+        is_seen &= cache_columns > own_columns - window
+    return in_window, is_seen
+
+
+def of_queries(mask: Bool[Array, "*B T S"], num_queries: int) -> Bool[Array, "*B 1 Q S"]:
+    """Returns a mask of tokens for the queries of a key head, in which the tokens of each query head follow."""
+    of_heads = jnp.tile(mask, (num_queries // mask.shape[-2], 1))
+    return of_heads[..., None, :, :]
