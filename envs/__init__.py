@@ -30,6 +30,7 @@ ENVS = {
     "amc23": ("envs.mathematics", "Mathematics", {"data_set": "amc23"}),
     "math500": ("envs.mathematics", "Mathematics", {"data_set": "math500"}),
     "guess": ("envs.guess", "Guess", {}),
+    "calculator": ("envs.calculator", "Calculator", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
 }
