@@ -38,7 +38,7 @@ class Calculator(Env):
         max_operations: int = 3,
         operators: str = "+-*",  # of + - * /; values of quotients are fractions
         dialect: str = "qwen",  # of calls: qwen or python
-        prompt: str = "full",
+        prompt: str = "full",  # full, or bare: without a word on the calculator
         max_turns: int = 4,
         call_cost: float = 0.0,
         tool_error_reward: float = 0.0,  # for each call that fails
@@ -80,12 +80,14 @@ class Calculator(Env):
         return " ".join(words)
 
     def ask(self, expression: str, value: Fraction) -> Problem:
-        """Returns the problem of an expression. Inline calls are explained in the prompt, others by their schema."""
+        """Returns the problem of an expression. Full prompts explain inline calls, and announce others by a schema."""
         content = PROMPTS[self.prompt].format(expression=expression)
         dialect = DIALECTS[self.dialect]
-        tools = () if dialect.is_inline else (calculate,)
-        if dialect.is_inline and self.prompt == "full":
+        tools = ()
+        if self.prompt == "full" and dialect.is_inline:
             content += INLINE_PROMPT.format(opening=dialect.opening, closing=dialect.closing)
+        elif self.prompt == "full":
+            tools = (calculate,)
         return Problem([{"role": "user", "content": content}], value, tools=tools)
 
     def episode(self, problem: Problem, seed: int) -> Episode:

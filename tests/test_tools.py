@@ -5,10 +5,12 @@ import os
 import random
 import re
 import string
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
+import jax
 import numpy as np
 import pytest
 from helpers import MODEL, ROOT
@@ -17,10 +19,11 @@ from test_scoring import is_alive, wait_until_gone
 from core.config import Config
 from core.rollout import make_worker, stop_at_calls
 from core.sampling import Sampler
-from core.turns import Conversations
+from core.turns import Conversations, TurnChain
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, Reply, Step
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
+from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers
 from utils.devices.sharding import single_device
@@ -487,10 +490,6 @@ def test_a_turn_stops_at_an_inline_call():
     assert stop_at_calls(sampler, python, tokenizer_of(TINY)).stop_strings == ("<|python_end|>",)
     tokenizer = with_signs()
     assert stop_at_calls(sampler, python, tokenizer).stop_ids == (3, tokenizer.added_ids["<|python_end|>"])
-    config = parse(Config, ["--env_name", "calculator", "--env_options", "dialect=python", "--num_score_workers", "1"])
-    settings = resolve_settings(config.env, "calculator", 100, 0)
-    with make_worker(settings, config.sampling, config.rewards, MODEL, tokenizer_of(TINY), single_device()) as worker:
-        assert worker.sampler.stop_strings == ("<|python_end|>",)
 
 
 def play(name: str, options: dict, tokenizer: Tokenizer, *turns: list[int]) -> tuple[list[list[int]], dict[str, float]]:
@@ -519,6 +518,45 @@ def test_results_stand_between_signs_behind_inline_calls():
     ids = tokenizer.added_ids
     assert first == [ids["<|output_start|>"], *tokenizer.encode("14"), ids["<|output_end|>"]] and last == []
     assert rewards == {"return": 1.0, "correct_answer": 1.0, "turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def scripted(script: list[int]) -> Callable[..., tuple[np.ndarray, ...]]:
+    """Returns a `TurnChain.draw` in which each row draws these tokens, one after the other."""
+
+    def draw(chain: TurnChain, start: np.ndarray, forced: np.ndarray) -> tuple[np.ndarray, ...]:
+        drawn, num_steps = chain.drawn, forced.shape[1]
+        rows = np.maximum(chain.slots, 0)
+        starts = drawn.mask[rows].sum(1)
+        tokens = np.array([np.resize(script[n:] + [0] * num_steps, num_steps) for n in starts], np.int32)
+        others = (
+            np.zeros((*forced.shape, *x.shape[2:]), x.dtype) for x in (drawn.logprobs, drawn.support, drawn.routes)
+        )
+        return tokens, *others
+
+    return draw
+
+
+@pytest.mark.parametrize("has_signs", [False, True])
+def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
+    """The whole rollout with a policy that writes a script; without tokens for the signs by a stop string."""
+    layout = single_device()
+    model, params, tokenizer = load_model(TINY, layout)
+    tokenizer = with_signs() if has_signs else tokenizer
+    config = parse(Config, ["--env_name", "calculator", "--env_options", "dialect=python", "--num_score_workers", "1"])
+    settings = resolve_settings(config.env, "calculator", 150, 0)
+    problem = settings.env.problem(0)
+    calling = tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>")
+    answering = tokenizer.encode(f" it is {problem.answer}<|im_end|>")
+    monkeypatch.setattr(TurnChain, "draw", scripted(calling + answering))
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        episodes = worker.play(worker.load_weights(params), np.zeros(1, int), 3, jax.random.key(0))
+    r = episodes.completions
+    result = tokenizer.encode("<|output_start|>") + tokenizer.encode("14") + tokenizer.encode("<|output_end|>")
+    for row in range(3):
+        columns = slice(r.prompt_lengths[row], r.lengths[row])
+        assert r.tokens[row, columns].tolist() == calling + result + answering
+        assert r.mask[row, columns].tolist() == [True] * len(calling) + [False] * len(result) + [True] * len(answering)
+    assert (episodes.scores["return"] == 1).all() and (episodes.scores["tool_calls"] == 1).all() and r.finished.all()
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
