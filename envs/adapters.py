@@ -8,6 +8,7 @@ import inspect
 import json
 import zlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -164,8 +165,10 @@ class Adapter:
     def prompt(self, messages: Messages, row: RawRow) -> tuple[Messages, tuple[Tool, ...]]:
         """Returns the messages of a row with the first observation behind them, and the tools that are announced."""
         environment = self.factory()
+        row = deepcopy(row)  # the object may keep and change its lists
         if has_steps(environment):
-            return extended(messages, as_messages(reset(environment, row)), "\n"), ()
+            observed = as_messages(reset(environment, row))
+            return extended(messages, observed, "\n"), ()
         text = completed(environment.reset(**row))
         observed = as_messages(text) if text is not None else []
         return extended(messages, observed, ""), tuple(tool_methods(environment))
@@ -173,6 +176,7 @@ class Adapter:
     def episode(self, row: RawRow, grade: Grade) -> Episode:
         """Returns a new episode of a row."""
         environment = self.factory()
+        row = deepcopy(row)
         if has_steps(environment):
             return GymEpisode(environment, row, grade)
         return MethodEpisode(environment, row, self.settings, grade)

@@ -7,6 +7,7 @@ each row is an episode of several turns: see envs/adapters.py.
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ class Dataset(Env):
     The column `prompt` holds text or a list of messages. Without a `reward`, replies are compared with the column
     `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and, without a `test_path`, one
     in ten for the test split. Rows of `path` whose prompt stands in a held-out split are removed.
+
+    With an `episode` a row is a conversation with an object of that class, which may pay rewards itself.
     """
 
     splits = ("train", "valid", "test")
@@ -57,7 +60,7 @@ class Dataset(Env):
         self.form = form
         self.columns = (prompt, answer)
         self.tokens_per_action = tokens_per_action
-        self.reward = load_function(reward, "--reward") if reward else None
+        self.reward = load_object(reward, "--reward", "function") if reward else None
         self.has_reward = bool(reward)
         self.adapter = None
         if episode:
@@ -83,7 +86,7 @@ class Dataset(Env):
         """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError where it cannot be made."""
         if max_turns < 2:
             raise UserError(f"max_turns={max_turns}: an episode has 2 turns at least")
-        self.adapter = Adapter(load_function(episode, "--episode"), settings)
+        self.adapter = Adapter(load_object(episode, "--episode", "class"), settings)
         self.max_turns = max_turns
         try:
             has_tools, pays = self.adapter.traits()
@@ -167,18 +170,22 @@ def find_source(path: str, hub_split: str) -> Source:
     return Source((), path, hub_split)
 
 
-def load_function(name: str, flag: str) -> Callable[..., float | Mapping[str, float] | Resettable]:
-    """Returns the function or class that FILE.py:NAME, the value of a flag, names. Raises UserError without one."""
-    file, _, function = name.rpartition(":")
+def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mapping[str, float] | Resettable]:
+    """Returns the function or class (`kind`) that FILE.py:NAME, the value of a flag, names.
+
+    Raises: UserError when there is none.
+    """
+    file, _, name = value.rpartition(":")
     path = Path(file).expanduser()
     if not file or not path.is_file():
-        raise UserError(f"{flag} {name}: write FILE.py:NAME, with a file that is there")
+        raise UserError(f"{flag} {value}: write FILE.py:{kind.upper()}, with a file that is there")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # where dataclasses look up the annotations of their fields
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"{flag} {name}: {path} fails with {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, function, None)):
-        raise UserError(f"{flag} {name}: {path} has no function or class {function}")
-    return getattr(module, function)
+        raise UserError(f"{flag} {value}: {path} fails with {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{flag} {value}: {path} has no {kind} {name}")
+    return getattr(module, name)

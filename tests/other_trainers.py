@@ -62,8 +62,8 @@ class Waiting:
 class Unpaid:
     """No `get_reward`: the last reply is graded otherwise."""
 
-    def reset(self, **row) -> None:
-        pass
+    def reset(self, targets: list[int], **row) -> str:
+        return f"Targets {targets.pop()}{targets}."
 
     def echo(self, text: str) -> str:
         """
@@ -127,7 +127,7 @@ class NeedsArguments:
         pass
 
 
-class Untyped(Unpaid):
+class Untyped(Waiting):
     def guess(self, word):
         pass
 

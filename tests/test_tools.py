@@ -5,9 +5,10 @@ import os
 import random
 import re
 import string
+import sys
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import jax
@@ -26,9 +27,11 @@ from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers
+from tests.hostile import MEMORY
 from utils.devices.sharding import single_device
 from utils.metrics.terminal import Wait
-from utils.rewards.helper import EpisodeCache, Failure, Turns
+from utils.rewards import scorer as scoring
+from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns
 from utils.rewards.processes import descendant_pids
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.settings.config import parse
@@ -75,6 +78,7 @@ def repeat(text: str, times: int) -> str:
 
 
 async def later() -> str:
+    """Waits."""
     return "now"
 
 
@@ -90,14 +94,15 @@ class Game(ToolEpisode):
         return {"return": len(text), "correct_answer": 0.0, "other": 2.0}
 
 
-def said(step: Step) -> list[str]:
+def contents(step: Step) -> list[str]:
     return [message["content"] for message in step.messages]
 
 
 def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
     game = Game(call_cost=0.25, error_reward=-1.0)
     step = game.act(Reply("calls", (call("add", a=1), call("later"), call("add", a=2, b=3), call("leave"))))
-    assert step.messages[0] == {"role": "tool", "content": "2"} and said(step) == ["2", "now", "5", "{'error': '3'}"]
+    assert contents(step) == ["2", "now", "5", "{'error': '3'}"]
+    assert {message["role"] for message in step.messages} == {"tool"}
     assert (step.reward, step.done, step.info) == (-2.0, False, {"tool_calls": 4, "tool_errors": 1})
     assert game.num_asked == 0
     end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 0.0, "other": 2.0}
@@ -130,7 +135,7 @@ ERRORS = [
 def test_errors_are_one_line(payload, message):
     game = Game()
     step = game.act(Reply("", (payload, call("add", a=1))))
-    assert said(step) == [str({"error": message}), "2"] and step.info["tool_errors"] == 1
+    assert contents(step) == [str({"error": message}), "2"] and step.info["tool_errors"] == 1
 
 
 @pytest.mark.parametrize(
@@ -138,15 +143,15 @@ def test_errors_are_one_line(payload, message):
     [DEEP[: 10**5], '{"a":' * 20_000, "9" * 5000, call("add", a=10**4000), call("repeat", text="é\n", times=5)],
 )
 def test_other_hostile_calls_are_answered(payload):
-    (text,) = said(Game().act(Reply("", (payload,))))
+    (text,) = contents(Game().act(Reply("", (payload,))))
     assert len(text) < 5000
 
 
 def test_limits_of_calls_and_of_results():
     game = Game(max_calls=2, max_result_characters=5)
     step = game.act(Reply("", (call("repeat", text="ab", times=3), call("repeat", text="ab", times=2), call("later"))))
-    assert said(step)[:2] == ["ababa ... (cut at 5 of 6 characters)", "abab"]
-    assert "no more than 2 calls are allowed" in said(step)[2] and step.info == {"tool_calls": 2, "tool_errors": 1}
+    assert contents(step)[:2] == ["ababa ... (cut at 5 of 6 characters)", "abab"]
+    assert "no more than 2 calls are allowed" in contents(step)[2] and step.info == {"tool_calls": 2, "tool_errors": 1}
 
 
 # Fuzz
@@ -162,30 +167,20 @@ def random_text(rng: random.Random, pieces: list[str]) -> str:
 def test_random_calls_never_raise(dialect):
     rng = random.Random(dialect)
     env = make_env("calculator", dialect=dialect)
-    pieces = [
-        '{"name": ',
-        '"calculate"',
-        '"arguments": ',
-        "{",
-        "}",
-        '"expression": ',
-        "1",
-        "+",
-        "1e9",
-        "NaN",
-        ",",
-        "[",
-        "(",
-    ]
-    whole = call("calculate", expression="1+1")
+    pieces = '{"name": |"calculate"|"arguments": |{|}|"expression": |1|+|1e9|NaN|,|[|('.split("|")
+    whole = call("calculate", expression="1+1") if dialect == "qwen" else "2 * (3 + 4)"
     problem = env.problem(0)
+    num_errors = 0
     for i in range(10_000):
-        payload = random_text(rng, pieces) if i % 2 else whole[: rng.randrange(40)] + rng.choice(pieces) + whole[40:]
+        cut = rng.randrange(len(whole) + 1)
+        payload = random_text(rng, pieces) if i % 2 else whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
         step = env.episode(problem, 0).act(Reply("", (payload,)))
         (message,) = step.messages
         assert not step.done and message["role"] in ("tool", INLINE, "user")
-        if "error" in message["content"]:
-            assert "\n" not in message["content"] and step.info["tool_errors"] == 1
+        is_error = message["content"].startswith("{'error': ")
+        assert "\n" not in message["content"] and step.info["tool_errors"] == is_error
+        num_errors += is_error
+    assert 0 < num_errors < 10_000
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
@@ -234,20 +229,16 @@ def test_text_of_others_makes_no_added_token(folder):
 @needs_qwen
 def test_announcements_have_the_format_of_qwen3():
     qwen, messages = tokenizer_of(QWEN), [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
-    theirs = qwen.hf.decode(qwen.chat(messages, tools=[add]))
-    assert theirs == qwen.hf.apply_chat_template(
+    of_qwen = qwen.hf.decode(qwen.chat(messages, tools=[add]))
+    assert of_qwen == qwen.hf.apply_chat_template(
         messages, tools=[add], add_generation_prompt=True, enable_thinking=False, tokenize=False
     )
-    ours = tokenizer_of(TINY).hf.decode(tokenizer_of(TINY).chat(messages, tools=[add, later_typed]))
-    for text, count in ((theirs, 1), (ours, 2)):
+    of_tiny = tokenizer_of(TINY).hf.decode(tokenizer_of(TINY).chat(messages, tools=[add, later]))
+    for text, count in ((of_qwen, 1), (of_tiny, 2)):
         _, head, tools = text.partition("Be kind.\n\n# Tools\n")
         lines = re.search(r"<tools>\n(.*?)\n</tools>", tools, re.DOTALL)[1].splitlines()
         assert head and len(lines) == count and json.loads(lines[0])["function"]["name"] == "add"
         assert text.count("# Tools") == 1 and '<tool_call>\n{"name": ' in text
-
-
-def later_typed() -> str:
-    """Waits."""
 
 
 def test_tools_are_announced_without_a_template_too():
@@ -262,7 +253,7 @@ def test_tools_are_announced_without_a_template_too():
 
 
 def outcomes_of(scorer: Scorer, *ways: str) -> list[Step | Failure]:
-    """What follows one call each of the hostile tool."""
+    """Returns what follows one call each of the hostile tool."""
     turns = [Turns(0, (Reply("", (call("misbehave", way=way),)),)) for way in ways]
     return scorer.request_outcomes([(0, turn) for turn in turns])
 
@@ -289,14 +280,24 @@ def test_a_tool_that_ends_or_hangs_its_process_costs_its_episode_only(way):
 def test_a_tool_that_raises_is_an_observation(way, reason):
     with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
         (step,) = outcomes_of(scorer, way)
-    assert said(step) == [str({"error": reason})]
+    assert contents(step) == [str({"error": reason})]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
+def test_a_tool_whose_children_fill_the_memory_costs_its_episode_only(monkeypatch):
+    monkeypatch.setattr(scoring, "ScorerSettings", partial(ScorerSettings, max_memory=3 * MEMORY))
+    with Scorer("tests.other_trainers:make", num_workers=1, timeout=600) as scorer:
+        failure, step = outcomes_of(scorer, "memory of children", "ok")
+        pids = descendant_pids(scorer.process.pid)
+    assert "took more than 300 MiB of memory" in failure.reason and "'index': 0" in contents(step)[0]
+    wait_until_gone(*pids)
 
 
 def test_what_a_tool_starts_ends_with_the_run():
     with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
         forked, half, step = outcomes_of(scorer, "fork", "half", "daemon")
-        assert "'index': 0" in said(forked)[0] and said(half) == ["?"]
-        daemon = int(re.search(r"'daemon': (\d+)", said(step)[0])[1])
+        assert "'index': 0" in contents(forked)[0] and contents(half) == ["?"]
+        daemon = int(re.search(r"'daemon': (\d+)", contents(step)[0])[1])
         assert is_alive(daemon) and daemon != os.getpid()
     wait_until_gone(daemon)
 
@@ -309,7 +310,7 @@ def replayed(env: Env, replies: list[Reply]) -> list[Step]:
     return steps
 
 
-def kept(env: Env, replies: list[Reply]) -> list[Step]:
+def played(env: Env, replies: list[Reply]) -> list[Step]:
     episode = env.episode(env.problem(0), 7)
     return [episode.act(reply) for reply in replies]
 
@@ -320,10 +321,11 @@ def kept(env: Env, replies: list[Reply]) -> list[Step]:
 @pytest.fixture
 def rows(tmp_path):
     file = tmp_path / "rows.jsonl"
-    targets = range(3, 43)
-    file.write_text(
-        "".join(json.dumps({"prompt": f"Task {n}. ", "target": n, "answer": str(n)}) + "\n" for n in targets)
-    )
+    lines = []
+    for n in range(3, 43):
+        row = {"prompt": f"Task {n}. ", "target": n, "targets": [n, n], "answer": str(n)}
+        lines.append(json.dumps(row) + "\n")
+    file.write_text("".join(lines))
     return file
 
 
@@ -343,9 +345,9 @@ def test_a_class_of_trl_runs_unchanged(rows):
     assert problem.messages == [{"role": "user", "content": f"Task {target}. Reach {target}."}]
     assert [tool.__name__ for tool in problem.tools] == ["add", "take"]
     replies = replies_of(call("add", amount=target + 2), call("take", amount=99), call("take", amount=2))
-    steps = kept(env, replies)
+    steps = played(env, replies)
     assert steps == replayed(env, replies)
-    assert [said(step) for step in steps[:3]] == [
+    assert [contents(step) for step in steps[:3]] == [
         [str(target + 2)],
         [f"{{'error': 'there are only {target + 2}'}}"],
         [str(target)],
@@ -358,22 +360,23 @@ def test_a_class_of_trl_runs_unchanged(rows):
 def test_coroutine_functions_are_run(rows):
     env = dataset(rows, "Waiting")
     problem = env.problem(0)
-    steps = kept(env, replies_of(call("look")))
+    steps = played(env, replies_of(call("look")))
     assert problem.messages[0]["content"] == problem.answer["prompt"]
-    assert said(steps[0]) == [f"it is {problem.answer['target']}"] and steps[1].reward == 0.5
+    assert contents(steps[0]) == [f"it is {problem.answer['target']}"] and steps[1].reward == 0.5
 
 
 def test_without_get_reward_the_last_reply_is_graded(rows):
     env = dataset(rows, "Unpaid")
     answer = env.problem(0).answer["answer"]
-    right, wrong = (kept(env, replies_of(call("echo", text="a"), last=text))[1] for text in (answer, "-1"))
+    right, wrong = (played(env, replies_of(call("echo", text="a"), last=text))[1] for text in (answer, "-1"))
     assert (right.reward, right.info["correct_answer"], wrong.reward) == (1.0, 1.0, 0.0)
+    assert env.problem(0).messages[0]["content"] == f"Task {answer}. Targets {answer}[{answer}].", "it popped a copy"
 
 
 def test_a_reward_function_is_added(rows):
     env = dataset(rows, "Counter", reward=f"{other_trainers.__file__}:reward")
     target = env.problem(0).answer["target"]
-    end = kept(env, replies_of(call("add", amount=target), last=f"It is {target}"))[-1]
+    end = played(env, replies_of(call("add", amount=target), last=f"It is {target}"))[-1]
     assert (end.reward, end.info["get_reward"], end.info["correct_answer"]) == (1.25, 1.0, 1.0)
     env = dataset(rows, "Countdown", reward=f"{other_trainers.__file__}:reward")
     end = env.episode(env.problem(0), 0).step("x" * 50 + str(target))
@@ -392,7 +395,7 @@ def test_objects_with_steps(rows, name):
     assert re.fullmatch(rf"Task {target}\. \n{target} left, seed \d+", message["content"]) and not problem.tools
     assert message == env.problem(0).messages[0] != env.problem(1).messages[0] and env.dialect == ""
     replies = [Reply("a"), Reply("bc" * target)]
-    steps = kept(env, replies)
+    steps = played(env, replies)
     assert steps == replayed(env, replies)
     assert steps[0] == Step([{"role": "user", "content": f"{target - 1} left"}], 0.5)
     assert steps[1] == Step([], 0.5, True, {"correct_answer": 1.0})
@@ -405,7 +408,7 @@ def test_objects_with_steps(rows, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Missing", "has no function or class Missing"),
+        ("Missing", "has no class Missing"),
         ("NeedsArguments", "cannot be made or reset .TypeError: .*url"),
         ("SimpleNamespace", "cannot be made or reset .AttributeError: they have no method reset"),
     ],
@@ -415,12 +418,39 @@ def test_classes_that_do_not_fit_are_the_users_mistake(rows, name, message):
         dataset(rows, name)
 
 
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Echo:
+    text: str = "?"
+
+    def reset(self):
+        return self.text
+
+    def step(self, action: str):
+        return action, 1, True, {}
+"""
+
+
+def test_a_dataclass_with_late_annotations_is_a_class_too(rows, tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text(DATACLASS)
+    env = make_env("dataset", path=str(rows), episode=f"{file}:Echo")
+    assert env.problem(0).messages[0]["content"].endswith("\n?")
+
+
 def test_a_reset_that_fails_is_the_users_mistake(rows):
-    rows.write_text(rows.read_text().replace('"target"', '"goal"'))
+    text = rows.read_text()
+    rows.write_text(text.replace('"target"', '"goal"'))
     with pytest.raises(UserError, match="`reset` fails for problem 0 .TypeError.*target"):
         dataset(rows, "Counter").problem(0)
+
+
+def test_a_tool_without_types_is_the_users_mistake(rows):
+    problem = dataset(rows, "Untyped").problem(0)
     with pytest.raises(UserError, match="the tool guess cannot be announced"):
-        problem = dataset(rows, "Untyped").problem(0)
         tokenizer_of(TINY).chat(problem.messages, tools=problem.tools)
 
 
@@ -451,7 +481,7 @@ def test_the_calculator_is_called_and_graded(dialect):
     payload = expression if dialect == "python" else call("calculate", expression=expression)
     replies = replies_of(payload, last=f"It is {problem.answer}.")
     env.problem = lambda index: problem
-    first, last = kept(env, replies)
+    first, last = played(env, replies)
     assert [first, last] == replayed(env, replies)
     assert first == Step(
         [{"role": INLINE if dialect == "python" else "tool", "content": str(problem.answer)}],
