@@ -300,7 +300,7 @@ def make_worker(
         sampling, model, tokenizer, layout, settings.max_new_tokens, settings.force_answer_at, answer
     )
     if env.dialect:
-        sampler = stop_at_calls(sampler, DIALECTS[env.dialect], tokenizer)
+        sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
     tasks = find_tasks(sampling.prompt_length, settings.name, env, tokenizer, layout)
     scorer = Scorer(
         settings.name,
@@ -314,9 +314,13 @@ def make_worker(
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
 
 
-def stop_at_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer) -> Sampler:
-    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it."""
+def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:
+    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it.
+
+    Raises: UserError where results are messages, and the chat template shows none of tools.
+    """
     if not dialect.is_inline:
+        tokenizer.bridge([{"role": "tool", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
         return sampler
     closing = tokenizer.added_ids.get(dialect.closing)
     if closing is None:

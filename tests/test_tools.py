@@ -18,11 +18,11 @@ from helpers import MODEL, ROOT
 from test_scoring import is_alive, wait_until_gone
 
 from core.config import Config
-from core.rollout import make_worker, stop_at_calls
+from core.rollout import answering_calls, make_worker
 from core.sampling import Sampler
 from core.turns import Conversations, TurnChain
 from envs import make_env
-from envs.base import DIALECTS, INLINE, Env, Reply, Step
+from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -505,6 +505,15 @@ def test_options_that_it_does_not_have(options):
 # Inline calls, token by token
 
 
+def test_a_template_without_messages_of_tools_is_refused_at_the_start():
+    tokenizer = load_tokenizer(TINY)
+    only_users = "{%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
+    loop = "{%- for message in messages %}"
+    tokenizer.hf.chat_template = tokenizer.hf.chat_template.replace(loop, loop + only_users)
+    with pytest.raises(UserError, match="no tools"):
+        answering_calls(Sampler(MODEL, 10, (3,)), DIALECTS["qwen"], tokenizer, Problem([]))
+
+
 @cache
 def with_signs() -> Tokenizer:
     """Returns a tokenizer with nanochat's signs as tokens."""
@@ -515,11 +524,11 @@ def with_signs() -> Tokenizer:
 
 def test_a_turn_stops_at_an_inline_call():
     python = DIALECTS["python"]
-    sampler = Sampler(MODEL, 10, (3,))
-    assert stop_at_calls(sampler, DIALECTS["qwen"], tokenizer_of(TINY)) == sampler
-    assert stop_at_calls(sampler, python, tokenizer_of(TINY)).stop_strings == ("<|python_end|>",)
+    sampler, problem = Sampler(MODEL, 10, (3,)), Problem([])
+    assert answering_calls(sampler, DIALECTS["qwen"], tokenizer_of(TINY), problem) == sampler
+    assert answering_calls(sampler, python, tokenizer_of(TINY), problem).stop_strings == ("<|python_end|>",)
     tokenizer = with_signs()
-    assert stop_at_calls(sampler, python, tokenizer).stop_ids == (3, tokenizer.added_ids["<|python_end|>"])
+    assert answering_calls(sampler, python, tokenizer, problem).stop_ids == (3, tokenizer.added_ids["<|python_end|>"])
 
 
 def play(name: str, options: dict, tokenizer: Tokenizer, *turns: list[int]) -> tuple[list[list[int]], dict[str, float]]:
