@@ -17,7 +17,7 @@ from jaxtyping import Int, PyTree, UInt32
 from core.records import Completions, Episodes
 from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
 from core.turns import Conversations, check_conversations
-from envs.base import Env, Problem
+from envs.base import DIALECTS, Dialect, Env, Problem
 from models.architecture import Decoder
 from models.distribution import Distribution
 from models.names import Array, Key, Params, Weights
@@ -302,6 +302,8 @@ def make_worker(
     sampler = make_sampler(
         sampling, model, tokenizer, layout, settings.max_new_tokens, settings.force_answer_at, answer
     )
+    if env.dialect:
+        sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
     tasks = find_tasks(sampling.prompt_length, settings.name, env, tokenizer, layout)
     scorer = Scorer(
         settings.name,
@@ -313,6 +315,20 @@ def make_worker(
     )
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
+
+
+def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:
+    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it.
+
+    Raises: UserError where results are messages, and the chat template shows none of tools.
+    """
+    if not dialect.is_inline:
+        tokenizer.bridge([{"role": "tool", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
+        return sampler
+    closing = tokenizer.added_ids.get(dialect.closing)
+    if closing is None:
+        return replace(sampler, stop_strings=(*sampler.stop_strings, dialect.closing))
+    return replace(sampler, stop_ids=(*sampler.stop_ids, closing))
 
 
 def reply_opening(tokenizer: Tokenizer, problem: Problem) -> str:

@@ -56,14 +56,20 @@ class Dialect(NamedTuple):
 
     opening: str
     closing: str
-    is_inline: bool = False  # the turn stops at the closing sign, and goes on behind the result
+    result_opening: str = ""  # before a result that is written behind the call, where the turn stops and continues
+    result_closing: str = ""
+
+    @property
+    def is_inline(self) -> bool:
+        """True if results are written behind calls, without the chat template."""
+        return bool(self.result_opening)
 
 
 DIALECTS = {
     "qwen": Dialect("<tool_call>", "</tool_call>"),
-    "python": Dialect("<|python_start|>", "<|python_end|>", is_inline=True),  # nanochat
+    "python": Dialect("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),  # nanochat
 }
-INLINE = "inline"  # role of a message that is written behind a call as it is, without the chat template
+INLINE = "inline"  # role of a result that is written behind a call, between the dialect's signs
 
 
 class Step(NamedTuple):

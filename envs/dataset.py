@@ -2,19 +2,24 @@
 
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
-where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`.
+where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`. With `--episode FILE.py:CLASS`
+each row is an episode of several turns: see envs/adapters.py.
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from envs.adapters import Adapter, Resettable
 from envs.answers import final_answer, same_math
-from envs.base import Env, Problem
+from envs.base import Env, Episode, Problem
 from envs.data import JSON, RawRow, Row, Source, load_rows
 from envs.questions import check_form, written_answers
 from envs.splits import select_split
-from utils.settings.errors import UserError
+from envs.tools import ToolSettings
+from utils.settings.errors import UserError, describe_error
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -25,6 +30,8 @@ class Dataset(Env):
     The column `prompt` holds text or a list of messages. Without a `reward`, replies are compared with the column
     `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and, without a `test_path`, one
     in ten for the test split. Rows of `path` whose prompt stands in a held-out split are removed.
+
+    With an `episode` a row is a conversation with an object of that class, which may pay rewards itself.
     """
 
     splits = ("train", "valid", "test")
@@ -40,6 +47,10 @@ class Dataset(Env):
         answer: str = "answer",  # column; need not be there when a reward is given
         form: str = "any",  # in which the answer stands: tags, boxed, hash or any
         reward: str = "",  # FILE.py:FUNCTION
+        episode: str = "",  # FILE.py:CLASS, of TRL's environment_factory or with reset and step
+        max_turns: int = 8,  # of an episode
+        max_tool_calls: int = 16,
+        tool_error_reward: float = 0.0,  # for each call that fails
         tokens_per_action: int = 512,
         skip_bad_rows: bool = False,
     ):
@@ -49,35 +60,70 @@ class Dataset(Env):
         self.form = form
         self.columns = (prompt, answer)
         self.tokens_per_action = tokens_per_action
-        self.reward = load_function(reward) if reward else None
+        self.reward = load_object(reward, "--reward", "function") if reward else None
+        self.has_reward = bool(reward)
+        self.adapter = None
+        if episode:
+            settings = ToolSettings(max_calls=max_tool_calls, error_reward=tool_error_reward)
+            self.set_episodes(episode, max_turns, settings)
         tests = None
         if test_path:
-            source = find_source(test_path, test_hub_split)
-            tests, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows)
+            tests = self.load(find_source(test_path, test_hub_split), skip_bad_rows)
         if split == "test" and test_path:
             self.rows = tests
         else:
-            source = find_source(path, hub_split)
-            rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows)
+            rows = self.load(find_source(path, hub_split), skip_bad_rows)
             self.rows, selected = select_split(rows, split, 10, tests)
             self.note += selected
         self.num_tasks = len(self.rows)
 
+    def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
+        """Returns the rows of a source, and notes how many were left out."""
+        rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows)
+        return rows
+
+    def set_episodes(self, episode: str, max_turns: int, settings: ToolSettings) -> None:
+        """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError where it cannot be made."""
+        if max_turns < 2:
+            raise UserError(f"max_turns={max_turns}: an episode has 2 turns at least")
+        self.adapter = Adapter(load_object(episode, "--episode", "class"), settings)
+        self.max_turns = max_turns
+        try:
+            has_tools, pays = self.adapter.traits()
+        except Exception as error:
+            reason = describe_error(error)
+            raise UserError(f"--episode {episode}: its objects cannot be made or reset ({reason})") from error
+        self.dialect = settings.dialect if has_tools else ""
+        self.has_reward = self.has_reward or pays
+
     def read_row(self, row: RawRow) -> Row:
         prompt, answer = self.columns
-        if not self.reward and row[answer] in (None, ""):
+        if not self.has_reward and row[answer] in (None, ""):
             return Row(row[prompt], None)
         return Row(check_prompt(row[prompt]), row)
 
     def problem(self, index: int) -> Problem:
         prompt, row = self.rows[index]
-        return Problem([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, row)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.adapter is None:
+            return Problem(messages, row)
+        try:
+            messages, tools = self.adapter.prompt(messages, row)
+        except Exception as error:
+            reason = describe_error(error)
+            raise UserError(f"--episode: `reset` fails for problem {index} ({reason}): correct the class") from error
+        return Problem(messages, row, tools=tools)
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        return self.adapter.episode(problem.answer, partial(self.score, problem))
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the parts of the reward; unless it has a "return", that is their sum, and 1 or more is correct.
 
         Raises: whatever the reward raises, which costs this reply its score.
         """
+        if self.has_reward and not self.reward:
+            return {"return": 0.0, "correct_answer": 0.0}  # the episode pays
         if not self.reward:
             answer = final_answer(text, self.form)
             has_answer = answer is not None
@@ -124,18 +170,22 @@ def find_source(path: str, hub_split: str) -> Source:
     return Source((), path, hub_split)
 
 
-def load_function(reward: str) -> Callable[..., float | Mapping[str, float]]:
-    """Returns the function that FILE.py:FUNCTION names. Raises UserError when there is none."""
-    file, _, name = reward.rpartition(":")
+def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mapping[str, float] | Resettable]:
+    """Returns the function or class (`kind`) that FILE.py:NAME, the value of a flag, names.
+
+    Raises: UserError when there is none.
+    """
+    file, _, name = value.rpartition(":")
     path = Path(file).expanduser()
     if not file or not path.is_file():
-        raise UserError(f"--reward {reward}: write FILE.py:FUNCTION, with a file that is there")
+        raise UserError(f"{flag} {value}: write FILE.py:{kind.upper()}, with a file that is there")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # where dataclasses look up the annotations of their fields
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"--reward {reward}: {path} fails with {type(error).__name__}: {error}") from error
+        raise UserError(f"{flag} {value}: {path} fails with {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        raise UserError(f"--reward {reward}: {path} has no function {name}")
+        raise UserError(f"{flag} {value}: {path} has no {kind} {name}")
     return getattr(module, name)

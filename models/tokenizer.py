@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning th
 import numpy as np
 from jaxtyping import Int
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
 from utils.devices.runtime import limited
 from utils.settings.errors import UserError, describe_error
@@ -30,7 +32,20 @@ TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templa
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
 TEMPLATE_CHARACTERS = 10**6  # that a template may write besides the messages
 CONTENT, TURN = "lmpo{}content", "lmpoturn"  # of a conversation that shows how a template frames its messages
+ANNOUNCEMENT = """# Tools
+
+These functions can be called; the JSON schema of each is on a line of its own:
+<tools>
+SCHEMAS
+</tools>
+
+To call one, write its name and its arguments as JSON between two tags, and end the turn:
+<tool_call>
+{"name": "FUNCTION", "arguments": {"ARGUMENT": "VALUE"}}
+</tool_call>"""
 Message = Mapping[str, str]  # role and content
+Tool = Callable[..., object]
+Schema = Mapping[str, object]  # of a tool, JSON
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +80,11 @@ class Tokenizer:
         """The ids of special tokens, which `decode` drops, by their text."""
         return {str(token): i for i, token in self.hf.added_tokens_decoder.items() if token.special}
 
+    @property
+    def added_ids(self) -> dict[str, int]:
+        """The ids of tokens that are found in a text as a whole, special or not, by their text."""
+        return self.hf.get_added_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text; nothing is added before or after it."""
         return self.hf.encode(text, add_special_tokens=False)
@@ -80,19 +100,24 @@ class Tokenizer:
         thinking: bool = False,
         prefix: str = "",
         plain: bool = False,
-        tools: Sequence[Callable[..., object]] = (),
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
 
         `thinking=False` closes Qwen3's thinking before it starts. `plain` leaves the chat template out, as for a base
-        model without one: then the contents of the messages are joined by newlines.
+        model without one: then the contents of the messages are joined by newlines. Tools that the chat template does
+        not show are announced in the system message.
 
-        Raises: UserError when the chat template fails, or writes far more than the messages.
+        Raises: UserError when the chat template fails, or writes far more than the messages; for a tool without type
+        hints or a docstring.
         """
+        schemas = [tool_schema(tool) for tool in tools]
         if plain or not self.has_template:
-            text = "\n".join(message["content"] for message in messages)
+            text = "\n".join(message["content"] for message in announce(messages, schemas))
         else:
-            text = self.render(messages, thinking, tools=tools)
+            text = self.render(messages, thinking, tools=schemas)
+            if schemas and text == self.render(messages, thinking):
+                text = self.render(announce(messages, schemas), thinking)
         return self.encode(text) + self.encode(prefix)
 
     def calls(
@@ -103,7 +128,7 @@ class Tokenizer:
         Where the signs are single tokens, only these begin and end a call.
         """
         ids = [int(i) for i in ids]
-        vocabulary = self.hf.get_added_vocab()
+        vocabulary = self.added_ids
         if opening in vocabulary and closing in vocabulary:
             pieces = split_at(ids, vocabulary[opening])[1:]
             bodies = [split_at(piece, vocabulary[closing]) for piece in pieces]
@@ -113,8 +138,16 @@ class Tokenizer:
         return tuple(body if sign else "" for body, sign, _ in bodies)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns the ids of a text in which special tokens are text, as others wrote it."""
-        return self.hf.encode(text, add_special_tokens=False, split_special_tokens=True)
+        """Returns the ids of a text in which special and other added tokens are text, as others wrote it.
+
+        `split_special_tokens` does not split the others, such as Qwen's <tool_call>: the text is cut within them.
+        """
+        signs = [sign for sign in self.added_ids if len(sign) > 1 and sign.strip() and sign in text]
+        cuts = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in signs)
+        ids = []
+        for piece in re.split(cuts, text) if cuts else [text]:
+            ids += self.hf.encode(piece, add_special_tokens=False, split_special_tokens=True)
+        return ids
 
     def bridge(
         self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
@@ -136,7 +169,7 @@ class Tokenizer:
         messages: Sequence[Message],
         thinking: bool,
         is_open: bool = True,
-        tools: Sequence[Callable[..., object]] = (),
+        tools: Sequence[Schema] = (),
     ) -> str:
         """Renders a conversation with the chat template, up to the assistant's turn if it `is_open`.
 
@@ -189,6 +222,31 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def tool_schema(tool: Tool) -> Schema:
+    """Returns the JSON schema of a function. Raises: UserError where it has no type hints or no docstring for one."""
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # of several classes, and what the evaluation of type hints raises
+        name = getattr(tool, "__name__", repr(tool))
+        raise UserError(
+            f"the tool {name} cannot be announced ({describe_error(error)}): write type hints, and a docstring that "
+            "describes it and, below Args:, each argument"
+        ) from error
+
+
+def announce(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[Message]:
+    """Returns messages whose system message announces tools, in the format of Qwen's chat templates."""
+    messages = list(messages)
+    if not schemas:
+        return messages
+    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    text = ANNOUNCEMENT.replace("SCHEMAS", lines)
+    if messages and messages[0]["role"] == "system":
+        text = f"{messages[0]['content']}\n\n{text}"
+        messages = messages[1:]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def split_at(ids: list[int], sign: int) -> list[list[int]]:

@@ -482,7 +482,7 @@ class EpisodeCache:
 
 def checked_step(step: Step) -> Step:
     """Returns a step with numbers and texts of plain types. Raises: ValueError for a reward that is not finite."""
-    messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in step.messages]
+    messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
     reward = float(step.reward)
     info = {str(name): float(value) for name, value in step.info.items()}
     if not all(map(math.isfinite, (reward, *info.values()))):
@@ -490,6 +490,11 @@ def checked_step(step: Step) -> Step:
     if not messages and not step.done:
         raise ValueError("the environment says nothing, and does not end the episode")
     return Step(messages, reward, bool(step.done), info)
+
+
+def valid_text(content: object) -> str:
+    """Returns a text with "?" for halves of surrogate pairs, which no tokenizer takes."""
+    return str(content).encode(errors="replace").decode()
 
 
 def describe_failure(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from utils.settings.errors import UserError
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
-FILES = ("data_dir", "reward")  # flags that go to each environment with such an option
+FILES = ("data_dir", "reward", "episode")  # flags that go to each environment with such an option
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class EnvConfig:
         "", "Folder of the environment's data files; empty: the Hugging Face hub or its cache", resumable=True
     )
     reward: str = option("", "Reward function of the environment dataset, as FILE.py:FUNCTION")
+    episode: str = option(
+        "",
+        "Class of episodes of several turns for the rows of the environment dataset, as FILE.py:CLASS: one of TRL's "
+        "environment_factory, or one with reset and step",
+    )
     format_reward: str = option(
         "",
         "Reward for the format of replies, added to the return; think_answer: 1 for a think block followed by an "
@@ -43,7 +48,8 @@ class EnvConfig:
     @property
     def flags(self) -> dict[str, Value]:
         """Settings that are options of the environment, where they are set."""
-        flags = {"data_dir": self.data_dir, "reward": self.reward, "format_reward": self.format_reward}
+        names = (*FILES, "format_reward")
+        flags = {name: getattr(self, name) for name in names}
         flags = {name: value for name, value in flags.items() if value}
         if self.format_reward:
             flags["format_weight"] = self.format_weight
@@ -210,7 +216,7 @@ def forced_answer(env: Env) -> ForcedAnswer:
 
 
 def check_files(config: EnvConfig, names: Iterable[str]) -> None:
-    """Raises UserError for --data_dir or --reward where none of the environments takes it."""
+    """Raises UserError for a flag of FILES where none of the environments takes it."""
     for flag in FILES:
         is_taken = any(flag in option_names(name) for name in names)
         if getattr(config, flag) and not is_taken:

@@ -1,0 +1,179 @@
+"""Tools in episodes: the calls of a reply are run, and their results are what the policy reads next.
+
+A call is hostile input, and a tool is other people's code: neither raises out of an episode. What a tool does to its
+process (hang, fork, fill the memory) ends that process: see utils/rewards/helper.py.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from envs.base import DIALECTS, INLINE, Episode, Reply, Step
+from envs.data import JSON
+
+Tool = Callable[..., object]
+MAX_CALL = 100_000  # characters of a call
+MAX_ERROR = 200  # characters of the reason of an error
+CUT = " ... (cut at {} of {} characters)"
+
+
+class ToolSettings(NamedTuple):
+    """Limits of calls, and their price."""
+
+    dialect: str = "qwen"
+    max_calls: int = 16  # of an episode; those behind are errors
+    max_result_characters: int = 2000
+    error_reward: float = 0.0  # added for each call that fails
+    call_cost: float = 0.0  # taken off for each call
+
+
+class CallError(ValueError):
+    """Raised for a call that cannot be run."""
+
+
+class ToolEpisode(Episode):
+    """A conversation in which the policy calls tools, and which ends with its first reply without a call.
+
+    A subclass writes `final_reward`. Tools may be coroutine functions.
+    """
+
+    def __init__(self, tools: Sequence[Tool], settings: ToolSettings):
+        self.tools = {tool.__name__: tool for tool in tools}
+        self.settings = settings
+        self.dialect = DIALECTS[settings.dialect]
+        self.num_calls = 0  # that were run, with and without an error
+        self.num_errors = 0  # of calls, run or not
+        self.text = ""  # of the last reply
+
+    def final_reward(self, text: str) -> Mapping[str, float]:
+        """Returns "return", "correct_answer" and what else to log, for the last reply; it is asked for them once."""
+        raise NotImplementedError
+
+    def act(self, reply: Reply) -> Step:
+        self.text = reply.text
+        if not reply.calls:
+            return self.truncate()
+        num_calls, num_errors = self.num_calls, self.num_errors
+        messages = [self.message(reply, self.run(call)) for call in reply.calls]
+        num_calls = self.num_calls - num_calls
+        num_errors = self.num_errors - num_errors
+        reward = num_errors * self.settings.error_reward - num_calls * self.settings.call_cost
+        return Step(messages, reward, info={"tool_calls": num_calls, "tool_errors": num_errors})
+
+    def truncate(self) -> Step:
+        scores = {"tool_calls": 0.0, "tool_errors": 0.0, **self.final_reward(self.text)}
+        reward = scores.pop("return")
+        return Step([], reward, done=True, info=scores)
+
+    def message(self, reply: Reply, result: str) -> dict[str, str]:
+        """Returns the message with a result. An inline call that was not closed has ended the turn in another way."""
+        if not self.dialect.is_inline:
+            return {"role": "tool", "content": result}
+        role = INLINE if all(reply.calls) else "user"
+        return {"role": role, "content": result}
+
+    def run(self, call: str) -> str:
+        """Returns the result of a call, or one line with an error."""
+        try:
+            return self.cut(str(self.result(call)))
+        except BaseException as error:  # noqa: BLE001 (tools are other people's code, and may exit)
+            self.num_errors += 1
+            return str({"error": reason(error)})  # as TRL writes it; repr leaves no line break
+
+    def result(self, call: str) -> object:
+        """Returns the result of a call. Raises: CallError where it cannot be run, and whatever the tool raises."""
+        if not call:
+            raise CallError(f"the call is empty, or not closed by {self.dialect.closing}")
+        if len(call) > MAX_CALL:
+            raise CallError(f"the call has more than {MAX_CALL} characters")
+        if self.num_calls >= self.settings.max_calls:
+            raise CallError(f"no more than {self.settings.max_calls} calls are allowed: answer without one")
+        if self.dialect.is_inline:
+            tool, *_ = self.tools.values()
+            arguments = inspect.signature(tool).bind(call)
+        else:
+            name, values = parse_call(call)
+            tool = self.find(name)
+            arguments = bind(tool, values)
+        self.num_calls += 1
+        return completed(tool(*arguments.args, **arguments.kwargs))
+
+    def find(self, name: str) -> Tool:
+        """Returns the tool of this name. Raises: CallError where there is none."""
+        if name not in self.tools:
+            raise CallError(f"there is no tool {name[:50]!r}; there are {', '.join(self.tools)}")
+        return self.tools[name]
+
+    def cut(self, result: str) -> str:
+        """Returns a result, cut to the limit with a note."""
+        limit = self.settings.max_result_characters
+        if len(result) <= limit:
+            return result
+        return result[:limit] + CUT.format(limit, len(result))
+
+
+def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
+    """Returns the name and the arguments of a call in JSON, as in {"name": "add", "arguments": {"a": 1}}.
+
+    Raises: CallError for anything else; for a name that comes twice in an object, and numbers that are not finite.
+    """
+    try:
+        call = json.loads(
+            text, object_pairs_hook=unique_object, parse_float=finite_number, parse_constant=refuse_constant
+        )
+    except CallError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CallError(f"the call is not JSON: {reason(error)}") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise CallError('the call is not an object with "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise CallError("the arguments are not an object")
+    return call["name"], arguments
+
+
+def unique_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    """Returns a JSON object. Raises: CallError where a name comes twice."""
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        raise CallError("the call has a name twice in one object")
+    return names
+
+
+def finite_number(text: str) -> float:
+    """Returns a number with a point or an exponent. Raises: CallError for one that is too large."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise CallError("the call has a number that is too large")
+    return number
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raises CallError for NaN and Infinity, which Python reads and JSON has not."""
+    raise CallError(f"the call has {name}, which is no number of JSON")
+
+
+def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
+    """Returns the arguments of a tool. Raises: CallError for those that it does not take."""
+    try:
+        return inspect.signature(tool).bind(**values)
+    except TypeError as error:
+        raise CallError(f"{tool.__name__}: {error}") from error
+
+
+def completed(value: object) -> object:
+    """Returns a value, of a coroutine what it returns."""
+    return asyncio.run(value) if isinstance(value, Coroutine) else value
+
+
+def reason(error: BaseException) -> str:
+    """Returns the message of an error, its type where it has none or cannot be printed."""
+    try:
+        text = str(error) or type(error).__name__
+    except BaseException:  # noqa: BLE001
+        text = type(error).__name__
+    return text[:MAX_ERROR]

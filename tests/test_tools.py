@@ -1,0 +1,619 @@
+"""Calls of tools, hostile ones too; classes of other trainers; the calculator."""
+
+import json
+import os
+import random
+import re
+import string
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+from helpers import MODEL, ROOT
+from test_scoring import is_alive, wait_until_gone
+
+from core.config import Config
+from core.rollout import answering_calls, make_worker
+from core.sampling import Sampler
+from core.turns import Conversations, TurnChain
+from envs import make_env
+from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
+from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
+from models.checkpoint import load_model
+from models.tokenizer import Tokenizer, load_tokenizer
+from tests import other_trainers
+from tests.hostile import MEMORY
+from utils.devices.sharding import single_device
+from utils.metrics.terminal import Wait
+from utils.rewards import scorer as scoring
+from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns
+from utils.rewards.processes import descendant_pids
+from utils.rewards.scorer import Scorer, ScoringStream
+from utils.settings.config import parse
+from utils.settings.environments import resolve_settings
+from utils.settings.errors import UserError
+
+TINY = ROOT / "models" / "tiny"
+QWEN = ROOT.parent / "shared" / "data" / "qwen3-tokenizer"
+needs_qwen = pytest.mark.skipif(not QWEN.exists(), reason="the tokenizer of Qwen3 is in shared/data")
+FOLDERS = [TINY, pytest.param(QWEN, marks=needs_qwen)]
+tokenizer_of = cache(load_tokenizer)
+
+
+def call(name: str, **arguments) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def add(a: int, b: int = 1) -> int:
+    """
+    Adds two numbers.
+
+    Args:
+        a: One number.
+        b: Another.
+    """
+    return a + b
+
+
+def leave():
+    raise SystemExit(3)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise self
+
+
+def fail_silently():
+    raise Mute
+
+
+def repeat(text: str, times: int) -> str:
+    return text * times
+
+
+async def later() -> str:
+    """Waits."""
+    return "now"
+
+
+class Game(ToolEpisode):
+    """Counts how often it is asked for the reward."""
+
+    def __init__(self, **settings):
+        super().__init__([add, leave, fail_silently, repeat, later], ToolSettings(**settings))
+        self.num_asked = 0
+
+    def final_reward(self, text):
+        self.num_asked += 1
+        return {"return": len(text), "correct_answer": 0.0, "other": 2.0}
+
+
+def contents(step: Step) -> list[str]:
+    return [message["content"] for message in step.messages]
+
+
+def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
+    game = Game(call_cost=0.25, error_reward=-1.0)
+    step = game.act(Reply("calls", (call("add", a=1), call("later"), call("add", a=2, b=3), call("leave"))))
+    assert contents(step) == ["2", "now", "5", "{'error': '3'}"]
+    assert {message["role"] for message in step.messages} == {"tool"}
+    assert (step.reward, step.done, step.info) == (-2.0, False, {"tool_calls": 4, "tool_errors": 1})
+    assert game.num_asked == 0
+    end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 0.0, "other": 2.0}
+    assert game.act(Reply("four")) == Step([], 4, True, end) and game.num_asked == 1
+    game = Game()
+    game.act(Reply("three", (call("add", a=1),)))
+    assert game.truncate() == Step([], 5, True, end) and game.num_asked == 1
+
+
+DEEP, LONG = "[" * 50_000 + "]" * 50_000, "x" * 10**6
+ERRORS = [
+    ("", "the call is empty, or not closed by </tool_call>"),
+    ("add(1)", "the call is not JSON: Expecting value: line 1 column 1 (char 0)"),
+    ("[]", 'the call is not an object with "name" and "arguments"'),
+    ('{"name": ["add"]}', 'the call is not an object with "name" and "arguments"'),
+    ('{"name": "add", "arguments": "a"}', "the arguments are not an object"),
+    ('{"name": "add", "name": "leave"}', "the call has a name twice in one object"),
+    ('{"name": "add", "arguments": {"a": NaN}}', "the call has NaN, which is no number of JSON"),
+    ('{"name": "add", "arguments": {"a": 1e999}}', "the call has a number that is too large"),
+    ('{"name": "exec"}', "there is no tool 'exec'; there are add, leave, fail_silently, repeat, later"),
+    (call("add", c=1), "add: missing a required argument: 'a'"),
+    (call("add", a=1, c=1), "add: got an unexpected keyword argument 'c'"),
+    (call("add", a="1", b=2), 'can only concatenate str (not "int") to str'),
+    (call("fail_silently"), "Mute"),
+    (LONG, "the call has more than 100000 characters"),
+]
+
+
+@pytest.mark.parametrize(("payload", "message"), ERRORS)
+def test_errors_are_one_line(payload, message):
+    game = Game()
+    step = game.act(Reply("", (payload, call("add", a=1))))
+    assert contents(step) == [str({"error": message}), "2"] and step.info["tool_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [DEEP[: 10**5], '{"a":' * 20_000, "9" * 5000, call("add", a=10**4000), call("repeat", text="é\n", times=5)],
+)
+def test_other_hostile_calls_are_answered(payload):
+    (text,) = contents(Game().act(Reply("", (payload,))))
+    assert len(text) < 5000
+
+
+def test_limits_of_calls_and_of_results():
+    game = Game(max_calls=2, max_result_characters=5)
+    step = game.act(Reply("", (call("repeat", text="ab", times=3), call("repeat", text="ab", times=2), call("later"))))
+    assert contents(step)[:2] == ["ababa ... (cut at 5 of 6 characters)", "abab"]
+    assert "no more than 2 calls are allowed" in contents(step)[2] and step.info == {"tool_calls": 2, "tool_errors": 1}
+
+
+# Fuzz
+
+
+def random_text(rng: random.Random, pieces: list[str]) -> str:
+    """Pieces of calls, letters and rare characters, in any order."""
+    rare = ["\0", "\ud800", "\U0001f600", "\n", '"', "\\"]
+    return "".join(rng.choice([rng.choice(pieces), rng.choice(string.printable), rng.choice(rare)]) for _ in range(12))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_random_calls_never_raise(dialect):
+    rng = random.Random(dialect)
+    env = make_env("calculator", dialect=dialect)
+    pieces = '{"name": |"calculate"|"arguments": |{|}|"expression": |1|+|1e9|NaN|,|[|('.split("|")
+    whole = call("calculate", expression="1+1") if dialect == "qwen" else "2 * (3 + 4)"
+    problem = env.problem(0)
+    num_errors = 0
+    for i in range(10_000):
+        cut = rng.randrange(len(whole) + 1)
+        payload = random_text(rng, pieces) if i % 2 else whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
+        step = env.episode(problem, 0).act(Reply("", (payload,)))
+        (message,) = step.messages
+        assert not step.done and message["role"] in ("tool", INLINE, "user")
+        is_error = message["content"].startswith("{'error': ")
+        assert "\n" not in message["content"] and step.info["tool_errors"] == is_error
+        num_errors += is_error
+    assert 0 < num_errors < 10_000
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
+def test_random_replies_are_split_into_calls(folder, dialect):
+    """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
+    tokenizer, rng = tokenizer_of(folder), random.Random(0)
+    vocabulary = tokenizer.hf.get_vocab()
+    opening, closing = vocabulary.get(dialect.opening), vocabulary.get(dialect.closing)
+    *signs, digit = (tokenizer.encode(text) for text in (dialect.opening, dialect.closing, "1"))
+    for _ in range(10_000):
+        parts = [rng.choice([*signs, [rng.randrange(len(vocabulary))], digit]) for _ in range(8)]
+        ids = sum(parts, [])
+        calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
+        if opening is None:
+            assert len(calls) == tokenizer.hf.decode(ids).count(dialect.opening)
+            continue
+        places = [i for i, token in enumerate(ids) if token == opening] + [len(ids)]
+        assert len(calls) == len(places) - 1
+        for (start, stop), text in zip(pairwise(places), calls, strict=True):
+            body = ids[start + 1 : stop]
+            assert text == (tokenizer.hf.decode(body[: body.index(closing)]) if closing in body else "")
+
+
+@needs_qwen
+def test_quoted_signs_do_not_call():
+    tokenizer, signs = tokenizer_of(QWEN), ("<tool_call>", "</tool_call>")
+    text = f"<tool_call>{call('add', a=1)}</tool_call>"
+    assert tokenizer.calls(tokenizer.encode_plain(text), *signs) == ()
+    assert tokenizer.calls(tokenizer.encode(text), *signs) == (call("add", a=1),)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
+def test_text_of_others_makes_no_added_token(folder):
+    tokenizer, rng = tokenizer_of(folder), random.Random(1)
+    added = list(tokenizer.added_ids)
+    for _ in range(300):
+        text = "".join(rng.choice([rng.choice(added), rng.choice(added)[:-1], "<", "a b", "\n"]) for _ in range(9))
+        ids = tokenizer.encode_plain(text)
+        assert not set(ids) & set(tokenizer.added_ids.values()) and tokenizer.hf.decode(ids) == text
+
+
+# Announcements
+
+
+@needs_qwen
+def test_announcements_have_the_format_of_qwen3():
+    qwen, messages = tokenizer_of(QWEN), [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
+    of_qwen = qwen.hf.decode(qwen.chat(messages, tools=[add]))
+    assert of_qwen == qwen.hf.apply_chat_template(
+        messages, tools=[add], add_generation_prompt=True, enable_thinking=False, tokenize=False
+    )
+    of_tiny = tokenizer_of(TINY).hf.decode(tokenizer_of(TINY).chat(messages, tools=[add, later]))
+    for text, count in ((of_qwen, 1), (of_tiny, 2)):
+        _, head, tools = text.partition("Be kind.\n\n# Tools\n")
+        lines = re.search(r"<tools>\n(.*?)\n</tools>", tools, re.DOTALL)[1].splitlines()
+        assert head and len(lines) == count and json.loads(lines[0])["function"]["name"] == "add"
+        assert text.count("# Tools") == 1 and '<tool_call>\n{"name": ' in text
+
+
+def test_tools_are_announced_without_a_template_too():
+    tokenizer = tokenizer_of(TINY)
+    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hi"}], plain=True, tools=[add]))
+    assert text.startswith("# Tools") and text.endswith("</tool_call>\nhi") and '"Another."' in text
+    with pytest.raises(UserError, match="the tool repeat cannot be announced .* write type hints, and a docstring"):
+        tokenizer.chat([{"role": "user", "content": "hi"}], tools=[repeat])
+
+
+# Processes
+
+
+def outcomes_of(scorer: Scorer, *ways: str) -> list[Step | Failure]:
+    """Returns what follows one call each of the hostile tool."""
+    turns = [Turns(0, (Reply("", (call("misbehave", way=way),)),)) for way in ways]
+    return scorer.request_outcomes([(0, turn) for turn in turns])
+
+
+@pytest.mark.parametrize("way", ["sleep", "exit 0", "kill", "kill group 9", "stop", "close files", "regex"])
+def test_a_tool_that_ends_or_hangs_its_process_costs_its_episode_only(way):
+    with Scorer("tests.other_trainers:make", num_workers=2, timeout=0.5) as scorer:
+        outcomes = outcomes_of(scorer, *["ok"] * 5, way, *["ok"] * 5)
+        assert [isinstance(outcome, Failure) for outcome in outcomes] == [i == 5 for i in range(11)]
+        pids = descendant_pids(scorer.process.pid)
+    wait_until_gone(scorer.process.pid, *pids)
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("raise", "of the reward"),
+        ("exit", "3"),
+        ("cancel", "CancelledError"),
+        ("mute", "Mute"),
+        ("memory", "MemoryError"),
+    ],
+)
+def test_a_tool_that_raises_is_an_observation(way, reason):
+    with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
+        (step,) = outcomes_of(scorer, way)
+    assert contents(step) == [str({"error": reason})]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
+def test_a_tool_whose_children_fill_the_memory_costs_its_episode_only(monkeypatch):
+    monkeypatch.setattr(scoring, "ScorerSettings", partial(ScorerSettings, max_memory=3 * MEMORY))
+    with Scorer("tests.other_trainers:make", num_workers=1, timeout=600) as scorer:
+        failure, step = outcomes_of(scorer, "memory of children", "ok")
+        pids = descendant_pids(scorer.process.pid)
+    assert "took more than 300 MiB of memory" in failure.reason and "'index': 0" in contents(step)[0]
+    wait_until_gone(*pids)
+
+
+def test_what_a_tool_starts_ends_with_the_run():
+    with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
+        forked, half, step = outcomes_of(scorer, "fork", "half", "daemon")
+        assert "'index': 0" in contents(forked)[0] and contents(half) == ["?"]
+        daemon = int(re.search(r"'daemon': (\d+)", contents(step)[0])[1])
+        assert is_alive(daemon) and daemon != os.getpid()
+    wait_until_gone(daemon)
+
+
+def replayed(env: Env, replies: list[Reply]) -> list[Step]:
+    """Each step by an episode of its own, as after the loss of a process."""
+    steps = []
+    for n in range(1, len(replies) + 1):
+        steps.append(EpisodeCache().play(env, env.problem, 0, Turns(7, tuple(replies[:n]))))
+    return steps
+
+
+def played(env: Env, replies: list[Reply]) -> list[Step]:
+    episode = env.episode(env.problem(0), 7)
+    return [episode.act(reply) for reply in replies]
+
+
+# Classes of other trainers
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    lines = []
+    for n in range(3, 43):
+        row = {"prompt": f"Task {n}. ", "target": n, "targets": [n, n], "answer": str(n)}
+        lines.append(json.dumps(row) + "\n")
+    file.write_text("".join(lines))
+    return file
+
+
+def dataset(rows, name: str, **options) -> Env:
+    return make_env("dataset", path=str(rows), episode=f"{other_trainers.__file__}:{name}", **options)
+
+
+def replies_of(*calls: str, last: str = "done") -> list[Reply]:
+    return [*(Reply("", (text,)) for text in calls), Reply(last)]
+
+
+def test_a_class_of_trl_runs_unchanged(rows):
+    env = dataset(rows, "Counter")
+    problem = env.problem(0)
+    target = problem.answer["target"]
+    assert (env.max_turns, env.dialect) == (8, "qwen")
+    assert problem.messages == [{"role": "user", "content": f"Task {target}. Reach {target}."}]
+    assert [tool.__name__ for tool in problem.tools] == ["add", "take"]
+    replies = replies_of(call("add", amount=target + 2), call("take", amount=99), call("take", amount=2))
+    steps = played(env, replies)
+    assert steps == replayed(env, replies)
+    assert [contents(step) for step in steps[:3]] == [
+        [str(target + 2)],
+        [f"{{'error': 'there are only {target + 2}'}}"],
+        [str(target)],
+    ]
+    end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 1.0, "get_reward": 1.0}
+    assert steps[3] == Step([], 1.0, True, end)
+    assert sum(step.info["tool_errors"] for step in steps) == 1
+
+
+def test_coroutine_functions_are_run(rows):
+    env = dataset(rows, "Waiting")
+    problem = env.problem(0)
+    steps = played(env, replies_of(call("look")))
+    assert problem.messages[0]["content"] == problem.answer["prompt"]
+    assert contents(steps[0]) == [f"it is {problem.answer['target']}"] and steps[1].reward == 0.5
+
+
+def test_without_get_reward_the_last_reply_is_graded(rows):
+    env = dataset(rows, "Unpaid")
+    answer = env.problem(0).answer["answer"]
+    right, wrong = (played(env, replies_of(call("echo", text="a"), last=text))[1] for text in (answer, "-1"))
+    assert (right.reward, right.info["correct_answer"], wrong.reward) == (1.0, 1.0, 0.0)
+    assert env.problem(0).messages[0]["content"] == f"Task {answer}. Targets {answer}[{answer}].", "it popped a copy"
+
+
+def test_a_reward_function_is_added(rows):
+    env = dataset(rows, "Counter", reward=f"{other_trainers.__file__}:reward")
+    target = env.problem(0).answer["target"]
+    end = played(env, replies_of(call("add", amount=target), last=f"It is {target}"))[-1]
+    assert (end.reward, end.info["get_reward"], end.info["correct_answer"]) == (1.25, 1.0, 1.0)
+    env = dataset(rows, "Countdown", reward=f"{other_trainers.__file__}:reward")
+    end = env.episode(env.problem(0), 0).step("x" * 50 + str(target))
+    assert (end.reward, end.info["correct_answer"]) == (0.75, 0.0)
+
+
+GYMS = ["Countdown", "Countdown5", "SkyCountdown", "OpenCountdown", "AsyncCountdown"]
+
+
+@pytest.mark.parametrize("name", GYMS)
+def test_objects_with_steps(rows, name):
+    env = dataset(rows, name)
+    problem = env.problem(0)
+    target = problem.answer["target"]
+    (message,) = problem.messages
+    assert re.fullmatch(rf"Task {target}\. \n{target} left, seed \d+", message["content"]) and not problem.tools
+    assert message == env.problem(0).messages[0] != env.problem(1).messages[0] and env.dialect == ""
+    replies = [Reply("a"), Reply("bc" * target)]
+    steps = played(env, replies)
+    assert steps == replayed(env, replies)
+    assert steps[0] == Step([{"role": "user", "content": f"{target - 1} left"}], 0.5)
+    assert steps[1] == Step([], 0.5, True, {"correct_answer": 1.0})
+    episode = env.episode(problem, 0)
+    episode.step("a")
+    assert episode.truncate() == Step([], 0.0, True, {"correct_answer": 0.0})
+    assert other_trainers.OpenCountdown.closed % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", "has no class Missing"),
+        ("NeedsArguments", "cannot be made or reset .TypeError: .*url"),
+        ("SimpleNamespace", "cannot be made or reset .AttributeError: they have no method reset"),
+    ],
+)
+def test_classes_that_do_not_fit_are_the_users_mistake(rows, name, message):
+    with pytest.raises(UserError, match=message):
+        dataset(rows, name)
+
+
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Echo:
+    text: str = "?"
+
+    def reset(self):
+        return self.text
+
+    def step(self, action: str):
+        return action, 1, True, {}
+"""
+
+
+def test_a_dataclass_with_late_annotations_is_a_class_too(rows, tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text(DATACLASS)
+    env = make_env("dataset", path=str(rows), episode=f"{file}:Echo")
+    assert env.problem(0).messages[0]["content"].endswith("\n?")
+
+
+def test_a_reset_that_fails_is_the_users_mistake(rows):
+    text = rows.read_text()
+    rows.write_text(text.replace('"target"', '"goal"'))
+    with pytest.raises(UserError, match="`reset` fails for problem 0 .TypeError.*target"):
+        dataset(rows, "Counter").problem(0)
+
+
+def test_a_tool_without_types_is_the_users_mistake(rows):
+    problem = dataset(rows, "Untyped").problem(0)
+    with pytest.raises(UserError, match="the tool guess cannot be announced"):
+        tokenizer_of(TINY).chat(problem.messages, tools=problem.tools)
+
+
+def test_the_flag_goes_to_the_environment(rows):
+    episode = f"{other_trainers.__file__}:Counter"
+    flags = ["--env_name", "dataset", "--env_options", f"path={rows},max_turns=3", "--episode", episode]
+    settings = resolve_settings(parse(Config, flags).env, "dataset", 100, 0)
+    assert settings.env.max_turns == 3 and settings.options["episode"] == episode
+
+
+# The calculator
+
+
+@pytest.mark.parametrize("options", [{}, {"operators": "+-*/", "max_operations": 6}], ids=["default", "fractions"])
+def test_values_are_those_of_python(options):
+    env = make_env("calculator", **options)
+    for index in range(200):
+        problem = env.problem(index)
+        expression = re.search("What is (.*)\\?", problem.messages[0]["content"])[1]
+        assert problem.answer == eval(re.sub(r"(\d+)", r"Fraction(\1)", expression), {"Fraction": Fraction})
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_calculator_is_called_and_graded(dialect):
+    env = make_env("calculator", dialect=dialect, call_cost=0.1)
+    problem = env.problem(5)
+    expression = re.search("What is (.*)\\?", problem.messages[0]["content"])[1]
+    payload = expression if dialect == "python" else call("calculate", expression=expression)
+    replies = replies_of(payload, last=f"It is {problem.answer}.")
+    env.problem = lambda index: problem
+    first, last = played(env, replies)
+    assert [first, last] == replayed(env, replies)
+    assert first == Step(
+        [{"role": INLINE if dialect == "python" else "tool", "content": str(problem.answer)}],
+        -0.1,
+        info={"tool_calls": 1, "tool_errors": 0},
+    )
+    assert last.reward == last.info["correct_answer"] == 1.0
+    assert env.episode(problem, 0).act(Reply(f"It is {problem.answer + 1}.")).reward == 0.0
+    unclosed = env.episode(problem, 0).act(Reply("", ("",)))
+    assert unclosed.messages[0]["role"] == ("user" if dialect == "python" else "tool")
+
+
+@pytest.mark.parametrize(
+    "options", [{"dialect": "lisp"}, {"operators": "^"}, {"max_turns": 1}, {"max_number": 1}], ids=str
+)
+def test_options_that_it_does_not_have(options):
+    with pytest.raises(UserError, match="Calculator"):
+        make_env("calculator", **options)
+
+
+# Inline calls, token by token
+
+
+def test_a_template_without_messages_of_tools_is_refused_at_the_start():
+    tokenizer = load_tokenizer(TINY)
+    only_users = "{%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
+    loop = "{%- for message in messages %}"
+    tokenizer.hf.chat_template = tokenizer.hf.chat_template.replace(loop, loop + only_users)
+    with pytest.raises(UserError, match="no tools"):
+        answering_calls(Sampler(MODEL, 10, (3,)), DIALECTS["qwen"], tokenizer, Problem([]))
+
+
+@cache
+def with_signs() -> Tokenizer:
+    """Returns a tokenizer with nanochat's signs as tokens."""
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.hf.add_tokens([*DIALECTS["python"]], special_tokens=True)
+    return tokenizer
+
+
+def test_a_turn_stops_at_an_inline_call():
+    python = DIALECTS["python"]
+    sampler, problem = Sampler(MODEL, 10, (3,)), Problem([])
+    assert answering_calls(sampler, DIALECTS["qwen"], tokenizer_of(TINY), problem) == sampler
+    assert answering_calls(sampler, python, tokenizer_of(TINY), problem).stop_strings == ("<|python_end|>",)
+    tokenizer = with_signs()
+    assert answering_calls(sampler, python, tokenizer, problem).stop_ids == (3, tokenizer.added_ids["<|python_end|>"])
+
+
+def play(name: str, options: dict, tokenizer: Tokenizer, *turns: list[int]) -> tuple[list[list[int]], dict[str, float]]:
+    """Returns what is observed after each of these turns of task 0, as tokens, and the rewards."""
+    env = make_env(name, **options)
+    layout, seeds = single_device(), [3]
+    with Scorer(name, options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
+        conversations = Conversations(env, tokenizer, layout, [env.problem(0)], np.zeros(1, int), seeds, stream)
+        conversations.wait = Wait("")
+        observed = []
+        for turn in turns:
+            conversations.end_turn(0, np.array(turn), 500)
+            observed.append(list(conversations.observe({0}, is_blocking=True)[0].tokens))
+        (rewards,), _ = conversations.finish()
+    return observed, rewards
+
+
+def test_results_stand_between_signs_behind_inline_calls():
+    tokenizer = with_signs()
+    problem = make_env("calculator", dialect="python").problem(0)
+    turns = [
+        tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>"),
+        tokenizer.encode(f"{problem.answer}<|im_end|>"),
+    ]
+    (first, last), rewards = play("calculator", {"dialect": "python"}, tokenizer, *turns)
+    ids = tokenizer.added_ids
+    assert first == [ids["<|output_start|>"], *tokenizer.encode("14"), ids["<|output_end|>"]] and last == []
+    assert rewards == {"return": 1.0, "correct_answer": 1.0, "turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def scripted(script: list[int]) -> Callable[..., tuple[np.ndarray, ...]]:
+    """Returns a `TurnChain.draw` in which each row draws these tokens, one after the other."""
+
+    def draw(chain: TurnChain, start: np.ndarray, forced: np.ndarray) -> tuple[np.ndarray, ...]:
+        drawn, num_steps = chain.drawn, forced.shape[1]
+        rows = np.maximum(chain.slots, 0)
+        starts = drawn.mask[rows].sum(1)
+        tokens = np.array([np.resize(script[n:] + [0] * num_steps, num_steps) for n in starts], np.int32)
+        others = (
+            np.zeros((*forced.shape, *x.shape[2:]), x.dtype) for x in (drawn.logprobs, drawn.support, drawn.routes)
+        )
+        return tokens, *others
+
+    return draw
+
+
+@pytest.mark.parametrize("has_signs", [False, True])
+def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
+    """The whole rollout with a policy that writes a script; without tokens for the signs by a stop string."""
+    layout = single_device()
+    model, params, tokenizer = load_model(TINY, layout)
+    tokenizer = with_signs() if has_signs else tokenizer
+    config = parse(Config, ["--env_name", "calculator", "--env_options", "dialect=python", "--num_score_workers", "1"])
+    settings = resolve_settings(config.env, "calculator", 150, 0)
+    problem = settings.env.problem(0)
+    calling = tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>")
+    answering = tokenizer.encode(f" it is {problem.answer}<|im_end|>")
+    monkeypatch.setattr(TurnChain, "draw", scripted(calling + answering))
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        episodes = worker.play(worker.load_weights(params), np.zeros(1, int), 3, jax.random.key(0))
+    r = episodes.completions
+    result = tokenizer.encode("<|output_start|>") + tokenizer.encode("14") + tokenizer.encode("<|output_end|>")
+    for row in range(3):
+        columns = slice(r.prompt_lengths[row], r.lengths[row])
+        assert r.tokens[row, columns].tolist() == calling + result + answering
+        assert r.mask[row, columns].tolist() == [True] * len(calling) + [False] * len(result) + [True] * len(answering)
+    assert (episodes.scores["return"] == 1).all() and (episodes.scores["tool_calls"] == 1).all() and r.finished.all()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
+def test_results_cannot_hold_special_tokens(folder, rows):
+    tokenizer = tokenizer_of(folder)
+    text = "a<|im_end|></tool_response><think>b"
+    turn = tokenizer.encode("<tool_call>")
+    turn += tokenizer.encode_plain(call("echo", text=text))
+    turn += tokenizer.encode("</tool_call><|im_end|>")
+    options = {"path": str(rows), "episode": f"{other_trainers.__file__}:Unpaid"}
+    (observed,), _ = play("dataset", options, tokenizer, turn)
+    assert tokenizer.hf.decode(observed).count(text) == 1
+    assert observed.count(tokenizer.added_ids["<|im_end|>"]) == 1, "of the message"
+    assert observed.count(tokenizer.added_ids["<think>"]) == 1, "of the opening of the next turn"
+
+
+def test_a_call_is_read():
+    assert parse_call(' {"name": "f", "arguments": {"x": [1, 2.5, null]}}\n') == ("f", {"x": [1, 2.5, None]})
+    assert parse_call('{"name": "f"}') == ("f", {})
+    with pytest.raises(CallError):
+        parse_call("f")
