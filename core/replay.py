@@ -169,7 +169,7 @@ def branch(
     task = np.array([stored.task])
     problem = worker.env.problem(stored.task)
     with ScoringStream(worker.scorer) as stream:
-        replies = worker.make_replies([problem], task, num_samples, stream, np.repeat(seed, num_samples, axis=0))
+        replies = worker.converse([problem], task, stream, np.repeat(seed, num_samples, axis=0))
         replies.begin(stored.turns[: from_turn - 1])
         new_key = jax.random.fold_in(key, from_turn)
         prompt = stored.tokens[:start].tolist()

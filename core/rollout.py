@@ -114,8 +114,7 @@ class RolloutWorker:
         problems = [self.env.problem(int(i)) for i in task_ids]
         prompts = self.encode_prompts(task_ids, problems)
         with ScoringStream(self.scorer) as stream:
-            draws = np.repeat(places, num_samples), np.tile(np.arange(num_samples), len(places))
-            replies = self.make_replies(problems, task_ids, num_samples, stream, row_keys(key, *draws))
+            replies = self.make_replies(problems, task_ids, places, num_samples, stream, key)
             with waiting("sampling", len(tasks) * num_samples, "rows") as wait:
                 completions = self.sample(weights, prompts, places, num_samples, key, replies, wait)
             sampled = time.perf_counter()
@@ -134,13 +133,25 @@ class RolloutWorker:
         self,
         problems: Sequence[Problem],
         task_ids: Int[np.ndarray, "N"],
+        places: Int[np.ndarray, "N"],
         num_samples: int,
         stream: ScoringStream,
-        keys: UInt32[Array, "B 2"],
+        key: Key,
     ) -> "Replies | Conversations":
         """Returns what takes the replies of a rollout; the seed of an episode is the key of its draws."""
         if self.env.max_turns == 1:
             return Replies(self, problems, task_ids, num_samples, stream)
+        draws = np.repeat(places, num_samples), np.tile(np.arange(num_samples), len(places))
+        return self.converse(problems, task_ids, stream, row_keys(key, *draws))
+
+    def converse(
+        self,
+        problems: Sequence[Problem],
+        task_ids: Int[np.ndarray, "N"],
+        stream: ScoringStream,
+        keys: UInt32[Array, "B 2"],
+    ) -> Conversations:
+        """Returns episodes of these problems whose seeds are these keys; rows of a problem are adjacent."""
         seeds = [int(high) << 32 | int(low) for high, low in np.asarray(keys)]
         return Conversations(self.env, self.tokenizer, self.layout, problems, task_ids, seeds, stream)
 
@@ -295,8 +306,6 @@ def make_worker(
     Raises: UserError when no prompt is short enough.
     """
     env = settings.env
-    if env.max_turns > 1:
-        check_conversations(settings, model, tokenizer)
     opening = reply_opening(tokenizer, env.problem(0))
     answer = replace(settings.forced_answer, opening=opening)
     sampler = make_sampler(
@@ -304,6 +313,8 @@ def make_worker(
     )
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
+    if env.max_turns > 1:
+        check_conversations(settings, model, tokenizer, sampler.stop_strings)
     tasks = find_tasks(sampling.prompt_length, settings.name, env, tokenizer, layout)
     scorer = Scorer(
         settings.name,

@@ -397,13 +397,22 @@ class Chain:
         if sampler.on_segment:
             sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
 
-    def draw(self, start: Int[np.ndarray, "*S"] | np.int32, forced: Int[np.ndarray, "S s"]) -> Sequence[np.ndarray]:
-        """Returns what `decode_segment` draws, on the host."""
+    def draw(
+        self,
+        start: Int[Array, "S"] | np.int32,
+        forced: Int[np.ndarray, "S s"],
+        num_allowed: Int[np.ndarray, "S"] | None = None,
+    ) -> Sequence[np.ndarray]:
+        """Returns what `decode_segment` draws, on the host; `start`: of all slots, or on the device of each."""
         sampler = self.sampler
         rows = np.maximum(self.slots, 0)
-        state = self.layout.put((start, self.starts, self.last_tokens[rows], self.keys[rows], forced))
+        state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
         settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
-        self.cache, results = decode_segment(*settings, self.weights, self.prompt_cache, self.cache, *state)
+        limits = {}
+        if num_allowed is not None:
+            limits = {"num_allowed": self.layout.put(num_allowed), "stop_ids": sampler.stop_ids}
+        arguments = self.weights, self.prompt_cache, self.cache, start, *state
+        self.cache, results = decode_segment(*settings, *arguments, **limits)
         # Host work of one chain runs beside the device's work of the other. Without the lock both would share the
         # interpreter, and a rollout takes 9% longer on two cores.
         with released(self.lock):
@@ -499,7 +508,7 @@ def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
 Columns = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="stop_ids", donate_argnums=5)
 def decode_segment(
     model: Decoder,
     distribution: Distribution,
@@ -512,10 +521,13 @@ def decode_segment(
     last_tokens: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
     forced: Int[Array, "S s"],
+    num_allowed: Int[Array, "S"] | None = None,
+    stop_ids: tuple[int, ...] = (),
 ) -> tuple[Cache, Columns]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
 
-    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones.
+    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones. States of slots
+    stay those before the last of `num_allowed` tokens (None: all), or before the first of `stop_ids`.
     """
     num_steps = forced.shape[1]
     # All at once: in the loop it would be twenty small programs for a token.
@@ -523,19 +535,25 @@ def decode_segment(
     uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers)
 
     def step(i: Int[Array, ""], state: tuple) -> tuple:
-        cache, last, columns = state
+        cache, last, columns, is_live = state
         state = prompt_cache, cache, last[:, None], start + i, starts
-        logits, cache, route = decoder.decode(model, weights, *state)
+        logits, cache, route = decoder.decode(model, weights, *state, is_live)
         token, logprob, ids = distribution.draw(logits, uniforms[i])
         if is_forcing:
             token, logprob = replace_forced(distribution, logits, forced[:, i], token, logprob)
         token = token.astype(jnp.int32)
         new = token, logprob, ids, route[:, 0]
-        return cache, token, jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
+        columns = jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
+        if num_allowed is not None:
+            is_stop = jnp.isin(token, jnp.array(stop_ids, jnp.int32))
+            is_live = is_live & ~is_stop[:, None] & (i + 1 < num_allowed)[:, None]
+        return cache, token, columns, is_live
 
     columns = empty_columns(model, distribution, forced.shape)
+    is_live = None if num_allowed is None else (num_allowed > 0)[:, None]
     # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    cache, _, columns = jax.lax.fori_loop(0, num_steps, step, (cache, last_tokens, columns))
+    state = cache, last_tokens, columns, is_live
+    cache, _, columns, _ = jax.lax.fori_loop(0, num_steps, step, state)
     return cache, columns
 
 

@@ -15,6 +15,7 @@ from threading import Event
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -94,7 +95,8 @@ class TurnChain(Chain):
         longest = int(self.num_tokens[self.is_drawing].max()) + steps
         self.grow(min(longest, self.sampler.max_new_tokens))
         forced = np.full((len(self.slots), steps), -1, np.int32)
-        columns = self.draw(self.next_columns(), forced)
+        start = self.layout.put(self.next_columns())
+        columns = self.draw(start, forced, self.num_allowed())
         slots = np.flatnonzero(self.slots >= 0)
         slots = slots[self.is_drawing[self.slots[slots]]]
         for slot in slots.tolist():
@@ -106,13 +108,27 @@ class TurnChain(Chain):
         """Returns the column of each slot's next token."""
         return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
 
+    def num_allowed(self) -> Int[np.ndarray, "S"] | None:
+        """Returns the tokens that each slot may draw, 0 for those that wait; None where no state could go too far."""
+        if self.sampler.model.delta is None:
+            return None
+        num_left = self.turn_limits() - self.num_tokens
+        rows = np.maximum(self.slots, 0)
+        may_draw = (self.slots >= 0) & self.is_drawing[rows]
+        return np.int32(np.where(may_draw, num_left[rows], 0))
+
+    def turn_limits(self) -> Int[np.ndarray, "B"]:
+        """Returns the column of each row before which its turn must end."""
+        limit = self.sampler.max_new_tokens
+        if self.environment.tokens_per_turn:
+            return np.minimum(limit, self.turn_starts + self.environment.tokens_per_turn)
+        return np.full(len(self.turn_starts), limit)
+
     def add_drawn(self, row: int, columns: Sequence[np.ndarray]) -> None:
         """Adds what a segment drew for a row, up to the end of its turn."""
         drawn, sampler = self.drawn, self.sampler
         start, turn_start = int(self.num_tokens[row]), int(self.turn_starts[row])
-        limit = sampler.max_new_tokens
-        if self.environment.tokens_per_turn:
-            limit = min(limit, turn_start + self.environment.tokens_per_turn)
+        limit = int(self.turn_limits()[row])
         stop = min(start + len(columns[0]), limit)
         arrays = drawn.tokens, drawn.logprobs, drawn.support, drawn.routes
         for array, column in zip(arrays, columns, strict=True):
@@ -178,18 +194,25 @@ class TurnChain(Chain):
     def extend(self, said: dict[int, Int[np.ndarray, "n"]], offset: int, width: int) -> None:
         """Computes the cache of `width` tokens of each row, from the one before `offset` on."""
         tokens = np.zeros((len(self.slots), width), np.int32)
+        lengths = np.zeros(len(self.slots), np.int32)
         for slot in np.flatnonzero(np.isin(self.slots, list(said))):
             row = self.slots[slot]
             part = np.append(self.last_tokens[row], said[row])[offset:-1][:width]
             tokens[slot, : len(part)] = part
-        state = self.layout.put((tokens, self.next_columns() + np.int32(offset), self.starts))
+            lengths[slot] = len(part)
+        state = self.layout.put((tokens, lengths, self.next_columns() + np.int32(offset), self.starts))
         self.cache = extend(self.sampler.model, self.weights, self.prompt_cache, self.cache, *state)
 
 
-def check_conversations(settings: RolloutSettings, model: Decoder, tokenizer: Tokenizer) -> None:
+def check_conversations(
+    settings: RolloutSettings, model: Decoder, tokenizer: Tokenizer, stop_strings: Sequence[str]
+) -> None:
     """Raises UserError where conversations cannot be drawn as they are trained on."""
-    if model.delta is not None:
-        raise UserError(f"{settings.name} has several turns, and models with Gated DeltaNets cannot play them yet")
+    if model.delta is not None and stop_strings:
+        raise UserError(
+            f"{settings.name} has several turns, and the state of a Gated DeltaNet cannot go back to where the text "
+            "of a turn stops: leave --stop_strings out, or name special tokens"
+        )
     if settings.force_answer_at:
         raise UserError(f"{settings.name} has several turns, in which no answer can be forced: --force_answer_at 0")
     problem = settings.env.problem(0)
@@ -203,6 +226,7 @@ def extend(
     prompt_cache: Cache,
     cache: Cache,
     tokens: Int[Array, "S s"],
+    lengths: Int[Array, "S"],
     columns: Int[Array, "S"],
     starts: Int[Array, "N"],
 ) -> Cache:
@@ -210,7 +234,8 @@ def extend(
 
     Rows with fewer tokens are padded: what is written behind a row's tokens is not seen, and overwritten by its next.
     """
-    _, cache, _ = decoder.decode(model, weights, prompt_cache, cache, tokens, columns, starts)
+    is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    _, cache, _ = decoder.decode(model, weights, prompt_cache, cache, tokens, columns, starts, is_token)
     return cache
 
 

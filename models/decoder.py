@@ -178,7 +178,8 @@ def gated_deltanet(
 ) -> Mixed:
     """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
 
-    Padding left of a row's first token leaves the state empty. Source: transformers, modeling_qwen3_5.py.
+    Padding, left of a row's first token or right of its last, leaves the state as it is. Source: transformers,
+    modeling_qwen3_5.py.
     """
     qkv = linear(layer, "linear_attn.in_proj_qkv", x)
     gate = linear(layer, "linear_attn.in_proj_z", x)
@@ -189,11 +190,15 @@ def gated_deltanet(
     qkv = unpack(constrain(qkv, "rows", None, "heads"), packing)
     write = unpack(write, packing)
     step = unpack(step, packing)
-    qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"])
+    qkv, columns = causal_conv(state.columns, qkv, layer["linear_attn.conv1d.weight"], is_token)
     beta = jax.nn.sigmoid(write.astype(jnp.float32))
     rate = jnp.exp(layer["linear_attn.A_log"].astype(jnp.float32))
     step = step.astype(jnp.float32) + layer["linear_attn.dt_bias"].astype(jnp.float32)
-    inputs = delta_inputs(model.delta, qkv, -rate * jax.nn.softplus(step), beta)
+    log_decay = -rate * jax.nn.softplus(step)
+    if is_token is not None:
+        beta = jnp.where(is_token[..., None], beta, 0)
+        log_decay = jnp.where(is_token[..., None], log_decay, 0)
+    inputs = delta_inputs(model.delta, qkv, log_decay, beta)
     out, memory = delta_rule(inputs, state.memory)
     out = pack(rearrange(out, "B H T E -> B T H E"), packing)
     out = gated_norm(out, gate, layer["linear_attn.norm.weight"], model.rms_norm_eps)
@@ -442,11 +447,12 @@ def decode(
     tokens: Int[Array, "B T"],
     columns: Columns,
     starts: Int[Array, "N"],
+    is_token: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
     """Computes logits after the last of some more tokens per row, written from `columns` of its cache on.
 
     Also returns the tokens' experts. B / N adjacent rows share a prompt, which occupies columns [starts, P) of its
-    cache. States hold the prompt already.
+    cache. States hold the prompt already; padding on the right (`is_token` False) leaves them as they are.
     """
     x = embed(model, weights, tokens)
     num_columns = prompt_columns(prompts)
@@ -458,7 +464,7 @@ def decode(
     new_caches, routes = [], []
     for kind, layer, prompt, cache in zip(model.kinds, weights[LAYERS], prompts, caches, strict=True):
         if kind == LINEAR:
-            mixer = partial(gated_deltanet, model, cache)
+            mixer = partial(gated_deltanet, model, cache, is_token=is_token)
         else:
             attention = partial(write, prompts=prompt, cache=cache, view=view_of(model, kind))
             mixer = partial(attend, model, angles[kind], attention)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from models.names import Array
 from utils.devices.sharding import constrain
@@ -94,16 +94,23 @@ def init_state(shape: DeltaShape, num_rows: int, dtype: DTypeLike) -> RecurrentS
 
 
 def causal_conv(
-    columns: Float[Array, "B W F"], x: Float[Array, "B T F"], weight: Float[Array, "F 1 V"]
+    columns: Float[Array, "B W F"],
+    x: Float[Array, "B T F"],
+    weight: Float[Array, "F 1 V"],
+    is_token: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B W F"]]:
-    """Convolves each channel over its last V = W + 1 tokens, then SiLU; returns the new last columns too."""
+    """Convolves each channel over its last V = W + 1 tokens, then SiLU; returns the last columns of tokens too."""
     num_tokens = x.shape[1]
     inputs = jnp.concatenate([columns.astype(x.dtype), x], axis=1)
     out = jnp.zeros(x.shape, jnp.float32)
     for i in range(weight.shape[-1]):
         tap = weight[:, 0, i].astype(x.dtype)
         out += inputs[:, i : i + num_tokens].astype(jnp.float32) * tap.astype(jnp.float32)
-    return jax.nn.silu(out).astype(x.dtype), inputs[:, num_tokens:]
+    if is_token is None:
+        return jax.nn.silu(out).astype(x.dtype), inputs[:, num_tokens:]
+    ends = jnp.max(jnp.where(is_token, jnp.arange(1, num_tokens + 1), 0), axis=1)  # columns up to the last token
+    last = ends[:, None] + jnp.arange(columns.shape[1])
+    return jax.nn.silu(out).astype(x.dtype), jnp.take_along_axis(inputs, last[..., None], axis=1)
 
 
 def unit_vectors(x: Float[Array, "... C"]) -> Float[Array, "... C"]:

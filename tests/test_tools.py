@@ -562,7 +562,7 @@ def test_results_stand_between_signs_behind_inline_calls():
 def scripted(script: list[int]) -> Callable[..., tuple[np.ndarray, ...]]:
     """Returns a `TurnChain.draw` in which each row draws these tokens, one after the other."""
 
-    def draw(chain: TurnChain, start: np.ndarray, forced: np.ndarray) -> tuple[np.ndarray, ...]:
+    def draw(chain: TurnChain, start: jax.Array, forced: np.ndarray, limits: None) -> tuple[np.ndarray, ...]:
         drawn, num_steps = chain.drawn, forced.shape[1]
         rows = np.maximum(chain.slots, 0)
         starts = drawn.mask[rows].sum(1)

@@ -54,7 +54,7 @@ SEED, IDS, G = 2, (11, 4, 290, 5), 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
 STOPS = tuple(range(15, MODEL.vocab_size, 20))
 OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
-WINDOWED = replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9)
+MODELS = MODEL, replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9), HYBRID
 
 
 def answer(turns: list[list[int]], num_left: int) -> Observation:
@@ -147,7 +147,7 @@ def one_by_one(model, prompt, task: int, sample: int) -> tuple[list[int], list[b
             turn = []
 
 
-@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("model", MODELS, ids=["full", "windows", "hybrid"])
 def test_tokens_are_those_of_a_loop_without_cache(model):
     found = rows_of(conversations(model))
     for prompt, task in zip(PROMPTS, IDS, strict=True):
@@ -156,7 +156,7 @@ def test_tokens_are_those_of_a_loop_without_cache(model):
             assert (tokens, mask, finished) == one_by_one(model, prompt, task, sample)
 
 
-@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("model", MODELS, ids=["full", "windows", "hybrid"])
 def test_logprobs_are_those_of_the_training_pass(model):
     r = conversations(model)
     expected, *_ = teacher_forced(model, random_params(model), r.tokens)
@@ -295,12 +295,13 @@ def test_processes_share_the_turns_and_play_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "force_answer_at", "message"), [(HYBRID, 0, "Gated DeltaNets"), (MODEL, 10, "--force_answer_at 0")]
+    ("model", "force_answer_at", "stop_strings", "message"),
+    [(HYBRID, 0, ("x",), "Gated DeltaNet"), (MODEL, 10, (), "--force_answer_at 0")],
 )
-def test_what_cannot_be_played_is_refused(model, force_answer_at, message):
+def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, message):
     settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
     with pytest.raises(UserError, match=message):
-        check_conversations(settings, model, load_tokenizer(ROOT / "models" / "tiny"))
+        check_conversations(settings, model, load_tokenizer(ROOT / "models" / "tiny"), stop_strings)
 
 
 RUN = (

@@ -214,13 +214,14 @@ class Pool:
         """Takes jobs out of the queue: first those of episodes that the worker has, last those that others have."""
         size = math.ceil(len(self.queue) / (4 * len(self.workers)))  # 4: the last chunks are small
         size = min(size, MAX_CHUNK)
-        homes = {number: self.homes.get(episode_key(self.jobs[number])) for number in self.queue}
-        order = sorted(self.queue, key=lambda number: (homes[number] != worker.pid, homes[number] is not None))
-        chunk = order[:size]
-        self.queue = deque(number for number in self.queue if number not in chunk)
+        if self.homes:
+            homes = {number: self.homes.get(episode_key(self.jobs[number])) for number in self.queue}
+            order = sorted(self.queue, key=lambda number: (homes[number] != worker.pid, homes[number] is not None))
+            self.queue = deque(order)
+        chunk = [self.queue.popleft() for _ in range(size)]
         if len(self.homes) > MAX_HOMES:
             self.homes.clear()
-        keys = map(episode_key, [self.jobs[number] for number in chunk])
+        keys = [episode_key(self.jobs[number]) for number in chunk]
         self.homes |= {key: worker.pid for key in keys if key}
         return chunk
 
