@@ -119,7 +119,7 @@ def replay(path: str, row: int, from_turn: int, num_samples: int, layout: Layout
             episodes = select_row(group, stored.sample)
             outcomes = [compare(episodes.completions, stored)]
     for number, outcome in enumerate(outcomes):
-        print(printable(f"{'#' * 25}\n{text_of(episodes, number)}\n{'-' * 8} {outcome}", max_chars=10**6))
+        print(printable(f"{'#' * 25}\n{episodes.transcript(number)}\n{'-' * 8} {outcome}", max_chars=10**6))
 
 
 def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
@@ -179,10 +179,3 @@ def branch(
     tasks = np.repeat(task, num_samples)
     facts = tasks, replies.texts(), collect_scores(rewards), failed, failures, {}
     return Episodes(completions, *facts, *replies.records())
-
-
-def text_of(episodes: Episodes, row: int) -> str:
-    """Returns an episode as text."""
-    if not episodes.conversations:
-        return episodes.texts[row]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in episodes.conversations[row])

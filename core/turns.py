@@ -300,11 +300,16 @@ class Conversations:
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
     def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
-        """Plays these turns in each episode, which then goes on behind them."""
+        """Plays these turns in each episode, which then continues behind them.
+
+        Raises: UserError where the environment fails in one of them.
+        """
         for turn in turns:
             for row in range(len(self.episodes)):
                 self.end_turn(row, turn, num_left=0)
             for row, outcome in self.ask(set(range(len(self.episodes))), len(self.episodes)).items():
+                if isinstance(outcome, Failure):
+                    raise UserError(f"the environment fails in the turns before: {outcome.reason!r}")
                 self.add_scores(row, outcome)
                 self.episodes[row].messages.append(outcome.messages)
 

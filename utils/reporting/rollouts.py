@@ -114,7 +114,4 @@ def example(episodes: Episodes, tokenizer: Tokenizer) -> tuple[str, str, float]:
     """Returns prompt, completion and return of the first rollout."""
     completions = episodes.completions
     prompt = completions.tokens[0, : completions.prompt_lengths[0]]
-    text = episodes.texts[0]
-    if episodes.conversations:
-        text = "\n".join(f"{message['role']}: {message['content']}" for message in episodes.conversations[0])
-    return tokenizer.decode(prompt), text, episodes.scores["return"][0]
+    return tokenizer.decode(prompt), episodes.transcript(0), episodes.scores["return"][0]
