@@ -18,7 +18,7 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
 
-from core.records import NO_SIGNAL, Batch
+from core.records import NO_SIGNAL, Batch, turn_numbers
 from models.names import Array
 from utils.settings.config import option
 from utils.settings.errors import UserError
@@ -387,11 +387,10 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     keep = is_graded & (signal | (not config.do_group_filter))
     if config.do_truncation_filter:
         keep &= batch.finished
-    turns = turn_numbers(batch)
-    returns = turn_returns(batch, turns, config)  # of all rows: those that leave stay in their group's baseline
+    whole = batch  # rows that leave stay in their group's baseline
     batch = batch.replace(mask=batch.mask & keep[:, None], token_rewards=None)
-    if config.credit == "turn" and returns.size:
-        advantages = turn_advantages(returns, turns, batch, config)
+    if config.credit == "turn" and whole.token_rewards is not None and whole.mask.any():
+        advantages = turn_advantages(whole, batch, config)
     else:
         advantages = ADVANTAGES[config.advantage](rewards, batch, config)
     advantages = np.float32(advantages).reshape(len(keep), -1)  # [B, 1] or [B, T]
@@ -409,22 +408,10 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     return select_rows(batch, np.flatnonzero(keep))
 
 
-def turn_numbers(batch: Batch) -> Int[np.ndarray, "B T"]:
-    """Returns the number of each token's turn, from 0 on; tokens between turns have that of the last, the prompt -1."""
-    before = np.pad(batch.mask, ((0, 0), (1, 0)))[:, :-1]
-    is_first = batch.mask & ~before
-    return np.cumsum(is_first, axis=1) - 1
-
-
 def turn_returns(
     batch: Batch, turns: Int[np.ndarray, "B T"], config: ObjectiveConfig
 ) -> Float[np.ndarray, "B K"]:
-    """Returns rewards from each turn on, discounted by turn_gamma a turn; NaN for turns that a row does not have.
-
-    Without rewards of turns there are no columns.
-    """
-    if batch.token_rewards is None or not batch.mask.any():
-        return np.zeros((len(batch), 0), np.float32)
+    """Returns rewards from each turn on, discounted by turn_gamma a turn; NaN for turns that a row does not have."""
     num_turns = turns.max() + 1
     returns = np.full((len(batch), num_turns), np.nan, np.float32)
     rewards_to_go = np.zeros(len(batch), np.float32)
@@ -436,13 +423,13 @@ def turn_returns(
     return returns
 
 
-def turn_advantages(
-    returns: Float[np.ndarray, "B K"], turns: Int[np.ndarray, "B T"], batch: Batch, config: ObjectiveConfig
-) -> Float[np.ndarray, "B T"]:
+def turn_advantages(whole: Batch, batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
     """Compares each turn with the turns of its group that have the same number, by the rewards from there on.
 
-    Source: PipelineRL and Tunix, which discount rewards per turn.
+    `whole`: the batch before rows left it. Source: PipelineRL and Tunix, which discount rewards per turn.
     """
+    turns = turn_numbers(whole.mask)
+    returns = turn_returns(whole, turns, config)
     compare = ADVANTAGES[config.advantage]
     groups = returns.reshape(-1, batch.group_size, returns.shape[1])
     by_turn = [compare(groups[:, :, turn], batch, config).reshape(-1) for turn in range(returns.shape[1])]

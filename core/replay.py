@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from core.config import Config
-from core.records import Completions, Episodes
+from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.sampling import row_keys
 from models.checkpoint import find_model, load_model
@@ -28,7 +28,6 @@ from utils.rewards.scorer import ScoringStream
 from utils.settings.config import make_config
 from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError
-from utils.training.batching import select_rows
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Stored:
     @property
     def turns(self) -> list[Int[np.ndarray, "n"]]:
         """Tokens of each turn."""
-        numbers = np.cumsum(np.diff(self.mask.astype(int), prepend=0) > 0)
-        return [self.tokens[self.mask & (numbers == turn)] for turn in range(1, len(self.turn_starts) + 1)]
+        return [self.tokens[columns] for columns in self.turn_columns]
 
     @property
-    def turn_starts(self) -> Int[np.ndarray, "K"]:
-        """Columns of the first tokens of turns."""
-        return np.flatnonzero(np.diff(self.mask.astype(int), prepend=0) > 0)
+    def turn_columns(self) -> list[Int[np.ndarray, "n"]]:
+        """Columns of each turn."""
+        numbers = turn_numbers(self.mask[None])[0]
+        return [np.flatnonzero(self.mask & (numbers == turn)) for turn in range(numbers.max() + 1)]
 
 
 def read_stored(path: str, row: int) -> tuple[Stored, Config]:
@@ -112,14 +111,13 @@ def replay(path: str, row: int, from_turn: int, num_samples: int, layout: Layout
         weights = worker.load_weights(params)
         if from_turn:
             episodes = branch(worker, weights, stored, from_turn, num_samples, key)
-            outcomes = [f"return {value:g}" for value in episodes.scores["return"]]
+            outcomes = {row: f"return {value:g}" for row, value in enumerate(episodes.scores["return"])}
         else:
             tasks = task_index(worker, stored.task)
-            group = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.place]))
-            episodes = select_row(group, stored.sample)
-            outcomes = [compare(episodes.completions, stored)]
-    for number, outcome in enumerate(outcomes):
-        print(printable(f"{'#' * 25}\n{episodes.transcript(number)}\n{'-' * 8} {outcome}", max_chars=10**6))
+            episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.place]))
+            outcomes = {stored.sample: compare(episodes.completions, stored)}
+    for row, outcome in outcomes.items():
+        print(printable(f"{'#' * 25}\n{episodes.transcript(row)}\n{'-' * 8} {outcome}", max_chars=10**6))
 
 
 def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
@@ -129,21 +127,10 @@ def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
     return np.flatnonzero(worker.fitting_ids == task)
 
 
-def select_row(episodes: Episodes, row: int) -> Episodes:
-    """Returns one of the episodes."""
-    rows = np.array([row])
-    conversations = episodes.conversations[row : row + 1]
-    return replace(
-        episodes,
-        completions=select_rows(episodes.completions, rows),
-        texts=episodes.texts[row : row + 1],
-        conversations=conversations,
-    )
-
-
 def compare(completions: Completions, stored: Stored) -> str:
-    """Returns a sentence on where a row differs from the stored one."""
-    tokens = completions.tokens[0, : completions.lengths[0]]
+    """Returns a sentence on where the stored row differs from that of its group drawn again."""
+    length = completions.lengths[stored.sample]
+    tokens = completions.tokens[stored.sample, :length]
     if np.array_equal(tokens, stored.tokens):
         return f"all {len(tokens) - stored.prompt_length} tokens are those of the run"
     length = min(len(tokens), len(stored.tokens))
@@ -156,12 +143,12 @@ def branch(
     worker: RolloutWorker, weights: Weights, stored: Stored, from_turn: int, num_samples: int, key: Key
 ) -> Episodes:
     """Draws episodes that begin with the stored one's turns before `from_turn`."""
-    starts = stored.turn_starts
-    if worker.env.max_turns == 1 or not 1 <= from_turn <= len(starts):
-        raise UserError(f"--from_turn {from_turn}: the row has {len(starts)} turns; single replies cannot be branched")
+    columns = stored.turn_columns
+    if worker.env.max_turns == 1 or not 1 <= from_turn <= len(columns):
+        raise UserError(f"--from_turn {from_turn}: the row has {len(columns)} turns; single replies cannot be branched")
     place, sample = np.array([stored.place]), np.array([stored.sample])
     seed = np.asarray(row_keys(key, place, sample))
-    start = int(starts[from_turn - 1])
+    start = int(columns[from_turn - 1][0])
     num_used = start - stored.prompt_length
     limit = worker.max_new_tokens - num_used
     sampler = replace(worker.sampler, max_prompt_tokens=start, max_new_tokens=limit)

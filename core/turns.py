@@ -257,7 +257,6 @@ class Record:
         """The question to the environment what follows the last reply."""
         return Turns(self.seed, tuple(self.replies), is_truncated=bool(self.stop))
 
-
     def conversation(self) -> list[Message]:
         """Returns turns and what followed them."""
         messages = []
