@@ -83,6 +83,7 @@ def test_a_stream_gives_outcomes_while_another_reply_hangs(scorer):
         assert [*stream.take({1, 2}, num_needed=2)] == [1, 2], "both of which were added while it hangs"
         assert not stream.take({0})
         assert stream.take({0}, num_needed=1)[0].kind == "reward_timeouts"
+    assert not stream.thread.is_alive(), "or it would read what the next stream waits for"
 
 
 def ask(scorer: Scorer, *replies: str, seed: int = 5, is_truncated: bool = False) -> Outcome:

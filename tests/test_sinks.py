@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +89,8 @@ def wandb_records(data: bytes):
             at += room
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + size > len(data):  # it is still being written
+            return
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4):  # full, or last part
             yield Record.FromString(whole)
@@ -98,11 +102,19 @@ def test_wandb_offline_holds_the_same_numbers(tmp_path):
         for step in range(3):
             logger.log(step, {"env/return": step / 2, "loss": np.nan})
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    expected = [(0, 0.0), (1, 0.5), (2, 1.0)]
+    deadline = time.monotonic() + 60
+    while (found := logged_returns(file)) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)  # wandb's own process may write after `finish` has returned
+    assert found == expected
+
+
+def logged_returns(file: Path) -> list[tuple[int, float]]:
     found = []
     for record in wandb_records(file.read_bytes()):
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         found += [(items["global_step"], items["env/return"])] if items else []
-    assert found == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    return found
 
 
 def test_rollouts_reach_wandb_and_tensorboard(tmp_path):

@@ -308,5 +308,7 @@ class ScoringStream:
         self.thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
         self.put(None)
+        if error is None:  # else jobs that nobody waits for may be at work, which `Scorer.close` ends
+            self.thread.join()
