@@ -46,6 +46,7 @@ STALL = 60  # seconds without one after which a process at the other end of a co
 PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
 IDLE = (0.0, -1)
 
+
 class Turns(NamedTuple):
     """Replies of the policy in an episode so far: a job asks what follows the last of them."""
 
