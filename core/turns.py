@@ -381,21 +381,12 @@ class Conversations:
     def encode(self, row: int, step: Step) -> list[int]:
         """Returns the tokens between a turn and the next; a turn that was cut off, or ended otherwise, is closed."""
         if step.messages[0]["role"] == INLINE:
-            return self.encode_results(step)
+            dialect = DIALECTS[self.env.dialect]
+            return self.tokenizer.results(step.messages, dialect.result_opening, dialect.result_closing)
         problem = self.problems[row]
         bridge = self.tokenizer.bridge(step.messages, problem.thinking, problem.prefix, problem.plain)
         is_closed = bridge.closing in (None, self.episodes[row].last_token)
         return bridge.ids if is_closed else [bridge.closing, *bridge.ids]
-
-    def encode_results(self, step: Step) -> list[int]:
-        """Returns the tokens of results behind their calls; special tokens in the text of a result are text."""
-        dialect = DIALECTS[self.env.dialect]
-        ids = []
-        for message in step.messages:
-            ids += self.tokenizer.encode(dialect.result_opening)
-            ids += self.tokenizer.encode_plain(message["content"])
-            ids += self.tokenizer.encode(dialect.result_closing)
-        return ids
 
     def add_scores(self, row: int, step: Step) -> None:
         """Adds the reward of a turn, and what the environment logs."""

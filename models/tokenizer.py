@@ -164,6 +164,15 @@ class Tokenizer:
             ids += piece
         return Bridge(closing, ids + self.encode(prefix))
 
+    def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
+        """Returns the ids of results that are written behind calls; special tokens in their text are text."""
+        ids = []
+        for message in messages:
+            ids += self.encode(opening)
+            ids += self.encode_plain(message["content"])
+            ids += self.encode(closing)
+        return ids
+
     def render(
         self,
         messages: Sequence[Message],

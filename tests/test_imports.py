@@ -41,6 +41,7 @@ LAW = {
     "models": ("models", "utils"),
     "models.names": (),  # a leaf
     "models.make_tiny": ("envs", "models", "utils"),
+    "models.make_player": ("envs", "models", "utils"),
     "utils": ("core.records", "models", "utils"),
     "utils.evaluation": ("core.records", "envs.base", "models.tokenizer", "utils"),
     # Workers hold an environment, and never import jax.

@@ -1,0 +1,19 @@
+"""models/player learns games of several turns on two CPU cores; runs/games.sh names the game.
+
+Dr. GRPO (arXiv 2503.20783) as in configs/demo.py. The base model keeps to the rules but plays carelessly; what RL finds
+is the play of the few experts among its documents.
+"""
+
+from configs import demo
+
+
+def get_config():
+    return demo.get_config() | {
+        "model_dir": "models/player",
+        "env_name": "guess",
+        "env_options": "prompt=bare,min_size=16,tokens_per_turn=4",
+        "test_env_name": "guess-test",
+        "num_generation_tokens": 96,
+        "max_steps": 40,
+        "num_eval_samples": 1,
+    }
