@@ -32,6 +32,7 @@ ENVS = {
     "guess": ("envs.guess", "Guess", {}),
     "tictactoe": ("envs.tictactoe", "TicTacToe", {}),
     "gridworld": ("envs.gridworld", "Gridworld", {}),
+    "wordle": ("envs.wordle", "Wordle", {}),
     "calculator": ("envs.calculator", "Calculator", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
