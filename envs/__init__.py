@@ -34,6 +34,7 @@ ENVS = {
     "gridworld": ("envs.gridworld", "Gridworld", {}),
     "wordle": ("envs.wordle", "Wordle", {}),
     "calculator": ("envs.calculator", "Calculator", {}),
+    "python": ("envs.python_tool", "Python", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
 }

@@ -37,6 +37,8 @@ def environment(name: str, data_dir: Path = SAMPLES) -> envs.Env:
     base_name = name.removesuffix("-test").removesuffix("-valid")
     if base_name in LOCAL:
         options = {"data_dir": str(data_dir)}
+    elif base_name == "python":
+        options = {"data_dir": str(data_dir), "sandbox": "off"}  # confinement needs Linux
     elif base_name == "dataset":
         options = {"path": str(SAMPLES / "gsm8k" / "train.jsonl"), "prompt": "question", "form": "hash"}
     elif base_name == "reasoning_gym":
