@@ -35,6 +35,7 @@ ENVS = {
     "wordle": ("envs.wordle", "Wordle", {}),
     "calculator": ("envs.calculator", "Calculator", {}),
     "python": ("envs.python_tool", "Python", {}),
+    "search": ("envs.search", "Search", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
 }

@@ -53,13 +53,13 @@ LAW = {
     "configs": ("configs",),
     "bench": ("bench", "core", "envs", "models", "utils"),
 }
-# And of everything else, where that is limited too. envs: the standard library, numpy, and what loads and grades data.
+# And of everything else, where that is limited too. envs: the standard library, numpy, what loads and grades data.
 OTHERS = {
     "core.records": {"dataclasses", "collections", "typing", "flax", "jaxtyping", "numpy"},
     "core.objectives": {"dataclasses", "collections", "functools", "typing", "jax", "flax", "jaxtyping", "numpy"},
     "envs": {
         *sys.stdlib_module_names,
-        *("numpy", "datasets", "pandas", "pyarrow", "huggingface_hub"),
+        *("numpy", "jaxtyping", "datasets", "pandas", "pyarrow", "huggingface_hub"),
         *("math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "yaml"),
     },
 }
