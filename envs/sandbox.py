@@ -1,6 +1,7 @@
-"""Runs Python code from stdin in this process, without rights: the program that envs/python_tool.py starts.
+r"""Runs Python code from stdin in this process, without rights: the program that envs/python_tool.py starts.
 
-    python -S -P -B -X utf8 -c 'import sandbox; sandbox.main()' SECONDS BYTES PARENT on|off READABLE PACKAGES < code.py
+    python -SPsB -X utf8 -c 'import sys, sandbox; sandbox.main(*sys.argv[1:])' \
+        SECONDS BYTES PARENT_PID on|off READABLE_PATHS FOLDERS_OF_PACKAGES < code.py
 
 Limits of the process come first. Then three mechanisms of Linux that need no privileges, and that a process cannot
 take off again: no_new_privs; Landlock (files, TCP, signals; docs.kernel.org/userspace-api/landlock.html); a seccomp
@@ -23,11 +24,24 @@ MAX_FILE = 1 << 20  # bytes of a file, also of what is printed
 MAX_OPEN_FILES = 64
 SIGKILL = 9
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38  # linux/prctl.h
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # landlock_..., the same numbers on all architectures
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+
+# Calls of Landlock, which have the same numbers on all architectures.
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
 
 # Rights of linux/landlock.h: the first 13 are those of ABI 1.
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_FILE, TRUNCATE = (1 << i for i in (0, 1, 2, 3, 5, 8, 14))
+EXECUTE = 1 << 0
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+REMOVE_FILE = 1 << 5
+MAKE_FILE = 1 << 8
+TRUNCATE = 1 << 14
 NUM_RIGHTS = (0, 13, 14, 15, 15, 16)  # by ABI; the last for all later ones
 READ = READ_FILE | READ_DIR
 WRITE = READ | WRITE_FILE | REMOVE_FILE | MAKE_FILE | TRUNCATE
@@ -83,10 +97,24 @@ REFUSED = {name: (int(x86_64), int(aarch64)) for name, x86_64, aarch64 in ENTRIE
 X32 = 0x40000000  # from this number on, calls of x86_64's other ABI
 
 # Opcodes and results of linux/bpf_common.h and linux/seccomp.h.
-LOAD, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 + errno.EPERM
-NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # bytes of struct seccomp_data
-SET_OWNER, SET_SIGNAL, SET_OWNER_EX = 8, 10, 15  # of fcntl: the process that gets a file's signals, and which
+LOAD = 0x20
+IF_EQUAL = 0x15
+IF_AT_LEAST = 0x35
+RETURN = 0x06
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+REFUSE = 0x00050000 + errno.EPERM
+
+# Bytes of struct seccomp_data.
+NUMBER = 0
+ARCH = 4
+FIRST_ARGUMENT = 16
+SECOND_ARGUMENT = 24
+
+# Commands of fcntl that choose the process which gets a file's signals, and the signal.
+SET_OWNER = 8
+SET_SIGNAL = 10
+SET_OWNER_EX = 15
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -227,8 +255,8 @@ def run(code: str) -> None:
     exec(compile(_ast.Interactive(last), "code", "single"), names)
 
 
-def main() -> None:
-    seconds, memory, parent, confinement, readable, packages = sys.argv[1:]
+def main(seconds: str, memory: str, parent: str, confinement: str, readable: str, packages: str) -> None:
+    """Runs the code from stdin under these settings, the arguments of the command."""
     set_limits(int(seconds), int(memory))
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)

@@ -282,10 +282,11 @@ def test_without_confinement_the_group_is_killed():
     wait_until_gone(*pids_with(str(memory)))
 
 
-def test_the_process_ends_with_the_one_that_called_it():
+def test_the_process_ends_with_the_one_that_called_it(tmp_path):
     memory = random.Random(str(os.getppid())).randrange(2**29, 2**30)
     code = f"from envs.python_tool import *; Interpreter(50.0, {memory}, True, 50.0).python('while True: pass')"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}  # the caller cannot remove its folder
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=variables) as process:
         deadline = time.monotonic() + 20
         while len(pids := pids_with(f"\0{memory}\0")) < 1 and time.monotonic() < deadline:
             time.sleep(0.05)
