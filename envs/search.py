@@ -301,9 +301,7 @@ def make_names(rng: random.Random, num_names: int) -> list[str]:
 
 
 def describe_town(town: Town) -> Passage:
-    text = (
-        f"{town.name} is a town in the region of {town.region}, known for its {town.fame}. Its mayor is {town.mayor}."
-    )
+    text = f"a town in the region of {town.region}, known for its {town.fame}. Its mayor is {town.mayor}."
     return Passage(town.name, text)
 
 

@@ -126,15 +126,16 @@ def research(env: Env, problem: Problem) -> list[Reply]:
     """Returns the replies of a policy that searches for the person, and then for a town where one is asked for."""
     episode = env.episode(problem, 0)
     question = problem.messages[0]["content"].split("?")[0]
-    asked = next(pattern for word, pattern in PATTERNS.items() if word in question)
+    asked = next(word for word in PATTERNS if word in question)
     queries = [re.search(r"(?:of|was|where) ((?!the )[A-Z]\w+ [A-Z]\w+)", question)[1]]
     replies = []
     for query in queries:
         replies.append(call(query))
         first = episode.act(replies[-1]).messages[0]["content"].splitlines()[0]
         if "the town where" in question and len(queries) == 1:
-            queries.append(re.search("born in (.*) in", first)[1])
-    answer = re.search(asked, first)[1]
+            town = re.search("born in (.*) in", first)[1]
+            queries.append(f"{asked} of the town {town}")
+    answer = re.search(PATTERNS[asked], first)[1]
     return [*replies, Reply(f"I know: <answer>{answer}</answer>")]
 
 
