@@ -415,10 +415,14 @@ def least_image(message: str) -> tuple[str, ...]:
     return min(images)
 
 
-def test_words_are_in_one_split_each():
+def test_words_are_in_one_split_each(tmp_path):
     parts = [set(make_game("wordle", split).words) for split in (*SPLITS, "-valid")]
     assert set.union(*parts) == set(read_words(WORDS)) and sum(map(len, parts)) == len(read_words(WORDS)) > 700
     assert min(map(len, parts)) > 70
+    file = tmp_path / "words.txt"
+    file.write_text("CRANE zebra\n\ncrane\nhello\n")
+    env = make_game("wordle", words=str(file))
+    assert env.words == [word for word in ("crane", "zebra", "hello") if word in parts[0]] and env.words
 
 
 # details
