@@ -11,9 +11,15 @@ def get_config():
     return demo.get_config() | {
         "model_dir": "models/player",
         "env_name": "guess",
-        "env_options": "prompt=bare,min_size=16,tokens_per_turn=4",
+        "env_options": "prompt=bare,min_size=16",
         "test_env_name": "guess-test",
         "num_generation_tokens": 96,
-        "max_steps": 40,
+        "lr": 1e-3,
+        "lr_schedule": "linear",
+        "max_steps": 120,
+        "test_interval": 20,
         "num_eval_samples": 1,
+        "test_greedy": False,
+        "sample_interval": 40,
+        "save_interval": 60,
     }

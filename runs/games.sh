@@ -5,13 +5,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 game="${1:-guess}"
 shift $(($# > 0))
-options="prompt=bare,tokens_per_turn=4"
 case "$game" in
-    guess) settings=(--env_options "$options,min_size=16") ;;
+    guess) settings=(--env_options prompt=bare,min_size=16) ;;
     calculator)
         settings=(--env_options prompt=bare,dialect=python,max_number=50,max_operations=2 --num_generation_tokens 64) ;;
-    tictactoe) settings=(--env_options "$options,opponent=minimax" --num_generation_tokens 192) ;;
-    gridworld) settings=(--env_options "$options" --num_generation_tokens 384) ;;
+    tictactoe)
+        settings=(--env_options prompt=bare,opponent=minimax,tokens_per_turn=24 --num_generation_tokens 256) ;;
+    gridworld) settings=(--env_options prompt=bare,tokens_per_turn=4 --num_generation_tokens 384) ;;
     *) echo "games.sh: there is no game '$game': guess, calculator, tictactoe or gridworld" >&2; exit 2 ;;
 esac
 "${PYTHON:-python}" core/grpo.py --config configs/games.py --env_name "$game" --test_env_name "$game-test" \
