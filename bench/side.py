@@ -1,4 +1,4 @@
-"""One of the sides that bench/peers.py compares, in a process of its own: runs its work for each line of stdin.
+"""A side of bench/peers.py or bench/turns.py, in a process of its own: runs its work for each line of stdin.
 
     python bench/side.py PEER VARIANT      # work as a line of JSON on stdin, then a line for each run
 """
@@ -25,12 +25,16 @@ class Work(TypedDict, total=False):
     model_dir: str
     prompts: list[list[int]]
     group_size: int
-    limit: int  # tokens of a completion
+    limit: int  # tokens of a completion, with observations
     batch_rows: int  # rows that are sampled at once
     lengths: list[int]  # of the completions
     stop_ids: list[int]
     rows: list[list[int]]  # prompts with completions, for an update
     old: bool  # the update computes old log-probabilities
+    turn_tokens: int  # tokens of each turn, and more of episodes
+    num_turns: int
+    observation: list[int]  # tokens between two turns
+    env_options: dict[str, int]  # of FixedEpisodes
 
 
 class Gate:

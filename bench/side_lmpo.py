@@ -1,12 +1,33 @@
-"""This repository as a side of bench/peers.py, by the functions of rollout.py, train_step.py and grpo_step.py."""
+"""This repository as a side of bench/peers.py, by the functions of rollout.py, train_step.py and grpo_step.py.
+
+And of bench/turns.py: episodes are played as in training, with the environment in processes of its own.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
 
 from bench import grpo_step, train_step
+from bench.fixed_episodes import FixedEpisodes
 from bench.rollout import completion_lengths, make_rollout
 from bench.side import Gate, Work
+from core.config import Config
+from core.grpo import make_batch
+from core.learner import make_learner, split_minibatches
+from core.objectives import compute_advantages
+from core.records import Episodes
+from core.rollout import RolloutWorker, make_worker
 from core.sampling import Sampler
+from envs.base import ForcedAnswer
+from models.architecture import Decoder
 from models.checkpoint import load_model
+from models.names import Params
+from models.tokenizer import Tokenizer
+from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
+from utils.settings.environments import RolloutSettings
 
 
 def run(work: Work, variant: str, gate: Gate) -> None:
@@ -19,8 +40,11 @@ def run(work: Work, variant: str, gate: Gate) -> None:
     flags |= {"num_generation_tokens": work["limit"], "recompute_logprobs": work["name"] == "update"}
     config = parse(train_step.BenchTraining, [f"--{name}={value}" for name, value in flags.items()])
     layout = make_layout(config.devices)
-    model, params, _ = load_model(work["model_dir"], layout, **config.compute.arguments)
+    model, params, tokenizer = load_model(work["model_dir"], layout, **config.compute.arguments)
     num_tokens = 0
+    if work["name"].startswith("turns"):
+        with make_turns_worker(work, config, model, tokenizer, layout) as worker:
+            run_turns(work, config, worker, params, gate)
     if work["name"] == "step":
         step = grpo_step.make_step(config, model, params, layout, work["prompts"])
         while gate(num_tokens):
@@ -40,3 +64,55 @@ def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
     lengths = []
     while gate(sum(lengths), lengths=lengths):
         lengths = completion_lengths(rollout()).tolist()
+
+
+NUM_WARMUP = 3  # rollouts before the first run: which programs are compiled depends on when the environment answers
+
+
+def make_turns_worker(
+    work: Work, config: Config, model: Decoder, tokenizer: Tokenizer, layout: Layout
+) -> RolloutWorker:
+    """Returns a worker whose turns end at their limit only."""
+    env = FixedEpisodes(**work["env_options"])
+    env.tokens_per_turn = work["turn_tokens"]
+    name = f"{FixedEpisodes.__module__}:{FixedEpisodes.__name__}"
+    settings = RolloutSettings(name, work["env_options"], env, work["limit"], 0, ForcedAnswer())
+    worker = make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout)
+    return replace(worker, sampler=replace(worker.sampler, stop_ids=()))
+
+
+def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params, gate: Gate) -> None:
+    """Plays episodes again and again, and learns from them where the work is a step; the process ends at the gate."""
+    tasks = np.arange(len(work["prompts"]))
+    group_size = work["group_size"]
+    is_step = work["name"] == "turns_step"
+    if is_step:
+        learner, state = make_learner(config, worker.sampler.model, params, worker.layout, work["limit"])
+        params = state.params
+    keys = jax.random.split(jax.random.key(config.seed), NUM_WARMUP)
+    for key in keys:
+        worker.play(worker.load_weights(params), tasks, group_size, key)
+    number, num_tokens = 0, 0
+    while gate(num_tokens):
+        number += 1
+        key = jax.random.fold_in(keys[0], number)
+        episodes = worker.play(worker.load_weights(params), tasks, group_size, key)
+        num_tokens = check_turns(episodes, work)
+        if is_step:
+            all_rows = np.arange(len(episodes.texts))
+            batch = make_batch(replace(episodes, batch_rows=all_rows), config)
+            batch = compute_advantages(learner.score(state.params, batch), config.objective)
+            (minibatch,) = split_minibatches(batch, config, number, epoch=0)
+            state, update = learner.update(state, minibatch, 0.0)
+            learner.metrics(batch, [update])
+            params = jax.block_until_ready(state.params)
+
+
+def check_turns(episodes: Episodes, work: Work) -> int:
+    """Returns the number of drawn tokens. Raises: AssertionError where an episode is not as long as all are to be."""
+    completions = episodes.completions
+    lengths = completions.lengths - completions.prompt_lengths
+    assert (lengths == work["limit"]).all() and not episodes.failed.any(), lengths
+    prompts = completions.tokens[:: work["group_size"], : len(work["prompts"][0])]
+    assert prompts.tolist() == work["prompts"]
+    return int(completions.mask.sum())

@@ -1,4 +1,4 @@
-"""The command of core/sampling.py: a chat on a terminal, or completions of prompts from a file."""
+"""The command of core/sampling.py: a chat or an episode on a terminal, or completions of prompts from a file."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from jaxtyping import Int
 from core.records import Completions
 from core.sampling import Sampler, SamplingConfig, make_sampler
 from models.checkpoint import ComputeConfig, find_model, load_model
-from models.names import Key, Params
+from models.names import Key, Params, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.memory import out_of_memory
 from utils.devices.startup import DeviceConfig, make_layout
@@ -24,6 +24,7 @@ from utils.evaluation.tables import find_checkpoints
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import group, option
+from utils.settings.environments import EnvConfig, resolve_settings
 from utils.settings.errors import UserError
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
@@ -46,6 +47,9 @@ class PromptConfig:
         essential=True,
     )
     json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
+    env_name: str = option("", "Environment of several turns, to play by hand or to watch; empty: none")
+    env_options: str = option("", "Options of --env_name as name=value with commas between")
+    task: int = option(0, "Number of the problem of --env_name")
     raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
     thinking: bool = option(False, "Thinking mode of Qwen3's chat template")
     num_samples: int = option(1, "Completions of each prompt")
@@ -129,16 +133,27 @@ def chat(sampler: Sampler, params: Params, key: Key, thinking: bool) -> None:
     numbers = count()  # each reply is drawn with a number of its own under the key
 
     def reply(messages: list[Message], show_text: ShowText) -> str:
-        def on_segment(row_offset: int, tokens: Tokens, num_drawn: int, lengths: Int[np.ndarray, "B"]) -> None:
-            end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
-            show_text(tokenizer.decode(tokens[0, :end]))
-
         prompt = tokenizer.chat(messages, thinking)
-        streaming = replace(sampler, on_segment=on_segment)
-        completions = streaming.generate(weights, [prompt], np.array([next(numbers)]), 1, key)
-        return tokenizer.decode(completions.tokens[0, len(prompt) : completions.lengths[0]])
+        return tokenizer.decode(stream_reply(sampler, weights, prompt, next(numbers), key, show_text))
 
     converse(reply)
+
+
+def stream_reply(
+    sampler: Sampler, weights: Weights, prompt: list[int], number: int, key: Key, show_text: ShowText
+) -> list[int]:
+    """Returns the tokens of a reply; `show_text` gets its text so far after each segment, and all of it at the end."""
+    tokenizer = sampler.tokenizer
+
+    def on_segment(row_offset: int, tokens: Tokens, num_drawn: int, lengths: Int[np.ndarray, "B"]) -> None:
+        end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
+        show_text(tokenizer.decode(tokens[0, :end]))
+
+    streaming = replace(sampler, on_segment=on_segment)
+    completions = streaming.generate(weights, [prompt], np.array([number]), 1, key)
+    reply = completions.tokens[0, len(prompt) : completions.lengths[0]].tolist()
+    show_text(tokenizer.decode(reply))
+    return reply
 
 
 def main(config: Command) -> None:
@@ -147,12 +162,22 @@ def main(config: Command) -> None:
     _, folder = find_checkpoints(config.prompts.ckpt_dir, find_model)[-1]  # the last one of a run folder
     model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
     limit = config.sampling.num_generation_tokens
+    key = jax.random.key(config.prompts.seed)
+    if config.prompts.env_name:
+        from core.play import play_episode  # which streams replies by this file
+
+        env = EnvConfig(env_name=config.prompts.env_name, env_options=config.prompts.env_options)
+        settings = resolve_settings(env, env.env_name, limit, force_answer_at=0)
+        limit = settings.env.tokens_per_turn or settings.max_new_tokens
+        sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        return play_episode(sampler, params, settings, config.prompts.task, key)
     limit = 256 if limit < 0 else limit
     sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, max(0, config.sampling.force_answer_at))
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal and not config.prompts.prompts and not config.prompts.json:
         sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
-        return chat(sampler, params, jax.random.key(config.prompts.seed), config.prompts.thinking)
+        return chat(sampler, params, key, config.prompts.thinking)
     prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
     rows_per_call = config.sampling.inference_batch_per_device * layout.row_shards
     written = []

@@ -7,6 +7,7 @@ an environment takes.
 B rows, A columns behind the prompt, S sampler slots, s steps of a segment.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from utils.rewards.scorer import ScoringStream
 from utils.settings.environments import RolloutSettings
 from utils.settings.errors import UserError
 
+PATIENCE = 0.1  # seconds that rows which can draw wait for the others, as a share of their last segment's
 CHUNKS = (16, 64, 256)  # observation tokens that are computed at once: few widths to compile
 
 
@@ -51,8 +53,11 @@ class Environment(Protocol):
     def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
         """Takes the tokens of a turn that has ended; `num_left`: tokens that still fit into the row."""
 
-    def observe(self, rows: Set[int], is_blocking: bool) -> dict[int, Observation]:
-        """Returns what has come for these rows, whose turns have ended; if it `is_blocking`, for one at least."""
+    def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
+        """Returns what has come for these rows, whose turns have ended; if it `is_blocking`, for one at least.
+
+        It waits for the others for `patience` seconds.
+        """
 
 
 class TurnChain(Chain):
@@ -68,6 +73,7 @@ class TurnChain(Chain):
         self.turn_starts = np.zeros(num_rows, int)
         self.is_drawing = np.ones(num_rows, bool)  # the others wait for the environment, or are done
         self.finished = np.zeros(num_rows, bool)
+        self.segment_time = 0.0  # seconds of the last segment
 
     @property
     def segment(self) -> int:
@@ -96,7 +102,9 @@ class TurnChain(Chain):
         self.grow(min(longest, self.sampler.max_new_tokens))
         forced = np.full((len(self.slots), steps), -1, np.int32)
         start = self.layout.put(self.next_columns())
+        clock = time.perf_counter()
         columns = self.draw(start, forced, self.num_allowed())
+        self.segment_time = time.perf_counter() - clock
         slots = np.flatnonzero(self.slots >= 0)
         slots = slots[self.is_drawing[self.slots[slots]]]
         for slot in slots.tolist():
@@ -165,8 +173,10 @@ class TurnChain(Chain):
             return
         rows = {self.row_offset + row for row in waiting.tolist()}
         is_blocking = not self.is_drawing.any()
+        # Rows that miss a segment cost one of their own later: up to its time it pays to wait for them.
+        patience = self.segment_time * (1.0 if is_blocking else PATIENCE)
         with released(self.lock):
-            observations = self.environment.observe(rows, is_blocking)
+            observations = self.environment.observe(rows, is_blocking, patience)
         said = {}
         for number, observation in observations.items():
             row = number - self.row_offset
@@ -329,17 +339,17 @@ class Conversations:
         dialect = DIALECTS[self.env.dialect]
         return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
 
-    def observe(self, rows: Set[int], is_blocking: bool) -> dict[int, Observation]:
-        """Returns what the environment has said to these episodes, as tokens; waits for one where it `is_blocking`."""
-        outcomes = self.ask(rows, num_needed=1 if is_blocking else 0)
+    def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
+        """Returns what the environment has said to these episodes, as tokens; see `Environment`."""
+        outcomes = self.ask(rows, int(is_blocking), patience)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
-    def ask(self, rows: Set[int], num_needed: int) -> dict[int, Outcome]:
+    def ask(self, rows: Set[int], num_needed: int, patience: float = 0.0) -> dict[int, Outcome]:
         """Returns outcomes of these rows' questions: those that have come, on several processes all of them."""
         if self.layout.num_processes > 1:
             return self.ask_together(sorted(rows))
         self.send(rows & self.unasked)
-        return self.stream.take(rows, num_needed)
+        return self.stream.take(rows, num_needed, patience)
 
     def ask_together(self, rows: Sequence[int]) -> dict[int, Outcome]:
         """Returns outcomes of all of these rows; this process asks about its share of them."""

@@ -32,7 +32,10 @@ ENVS = {
     "guess": ("envs.guess", "Guess", {}),
     "tictactoe": ("envs.tictactoe", "TicTacToe", {}),
     "gridworld": ("envs.gridworld", "Gridworld", {}),
+    "wordle": ("envs.wordle", "Wordle", {}),
     "calculator": ("envs.calculator", "Calculator", {}),
+    "python": ("envs.python_tool", "Python", {}),
+    "search": ("envs.search", "Search", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
     "dataset": ("envs.dataset", "Dataset", {}),
 }

@@ -4,10 +4,12 @@
 
 1. Tokenizer: as that of models/tiny, with the signs of calls of the calculator, and a ChatML template without thinking.
 2. Pre-training: next-token prediction on episodes of envs/guess.py, envs/calculator.py, envs/tictactoe.py and
-   envs/gridworld.py, what the environment says included. Most are played carelessly, a few by an expert: numbers from
-   the middle of what is left, the calculator for each expression, moves that a search finds.
+   envs/gridworld.py, what the environment says included. Turns begin with what the player sees: "23-50:" for the
+   numbers that are left, "1=3-5+:" for draw, loss and win with perfect play behind each move. What follows is careless
+   in most episodes, and in a few that of an expert: the middle, a call of the calculator, the best move. A few
+   documents are lists of ranges with their middles.
 
-What it leaves for RL to find: play each turn as the few experts do. Problems of the test splits never occur.
+What it leaves for RL to find: choose as the few experts do. Problems of the test splits never occur.
 """
 
 import random
@@ -28,14 +30,13 @@ from models.pretraining import Document, make_tokenizer, pretrain
 from models.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
-STEPS = 4000
+STEPS = 3500
 TURN_WEIGHT = 2.0  # of the loss on turns of the policy
 OTHER_WEIGHT = 0.5  # and on what is said to it
-MAX_TURNS = 8
-EXPERTS = 0.15  # share of the episodes
-RULE_BREAKS = 0.02  # share of the careless turns that are no move at all
-FORGETTING = 0.5  # share of the careless guesses that leave out what was said to those before
+RULE_BREAKS = 0.01  # share of the careless turns that are no move at all
+NEAR_THE_END = 0.9  # share of the careless guesses that are in the last eighth of what is left, on either side
 RIGHT_SUMS = 0.3  # share of the careless sums
+SHARE_DRILLS = 0.1
 SIGNS = DIALECTS["python"]
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -44,21 +45,24 @@ CHAT_TEMPLATE = (
 
 
 class Game(NamedTuple):
-    """An environment, its share of the documents, and a turn of a careless player or an expert."""
+    """An environment, its share of the episodes, that of experts among its players, and a turn of a player."""
 
     env: Env
     share: float
+    experts: float
     play: Callable[..., str]
 
 
 def play_guess(problem: Problem, episode: guess.GuessEpisode, is_expert: bool, rng: random.Random) -> str:
-    """Returns a number: the middle of what is left, or any."""
+    """Returns the numbers that are left, and the middle one or any."""
     low, high = episode.low, episode.high
+    seen = f"{low}-{high}:"
     if is_expert:
-        return str((low + high + rng.randint(0, 1)) // 2)
-    if rng.random() < FORGETTING:
-        low, high = problem.answer.low, problem.answer.high
-    return str(rng.randint(low, high))
+        return seen + str((low + high) // 2)
+    width = (high - low) // 8
+    if rng.random() < NEAR_THE_END:
+        low, high = rng.choice([(low, low + width), (high - width, high)])
+    return seen + str(rng.randint(low, high))
 
 
 def play_calculator(
@@ -77,10 +81,12 @@ def play_calculator(
 def play_tictactoe(
     problem: Problem, episode: tictactoe.TicTacToeEpisode, is_expert: bool, rng: random.Random
 ) -> str:
-    """Returns a cell: one that keeps the value of the position, or any that is free."""
-    if is_expert:
-        return rng.choice(tictactoe.best_moves(episode.board, "x"))
-    return rng.choice(tictactoe.free_cells(episode.board))
+    """Returns the free cells with the results behind them, and one: that keeps the value of the position, or any."""
+    signs = {tictactoe.WIN: "+", tictactoe.DRAW: "=", tictactoe.LOSS: "-"}
+    cells = tictactoe.free_cells(episode.board)
+    seen = "".join(cell + signs[tictactoe.move_value(episode.board, cell, "x")] for cell in cells)
+    choice = tictactoe.best_moves(episode.board, "x") if is_expert else cells
+    return f"{seen}:{rng.choice(choice)}"
 
 
 def play_gridworld(
@@ -91,14 +97,23 @@ def play_gridworld(
     return rng.choice(moves)
 
 
+def drill(rng: random.Random) -> str:
+    """Returns ranges with their middles."""
+    ranges = []
+    while len(ranges) < 12:
+        low = rng.randint(1, 99)
+        high = min(99, low + rng.randint(0, 30))
+        ranges.append(f"{low}-{high}:{(low + high) // 2}")
+    return ",".join(ranges)
+
+
+SUMS = dict(prompt="bare", dialect="python", max_number=50, max_operations=2)
 GAMES = {
-    "guess": Game(guess.Guess(prompt="bare", min_size=8), 0.35, play_guess),
-    "calculator": Game(
-        calculator.Calculator(prompt="bare", dialect="python", max_number=50, max_operations=2), 0.2, play_calculator
-    ),
-    "random": Game(tictactoe.TicTacToe(prompt="bare", opponent="random"), 0.1, play_tictactoe),
-    "minimax": Game(tictactoe.TicTacToe(prompt="bare", opponent="minimax"), 0.2, play_tictactoe),
-    "gridworld": Game(gridworld.Gridworld(prompt="bare"), 0.15, play_gridworld),
+    "guess": Game(guess.Guess(prompt="bare", min_size=16), 0.35, 0.15, play_guess),
+    "calculator": Game(calculator.Calculator(**SUMS), 0.25, 0.4, play_calculator),
+    "random": Game(tictactoe.TicTacToe(prompt="bare", opponent="random"), 0.1, 0.2, play_tictactoe),
+    "minimax": Game(tictactoe.TicTacToe(prompt="bare", opponent="minimax"), 0.2, 0.2, play_tictactoe),
+    "gridworld": Game(gridworld.Gridworld(prompt="bare"), 0.1, 0.3, play_gridworld),
 }
 
 
@@ -111,16 +126,23 @@ class Writer:
     def write(self, numbers: range, rng: random.Random) -> list[Document]:
         """Returns documents with these numbers."""
         games = rng.choices(list(GAMES.values()), [game.share for game in GAMES.values()], k=len(numbers))
-        return [self.episode(game, i, rng) for game, i in zip(games, numbers, strict=True)]
+        return [self.document(game, i, rng) for game, i in zip(games, numbers, strict=True)]
+
+    def document(self, game: Game, i: int, rng: random.Random) -> Document:
+        """Returns an episode, or a drill."""
+        if rng.random() < SHARE_DRILLS:
+            ids = self.tokenizer.encode(drill(rng))
+            return Document(ids, [TURN_WEIGHT] * len(ids))
+        return self.episode(game, i, rng)
 
     def episode(self, game: Game, i: int, rng: random.Random) -> Document:
         """Returns an episode played by a careless player or an expert."""
         problem = game.env.problem(i % game.env.num_tasks)
         episode = game.env.episode(problem, rng.getrandbits(32))
-        is_expert = rng.random() < EXPERTS
+        is_expert = rng.random() < game.experts
         ids = self.tokenizer.chat(problem.messages)
         weights = [OTHER_WEIGHT] * len(ids)
-        for _ in range(min(MAX_TURNS, game.env.max_turns)):
+        for _ in range(game.env.max_turns):
             text = game.play(problem, episode, is_expert, rng)
             if not is_expert and rng.random() < RULE_BREAKS:
                 text = rng.choice(["0", "x", "no"])
@@ -153,6 +175,8 @@ def make_corpus() -> list[str]:
     for game in GAMES.values():
         for i in range(300):
             corpus += [message["content"] for message in game.env.problem(i).messages]
+    rng = random.Random(0)
+    corpus += [drill(rng) for _ in range(100)]
     corpus += ["higher", "lower", "number?", "user\nassistant\nsystem", *gridworld.MOVES] * 300
     return corpus
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
+from envs import make_env
 from utils.evaluation.chat import StreamPrinter, converse
 
 
@@ -74,3 +75,26 @@ def test_the_command_talks_on_a_terminal():
             os.write(ours, answers.pop(0))
     assert process.wait(60) == 0
     assert b"Ctrl-D ends" in said
+
+
+def test_an_episode_is_played_by_hand_or_by_the_model():
+    command = [sys.executable, ROOT / "core" / "sampling.py", "--env_name", "wordle", "--env_options", "prompt=bare"]
+    word = make_env("wordle").problem(57).answer
+    lines = f"DADDY\n\n{word}\x1b[31m\n"
+    output = subprocess.run([*command, "--task", "57"], input=lines, capture_output=True, text=True, check=True).stdout
+    assert "[user] Guess the word." in output and "[user] d a d d y" in output and "\x1b" not in output
+    assert output.endswith("stop done: return 0.9, correct_answer 1, turns 3, invalid 1, guesses 3\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env_name", "poem"], "poem has one turn"),
+        (["--env_name", "guess", "--task", "-1"], "--task -1: guess has 0 to 99999"),
+        (["--env_name", "guess", "--env_options", "word=a"], "has no option 'word'"),
+    ],
+)
+def test_what_cannot_be_played_is_named(arguments, message):
+    command = [sys.executable, ROOT / "core" / "sampling.py", *arguments]
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert process.returncode == 2 and message in process.stderr

@@ -18,6 +18,7 @@ from envs import make_env
 from envs.base import Env, Problem, Step
 from envs.gridworld import GridworldEpisode, Lake
 from envs.tictactoe import TicTacToeEpisode
+from envs.wordle import WORDS, WordleEpisode, feedback, read_words
 from utils.settings.errors import UserError
 
 Player = Callable[[str], str]  # returns the reply to the last message
@@ -31,6 +32,7 @@ OPTIONS = {
     "tictactoe minimax": {"opponent": "minimax"},
     "gridworld": {},
     "gridworld slip": {"slip": 0.3, "moves_per_turn": 3},
+    "wordle": {},
 }
 
 
@@ -168,10 +170,42 @@ def path_player(message: str) -> str:
     return min(STEPS, key=lambda word: steps.get(neighbor(place, word), inf))
 
 
+def signs_by_counting(guess: str, word: str) -> str:
+    """Returns the signs of a guess, each found on its own: a letter is yellow if the word has one more of it.
+
+    More than those at their places, and than those at wrong places before it.
+    """
+    signs = ""
+    for i, letter in enumerate(guess):
+        places = [j for j in range(5) if guess[j] == letter]
+        green = [j for j in places if word[j] == letter]
+        before = [j for j in places if j < i and j not in green]
+        if i in green:
+            signs += "G"
+        else:
+            signs += "Y" if word.count(letter) > len(green) + len(before) else "-"
+    return signs
+
+
+class WordPlayer:
+    """Guesses a word at random among those that agree with all signs so far."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.left = read_words(WORDS)
+
+    def __call__(self, message: str) -> str:
+        if message != "Guess the word.":
+            guess, signs = message.replace(" ", "").splitlines()
+            self.left = [word for word in self.left if signs_by_counting(guess, word) == signs]
+        return self.rng.choice(self.left)
+
+
 def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
     """Returns a player of random legal moves, some of them replaced by no move."""
     rng = random.Random(seed)
     numbers = []  # of the last message that shows any
+    words = read_words(WORDS)
 
     def player(message: str) -> str:
         numbers[:] = re.findall("[0-9]+", message) or numbers
@@ -180,6 +214,8 @@ def random_player(case: str, seed: int, share_invalid: float = 0.0) -> Player:
         if case == "guess":
             low, high = map(int, numbers)
             return str(rng.randint(low, high))
+        if case == "wordle":
+            return rng.choice(words)
         return rng.choice(numbers or list(STEPS))
 
     return player
@@ -269,8 +305,21 @@ def test_a_detour_costs_and_a_hole_ends_the_walk():
     assert {reward for reward, *_ in seen} <= {0.9, 0.95, 1.0, 0.0}
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_words_that_agree_with_all_signs_find_the_word(split):
+    env = make_game("wordle", split)
+    num_correct = 0
+    for i in range(env.num_tasks):
+        total, replies, steps = play(env, env.problem(i), WordPlayer(i))
+        num_correct += is_correct(steps)
+        if is_correct(steps):
+            assert replies[-1] == env.words[i] and total == 1 - env.cost * (len(replies) - 1)
+    assert num_correct > 0.97 * env.num_tasks
+
+
 @pytest.mark.parametrize(
-    ("case", "highest"), [("guess", 0.3), ("tictactoe", 0.6), ("tictactoe minimax", 0.3), ("gridworld", 0.25)]
+    ("case", "highest"),
+    [("guess", 0.3), ("tictactoe", 0.6), ("tictactoe minimax", 0.3), ("gridworld", 0.25), ("wordle", 0.05)],
 )
 def test_random_moves_earn_clearly_less(case, highest):
     env = make_game(case)
@@ -282,7 +331,7 @@ def test_random_moves_earn_clearly_less(case, highest):
 # laws
 
 
-SNIPPETS = ["٣", "³", "५", "1e9", "0x5", "05", "5.", "-1", "\0", "", "İ", "LEFT", "I'd", "u" * 99, "9" * 8000]
+SNIPPETS = ["٣", "³", "५", "1e9", "0x5", "05", "5.", "-1", "\0", "", "İ", "LEFT", "I'd", "u" * 99, "9" * 8000, "CRANE"]
 MOVES = ["up", "d", "l", "right", "5", "9", "0", "10", "x"]
 
 
@@ -316,7 +365,7 @@ def test_hostile_replies_raise_nothing_and_take_milliseconds(case):
         assert 0 <= step.reward <= 1 and (step.done or not step.reward)
         num_turns += 1
         if step.done or num_turns == env.max_turns:
-            episode = env.episode(env.problem(i), i)
+            episode = env.episode(env.problem(i % env.num_tasks), i)
             num_turns = 0
     assert 100 < num_invalid < 9_900, "some are moves"
     assert sum(seconds) / len(seconds) < 0.001
@@ -339,7 +388,7 @@ def test_an_episode_is_a_function_of_problem_seed_and_replies(case):
         other = env.episode(problem, i + 1)
         num_changed += [other.step(reply) for reply in replies] != steps[: len(replies)]
     assert num_truncated
-    assert bool(num_changed) == (case not in ("guess", "gridworld")), "chance comes from the seed"
+    assert bool(num_changed) == (case not in ("guess", "gridworld", "wordle")), "chance comes from the seed"
 
 
 @pytest.mark.parametrize("case", ["guess", "tictactoe", "gridworld"])
@@ -366,6 +415,16 @@ def least_image(message: str) -> tuple[str, ...]:
     return min(images)
 
 
+def test_words_are_in_one_split_each(tmp_path):
+    parts = [set(make_game("wordle", split).words) for split in (*SPLITS, "-valid")]
+    assert set.union(*parts) == set(read_words(WORDS)) and sum(map(len, parts)) == len(read_words(WORDS)) > 700
+    assert min(map(len, parts)) > 70
+    file = tmp_path / "words.txt"
+    file.write_text("CRANE zebra\n\ncrane\nhello\n")
+    env = make_game("wordle", words=str(file))
+    assert env.words == [word for word in ("crane", "zebra", "hello") if word in parts[0]] and env.words
+
+
 # details
 
 
@@ -377,6 +436,25 @@ def test_an_illegal_move_uses_up_a_turn_and_nothing_else():
     assert episode.board == "xo3456789"
     episode.step("not 4 but 5")
     assert episode.board[4] == "x" and episode.board.count("o") == 2
+
+
+def test_signs_are_those_by_counting():
+    assert feedback("speed", "erase") == "Y-YY-" and feedback("allay", "llama") == "YGYY-"
+    words = [*read_words(WORDS), *map("".join, itertools.product("ab", repeat=5)), "abcca", "cabac", "bcbca"]
+    rng = random.Random(0)
+    for _ in range(20_000):
+        guess, word = rng.choices(words[-35:] if rng.random() < 0.5 else words, k=2)
+        assert feedback(guess, word) == signs_by_counting(guess, word), (guess, word)
+
+
+def test_the_last_word_of_five_letters_is_the_guess():
+    episode = WordleEpisode("crane", cost=0.25)
+    for reply in ("", "four", "sixsix", "c r a n e", "cr\u00e4ne", "12345"):
+        assert episode.step(reply) == Step([{"role": "user", "content": "five letters?"}], info={"invalid": 1.0})
+    episode = WordleEpisode("crane", cost=0.25)
+    step = episode.step("I think <b>of SPEED</b>, a word of five!")
+    assert step == Step([{"role": "user", "content": "s p e e d\n- - Y - -"}])
+    assert episode.step("Crane.")[1:3] == (0.75, True)
 
 
 def test_the_last_moves_of_a_reply_are_made():
@@ -405,6 +483,9 @@ def test_slips_go_aside():
         ("gridworld", {"num_holes": 14}, "no map is left for the train split"),
         ("gridworld", {"num_holes": 15}, "num_holes from 0 to size"),
         ("gridworld", {"prompt": "long"}, "choose one of bare, full"),
+        ("wordle", {"words": "no-such-file"}, "words=no-such-file: there is no such file"),
+        ("wordle", {"words": __file__}, "is no word of five letters"),
+        ("wordle", {"max_turns": 1}, "max_turns >= 2"),
     ],
 )
 def test_mistakes_are_named(name, options, message):

@@ -26,7 +26,11 @@ LAW = {
     "core.records": ("models.names", "utils.training.batching"),  # a leaf
     "core.objectives": ("core.records", "models.names", "utils.settings", "utils.training.batching"),
     "core.sampling": ("core.chat", "core.records", "envs.base", "models", "utils"),  # core.chat is its command
-    "core.chat": ("core.records", "core.sampling", "models", "utils"),
+    "core.chat": ("core.play", "core.records", "core.sampling", "models", "utils"),
+    "core.play": (
+        *("core.chat", "core.records", "core.rollout", "core.sampling", "core.turns"),
+        *("envs.base", "models", "utils"),
+    ),
     "core.turns": ("core.records", "core.sampling", "envs.base", "models", "utils"),
     "core.rollout": ("core.records", "core.sampling", "core.turns", "envs.base", "models", "utils"),
     "core.eval": ("core.records", "core.replay", "core.rollout", "core.sampling", "envs", "models", "utils"),
@@ -54,13 +58,13 @@ LAW = {
     "configs": ("configs",),
     "bench": ("bench", "core", "envs", "models", "utils"),
 }
-# And of everything else, where that is limited too. envs: the standard library, numpy, and what loads and grades data.
+# And of everything else, where that is limited too. envs: the standard library, numpy, what loads and grades data.
 OTHERS = {
     "core.records": {"dataclasses", "collections", "typing", "flax", "jaxtyping", "numpy"},
     "core.objectives": {"dataclasses", "collections", "functools", "typing", "jax", "flax", "jaxtyping", "numpy"},
     "envs": {
         *sys.stdlib_module_names,
-        *("numpy", "datasets", "pandas", "pyarrow", "huggingface_hub"),
+        *("numpy", "jaxtyping", "datasets", "pandas", "pyarrow", "huggingface_hub"),
         *("math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "yaml"),
     },
 }

@@ -3,14 +3,18 @@
 Letters: N prompts, G samples of each.
 """
 
+import os
 import random
 import re
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -27,14 +31,17 @@ from helpers import (
     start_processes,
     wait,
 )
+from kill_runs import checksum, reached, records
+from safetensors.numpy import load_file
+from test_scoring import wait_until_gone
 
 from core.config import Config
 from core.grpo import main
 from core.records import Completions
-from core.replay import read_stored, replay
+from core.replay import read_stored, replay, task_index, weights_before
 from core.rollout import make_worker
 from core.sampling import Sampler
-from core.turns import Observation, TurnChain, check_conversations
+from core.turns import Conversations, Observation, TurnChain, check_conversations
 from envs import make_env
 from envs.base import ForcedAnswer
 from models import decoder
@@ -44,10 +51,12 @@ from models.distribution import Distribution
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
+from utils.rewards.processes import descendant_pids
 from utils.settings.config import parse
-from utils.settings.environments import RolloutSettings, resolve_settings
+from utils.settings.environments import RolloutSettings, resolve_environments, resolve_settings
 from utils.settings.errors import UserError
 
+TINY = ROOT / "models" / "tiny"
 LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
 TURN, MAX_TURNS = 7, 5
 SEED, IDS, G = 2, (11, 4, 290, 5), 4
@@ -78,7 +87,7 @@ class Script:
         self.left[row] = num_left
         self.delay[row] = self.latency(row, len(self.turns[row]))
 
-    def observe(self, rows, is_blocking):
+    def observe(self, rows, is_blocking, patience=0.0):
         found = {}
         while not found:
             found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}
@@ -241,7 +250,7 @@ def turns_of(r: Completions, row: int) -> list[tuple[bool, list[int]]]:
 def test_an_episode_is_what_its_turns_make_of_it():
     """Played again by hand from the tokens of each row: what was said, rewards, ends."""
     layout = single_device()
-    model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
+    model, params, tokenizer = load_model(TINY, layout)
     with guess_worker(layout, model, tokenizer, SMALL) as worker:
         weights = worker.load_weights(params)
         episodes = worker.play(weights, np.arange(6), 4, jax.random.key(0))
@@ -271,7 +280,7 @@ def test_an_episode_is_what_its_turns_make_of_it():
 def play_on_two_processes(file: str, address: str, process_id: int) -> None:
     devices = DeviceConfig("fsdp", coordinator_address=address, num_processes=2, process_id=process_id)
     layout = make_layout(devices)
-    model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
+    model, params, tokenizer = load_model(TINY, layout)
     with guess_worker(layout, model, tokenizer, SMALL) as worker:
         episodes = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
     if layout.is_main:
@@ -284,7 +293,7 @@ def test_processes_share_the_turns_and_play_the_same(tmp_path):
     code = f"from test_turns import play_on_two_processes; play_on_two_processes({str(file)!r}, ADDRESS, I)"
     wait(start_processes(code, num_devices=1, num_processes=2))
     layout = single_device()
-    model, params, tokenizer = load_model(ROOT / "models" / "tiny", layout)
+    model, params, tokenizer = load_model(TINY, layout)
     with guess_worker(layout, model, tokenizer, SMALL) as worker:
         alone = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
     with np.load(file) as together:
@@ -301,29 +310,44 @@ def test_processes_share_the_turns_and_play_the_same(tmp_path):
 def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, message):
     settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
     with pytest.raises(UserError, match=message):
-        check_conversations(settings, model, load_tokenizer(ROOT / "models" / "tiny"), stop_strings)
+        check_conversations(settings, model, load_tokenizer(TINY), stop_strings)
 
 
 RUN = (
     "--env_name guess --env_options prompt=bare,min_size=4,max_size=6,max_number=20 --num_generation_tokens 110 "
-    "--model_dir models/tiny --max_steps 2 --groups_per_batch 2 --group_size 4 --max_resampling 1 --ppo_minibatch 0 "
+    "--max_steps 2 --groups_per_batch 13 --group_size 4 --max_resampling 1 --ppo_minibatch 0 --adam_eps 1e-2 "
     "--lr 1e-3 --save_interval 1 --save_rollouts all --credit turn --do_group_filter 0"
 )
+NUM_STEPS, NUM_ROWS = 2, 52
 
 
-def test_stored_episodes_are_drawn_again_and_branched(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    main(parse(Config, [*RUN.split(), "--save_dir", str(tmp_path)]))
+def train(folder: Path) -> None:
+    main(parse(Config, [*RUN.split(), "--model_dir", str(TINY), "--save_dir", str(folder)]))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder)
+    return folder
+
+
+def rollouts(folder: Path, step: int) -> str:
+    return str(folder / "rollouts" / f"step_{step}")
+
+
+def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
     layout = single_device()
-    for step, row in ((1, 0), (1, 6), (2, 3)):
-        path = str(tmp_path / "rollouts" / f"step_{step}")
+    for step, row in ((1, 6), (2, 3)):
+        path = rollouts(whole, step)
         stored, _ = read_stored(path, row)
         capsys.readouterr()
         replay(path, row, 0, 1, layout)
         num_tokens = len(stored.tokens) - stored.prompt_length
         assert f"all {num_tokens} tokens are those of the run" in capsys.readouterr().out
     replay(path, row, len(stored.turns), 3, layout)
-    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    tokenizer = load_tokenizer(TINY)
     beginning = [f"assistant: {tokenizer.decode(turn)}\n" for turn in stored.turns[:-1]]
     branches = capsys.readouterr().out.split("#" * 25)[1:]
     assert len(branches) == 3
@@ -332,15 +356,72 @@ def test_stored_episodes_are_drawn_again_and_branched(tmp_path, capsys, monkeypa
         assert turns[: len(beginning)] == beginning and len(turns) > len(beginning)
 
 
+@pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
+def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
+    """104 rows in all, from what is stored of each; the groups are played in reverse."""
+    rows = [read_stored(rollouts(whole, step), row) for row in range(NUM_ROWS)]
+    stored, (config, *_) = zip(*rows, strict=True)
+    reverse = [stored[i : i + G] for i in range(NUM_ROWS - G, -1, -G)]
+    layout = single_device()
+    model, params, tokenizer = load_model(weights_before(stored[0], config), layout)
+    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        tasks = [task_index(worker, group[0].task) for group in reverse]
+        places = [group[0].place for group in reverse]
+        episodes = worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, np.array(places))
+    assert len({len(row.turns) for row in stored}) > 2
+    for row, expected in enumerate(row for group in reverse for row in group):
+        length = episodes.completions.lengths[row]
+        np.testing.assert_array_equal(episodes.completions.tokens[row, :length], expected.tokens)
+        np.testing.assert_array_equal(episodes.completions.mask[row, :length], expected.mask)
+
+
+def train_until_killed(folder: str) -> None:
+    """Trains up to the first third turn of the last step; prints the processes that were started, and kills itself."""
+    end_turn, calls = Conversations.end_turn, []
+
+    def kill_in_third_turn(self, row, turn, num_left):
+        end_turn(self, row, turn, num_left)
+        if self not in calls:
+            calls.append(self)
+        if len(calls) == NUM_STEPS and len(self.episodes[row].replies) == 3:
+            while not Path(folder, "state", "1").is_dir():  # written in the background
+                time.sleep(0.01)
+            print(*descendant_pids(os.getpid()), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Conversations.end_turn = kill_in_third_turn
+    train(Path(folder))
+
+
+def reproducible_records(folder: Path) -> list[dict]:
+    """All but the rounding of the sampler: which rows draw together depends on when the environment answers."""
+    return [{k: v for k, v in row.items() if not k.startswith("inference_recompute/")} for row in records(folder)]
+
+
+def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tmp_path):
+    (process,) = start_processes(f"import test_turns; test_turns.train_until_killed({str(tmp_path)!r})", num_devices=1)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, output
+    pids = [int(pid) for pid in output.splitlines()[-1].split()]
+    assert len(pids) > 2, "the helper of the scorer, its keepers and workers"
+    wait_until_gone(*pids)
+    assert reached(tmp_path) == NUM_STEPS - 1
+    train(tmp_path)
+    assert reproducible_records(tmp_path) == reproducible_records(whole)
+    assert checksum(tmp_path, NUM_STEPS) == checksum(whole, NUM_STEPS)
+    found, expected = (load_file(folder / f"step{NUM_STEPS}" / "model.safetensors") for folder in (tmp_path, whole))
+    assert found.keys() == expected.keys() and all((found[name] == x).all() for name, x in expected.items())
+
+
 @pytest.mark.parametrize(
     ("row", "from_turn", "message"),
-    [(8, 0, "rows 0 to 7"), (0, 9, "the row has . turns"), (0, -1, "the row has . turns")],
+    [(52, 0, "rows 0 to 51"), (0, 9, "the row has . turns"), (0, -1, "the row has . turns")],
 )
-def test_mistakes_of_a_replay(tmp_path, monkeypatch, row, from_turn, message):
-    monkeypatch.chdir(ROOT)
-    main(parse(Config, [*RUN.replace("--max_steps 2", "--max_steps 1").split(), "--save_dir", str(tmp_path)]))
+def test_mistakes_of_a_replay(whole, row, from_turn, message):
     with pytest.raises(UserError, match=message):
-        replay(str(tmp_path / "rollouts" / "step_1"), row, from_turn, 1, single_device())
+        replay(rollouts(whole, 1), row, from_turn, 1, single_device())
 
 
 QWEN = ROOT.parent / "shared" / "data" / "qwen3-tokenizer"
@@ -364,7 +445,7 @@ def test_the_bridge_is_that_of_qwen3(thinking):
 
 
 def test_a_template_that_ends_a_reply_otherwise_is_refused():
-    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    tokenizer = load_tokenizer(TINY)
     hf = copy(tokenizer.hf)
     hf.chat_template = "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
     with pytest.raises(UserError, match="ends a reply in another way"):

@@ -288,10 +288,14 @@ class ScoringStream:
             self.outcomes |= outcomes
             self.has_changed.notify_all()
 
-    def take(self, rows: Set[int], num_needed: int = 0) -> dict[int, Outcome]:
-        """Removes and returns the outcomes of these rows that are there, by row, once there are `num_needed`."""
+    def take(self, rows: Set[int], num_needed: int = 0, patience: float = 0.0) -> dict[int, Outcome]:
+        """Removes and returns the outcomes of these rows that are there, by row.
+
+        It waits until there are `num_needed`, and `patience` seconds more for the others.
+        """
         with self.has_changed:
             self.has_changed.wait_for(lambda: self.error or len(rows & self.outcomes.keys()) >= num_needed)
+            self.has_changed.wait_for(lambda: self.error or rows <= self.outcomes.keys(), patience)
             if self.error:
                 raise self.error
             return {row: self.outcomes.pop(row) for row in sorted(rows & self.outcomes.keys())}

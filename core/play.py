@@ -1,0 +1,78 @@
+"""Plays an episode on the terminal: a person or the model writes the turns of the policy, and the environment answers.
+
+python core/sampling.py --env_name guess --env_options prompt=bare
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from core.chat import stream_reply
+from core.records import Message
+from core.rollout import answering_calls, encode_prompt
+from core.sampling import Sampler
+from core.turns import Conversations
+from envs.base import DIALECTS
+from models.names import Key, Params, Weights
+from utils.evaluation.chat import StreamPrinter
+from utils.metrics.logger import printable
+from utils.rewards.scorer import Scorer, ScoringStream
+from utils.settings.environments import RolloutSettings
+from utils.settings.errors import UserError
+
+
+def play_episode(sampler: Sampler, params: Params, settings: RolloutSettings, task: int, key: Key) -> None:
+    """Plays the episode of a task until it ends, or the input does.
+
+    Raises: UserError for an environment of one turn, and for a task that it does not have.
+    """
+    env, tokenizer = settings.env, sampler.tokenizer
+    if env.max_turns == 1:
+        raise UserError(f"{settings.name} has one turn, and nothing to play: see core/eval.py --show 5")
+    if not 0 <= task < env.num_tasks:
+        raise UserError(f"--task {task}: {settings.name} has 0 to {env.num_tasks - 1}")
+    problem = env.problem(task)
+    if env.dialect:
+        sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, problem)
+    weights = sampler.load_weights(params)
+    prompt = encode_prompt(tokenizer, problem)
+    tokens = list(prompt)
+    print("A line is your turn, an empty one lets the model write it, Ctrl-D ends the episode.")
+    show(problem.messages)
+    with Scorer(settings.name, settings.options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
+        conversations = Conversations(env, tokenizer, sampler.layout, [problem], np.array([task]), [0], stream)
+        observed = prompt
+        while observed:
+            try:
+                turn = write_turn(sampler, weights, tokens, key)
+            except (EOFError, KeyboardInterrupt):
+                return print()
+            tokens += turn
+            num_left = settings.max_new_tokens - (len(tokens) - len(prompt))
+            conversations.end_turn(0, np.array(turn), num_left)
+            observed = conversations.observe({0}, is_blocking=True)[0].tokens
+            tokens += observed
+            if observed:
+                show(conversations.episodes[0].messages[-1])
+        (rewards,), _ = conversations.finish()
+    stop = conversations.episodes[0].stop
+    scores = ", ".join(f"{name} {value:g}" for name, value in (rewards or {}).items())
+    print(f"\nstop {stop}: {scores}")
+
+
+def write_turn(sampler: Sampler, weights: Weights, tokens: list[int], key: Key) -> list[int]:
+    """Returns the tokens of a turn: of a line of input, or where it is empty, of the model. Raises EOFError."""
+    text = input("\n> ").strip()
+    if text:
+        return sampler.tokenizer.encode(text)
+    turn_key = jax.random.fold_in(key, len(tokens))
+    turn = stream_reply(sampler, weights, tokens, 0, turn_key, StreamPrinter())
+    print()
+    return turn
+
+
+def show(messages: Sequence[Message]) -> None:
+    """Prints messages, made harmless for a terminal."""
+    for message in messages:
+        print(printable(f"\n[{message['role']}] {message['content']}"))

@@ -1,0 +1,232 @@
+"""Python: questions of mathematics, and a tool that runs code of the policy in a process of its own.
+
+A call is a new process: nothing is left of it but its output. So an episode can be played again from its replies,
+unless the code reads a clock, or draws random numbers without a seed. What confines the process is in envs/sandbox.py.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from envs import make_env, sandbox
+from envs.base import DIALECTS, Env, Episode, Problem, Reply, Step
+from envs.tools import ToolEpisode, ToolSettings
+from utils.settings.errors import UserError
+
+PROBLEMS = ("gsm8k", "deepscaler", "aime", "aime25", "amc", "amc23", "math500")
+INLINE_PROMPT = "\nCode between {opening} and {closing} is run, and what it prints is written behind it."
+MAX_OUTPUT = 20_000  # bytes that are read of what code prints
+MAX_FOLDER = 1 << 24  # bytes of the files that code writes
+MAX_FILES = 1000
+POLL = 0.01  # seconds between two looks at these files
+FOLDER = os.path.dirname(sandbox.__file__)
+START = f"import sys; sys.path.append({FOLDER!r}); import sandbox; sandbox.main(*sys.argv[1:])"
+COMMAND = (os.path.realpath(sys.executable), "-SPsB", "-X", "utf8", "-c", START)
+VARIABLES = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+Process = subprocess.Popen[bytes]
+SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+
+
+class Python(Env):
+    """Asks the questions of another environment, `problems`, which grades the last reply; pays less for each call.
+
+    The splits are those of the questions.
+    """
+
+    splits = ("train", "valid", "test")
+
+    def __init__(
+        self,
+        split: str = "train",
+        problems: str = "gsm8k",  # one of PROBLEMS
+        data_dir: str = "",
+        form: str = "boxed",  # in which the answer is asked for: tags, boxed, hash or any
+        partial: float = 0.0,
+        dialect: str = "qwen",  # of calls: qwen or python
+        max_turns: int = 6,
+        max_tool_calls: int = 8,
+        call_cost: float = 0.0,
+        tool_error_reward: float = 0.0,  # for each call that fails
+        seconds: float = 5.0,  # for all calls of a turn; less than --score_timeout
+        memory: int = 1024,  # MiB of address space
+        sandbox: str = "on",  # off: limits of time, memory and files only
+        skip_bad_rows: bool = False,
+    ):
+        if dialect not in DIALECTS or sandbox not in ("on", "off"):
+            raise UserError(f"Python has the dialects {', '.join(DIALECTS)}, and sandbox=on or off")
+        if problems not in PROBLEMS:
+            raise UserError(f"problems={problems}: choose one of {', '.join(PROBLEMS)}")
+        if max_turns < 2 or seconds <= 0 or memory < 64:
+            raise UserError("Python needs max_turns >= 2, seconds > 0, and memory >= 64 (MiB)")
+        options = {"data_dir": data_dir, "form": form, "partial": partial, "skip_bad_rows": skip_bad_rows}
+        name = problems if split == "train" else f"{problems}-{split}"
+        self.questions = make_env(name, **options)
+        self.interpreter = Interpreter(seconds, memory << 20, sandbox == "on")
+        self.interpreter.check()
+        self.settings = ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward, call_cost=call_cost)
+        self.dialect = dialect
+        self.max_turns = max_turns
+        self.form = form
+        self.note = self.questions.note
+        self.num_tasks = self.questions.num_tasks
+        self.num_eval_tasks = self.questions.num_eval_tasks
+        self.tokens_per_action = 2 * self.questions.tokens_per_action
+
+    def problem(self, index: int) -> Problem:
+        problem = replace(self.questions.problem(index), thinking=False, prefix="")
+        dialect = DIALECTS[self.dialect]
+        if not dialect.is_inline:
+            return replace(problem, tools=(self.interpreter.python,))
+        *messages, message = problem.messages
+        content = message["content"] + INLINE_PROMPT.format(opening=dialect.opening, closing=dialect.closing)
+        return replace(problem, messages=[*messages, message | {"content": content}])
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        return PythonEpisode(problem, self)
+
+    def examples(self, problem: Problem) -> dict[str, str]:
+        return self.questions.examples(problem)
+
+
+class PythonEpisode(ToolEpisode):
+    """A question, whose environment grades the last reply."""
+
+    def __init__(self, problem: Problem, env: Python):
+        self.interpreter = replace(env.interpreter)
+        super().__init__([self.interpreter.python], env.settings)
+        self.problem = problem
+        self.questions = env.questions
+
+    def act(self, reply: Reply) -> Step:
+        self.interpreter.renew()
+        return super().act(reply)
+
+    def final_reward(self, text: str) -> Mapping[str, float]:
+        return self.questions.score(self.problem, text)
+
+
+class CodeError(RuntimeError):
+    """Raised for code that fails, or that exceeds a limit."""
+
+
+@dataclass
+class Interpreter:
+    """Runs code, each piece in a process of its own; all pieces of a turn share a time limit."""
+
+    seconds: float
+    memory: int  # bytes
+    is_confined: bool
+    seconds_left: float = 0.0
+
+    def check(self) -> None:
+        """Raises UserError where code is to be confined, and cannot be, or does not run."""
+        missing = sandbox.missing_protection() if self.is_confined else ""
+        if missing:
+            raise UserError(
+                f"the tool python cannot confine code here: there is no {missing}; --env_options sandbox=off runs code "
+                "of the model with limits of time, memory and files only"
+            )
+        self.renew()
+        try:
+            self.python("None")
+        except CodeError as error:
+            raise UserError(f"the tool python does not run here: {error}") from error
+
+    def renew(self) -> None:
+        """Begins a turn."""
+        self.seconds_left = self.seconds
+
+    def python(self, code: str) -> str:
+        """
+        Runs Python code, and returns what it prints. The value of a last line that is an expression is printed, too.
+        Each call starts anew: names of earlier calls are gone.
+
+        Args:
+            code: The code, for example "import math\\nmath.comb(10, 3)".
+        """
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
+            source.write(str(code).encode(errors="replace"))
+            source.seek(0)
+            exit_code = self.run(source, output)
+            num_bytes = output.seek(0, os.SEEK_END)
+            output.seek(0)
+            text = output.read(MAX_OUTPUT).decode(errors="replace").strip("\n")
+        if num_bytes >= sandbox.MAX_FILE:
+            raise CodeError(f"the code printed more than {sandbox.MAX_FILE >> 20} MiB")
+        if exit_code < 0:
+            raise CodeError(f"the process was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})")
+        if exit_code:
+            *_, error = ["", *text.splitlines()]
+            raise CodeError(error or f"the process ended with exit code {exit_code}")
+        return text
+
+    def run(self, source: BinaryIO, output: BinaryIO) -> int:
+        """Returns the exit code of a process that runs code. Raises: CodeError where it exceeds a limit."""
+        limits = [str(math.ceil(self.seconds_left) + 1), str(self.memory), str(os.getpid())]
+        confinement = "on" if self.is_confined else "off"
+        folders = [os.pathsep.join(readable_paths()), os.pathsep.join(package_folders())]
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="lmpo-", ignore_cleanup_errors=True) as folder:
+            process = subprocess.Popen(
+                [*COMMAND, *limits, confinement, *folders],
+                stdin=source,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env=VARIABLES,
+                start_new_session=True,
+            )
+            try:
+                return self.wait(process, folder, start + self.seconds_left)
+            finally:
+                end(process)
+                self.seconds_left -= time.monotonic() - start
+
+    def wait(self, process: Process, folder: str, deadline: float) -> int:
+        """Returns the exit code of a process. Raises: CodeError where it exceeds the time limit, or writes too much."""
+        while time.monotonic() < deadline:
+            try:
+                return process.wait(POLL)
+            except subprocess.TimeoutExpired:
+                check_folder(folder)
+        raise CodeError(f"the code of this turn took longer than {self.seconds:g} seconds")
+
+
+def package_folders() -> list[str]:
+    """Returns the folders of installed packages, numpy and sympy among them."""
+    paths = sysconfig.get_paths()
+    return [paths["purelib"], paths["platlib"]]
+
+
+def readable_paths() -> list[str]:
+    """Returns the folders and files that an interpreter reads: libraries, and nothing of the user or the project."""
+    paths = sysconfig.get_paths()
+    libraries = [paths["stdlib"], paths["platstdlib"], sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
+    return [*libraries, *package_folders(), *SYSTEM_PATHS]
+
+
+def check_folder(folder: str) -> None:
+    """Raises CodeError for too many files in a folder, or too many bytes."""
+    num_files = num_bytes = 0
+    for file in os.scandir(folder):
+        num_files += 1
+        with contextlib.suppress(FileNotFoundError):  # removed by now
+            num_bytes += file.stat(follow_symlinks=False).st_size
+        if num_files > MAX_FILES or num_bytes > MAX_FOLDER:
+            raise CodeError(f"the code wrote more than {MAX_FILES} files or {MAX_FOLDER >> 20} MiB")
+
+
+def end(process: Process) -> None:
+    """Kills a process and its group, which unconfined code may have enlarged."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
