@@ -83,10 +83,10 @@ def train(
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, held_out = split_roles(workers)
+    with_greedy = config.held_out.test_greedy
     if held_out and progress.step == 0:
         with run.interruptible():
-            policy, with_greedy = learner.policy(state.params), config.held_out.test_greedy
-            metrics = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy)
+            metrics = evaluate_held_out(held_out, learner.policy(state.params), config.eval, config.seed, with_greedy)
         progress = run.log_start(metrics, state, progress)
 
     while (fraction := fraction_done(config, worker, progress)) < 1:
@@ -125,9 +125,8 @@ def train(
         progress = progress.after_step(cursor, len(episodes))
         is_last = fraction_done(config, worker, progress) >= 1
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
-            with_greedy = is_last and config.held_out.test_greedy
             policy = learner.policy(state.params)
-            metrics |= evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy)
+            metrics |= evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
     run.print_summary(progress)
 

@@ -41,6 +41,8 @@ from utils.training.batching import EMPTY, RowSizes, bucket, plan_microbatches, 
 from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
 from utils.training.state import TrainState, init_state
 
+FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
+SMALL = 10**8  # parameters; smaller models take higher rates
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
 
 
@@ -413,7 +415,7 @@ def make_learner(
     others = base or reference
     plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows)
     notes = [*plan.notes, describe_objective(objective), describe_optimizer(config.optimizer, params)]
-    notes += filter(None, [config.sampling.distribution.describe()])
+    notes += filter(None, [config.sampling.distribution.describe(), describe_adapters(config, model, base)])
     learner = Learner(
         replace(model, remat=plan.remat),
         optimizer,
@@ -427,3 +429,17 @@ def make_learner(
         tuple(notes),
     )
     return learner, state
+
+
+def describe_adapters(config: Config, model: Decoder, base: Weights) -> str:
+    """Returns in one line how adapters are sampled, and whether the learning rate fits what is trained."""
+    lr = config.optimizer.lr
+    if not base:
+        is_fast = lr >= FULL_RATES * 10 and model.num_parameters > SMALL
+        return f"--lr {lr:g} fits adapters: full training takes about a tenth" if is_fast else ""
+    sampled = "from a copy with them added" if model.merges_adapters else "beside the base"
+    dtype = config.lora.base_dtype or model.dtype
+    text = f"adapters of rank {config.lora.lora_rank} over a base in {dtype}, sampled {sampled}"
+    if lr <= FULL_RATES:
+        text += f"; --lr {lr:g} fits full training: adapters take about 10 times as much"
+    return text

@@ -319,9 +319,6 @@ def forward(
             x = remat(partial(apply_layer, number=i))(x, layers, route)
         return x
 
-    def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
-        return apply_layers(x, *period, range(model.period)), None
-
     params = with_adapters(model, params)
     layers = params[LAYERS]
     x = embed(model, params, pack_ids(tokens, packing))
@@ -329,14 +326,29 @@ def forward(
         routes = rearrange(pack_ids(routes, packing), "B T L k -> L B T k")
     num_scanned = 0
     if not isinstance(layers, list):  # below adapters they are held one by one, as sampling reads them
-        num_periods = model.num_hidden_layers // model.period
-        num_scanned = num_periods * model.period
-        periods = stack_periods(model, layers, num_periods)
-        routes_of_periods = None
-        if routes is not None:
-            routes_of_periods = rearrange(routes[:num_scanned], "(n p) B T k -> n p B T k", p=model.period)
-        x, _ = jax.lax.scan(apply_period, x, (periods, routes_of_periods), unroll=model.unroll or 1)
+        x, num_scanned = scan_periods(model, apply_layers, x, layers, routes)
     return apply_layers(x, layers, routes, range(num_scanned, model.num_hidden_layers))
+
+
+def scan_periods(
+    model: Decoder,
+    apply_layers: Callable[[Hidden, LayerParams, Array | None, range], Hidden],
+    x: Hidden,
+    stacked: LayerParams,
+    routes: Array | None,
+) -> tuple[Hidden, int]:
+    """Applies the layers of whole periods in a loop; returns their number too."""
+    num_periods = model.num_hidden_layers // model.period
+    num_layers = num_periods * model.period
+    periods = stack_periods(model, stacked, num_periods)
+    if routes is not None:
+        routes = rearrange(routes[:num_layers], "(n p) B T k -> n p B T k", p=model.period)
+
+    def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
+        return apply_layers(x, *period, range(model.period)), None
+
+    x, _ = jax.lax.scan(apply_period, x, (periods, routes), unroll=model.unroll or 1)
+    return x, num_layers
 
 
 def row_attention(
