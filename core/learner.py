@@ -5,7 +5,7 @@ B rows of a batch, T row length.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -64,8 +64,8 @@ class Learner:
     config: Config
     num_generation_tokens: int  # completion limit
     tokens_per_microbatch: int  # of a device, with padding
-    base: Weights  # below adapters, which are then what is trained; else empty
     reference: Params | Weights | None = None  # parameters of the model that the KL is measured to
+    base: Weights = field(default_factory=dict)  # below adapters, which are then what is trained; else empty
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
     has_fixed_shapes: bool = False  # one program for all micro-batches of a width; --precompile sets it
@@ -140,7 +140,7 @@ class Learner:
             for _, microbatch, packing in self.microbatches(minibatch, config.minibatch_size):
                 packings.append(packing)
                 microbatch, packing = self.layout.put((microbatch, packing))
-                arguments = self.base, state.params, sums, microbatch, packing
+                arguments = state.params, sums, microbatch, packing, self.base
                 sums, metrics = accumulate(*settings, *arguments)
                 parts.append(metrics)
             factor = np.float32(schedule(config.optimizer, fraction_done))
@@ -236,7 +236,7 @@ class Learner:
         batch, packing = self.zero_batch(width, self.config.minibatch_size)
         sums = shapes_of(self.zero_sums(params))
         settings = self.model, self.config.objective, distribution
-        yield accumulate, (*settings, shapes_of(self.base), params, sums, batch, packing)
+        yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
         warmup_steps = self.config.optimizer.warmup_steps
         yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state), *sums, np.float32(1))
 
@@ -328,16 +328,16 @@ def score(
     return score_tokens(model, params, tokens, distribution, support, routes, packing)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def accumulate(
     model: Decoder,
     objective: ObjectiveConfig,
     distribution: Distribution,
-    base: Weights,
     params: Params | Adapters,
     sums: Sums,
     batch: Batch,
     packing: Packing,
+    base: Weights | None = None,
 ) -> tuple[Sums, dict[str, Array]]:
     """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
 
@@ -423,8 +423,8 @@ def make_learner(
         config,
         num_generation_tokens,
         plan.tokens_per_microbatch,
-        base,
         reference,
+        base,
         on_skipped,
         tuple(notes),
     )

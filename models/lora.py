@@ -104,7 +104,7 @@ def init_adapters(model: Decoder, rank: int, key: Key) -> Adapters:
     return adapters
 
 
-def make_policy(base: Weights, trained: Adapters | Policy) -> Policy:
+def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
     """Returns the policy of what is trained: adapters over a base, or, where there is no base, all parameters."""
     return base | {ADAPTERS: trained} if base else trained
 
