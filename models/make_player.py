@@ -38,6 +38,7 @@ NEAR_THE_END = 0.9  # share of the careless guesses that are in the last eighth 
 RIGHT_SUMS = 0.3  # share of the careless sums
 SHARE_DRILLS = 0.1
 SIGNS = DIALECTS["python"]
+TAGS = (*SIGNS, *DIALECTS["qwen"][:2], "<think>", "</think>")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -182,8 +183,7 @@ def make_corpus() -> list[str]:
 
 
 def main(_):
-    tags = [*SIGNS, *DIALECTS["qwen"][:2], "<think>", "</think>"]
-    tokenizer = make_tokenizer(make_corpus(), tags, CHAT_TEMPLATE)
+    tokenizer = make_tokenizer(make_corpus(), TAGS, CHAT_TEMPLATE)
     pretrain(Path(FLAGS.out), tokenizer, Writer(tokenizer).write, FLAGS.steps, FLAGS.seed)
 
 
