@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from models.architecture import Decoder, is_spec
-from models.checkpoint import CONFIG, default_dtype, load_model, read_config, read_json, save_model
+from models.checkpoint import default_dtype, load_model, read_config, save_model
 from models.decoder import init_params
 from models.families import text_config
+from models.files import CONFIG
 from models.names import Params
-from models.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer, read_json
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.settings.config import option

@@ -26,12 +26,13 @@ from core.config import Config, UpdateConfig
 from core.learner import Learner, accumulate, make_learner, split_minibatches
 from core.objectives import ObjectiveConfig, compute_advantages, policy_loss
 from core.records import Batch
-from core.sampling import SamplingConfig
+from core.sampling import SamplingConfig, decode_weights
 from models.architecture import Decoder
-from models.checkpoint import load_model
+from models.checkpoint import lay_out_adapters, load_model
 from models.decoder import init_params, logits
 from models.distribution import Distribution, entropy, log_softmax_at
-from models.names import Array, Params
+from models.lora import init_adapters
+from models.names import Adapters, Array, Params
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import group, option, parse, with_options
@@ -117,10 +118,15 @@ def make_batch(
 
 
 def make_update(
-    config: Config, model: Decoder, params: Params, layout: Layout, batch: Batch
-) -> Callable[[], Params]:
-    """Returns a function that learns from the batch, again and again."""
-    learner, state = make_learner(config, model, params, layout, config.sampling.num_generation_tokens)
+    config: BenchTraining, model: Decoder, params: Params, layout: Layout, batch: Batch
+) -> Callable[[], Params | Adapters]:
+    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters."""
+    base = None
+    if config.lora.lora_rank:
+        base = decode_weights(model, layout, params)
+        adapters = init_adapters(model, config.lora.lora_rank, jax.random.key(0))
+        params = lay_out_adapters(model, adapters, layout)
+    learner, state = make_learner(config, model, params, layout, config.num_generation_tokens, base=base)
 
     def update() -> Params:
         nonlocal state

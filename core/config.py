@@ -6,6 +6,7 @@ from core.eval import EvalConfig
 from core.objectives import ObjectiveConfig
 from core.sampling import SamplingConfig
 from models.checkpoint import TrainComputeConfig
+from models.lora import LoraConfig
 from utils.devices.memory import MemoryConfig
 from utils.devices.startup import DeviceConfig
 from utils.rewards.shaping import RewardConfig
@@ -89,6 +90,7 @@ class Config:
     update: UpdateConfig = group(UpdateConfig)
     objective: ObjectiveConfig = group(ObjectiveConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
+    lora: LoraConfig = group(LoraConfig)
     memory: MemoryConfig = group(MemoryConfig)
     compute: TrainComputeConfig = group(TrainComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
@@ -120,6 +122,10 @@ class Config:
                 self.batch_size % self.minibatch_size > 0,
                 f"--ppo_minibatch {update.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step: "
                 "--groups_per_batch x --group_size (--best_k with that advantage)",
+            ),
+            (
+                bool(self.lora.lora_rank) and objective.has_critic,
+                "--advantage gae trains a critic, a second model, which --lora_rank has no room for: drop one",
             ),
             (
                 self.run.save_best and not has_held_out,

@@ -33,7 +33,7 @@ from core.objectives import compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
 from models.architecture import Decoder
-from models.checkpoint import load_model
+from models.checkpoint import load_policy
 from models.names import LAYERS, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import compile_programs, shapes_of
@@ -56,9 +56,11 @@ def main(config: Config) -> None:
     layout = make_layout(config.devices)
     environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
-    model, params, tokenizer = load_model(run.model_dir, layout, **config.compute.arguments)
+    arguments = config.lora, config.seed, layout
+    model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
     workers = make_workers(config, environments, model, tokenizer, layout, run.directory)
-    learner, state = make_learner(config, model, params, layout, workers["env"].max_new_tokens, run.write_bad_batch)
+    num_tokens = workers["env"].max_new_tokens
+    learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
@@ -81,9 +83,10 @@ def train(
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, held_out = split_roles(workers)
+    with_greedy = config.held_out.test_greedy
     if held_out and progress.step == 0:
         with run.interruptible():
-            metrics = evaluate_held_out(held_out, state.params, config.eval, config.seed, config.held_out.test_greedy)
+            metrics = evaluate_held_out(held_out, learner.policy(state.params), config.eval, config.seed, with_greedy)
         progress = run.log_start(metrics, state, progress)
 
     while (fraction := fraction_done(config, worker, progress)) < 1:
@@ -91,7 +94,7 @@ def train(
 
         # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
         with run.phase("rollout"):
-            weights = worker.load_weights(state.params)  # cast and laid out for decoding, once a step
+            weights = worker.load_weights(learner.policy(state.params))  # cast and laid out for decoding, once a step
             episodes, cursor = collect(worker, weights, config, step, progress.cursor)
 
         # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
@@ -122,8 +125,8 @@ def train(
         progress = progress.after_step(cursor, len(episodes))
         is_last = fraction_done(config, worker, progress) >= 1
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
-            with_greedy = is_last and config.held_out.test_greedy
-            metrics |= evaluate_held_out(held_out, state.params, config.eval, config.seed, with_greedy)
+            policy = learner.policy(state.params)
+            metrics |= evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
     run.print_summary(progress)
 
@@ -268,7 +271,7 @@ def precompile(
 
     They are padded as the longest one of an environment, or of 1,000 of a large one.
     """
-    params = shapes_of(state.params)
+    params = shapes_of(learner.policy(state.params))
     lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
     workers = {role: worker.with_prompt_columns(max(lengths[role])) for role, worker in workers.items()}
     worker, held_out = split_roles(workers)
@@ -286,7 +289,7 @@ def precompile(
     # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
     jax.random.fold_in(jax.random.key(config.seed), 0)
     fingerprint(state)
-    jax.tree.map(lambda x: x[0], state.params[LAYERS])
+    jax.tree.map(lambda x: x[0], state.params.get(LAYERS, {}))
     return workers, learner
 
 

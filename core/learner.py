@@ -5,7 +5,7 @@ B rows of a batch, T row length.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -28,7 +28,8 @@ from core.records import Batch
 from models.architecture import Decoder
 from models.decoder import TokenScores, make_critic, score_tokens
 from models.distribution import Distribution
-from models.names import CRITIC, Array, Params
+from models.lora import make_policy
+from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
 from models.packing import Packing, pack_rows
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import fit_memory, out_of_memory
@@ -40,7 +41,9 @@ from utils.training.batching import EMPTY, RowSizes, bucket, plan_microbatches, 
 from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
 from utils.training.state import TrainState, init_state
 
-Sums = tuple[Params, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
+FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
+SMALL = 10**8  # parameters; smaller models take higher rates
+Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
 
 
 class Update(NamedTuple):
@@ -61,10 +64,15 @@ class Learner:
     config: Config
     num_generation_tokens: int  # completion limit
     tokens_per_microbatch: int  # of a device, with padding
-    reference: Params | None = None  # parameters of the model that the KL is measured to
+    reference: Params | Weights | None = None  # parameters of the model that the KL is measured to
+    base: Weights = field(default_factory=dict)  # below adapters, which are then what is trained; else empty
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
     has_fixed_shapes: bool = False  # one program for all micro-batches of a width; --precompile sets it
+
+    def policy(self, params: Params | Adapters) -> Policy:
+        """Returns the policy whose trained parameters these are."""
+        return make_policy(self.base, params)
 
     @property
     def has_old_logprobs(self) -> bool:
@@ -81,7 +89,7 @@ class Learner:
         slowness = 8 if model.kernel == "plain" else 1  # small products, and passes over scores
         return slowness * num_products * model.num_hidden_layers / model.num_matrix_parameters
 
-    def score(self, params: Params, batch: Batch) -> Batch:
+    def score(self, params: Params | Adapters, batch: Batch) -> Batch:
         """Computes old log-probabilities, the reference's and the critic's values, before the first update."""
         objective = self.config.objective
         if not len(batch):
@@ -90,7 +98,7 @@ class Learner:
         batch = select_rows(batch, every_row, bucket(batch.tokens.shape[1]))  # few widths to compile
         with self.out_of_memory():
             if self.has_old_logprobs:
-                scores = self.token_scores(params, batch)
+                scores = self.token_scores(self.policy(params), batch)
                 batch = batch.replace(
                     old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy
                 )
@@ -101,7 +109,7 @@ class Learner:
                 batch = batch.replace(ref_logprobs=scores.logprobs)
         return batch
 
-    def token_scores(self, params: Params, batch: Batch) -> TokenScores:
+    def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
         distribution = self.config.sampling.distribution
         arrays: dict[str, np.ndarray] = {}
@@ -132,7 +140,8 @@ class Learner:
             for _, microbatch, packing in self.microbatches(minibatch, config.minibatch_size):
                 packings.append(packing)
                 microbatch, packing = self.layout.put((microbatch, packing))
-                sums, metrics = accumulate(*settings, state.params, sums, microbatch, packing)
+                arguments = state.params, sums, microbatch, packing, self.base
+                sums, metrics = accumulate(*settings, *arguments)
                 parts.append(metrics)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
@@ -158,7 +167,7 @@ class Learner:
             microbatch.mask[rows == EMPTY] = False
             yield rows, microbatch, pack_rows(sizes.select(rows), *shape, shards)
 
-    def zero_sums(self, params: Params) -> Sums:
+    def zero_sums(self, params: Params | Adapters) -> Sums:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
         dtype = self.config.memory.grad_dtype or "float32"
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), params)
@@ -219,14 +228,15 @@ class Learner:
         batch, packing = self.zero_batch(width, self.config.batch_size)
         arguments = batch.tokens, batch.support, batch.routes
         if self.has_old_logprobs:
-            yield score, (self.model, distribution, params, *arguments, packing)
+            policy = make_policy(shapes_of(self.base), params)
+            yield score, (self.model, distribution, policy, *arguments, packing)
         if self.config.objective.kl_coef:
             arguments = batch.tokens, batch.support, None
             yield score, (self.model, distribution, shapes_of(self.reference), *arguments, packing)
         batch, packing = self.zero_batch(width, self.config.minibatch_size)
         sums = shapes_of(self.zero_sums(params))
         settings = self.model, self.config.objective, distribution
-        yield accumulate, (*settings, params, sums, batch, packing)
+        yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
         warmup_steps = self.config.optimizer.warmup_steps
         yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state), *sums, np.float32(1))
 
@@ -308,7 +318,7 @@ def critic_metrics(batch: Batch) -> dict[str, float]:
 def score(
     model: Decoder,
     distribution: Distribution,
-    params: Params,
+    params: Policy,
     tokens: Int[Array, "B T"],
     support: Int[Array, "B T S"] | None,
     routes: Int[Array, "B T L k"] | None,
@@ -323,15 +333,17 @@ def accumulate(
     model: Decoder,
     objective: ObjectiveConfig,
     distribution: Distribution,
-    params: Params,
+    params: Params | Adapters,
     sums: Sums,
     batch: Batch,
     packing: Packing,
+    base: Weights | None = None,
 ) -> tuple[Sums, dict[str, Array]]:
     """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
 
-    def loss_of(params: Params) -> tuple[Float[Array, ""], dict[str, Array]]:
-        scores = score_tokens(model, params, batch.tokens, distribution, batch.support, batch.routes, packing)
+    def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
+        policy = make_policy(base, params)
+        scores = score_tokens(model, policy, batch.tokens, distribution, batch.support, batch.routes, packing)
         loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, objective)
         if objective.has_critic:
             metrics["value/loss"] = value_loss(scores.values, batch, objective)
@@ -347,7 +359,7 @@ def apply_gradients(
     optimizer: optax.GradientTransformation,
     warmup_steps: int,
     state: TrainState,
-    grads: Params,
+    grads: Params | Adapters,
     loss: Float[Array, ""] = 0.0,
     factor: Float[Array, ""] = 1.0,
 ) -> tuple[TrainState, dict[str, Array]]:
@@ -379,25 +391,31 @@ def apply_gradients(
 def make_learner(
     config: Config,
     model: Decoder,
-    params: Params,
+    params: Params | Adapters,
     layout: Layout,
     num_generation_tokens: int,
     on_skipped: Callable[[Batch], None] = lambda minibatch: None,
+    base: Weights | None = None,
 ) -> tuple[Learner, TrainState]:
-    """Returns the learner, with micro-batches that fit into memory, and the training state at step 0."""
+    """Returns the learner, with micro-batches that fit into memory, and the training state at step 0.
+
+    `params` are what is trained: adapters where there is a `base` below them.
+    """
+    base = base or {}
     objective = config.objective
     optimizer = make_optimizer(config.optimizer, objective.has_critic)
     reference = None
     if objective.kl_coef:
-        reference = jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params)
+        reference = base or jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params)
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}
     state = init_state(params, optimizer)
     row_length = bucket(config.sampling.prompt_length + num_generation_tokens)
     num_rows = config.sampling.inference_batch_per_device
-    plan = fit_memory(config.memory, model, layout, state, reference, row_length, num_rows)
+    others = base or reference
+    plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows)
     notes = [*plan.notes, describe_objective(objective), describe_optimizer(config.optimizer, params)]
-    notes += filter(None, [config.sampling.distribution.describe()])
+    notes += filter(None, [config.sampling.distribution.describe(), describe_adapters(config, model, base)])
     learner = Learner(
         replace(model, remat=plan.remat),
         optimizer,
@@ -406,7 +424,22 @@ def make_learner(
         num_generation_tokens,
         plan.tokens_per_microbatch,
         reference,
+        base,
         on_skipped,
         tuple(notes),
     )
     return learner, state
+
+
+def describe_adapters(config: Config, model: Decoder, base: Weights) -> str:
+    """Returns in one line how adapters are sampled, and whether the learning rate fits what is trained."""
+    lr = config.optimizer.lr
+    if not base:
+        is_fast = lr >= FULL_RATES * 10 and model.num_parameters > SMALL
+        return f"--lr {lr:g} fits adapters: full training takes about a tenth" if is_fast else ""
+    sampled = "from a copy with them added" if model.merges_adapters else "beside the base"
+    dtype = config.lora.base_dtype or model.dtype
+    text = f"adapters of rank {config.lora.lora_rank} over a base in {dtype}, sampled {sampled}"
+    if lr <= FULL_RATES:
+        text += f"; --lr {lr:g} fits full training: adapters take about 10 times as much"
+    return text

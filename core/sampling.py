@@ -31,11 +31,12 @@ from jaxtyping import Float, Int, PyTree, Shaped, UInt32
 
 from core.records import Completions
 from envs.base import ForcedAnswer
-from models import decoder
+from models import decoder, lora
 from models.architecture import Decoder, is_spec
 from models.deltanet import RecurrentState
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
-from models.names import Array, Key, Params, Weights
+from models.lora import attach, split_policy
+from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
 from utils.devices.sharding import Layout, on_each, single_device
@@ -173,10 +174,17 @@ class Sampler:
     # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
     on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
 
-    def load_weights(self, params: Params) -> Weights:
-        """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop."""
-        policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
-        return decode_weights(self.model, self.layout, policy)
+    def load_weights(self, params: Policy) -> Weights:
+        """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop.
+
+        Of a base below adapters there is no copy, unless the model `merges_adapters`.
+        """
+        if ADAPTERS not in params:
+            policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
+            return decode_weights(self.model, self.layout, policy)
+        base, adapters = split_policy(params)
+        weights = attach(base, layer_adapters(self.model, adapters))
+        return merge(weights) if self.model.merges_adapters else weights
 
     def generate(
         self, weights: Weights, prompts: Sequence[list[int]], draw_ids: Int[Array, "N"], num_samples: int, key: Key
@@ -256,9 +264,8 @@ class Sampler:
 
         `params`: arrays or their shapes. The shapes of a program's results come back from the yield.
         """
-        policy = {name: params[name] for name in self.model.parameter_table()}
         yield row_keys, (jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
-        weights = yield decode_weights, (self.model, self.layout, policy)
+        weights = yield from self.weight_programs(params)
         size = round_up(num_prompts // self.num_chains(num_prompts), self.layout.row_shards)
         starts = row_shape(self.layout, size)
         prompts = row_shape(self.layout, size, self.prompt_columns)
@@ -286,6 +293,17 @@ class Sampler:
                 prompt_cache = yield gather_cache, (prompt_cache, starts, self.prompt_columns)
                 cache, width = compacted
             num_slots = smaller
+
+    def weight_programs(self, params: PyTree) -> Programs:
+        """Yields the programs of `load_weights`, and returns the shapes of the weights."""
+        if ADAPTERS not in params:
+            policy = {name: params[name] for name in self.model.parameter_table()}
+            return (yield decode_weights, (self.model, self.layout, policy))
+        base, adapters = split_policy(params)
+        weights = attach(base, (yield layer_adapters, (self.model, adapters)))
+        if self.model.merges_adapters:
+            weights = yield merge, (weights,)
+        return weights
 
     def segment_shapes(self) -> list[tuple[int, int]]:
         """Returns the steps of each segment and the columns of the cache in it."""
@@ -464,6 +482,10 @@ def decode_weights(model: Decoder, layout: Layout, params: Params) -> Weights:
         lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=is_spec
     )
     return jax.lax.with_sharding_constraint(decoder.decode_weights(model, params), shardings)
+
+
+layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)
+merge = jax.jit(lora.merge)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -1,17 +1,15 @@
 """Models from Hugging Face folders and back: safetensors, slice by slice, straight into sharded arrays; no torch."""
 
-import json
 import math
 import os
 import re
 import reprlib
-import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +19,47 @@ from safetensors import SafetensorError, safe_open
 from models.architecture import Decoder, Spec
 from models.download_model import download
 from models.families import DTYPES, make_config, read_config, tensor_name, text_config
-from models.names import EMBED, EXPERT, HEAD, LAYERS, Array, Params
-from models.tokenizer import FILES, Tokenizer, load_tokenizer, read_json
-from utils.devices.sharding import Layout
+from models.files import (
+    ADAPTER_CONFIG,
+    CARD,
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Shape,
+    check_names,
+    layer_tensor,
+    prepare,
+    replace_folder,
+    write_json,
+    write_tensors,
+)
+from models.lora import LoraConfig, adapter_table, init_adapters, merge_stacked, quantize_layer
+from models.names import (
+    EMBED,
+    EXPERT,
+    FLOAT32,
+    HEAD,
+    LAYERS,
+    TRANSPOSED,
+    Adapters,
+    Array,
+    Params,
+    Weights,
+    decode_axes,
+)
+from models.peft import load_adapters, read_adapter_config
+from models.tokenizer import Tokenizer, load_tokenizer, read_json
+from utils.devices.memory import has_room_for_copy
+from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-CARD = "README.md"
-CARD_MARK = "# Written by lmpo with each saved model; without this line the file is left as it is."
 MAX_SHARD_BYTES = 5 * 10**9
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
-Shape = tuple[int, ...]
 Index = tuple[slice, ...]
+Read = Callable[[np.dtype, str, Index], np.ndarray]
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
 
 
@@ -83,6 +105,42 @@ class TrainComputeConfig(ComputeConfig):
         return super().arguments | {"attention": self.attention, "unroll": self.unroll_layers}
 
 
+class Source(NamedTuple):
+    """A model's folder that has been checked: its files can be read."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    read: Read  # slices of tensors by name
+    dtype: str  # of the parameters
+    adapters: Path | None  # folder of adapters over it
+
+
+def open_model(
+    path_or_hub_id: str | Path,
+    layout: Layout | None,
+    dtype: str,
+    param_dtype: str,
+    **overrides: bool | float | str,
+) -> Source:
+    """Returns what `load_model` loads. Raises: UserError, as it does."""
+    folder = find_model(path_or_hub_id)
+    adapters = folder if (folder / ADAPTER_CONFIG).is_file() else None
+    if adapters:
+        adapter_config = read_adapter_config(folder)
+        folder = find_model(adapter_config.base)
+        overrides = {"lora_alpha": adapter_config.alpha} | overrides
+    config = text_config(read_json(folder / CONFIG), folder / CONFIG)
+    mesh = layout.mesh if layout else None
+    settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
+    architecture = read_config(config, folder / CONFIG)
+    model = Decoder(**(architecture | settings))
+    assert model.kernel  # which checks that it can run
+    readers = open_tensors(folder, model)
+    tokenizer = load_tokenizer(adapters or folder, model.vocab_size)
+    param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    return Source(model, tokenizer, partial(read_tensor, folder, readers), param_dtype, adapters)
+
+
 def load_model(
     path_or_hub_id: str | Path,
     layout: Layout | None = None,
@@ -94,22 +152,52 @@ def load_model(
 
     `dtype` is that of the matmuls (empty: bfloat16 on accelerators, float32 on CPU), `param_dtype` that of the arrays
     (empty: as config.json says), `overrides` are further fields of Decoder. Parameters are laid out by `layout`, or put
-    on the first device. Host memory holds one parameter (of all layers) at a time.
+    on the first device. Host memory holds one parameter (of all layers) at a time. Adapters of a PEFT folder are added
+    to the parameters of their base.
 
     Raises: UserError naming what is missing, damaged, or not supported.
     """
-    folder = find_model(path_or_hub_id)
-    config = text_config(read_json(folder / CONFIG), folder / CONFIG)
-    mesh = layout.mesh if layout else None
-    settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
-    architecture = read_config(config, folder / CONFIG)
-    model = Decoder(**(architecture | settings))
-    assert model.kernel  # which checks that it can run
-    readers = open_tensors(folder, model)
-    tokenizer = load_tokenizer(folder, model.vocab_size)
-    param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    params = load_params(folder, readers, model, layout, jnp.dtype(param_dtype))
-    return model, params, tokenizer
+    source = open_model(path_or_hub_id, layout, dtype, param_dtype, **overrides)
+    model = source.model
+    params = load_params(source, layout)
+    if source.adapters:
+        adapters = load_adapters(source.adapters, model)
+        adapters = lay_out_adapters(model, adapters, layout) if layout else adapters
+        params = merge_stacked(model, params, adapters)
+    return model, params, source.tokenizer
+
+
+def load_policy(
+    path_or_hub_id: str | Path,
+    config: LoraConfig,
+    seed: int,
+    layout: Layout,
+    dtype: str,
+    **overrides: bool | float | str,
+) -> tuple[Decoder, Weights, Params | Adapters, Tokenizer]:
+    """Loads a model to train: its architecture, what stays as it is, what is trained, its tokenizer.
+
+    Without a rank all float32 parameters are trained, and the base is empty. Otherwise the base is loaded in the layout
+    and dtype of sampling, and adapters are those of a PEFT folder, or new ones by the seed.
+
+    Raises: UserError as `load_model`, and for adapters of another rank.
+    """
+    if not config.lora_rank:
+        model, params, tokenizer = load_model(path_or_hub_id, layout, dtype, **overrides)
+        return model, {}, params, tokenizer
+    overrides = overrides | {"lora_alpha": config.lora_alpha}
+    source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
+    model = source.model
+    base = load_base(source, layout, config.base_dtype)
+    if source.adapters:
+        adapters = load_adapters(source.adapters, model, config.lora_rank)
+    else:
+        adapters = init_adapters(model, config.lora_rank, jax.random.key(seed))
+    is_merged = config.lora_merge == "always"
+    if config.lora_merge == "auto" and not config.base_dtype:
+        is_merged = has_room_for_copy(bytes_on_device(base), layout)
+    adapters = lay_out_adapters(model, adapters, layout)
+    return replace(model, merges_adapters=is_merged), base, adapters, source.tokenizer
 
 
 def default_dtype() -> str:
@@ -153,11 +241,6 @@ def tensor_shapes(model: Decoder) -> dict[str, Shape]:
             else:
                 shapes[tensor] = spec.shape
     return shapes
-
-
-def layer_tensor(i: int, name: str) -> str:
-    """Returns the name of a tensor of layer number `i` in the file."""
-    return f"{LAYERS}.{i}.{name}"
 
 
 def expert_tensors(name: str, num_experts: int) -> list[str]:
@@ -212,21 +295,15 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
     return readers
 
 
-def check_names(folder: Path, problem: str, names: set[str]) -> None:
-    """Raises UserError if there are tensors with this problem."""
-    if names:
-        count = f"{len(names)} such tensors" if len(names) > 1 else "the only one"
-        raise UserError(f"{folder} {problem} {min(names)} ({count}): its {CONFIG} is that of another model")
-
-
-def load_params(folder: Path, readers: Readers, model: Decoder, layout: Layout | None, dtype: np.dtype) -> Params:
+def load_params(source: Source, layout: Layout | None) -> Params:
     """Loads the arrays of `model.parameter_table()`; each process reads only the slices that its devices hold.
 
     Raises: UserError for a tensor with NaN or infinity.
     """
+    model, dtype = source.model, jnp.dtype(source.dtype)
     table = model.parameter_table()
     layers_with = model.layers_with()
-    read = partial(read_tensor, folder, readers, dtype)
+    read = partial(source.read, dtype)
     layers = {}
     for name, spec in table.pop(LAYERS).items():
         names = [layer_tensor(i, name) for i in layers_with[name]]
@@ -238,6 +315,42 @@ def load_params(folder: Path, readers: Readers, model: Decoder, layout: Layout |
     if layout:
         layout.check_mesh_axes(params)
     return params
+
+
+def load_base(source: Source, layout: Layout, base_dtype: str) -> Weights:
+    """Loads weights as `decode_weights` makes them, without a copy of the parameters on the way.
+
+    Raises: UserError for a tensor with NaN or infinity.
+    """
+    model = source.model
+    table = model.weights_table()
+    layers = []
+    for i, layer_table in enumerate(table.pop(LAYERS)):
+        layer = {}
+        for name, spec in layer_table.items():
+            layer[name] = load_weight(source, layout, layer_tensor(i, name), spec)
+        layers.append(quantize_layer(layer) if base_dtype == "int8" else layer)
+    base = {name: load_weight(source, layout, name, spec) for name, spec in table.items()}
+    base[LAYERS] = layers
+    layout.check_mesh_axes(base)
+    return base
+
+
+def load_weight(source: Source, layout: Layout, name: str, spec: Spec) -> Array:
+    """Loads one array of the weights, a matrix of a layer transposed."""
+    dtype = jnp.dtype("float32" if name.endswith(FLOAT32) else source.dtype)
+    read = partial(source.read, dtype)
+    if name.endswith(TRANSPOSED):
+        name = name.removesuffix(TRANSPOSED)
+        read_stored, order = read, decode_axes(name)
+        stored_shape = tuple(spec.shape[order.index(i)] for i in range(len(order)))
+
+        def read(name: str, index: Index) -> np.ndarray:
+            stored_index = tuple(index[order.index(i)] for i in range(len(order)))
+            return read_parameter(read_stored, stored_shape, dtype, name, stored_index).transpose(order)
+
+    sharding = layout.sharding(*spec, rollout=True)
+    return jax.make_array_from_callback(spec.shape, sharding, partial(read, name))
 
 
 def load_array(spec: Spec, layout: Layout | None, read: Callable[[Index], np.ndarray]) -> jax.Array:
@@ -354,16 +467,6 @@ def write_model(
         replace_folder(directory, new)
 
 
-def replace_folder(directory: Path, new: Path) -> None:
-    """Moves the folder `new` to the place of `directory`, which may not exist yet."""
-    old = directory.with_name(f".{directory.name}.old")
-    if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-    new.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def split_shards(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, dict[str, Shape]]:
     """Returns the tensors of each file, in order, up to MAX_SHARD_BYTES in one."""
     shards = []
@@ -392,21 +495,6 @@ def make_index(shards: Mapping[str, Mapping[str, Shape]], dtype: np.dtype) -> di
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
-def prepare(new: Path, directory: Path) -> None:
-    """Makes the folder `new` that will replace `directory`, with copies of its files that are not the model's."""
-    entries = list(directory.iterdir()) if directory.exists() else []
-    for entry in entries:
-        if entry.is_dir():
-            raise UserError(f"{directory} has a subfolder {entry.name}, so it is not a model's: choose another folder")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    for entry in entries:
-        is_model = entry.name in (CONFIG, INDEX, *FILES) or entry.suffix == ".safetensors"
-        is_our_card = entry.name == CARD and CARD_MARK.encode() in entry.read_bytes()
-        if not is_model and not is_our_card:
-            shutil.copy2(entry, new)
-
-
 def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: str) -> Array:
     """Returns the array of a tensor's name; a layer's or an expert's is sliced from the array of all that have one."""
     if not name.startswith(f"{LAYERS}."):
@@ -417,25 +505,11 @@ def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: st
     return params[LAYERS][name][place]
 
 
-def write_json(file: Path, content: Mapping[str, object]) -> None:
-    """Writes an object as indented JSON."""
-    file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def write_tensors(file: Path, shapes: Mapping[str, Shape], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> None:
-    """Writes a safetensors file one array at a time: safetensors' own writer wants all of them in memory.
-
-    Source: the format as described at huggingface.co/docs/safetensors: length of the header, header, data.
-    """
-    header = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start = end
-        end += math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            out.write(array.astype(dtype, copy=False).tobytes())
+def lay_out_adapters(model: Decoder, adapters: Adapters, layout: Layout) -> Adapters:
+    """Returns adapters on the devices, as sampling and updates read them: whole but for tp."""
+    table = adapter_table(model, next(iter(adapters.values())).shape[1])
+    laid_out = {}
+    for name, x in adapters.items():
+        sharding = layout.sharding(*table[name], rollout=True)
+        laid_out[name] = jax.make_array_from_callback(x.shape, sharding, partial(np.asarray(x).__getitem__))
+    return laid_out

@@ -31,18 +31,22 @@ from models.attention import (
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
 from models.distribution import Distribution
 from models.experts import Route, choose_experts, mix_experts, read_experts
+from models.lora import adapt, with_adapters
 from models.names import (
     CRITIC,
     EMBED,
+    FLOAT32,
     HEAD,
     LAYERS,
     NORM,
+    SCALE,
     TRANSPOSED,
     VALUE_HEAD,
     Array,
     Key,
     LayerParams,
     Params,
+    Policy,
     PolicyParams,
     Weights,
     decode_axes,
@@ -129,8 +133,11 @@ def linear(layer: LayerParams, name: str, x: Float[Array, "... D"]) -> Float[Arr
     rows = x.reshape(-1, x.shape[-1])
     matrix = layer.get(f"{name}.weight{TRANSPOSED}")
     if matrix is None:
-        matrix = layer[f"{name}.weight"].astype(x.dtype).T
-    y = rows @ matrix
+        matrix = layer[f"{name}.weight"].T
+    y = rows @ matrix.astype(x.dtype)
+    if name + SCALE in layer:
+        y = y * layer[name + SCALE].astype(x.dtype)
+    y = adapt(layer, name, rows, y)
     y = y.reshape(*x.shape[:-1], -1)
     if f"{name}.bias" in layer:
         y = y + layer[f"{name}.bias"].astype(x.dtype)
@@ -278,7 +285,7 @@ REMAT = {
 
 def forward(
     model: Decoder,
-    params: Params,
+    params: Policy,
     tokens: Int[Array, "B T"],
     routes: Routes | None = None,
     packing: Packing | None = None,
@@ -292,7 +299,7 @@ def forward(
     remat = REMAT[model.remat]
     num_rows = len(tokens)
 
-    def apply_layer(x: Hidden, layers: LayerParams, route: Route | None, number: int) -> Hidden:
+    def apply_layer(x: Hidden, layers: LayerParams | list[LayerParams], route: Route | None, number: int) -> Hidden:
         kind = model.kinds[number]
         layer = select_layer(model, layers, number)
         if kind == LINEAR:
@@ -303,26 +310,45 @@ def forward(
             mixer = partial(attend, model, angles[kind], attention)
         return decoder_layer(model, layer, x, mixer, route)[0]
 
-    def apply_layers(x: Hidden, layers: LayerParams, routes: Array | None, numbers: range) -> Hidden:
+    def apply_layers(
+        x: Hidden, layers: LayerParams | list[LayerParams], routes: Array | None, numbers: range
+    ) -> Hidden:
         for i in numbers:
             route = None if routes is None else routes[i]
             # The layer is selected inside: as an argument it would be kept for the backward pass, all layers in a copy.
             x = remat(partial(apply_layer, number=i))(x, layers, route)
         return x
 
+    params = with_adapters(model, params)
+    layers = params[LAYERS]
+    x = embed(model, params, pack_ids(tokens, packing))
+    if routes is not None:
+        routes = rearrange(pack_ids(routes, packing), "B T L k -> L B T k")
+    num_scanned = 0
+    if not isinstance(layers, list):  # below adapters they are held one by one, as sampling reads them
+        x, num_scanned = scan_periods(model, apply_layers, x, layers, routes)
+    return apply_layers(x, layers, routes, range(num_scanned, model.num_hidden_layers))
+
+
+def scan_periods(
+    model: Decoder,
+    apply_layers: Callable[[Hidden, LayerParams, Array | None, range], Hidden],
+    x: Hidden,
+    stacked: LayerParams,
+    routes: Array | None,
+) -> tuple[Hidden, int]:
+    """Applies the layers of whole periods in a loop; returns their number too."""
+    num_periods = model.num_hidden_layers // model.period
+    num_layers = num_periods * model.period
+    periods = stack_periods(model, stacked, num_periods)
+    if routes is not None:
+        routes = rearrange(routes[:num_layers], "(n p) B T k -> n p B T k", p=model.period)
+
     def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
         return apply_layers(x, *period, range(model.period)), None
 
-    x = embed(model, params, pack_ids(tokens, packing))
-    num_periods = model.num_hidden_layers // model.period
-    periods = stack_periods(model, params[LAYERS], num_periods)
-    num_scanned = num_periods * model.period
-    routes_of_periods = None
-    if routes is not None:
-        routes = rearrange(pack_ids(routes, packing), "B T L k -> L B T k")
-        routes_of_periods = rearrange(routes[:num_scanned], "(n p) B T k -> n p B T k", p=model.period)
-    x, _ = jax.lax.scan(apply_period, x, (periods, routes_of_periods), unroll=model.unroll or 1)
-    return apply_layers(x, params[LAYERS], routes, range(num_scanned, model.num_hidden_layers))
+    x, _ = jax.lax.scan(apply_period, x, (periods, routes), unroll=model.unroll or 1)
+    return x, num_layers
 
 
 def row_attention(
@@ -347,8 +373,10 @@ def view_of(model: Decoder, kind: str) -> View:
     return View(scale, model.sliding_window if kind == SLIDING else 0)
 
 
-def select_layer(model: Decoder, stacked: LayerParams, i: int) -> LayerParams:
-    """Returns the arrays of layer number `i` from those stacked over layers."""
+def select_layer(model: Decoder, stacked: LayerParams | list[LayerParams], i: int) -> LayerParams:
+    """Returns the arrays of layer number `i` from those stacked over layers, or from a list of layers."""
+    if isinstance(stacked, list):
+        return stacked[i]
     layers_with = model.layers_with()
     return {name: stacked[name][layers.index(i)] for name, layers in layers_with.items() if i in layers}
 
@@ -367,9 +395,6 @@ def logits(model: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[A
     """Computes float32 next-token logits of right-padded rows, for tests and small models: [B, T, V] in memory."""
     hidden = forward(model, params, tokens)
     return head(model, params, hidden)
-
-
-FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls
 
 
 def decode_weights(model: Decoder, params: Params) -> Weights:
@@ -504,7 +529,7 @@ class HeadInputs(NamedTuple):
 
 def score_tokens(
     model: Decoder,
-    params: Params,
+    params: Policy,
     tokens: Int[Array, "B T"],
     distribution: Distribution = SOFTMAX,
     support: Support | None = None,

@@ -31,8 +31,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from models.architecture import Decoder
-from models.checkpoint import is_finite, tensor_shapes, write_json, write_model
+from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
+from models.files import write_json
 from models.names import EMBED, HEAD, LAYERS, NORM
 from models.rotary import Rotary, Scaling, frequencies
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer

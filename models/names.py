@@ -10,6 +10,10 @@ LAYERS = "model.layers"
 CRITIC = "critic"  # params[CRITIC] exists in training only and is not saved with the model
 VALUE_HEAD = "v_head.weight"  # of the critic
 TRANSPOSED = ".T"  # suffix of the name of a matrix in the layout of `decode_axes`
+SCALE = ".scale"  # of the name of a matrix of int8: its output channels' factors
+ADAPTERS = "adapters"  # policy[ADAPTERS]: what is trained over a base
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # behind the name of an adapted matrix
+FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls
 EXPERT = "*"  # in the name of a parameter that is stacked over experts, in the place of an expert's number
 
 
@@ -33,3 +37,5 @@ LayerParams = dict[str, Array]
 PolicyParams = dict[str, Array | LayerParams]
 Params = dict[str, Array | LayerParams | PolicyParams]  # params[CRITIC] is a second trunk
 Weights = dict[str, Array | list[LayerParams]]  # what sampling reads: cast, layers as a list, matrices transposed
+Adapters = dict[str, Array]  # {"mlp.up_proj.lora_A.weight": [L, r, D], "mlp.up_proj.lora_B.weight": [L, F, r], ...}
+Policy = dict[str, Array | LayerParams | list[LayerParams] | Adapters]  # Params, or Weights with Adapters

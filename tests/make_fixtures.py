@@ -1,6 +1,6 @@
 """Makes tests/fixtures: small random models with what transformers' own classes say about them.
 
-    pip install torch transformers safetensors numpy      # the only file here that needs torch; the tests do not
+    pip install torch transformers peft safetensors numpy      # the only file here that needs torch; the tests do not
     python tests/make_fixtures.py                         # folders that exist stay as they are
 
 Each folder is a Hugging Face model folder with, in expected.npz, for B rows of T tokens and vocabulary V:
@@ -8,6 +8,8 @@ Each folder is a Hugging Face model folder with, in expected.npz, for B rows of 
     prompts [B, P], starts [B], completions [B, A]  left-padded prompts, their first columns, and greedy completions
     gradient_norms [N], gradient_products [N]       of the mean of -log p(tokens[:, 1:]), for each tensor by its name:
                                                     norms, and products with `direction`
+
+And folders of adapters over them as PEFT writes them, with tokens, logits and gradients by tensor in adapted.npz.
 """
 
 import json
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
@@ -274,7 +277,39 @@ def make_folder(folder: Path, seed: int, shape: tuple) -> bool:
     return True
 
 
+ADAPTED = {"lora-qwen2": ("qwen2-untied", 3), "lora-qwen3": ("qwen3-tied", 2), "lora-qwen3_5": ("qwen3_5-tied", 2)}
+
+
+def make_adapters(folder: Path, base: str, rank: int) -> None:
+    """Makes a folder of random adapters over a model."""
+    torch.manual_seed(rank)
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=torch.float32)
+    settings = LoraConfig(r=rank, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, settings).eval()
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    for x in trained.values():
+        torch.nn.init.normal_(x, 0, 0.2)
+    with np.load(FIXTURES / base / "expected.npz") as arrays:
+        tokens = arrays["tokens"]
+    ids = torch.tensor(tokens).long()
+    logits = model(ids).logits
+    logprobs = logits[:, :-1].log_softmax(-1)
+    (-logprobs.gather(-1, ids[:, 1:, None]).mean()).backward()
+    gradients = {name.replace(".default", ""): x.grad.numpy() for name, x in trained.items()}
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    make_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = f"tests/fixtures/{base}"
+    config["target_modules"].sort()
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    np.savez_compressed(folder / "adapted.npz", tokens=tokens, logits=logits.detach().numpy(), **gradients)
+
+
 def main():
+    for name, (base, rank) in ADAPTED.items():
+        if not (FIXTURES / name).exists():
+            make_adapters(FIXTURES / name, base, rank)
     for seed, (name, shape) in enumerate(SHAPES.items()):
         folder = FIXTURES / name
         if not folder.exists():

@@ -35,7 +35,7 @@ LAW = {
     "core.rollout": ("core.records", "core.sampling", "core.turns", "envs.base", "models", "utils"),
     "core.eval": ("core.records", "core.replay", "core.rollout", "core.sampling", "envs", "models", "utils"),
     "core.replay": ("core.config", "core.records", "core.rollout", "core.sampling", "models", "utils"),
-    "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "utils"),
+    "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "models.lora", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),
     "core.grpo": (
         *("core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from models.architecture import LINEAR, Decoder
 from models.deltanet import CHUNK
+from models.names import LAYERS
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option
 from utils.settings.errors import UserError, fail
@@ -55,6 +56,11 @@ class MemoryConfig:
     def __post_init__(self):
         if self.tokens_per_microbatch < 0:
             raise UserError("--tokens_per_microbatch must be at least 1, or 0 to be chosen")
+
+
+def has_room_for_copy(num_bytes: int, layout: Layout) -> bool:
+    """True if weights of so many bytes, which are held, and a copy of them leave a third of the memory free."""
+    return 3 * num_bytes < USABLE * layout.device_memory
 
 
 class Sizes(NamedTuple):
@@ -124,7 +130,7 @@ def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, widt
 
 
 def measure_sizes(
-    config: MemoryConfig, model: Decoder, layout: Layout, state: PyTree, reference: PyTree, row_length: int
+    config: MemoryConfig, model: Decoder, layout: Layout, state: PyTree, others: PyTree, row_length: int
 ) -> Sizes:
     """Returns the sizes of a training run; what is held is looked up, not estimated."""
     params = bytes_on_device(state.params)
@@ -135,10 +141,11 @@ def measure_sizes(
     if model.num_experts and layout.mesh.shape["fsdp"] > 1:
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
         gradients += GATHERED_EXPERTS * layer * item // tp
+    has_copy = LAYERS in state.params or model.merges_adapters
     return Sizes(
-        bytes_on_device((state, reference)),
+        bytes_on_device((state, others)),
         gradients,
-        model.num_parameters * item // tp,
+        model.num_parameters * item // tp if has_copy else 0,
         model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp,
         int(USABLE * layout.device_memory),
     )
@@ -157,12 +164,15 @@ def fit_memory(
     model: Decoder,
     layout: Layout,
     state: PyTree,
-    reference: PyTree,
+    others: PyTree,
     row_length: int,
     num_sampled_rows: int,
 ) -> MemoryPlan:
-    """Decides what the settings leave open: --remat recomputes as little as leaves room for ENOUGH tokens at once."""
-    sizes = measure_sizes(config, model, layout, state, reference, row_length)
+    """Decides what the settings leave open: --remat recomputes as little as leaves room for ENOUGH tokens at once.
+
+    `others`: arrays that are held besides the state: a reference, or the base below adapters.
+    """
+    sizes = measure_sizes(config, model, layout, state, others, row_length)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
     plenty = max(plenty, row_length)
 

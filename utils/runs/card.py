@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import yaml
 
 from core.records import Progress
-from models.checkpoint import CARD_MARK, ROOT, find_local
+from models.checkpoint import ROOT, find_local
+from models.files import CARD_MARK
 from utils.metrics.jsonl import JSON
 from utils.reporting.plots import Metrics, format_point
 from utils.settings.arguments import Value

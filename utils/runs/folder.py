@@ -24,7 +24,8 @@ import numpy as np
 from core.records import Batch, Episodes, Progress
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, save_model
-from models.names import Params
+from models.names import LAYERS, Adapters, Params
+from models.peft import base_name, save_adapters
 from models.tokenizer import Tokenizer
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
@@ -244,8 +245,11 @@ class Run:
             jax.profiler.start_trace(str(self.directory / "profile"))
             self.stack.callback(stop_trace)
 
-    def save_model(self, name: str, params: Params, progress: Progress) -> None:
-        """Writes a Hugging Face folder of this name: its template has the thinking of training, its card the scores."""
+    def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:
+        """Writes a Hugging Face folder of this name: its template has the thinking of training, its card the scores.
+
+        Of adapters it is a folder of PEFT, which names their base.
+        """
         layout = self.layout
         problem = self.environments["env"].env.problem(0)
         tokenizer = self.tokenizer
@@ -255,7 +259,11 @@ class Run:
         if layout.is_main:
             card = self.card.render(progress, read_metrics(self.directory / "metrics.jsonl"))
         folder = self.directory / name
-        save_model(folder, self.model, params, tokenizer, "", layout.fetch, layout.is_main, card)
+        if LAYERS in params:
+            save_model(folder, self.model, params, tokenizer, "", layout.fetch, layout.is_main, card)
+        else:
+            base = base_name(self.model_dir)
+            save_adapters(folder, self.model, params, tokenizer, base, layout.fetch, layout.is_main, card)
 
     @property
     def notes(self) -> list[str]:

@@ -7,20 +7,20 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree, UInt
 
-from models.names import Array, Params
+from models.names import Adapters, Array, Params
 
 
 @struct.dataclass
 class TrainState:
     """Parameters and the optimiser's state; donated to each update, which replaces it."""
 
-    params: Params
+    params: Params | Adapters  # that are trained
     opt_state: PyTree
     step: Int[Array, ""]  # optimiser steps taken
     num_skipped: Int[Array, ""]  # updates in a row that were not finite
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Params | Adapters, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns the state at step 0 in the layout of an update: moments like their parameters, the rest on every device.
 
     With other shardings than those of an update's results, the second update would compile anew.

@@ -1,0 +1,23 @@
+"""Qwen3-8B on one GPU of 24 GB: adapters of rank 32 over a bfloat16 base, which sampling and updates share.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python core/grpo.py --config configs/lora_8b.py
+
+Not run by us, nor compiled for such a card: the base takes 16.4 GB, the adapters with AdamW 1.0, see docs/lora.md.
+"""
+
+
+def get_config():
+    return {
+        "model_dir": "Qwen/Qwen3-8B",
+        "env_name": "gsm8k",
+        "groups_per_batch": 32,
+        "group_size": 8,
+        "ppo_minibatch": 64,
+        "num_generation_tokens": 512,
+        "lora_rank": 32,
+        "lr": 1e-5,
+        "weight_decay": 0.0,
+        "remat": "full",
+        "tokens_per_microbatch": 2048,
+        "inference_batch_per_device": 32,
+    }

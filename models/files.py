@@ -1,0 +1,83 @@
+"""Files of a model's folder: replaced whole or not at all, tensors written one at a time."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from models.families import DTYPES
+from models.names import LAYERS
+from models.tokenizer import FILES
+from utils.settings.errors import UserError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+CARD_MARK = "# Written by lmpo with each saved model; without this line the file is left as it is."
+Shape = tuple[int, ...]
+
+
+def layer_tensor(i: int, name: str) -> str:
+    """Returns the name of a tensor of layer number `i` in the file."""
+    return f"{LAYERS}.{i}.{name}"
+
+
+def check_names(folder: Path, problem: str, names: set[str]) -> None:
+    """Raises UserError if there are tensors with this problem."""
+    if names:
+        count = f"{len(names)} such tensors" if len(names) > 1 else "the only one"
+        raise UserError(f"{folder} {problem} {min(names)} ({count}): its {CONFIG} is that of another model")
+
+
+def prepare(new: Path, directory: Path) -> None:
+    """Makes the folder `new` that will replace `directory`, with copies of its files that are not the model's."""
+    entries = list(directory.iterdir()) if directory.exists() else []
+    for entry in entries:
+        if entry.is_dir():
+            raise UserError(f"{directory} has a subfolder {entry.name}, so it is not a model's: choose another folder")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for entry in entries:
+        is_model = entry.name in (CONFIG, INDEX, ADAPTER_CONFIG, *FILES) or entry.suffix == ".safetensors"
+        is_our_card = entry.name == CARD and CARD_MARK.encode() in entry.read_bytes()
+        if not is_model and not is_our_card:
+            shutil.copy2(entry, new)
+
+
+def replace_folder(directory: Path, new: Path) -> None:
+    """Moves the folder `new` to the place of `directory`, which may not exist yet."""
+    old = directory.with_name(f".{directory.name}.old")
+    if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+    new.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(file: Path, content: Mapping[str, object]) -> None:
+    """Writes an object as indented JSON."""
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_tensors(file: Path, shapes: Mapping[str, Shape], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> None:
+    """Writes a safetensors file one array at a time: safetensors' own writer wants all of them in memory.
+
+    Source: the format as described at huggingface.co/docs/safetensors: length of the header, header, data.
+    """
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start = end
+        end += math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays:
+            out.write(array.astype(dtype, copy=False).tobytes())

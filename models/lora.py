@@ -1,0 +1,192 @@
+"""Adapters of low rank: W x + alpha / r B A x for the matrices of the layers, over a base that stays as it is.
+
+The base is held once, in the layout that sampling reads (names.Weights), and serves sampling, updates and the reference
+of the KL. A policy is that base with the adapters under ADAPTERS. Source: LoRA, arXiv 2106.09685; alpha, the rank's
+share and the initial values as in "LoRA Without Regret", doi 10.64434/tml.20250929.
+
+Letters: L layers, r rank.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from models.architecture import Decoder, LayerTable, Spec
+from models.names import (
+    ADAPTERS,
+    LAYERS,
+    LORA_A,
+    LORA_B,
+    SCALE,
+    TRANSPOSED,
+    Adapters,
+    Array,
+    Key,
+    LayerParams,
+    Params,
+    Policy,
+    Weights,
+)
+from utils.settings.config import option
+from utils.settings.errors import UserError
+
+ROUTER = "mlp.gate.weight"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters (LoRA)."""
+
+    lora_rank: int = option(
+        0,
+        "Rank of the adapters that are trained in place of the parameters, which stay as they are; 1 to 32 suffice for "
+        "RL, with about 10 times the --lr; 0: all parameters are trained",
+        essential=True,
+    )
+    lora_alpha: float = option(32.0, "Scale of the adapters, as a multiple of 1 / --lora_rank")
+    lora_merge: str = option(
+        "auto",
+        "Sampling from a copy of the weights with the adapters added, made once a step; never: adapters are computed "
+        "beside the weights, for each token; auto: a copy where memory has room for it",
+        ["auto", "always", "never"],
+    )
+    base_dtype: str = option(
+        "",
+        "Data type of the weights below adapters; int8: with a scale for each output channel, in sampling and updates "
+        "alike; empty: as --dtype",
+        ["", "int8"],
+    )
+
+    def __post_init__(self):
+        if self.lora_rank < 0 or self.lora_alpha <= 0:
+            raise UserError("--lora_rank must not be negative, and --lora_alpha must be above 0")
+        if self.base_dtype and not self.lora_rank:
+            raise UserError(f"--base_dtype {self.base_dtype} is for weights that are not trained: give --lora_rank")
+        if self.base_dtype and self.lora_merge == "always":
+            raise UserError("--base_dtype int8 cannot hold what --lora_merge always adds: leave one out")
+
+
+def adapted_layers(model: Decoder) -> dict[str, list[int]]:
+    """Returns the matrices that get adapters, without their ".weight", and the numbers of the layers that have them.
+
+    Routers and experts have none.
+    """
+    table = model.parameter_table()[LAYERS]
+    is_matrix = {name: len(spec.shape) == 3 and name.endswith(".weight") for name, spec in table.items()}
+    layers = model.layers_with()
+    return {name.removesuffix(".weight"): layers[name] for name in table if is_matrix[name] and name != ROUTER}
+
+
+def adapter_table(model: Decoder, rank: int) -> LayerTable:
+    """Returns the shapes and axes of adapters, named and laid out as in PEFT, stacked over layers."""
+    stacked = model.parameter_table()[LAYERS]
+    table = {}
+    for name in adapted_layers(model):
+        spec = stacked[f"{name}.weight"]
+        num_layers, num_outputs, num_inputs = spec.shape
+        layers, outputs, inputs = spec.axes
+        table[name + LORA_A] = Spec((num_layers, rank, num_inputs), (layers, None, inputs))
+        table[name + LORA_B] = Spec((num_layers, num_outputs, rank), (layers, outputs, None))
+    return table
+
+
+def init_adapters(model: Decoder, rank: int, key: Key) -> Adapters:
+    """Returns new adapters, float32: A uniform within 1 / sqrt(inputs), B zero, so that the policy is the base."""
+    adapters = {}
+    for i, (name, spec) in enumerate(adapter_table(model, rank).items()):
+        if name.endswith(LORA_B):
+            adapters[name] = jnp.zeros(spec.shape, jnp.float32)
+            continue
+        limit = spec.shape[-1] ** -0.5
+        own_key = jax.random.fold_in(key, i)
+        adapters[name] = jax.random.uniform(own_key, spec.shape, jnp.float32, -limit, limit)
+    return adapters
+
+
+def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
+    """Returns the policy of what is trained: adapters over a base, or, where there is no base, all parameters."""
+    return base | {ADAPTERS: trained} if base else trained
+
+
+def layer_adapters(model: Decoder, adapters: Adapters) -> list[LayerParams]:
+    """Returns the adapters of each layer, B times alpha / r."""
+    layers = [{} for _ in model.kinds]
+    for name, numbers in adapted_layers(model).items():
+        A, B = adapters[name + LORA_A], adapters[name + LORA_B]
+        scale = model.lora_alpha / A.shape[1]
+        for place, i in enumerate(numbers):
+            layers[i] |= {name + LORA_A: A[place], name + LORA_B: scale * B[place]}
+    return layers
+
+
+def attach(base: Weights, adapters: list[LayerParams]) -> Weights:
+    """Returns weights that hold in each layer its adapters beside its matrices, of which there is no copy."""
+    layers = [layer | adapter for layer, adapter in zip(base[LAYERS], adapters, strict=True)]
+    return base | {LAYERS: layers}
+
+
+def split_policy(policy: Policy) -> tuple[Weights, Adapters]:
+    """Returns the base and the adapters of a policy."""
+    base = {name: x for name, x in policy.items() if name != ADAPTERS}
+    return base, policy[ADAPTERS]
+
+
+def with_adapters(model: Decoder, policy: Policy) -> Policy:
+    """Returns the weights of a policy with its adapters in its layers; parameters without any as they are."""
+    if ADAPTERS not in policy:
+        return policy
+    base, adapters = split_policy(policy)
+    return attach(base, layer_adapters(model, adapters))
+
+
+def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
+    """Returns `y`, the products of rows with a matrix, plus those with its adapter if there is one."""
+    A = layer.get(name + LORA_A)
+    if A is None:
+        return y
+    B = layer[name + LORA_B]
+    return y + (rows @ A.astype(y.dtype).T) @ B.astype(y.dtype).T
+
+
+def merge(weights: Weights) -> Weights:
+    """Returns weights with the adapters in their layers added to the matrices, in float32 and then rounded once."""
+    return weights | {LAYERS: [merge_layer(layer) for layer in weights[LAYERS]]}
+
+
+def merge_layer(layer: LayerParams) -> LayerParams:
+    """Returns the arrays of a layer without adapters, which are added."""
+    merged = {name: x for name, x in layer.items() if not name.endswith((LORA_A, LORA_B))}
+    names = [name.removesuffix(LORA_A) for name in layer if name.endswith(LORA_A)]
+    for name in names:
+        matrix = merged[f"{name}.weight{TRANSPOSED}"]
+        delta = layer[name + LORA_B] @ layer[name + LORA_A]
+        merged[f"{name}.weight{TRANSPOSED}"] = (matrix.astype(jnp.float32) + delta.T).astype(matrix.dtype)
+    return merged
+
+
+def merge_stacked(model: Decoder, params: Params, adapters: Adapters) -> Params:
+    """Returns parameters with adapters added, in float32 and then rounded once."""
+    layers = dict(params[LAYERS])
+    for name in adapted_layers(model):
+        A, B = adapters[name + LORA_A], adapters[name + LORA_B]
+        scale = model.lora_alpha / A.shape[1]
+        matrix = layers[f"{name}.weight"]
+        delta = scale * jnp.matmul(B, A)
+        merged = (matrix.astype(jnp.float32) + delta).astype(matrix.dtype)
+        layers[f"{name}.weight"] = jax.device_put(merged, matrix.sharding)
+    return params | {LAYERS: layers}
+
+
+def quantize_layer(layer: LayerParams) -> LayerParams:
+    """Returns a layer whose matrices are int8, each with a float32 scale for each output channel.
+
+    A channel's largest number is 127 scales. Norms, routers and experts stay as they are.
+    """
+    quantized = dict(layer)
+    for name, matrix in layer.items():
+        if name.endswith(f".weight{TRANSPOSED}") and matrix.ndim == 2 and not name.startswith(ROUTER):
+            scale = jnp.maximum(jnp.abs(matrix).max(0), 1e-30).astype(jnp.float32) / 127
+            quantized[name] = jnp.round(matrix.astype(jnp.float32) / scale).astype(jnp.int8)
+            quantized[name.removesuffix(f".weight{TRANSPOSED}") + SCALE] = scale
+    return quantized

@@ -1,0 +1,141 @@
+"""Adapters in and out: folders of PEFT, which peft and vLLM load (github.com/huggingface/peft)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from models.architecture import Decoder
+from models.files import (
+    ADAPTER_CONFIG,
+    CARD,
+    check_names,
+    layer_tensor,
+    prepare,
+    replace_folder,
+    write_json,
+    write_tensors,
+)
+from models.lora import adapted_layers, adapter_table
+from models.names import LORA_A, LORA_B, Adapters
+from models.tokenizer import Tokenizer, read_json
+from utils.settings.errors import UserError
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+FIXED = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+    "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
+    "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+}  # fmt: skip
+
+
+class AdapterConfig(NamedTuple):
+    """Fields of adapter_config.json, the file of PEFT, that are read here."""
+
+    base: str
+    rank: int
+    alpha: float
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Reads adapter_config.json. Raises: UserError where it is malformed, or asks for what is not supported."""
+    config = read_json(folder / ADAPTER_CONFIG)
+    base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
+    is_whole = isinstance(base, str) and isinstance(rank, int) and isinstance(alpha, int | float)
+    if not is_whole or isinstance(rank, bool) or not (rank > 0 and alpha > 0):
+        raise UserError(f"{folder / ADAPTER_CONFIG} lacks base_model_name_or_path, r or lora_alpha: export it again")
+    unsupported = [name for name in UNSUPPORTED if config.get(name)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unsupported:
+        name = min(unsupported, default="peft_type" if config.get("peft_type") != "LORA" else "bias")
+        raise UserError(f"{folder / ADAPTER_CONFIG}: {name} {config.get(name)!r} is not supported: plain LoRA is")
+    return AdapterConfig(base, rank, float(alpha))
+
+
+def base_name(model_dir: str) -> str:
+    """Returns the folder or hub id of the base of what is trained from here: of adapters that of their own base."""
+    folder = Path(model_dir)
+    return read_adapter_config(folder).base if (folder / ADAPTER_CONFIG).is_file() else model_dir
+
+
+def load_adapters(folder: Path, model: Decoder, rank: int = 0) -> Adapters:
+    """Loads the adapters of a PEFT folder, float32, on the host.
+
+    Raises: UserError where a tensor is missing, unknown, of another shape, or not finite; for another rank (0: any).
+    """
+    found = read_adapter_config(folder).rank
+    if rank and found != rank:
+        raise UserError(f"{folder} has adapters of rank {found}: give --lora_rank {found}")
+    file = folder / WEIGHTS
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
+    table = adapter_table(model, found)
+    names = {name: [peft_name(i, name) for i in layers] for name, layers in adapter_layers(model).items()}
+    every = {tensor for of_layers in names.values() for tensor in of_layers}
+    check_names(folder, "lacks tensor", every - tensors.keys())
+    check_names(folder, "has the unknown tensor", tensors.keys() - every)
+    adapters = {}
+    for name, of_layers in names.items():
+        shapes = {tensors[tensor].shape for tensor in of_layers}
+        if shapes != {table[name].shape[1:]}:
+            expected = table[name].shape[1:]
+            raise UserError(f"{folder}: {of_layers[0]} has shape {min(shapes)}, the base makes it {expected}")
+        adapters[name] = np.stack([tensors[tensor].astype(np.float32) for tensor in of_layers])
+        if not np.isfinite(adapters[name]).all():
+            raise UserError(f"{folder}: {name} holds NaN or infinity: the file is damaged, or its training diverged")
+    return adapters
+
+
+def adapter_layers(model: Decoder) -> dict[str, list[int]]:
+    """Returns the numbers of the layers of each array of adapters."""
+    layers = adapted_layers(model)
+    return {name: layers[name.removesuffix(LORA_A).removesuffix(LORA_B)] for name in adapter_table(model, 1)}
+
+
+def peft_name(i: int, name: str) -> str:
+    """Returns the name in PEFT's file of the adapter of layer number `i`."""
+    return PREFIX + layer_tensor(i, name)
+
+
+def save_adapters(
+    directory: str | Path,
+    model: Decoder,
+    adapters: Adapters,
+    tokenizer: Tokenizer,
+    base: str,
+    fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
+    write: bool = True,
+    card: str = "",
+) -> None:
+    """Writes adapters as a PEFT folder, whole or not at all. `base`: folder or hub id of their model.
+
+    The other arguments are those of `save_model`.
+    """
+    arrays, shapes = {}, {}
+    for name, layers in adapter_layers(model).items():
+        stacked = fetch(adapters[name])
+        for place, i in enumerate(layers):
+            arrays[peft_name(i, name)] = np.asarray(stacked[place])
+            shapes[peft_name(i, name)] = stacked[place].shape
+    if not write:
+        return
+    directory = Path(directory).expanduser().resolve()
+    new = directory.with_name(f".{directory.name}.new")
+    prepare(new, directory)
+    tokenizer.save(new)
+    rank = next(shape[0] for name, shape in shapes.items() if name.endswith(LORA_A))
+    targets = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
+    write_json(new / ADAPTER_CONFIG, FIXED | {
+        "base_model_name_or_path": base, "r": rank, "lora_alpha": model.lora_alpha, "target_modules": targets,
+    })
+    if card and not (new / CARD).exists():
+        (new / CARD).write_text(card, encoding="utf-8", errors="replace")
+    write_tensors(new / WEIGHTS, shapes, np.dtype("float32"), arrays.values())
+    replace_folder(directory, new)

@@ -1,0 +1,201 @@
+"""Adapters: against transformers and PEFT, merged and not, over int8, in and out, in a run."""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chex import assert_trees_all_close, assert_trees_all_equal
+from safetensors.numpy import load_file, save_file
+
+from core.config import Config
+from core.grpo import main
+from core.sampling import Sampler
+from models import decoder
+from models.checkpoint import load_model, load_policy
+from models.lora import LoraConfig, make_policy
+from models.names import LORA_B
+from models.peft import peft_name, save_adapters
+from utils.devices.sharding import single_device
+from utils.settings.config import parse
+from utils.settings.errors import UserError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = ("lora-qwen2", "lora-qwen3", "lora-qwen3_5")
+RANKS = {"lora-qwen2": 3, "lora-qwen3": 2, "lora-qwen3_5": 2}
+
+
+def load(name: str, **options):
+    """The model, its base, its adapters and its tokenizer."""
+    config = LoraConfig(lora_rank=RANKS.get(name, 2), lora_alpha=6.0, **options)
+    return load_policy(FIXTURES / name, config, 0, single_device(), "float32")
+
+
+near = partial(np.testing.assert_allclose, rtol=1e-5)
+logits = jax.jit(decoder.logits, static_argnums=0)
+prefill = jax.jit(decoder.prefill, static_argnums=0)
+
+
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(FIXTURES / name / "adapted.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_equal_those_of_peft(name):
+    model, base, adapters, _ = load(name)
+    arrays = expected(name)
+    tokens = arrays["tokens"]
+    near(logits(model, make_policy(base, adapters), tokens), arrays["logits"], atol=1e-4)
+
+    def loss(adapters):
+        scores = decoder.score_tokens(model, make_policy(base, adapters), tokens)
+        return -scores.logprobs[:, 1:].mean()
+
+    for array, gradient in jax.jit(jax.grad(loss))(adapters).items():
+        layers = [i for i in range(model.num_hidden_layers) if peft_name(i, array) in arrays]
+        reference = np.stack([arrays[peft_name(i, array)] for i in layers])
+        rounding = 1e-4 if model.delta else 1e-5  # recurrences are computed in another order
+        near(gradient, reference, atol=rounding * np.abs(reference).max(), err_msg=array)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_equals_unmerged(name):
+    model, base, adapters, _ = load(name)
+    tokens = expected(name)["tokens"]
+    policy = make_policy(base, adapters)
+    merged, params, _ = load_model(FIXTURES / name)
+    near(logits(merged, params, tokens), logits(model, policy, tokens), atol=1e-4)
+    weights = [load_policy_weights(name, merge) for merge in ("always", "never")]
+    starts = np.zeros(len(tokens), np.int32)
+    caches = [prefill(model, x, tokens, starts) for x in weights]
+    assert_trees_all_close(*caches, rtol=1e-4, atol=1e-4)
+    assert sum(x.size for x in jax.tree.leaves(weights[0])) < sum(x.size for x in jax.tree.leaves(weights[1]))
+
+
+def load_policy_weights(name: str, merge: str) -> dict:
+    """What sampling reads."""
+    model, base, adapters, _ = load(name, lora_merge=merge)
+    return Sampler(model, 8, (0,)).load_weights(make_policy(base, adapters))
+
+
+def test_new_adapters_leave_the_policy_as_it_is():
+    model, base, adapters, _ = load("qwen3-tied")
+    tokens = expected("lora-qwen3")["tokens"]
+    assert_trees_all_equal(logits(model, make_policy(base, adapters), tokens), logits(model, base, tokens))
+    assert all(np.any(x) != name.endswith(LORA_B) for name, x in adapters.items())
+    other = load_policy(FIXTURES / "qwen3-tied", LoraConfig(lora_rank=2), 1, single_device(), "float32")[2]
+    assert np.any(other["mlp.up_proj.lora_A.weight"] != adapters["mlp.up_proj.lora_A.weight"]), "of another seed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_and_training_agree_over_int8(name):
+    model, base, adapters, _ = load(name, base_dtype="int8")
+    assert {x.dtype for x in jax.tree.leaves(base["model.layers"]) if x.ndim == 2} == {jnp.dtype("int8")}
+    exact = load(name)[1]
+    tokens = expected(name)["tokens"]
+    policy = make_policy(base, adapters)
+    difference = logits(model, policy, tokens) - logits(model, make_policy(exact, adapters), tokens)
+    assert 1e-4 < np.abs(difference).mean() < 0.2, "as far as 8 bits reach, with random weights"
+    sampler = Sampler(model, 10, (), segment=4)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    completions = sampler.generate(sampler.load_weights(policy), prompts, np.arange(2), 3, jax.random.key(0))
+    scores = jax.jit(decoder.score_tokens, static_argnums=0)(model, policy, completions.tokens)
+    mask = completions.mask
+    near(np.asarray(scores.logprobs)[mask], completions.logprobs[mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_adapters_are_those_of_peft(name, tmp_path):
+    model, _, adapters, tokenizer = load(name)
+    save_adapters(tmp_path / "new", model, adapters, tokenizer, "a/base")
+    written, ours = (load_file(folder / "adapter_model.safetensors") for folder in (FIXTURES / name, tmp_path / "new"))
+    assert_trees_all_equal(written, ours)
+    config, found = (read_config(folder) for folder in (FIXTURES / name, tmp_path / "new"))
+    assert config | found == config
+
+
+def read_config(folder: Path) -> dict:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return config | {"base_model_name_or_path": "", "target_modules": []}  # names there, or ends of names
+
+
+def test_no_gradient_of_the_base_is_computed():
+    """A product for each matrix in the backward pass in place of two."""
+    model, base, adapters, _ = load_policy("models/tiny", LoraConfig(lora_rank=1), 0, single_device(), "float32")
+    unrolled, params, _ = load_model("models/tiny", unroll=True)  # a loop would be counted once
+    tokens = np.ones((4, 64), np.int32)
+
+    def flops(model, base, trained) -> float:
+        def loss(trained):
+            return decoder.score_tokens(model, make_policy(base, trained), tokens).logprobs.sum()
+
+        return jax.jit(jax.grad(loss)).lower(trained).compile().cost_analysis()["flops"]
+
+    assert flops(model, base, adapters) < 0.8 * flops(unrolled, {}, params)
+
+
+DAMAGES = {
+    "rank": (lambda config, tensors: config.update(r=5), "has shape"),
+    "method": (lambda config, tensors: config.update(use_dora=True), "use_dora True is not supported"),
+    "type": (lambda config, tensors: config.update(peft_type="IA3"), "peft_type 'IA3' is not supported"),
+    "base": (lambda config, tensors: config.update(base_model_name_or_path="/no/such"), "there is no folder /no/such"),
+    "no base": (lambda config, tensors: config.pop("base_model_name_or_path"), "lacks base_model_name_or_path"),
+    "tensor": (lambda config, tensors: tensors.popitem(), "lacks tensor"),
+    "head": (lambda config, tensors: tensors.update(x=np.zeros(3, np.float32)), "has the unknown tensor x"),
+    "number": (lambda config, tensors: next(iter(tensors.values())).fill(np.nan), "NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_named(damage, tmp_path):
+    folder = shutil.copytree(FIXTURES / "lora-qwen3", tmp_path / "a")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change, message = DAMAGES[damage]
+    change(config, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora_rank 2 --advantage gae", "--lora_rank has no room"),
+        ("--base_dtype int8", "give --lora_rank"),
+        ("--lora_rank 2 --base_dtype int8 --lora_merge always", "leave one out"),
+        ("--lora_rank -1", "must not be negative"),
+    ],
+)
+def test_wrong_settings_are_refused(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, flags.split(), "")
+    assert message in capsys.readouterr().err
+
+
+RUN = (
+    "--config configs/demo.py --max_steps 2 --groups_per_batch 4 --group_size 4 --num_generation_tokens 64 "
+    "--num_eval_tasks 4 --num_eval_samples 1 --test_greedy 0 --test_interval 0 --sample_interval 0 --lora_rank 2 "
+    "--max_resampling 2 --do_group_filter 0 --tokens_per_microbatch 0 --kl_coef 0.1 --lr 0.01 --save_dir"
+)
+
+
+def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys):
+    main(parse(Config, [*RUN.split(), str(tmp_path / "a")], ""))
+    folder = tmp_path / "a" / "step2"
+    assert not (folder / "model.safetensors").exists()
+    model, params, _ = load_model(folder)
+    base = load_model("models/tiny")[1]
+    assert not np.array_equal(params["model.layers"]["mlp.up_proj.weight"], base["model.layers"]["mlp.up_proj.weight"])
+    main(parse(Config, [*RUN.split(), str(tmp_path / "b"), "--model_dir", str(folder)], ""))
+    config = json.loads((tmp_path / "b" / "step2" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"].endswith("models/tiny"), "not the first adapters"
+    metrics = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["kl"] > 0, "to the base without adapters"
