@@ -2,7 +2,7 @@
 
     python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
-    python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # runs/games.sh guess --seed 0, 1, 2
+    python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # runs/games.sh --seed 0, 1, 2
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --report runs/demo-0    # of a run with --recompute_logprobs; Chromium, chromedriver, selenium
 """
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", nargs="+", metavar="RUN", help="runs of the demo, for demo.png")
     parser.add_argument("--smollm", nargs="+", metavar="RUN", help="runs of runs/smollm.sh, for smollm.png")
-    parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of runs/games.sh guess, for guess.png")
+    parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of runs/games.sh, for guess.png")
     parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# A tiny model that knows the rules of four games learns to play them: guess, calculator, tictactoe or gridworld.
+# A tiny model that knows the rules of four games learns to play: GAME=guess, calculator, tictactoe or gridworld.
 # Hardware: two CPU cores
+# Minutes: 5 for guess, 2 of them compilation and evaluation (AMD EPYC)
+# Score: held-out correct answers of guess 0.40 -> SCORES (--seed 0, 1, 2, ± 0.03); the others: docs/episodes.md
 set -euo pipefail
 cd "$(dirname "$0")/.."
-game="${1:-guess}"
-shift $(($# > 0))
+game="${GAME:-guess}"
 case "$game" in
     guess) settings=(--env_options prompt=bare,min_size=16) ;;
     calculator)

@@ -272,11 +272,11 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
     for step in (9, 10):
         (run / f"step{step}").mkdir(parents=True)
     seen = []
-    for module, config in (
-        (grpo, parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
-        (chat, parse(chat.Command, ["--ckpt_dir", str(run)])),
+    for module, name, config in (
+        (grpo, "load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
+        (chat, "load_model", parse(chat.Command, ["--ckpt_dir", str(run)])),
     ):
-        monkeypatch.setattr(module, "load_model", lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
+        monkeypatch.setattr(module, name, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
         with pytest.raises(SystemExit):
             module.main(config)
     assert seen == [run / "step10"] * 2
