@@ -128,7 +128,7 @@ def make_update(
         params = lay_out_adapters(model, adapters, layout)
     learner, state = make_learner(config, model, params, layout, config.num_generation_tokens, base=base)
 
-    def update() -> Params:
+    def update() -> Params | Adapters:
         nonlocal state
         scored = learner.score(state.params, batch)
         scored = compute_advantages(scored, config.objective)

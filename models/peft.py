@@ -95,8 +95,7 @@ def load_adapters(folder: Path, model: Decoder, rank: int = 0) -> Adapters:
 
 def adapter_layers(model: Decoder) -> dict[str, list[int]]:
     """Returns the numbers of the layers of each array of adapters."""
-    layers = adapted_layers(model)
-    return {name: layers[name.removesuffix(LORA_A).removesuffix(LORA_B)] for name in adapter_table(model, 1)}
+    return {name + part: layers for name, layers in adapted_layers(model).items() for part in (LORA_A, LORA_B)}
 
 
 def peft_name(i: int, name: str) -> str:
