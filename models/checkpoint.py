@@ -332,7 +332,7 @@ def load_base(source: Source, layout: Layout, base_dtype: str) -> Weights:
         layers.append(quantize_layer(layer) if base_dtype == "int8" else layer)
     base = {name: load_weight(source, layout, name, spec) for name, spec in table.items()}
     base[LAYERS] = layers
-    layout.check_mesh_axes(base)
+    layout.check_mesh_axes(base, ["tp"])  # fsdp cuts rows only
     return base
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close, assert_trees_all_equal
+from helpers import on_four_devices
 from safetensors.numpy import load_file, save_file
 
 from core.config import Config
@@ -18,10 +19,12 @@ from core.grpo import main
 from core.sampling import Sampler
 from models import decoder
 from models.checkpoint import load_model, load_policy
+from models.distribution import Distribution
 from models.lora import LoraConfig, make_policy
 from models.names import LORA_B
 from models.peft import peft_name, save_adapters
 from utils.devices.sharding import single_device
+from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
@@ -30,10 +33,10 @@ NAMES = ("lora-qwen2", "lora-qwen3", "lora-qwen3_5")
 RANKS = {"lora-qwen2": 3, "lora-qwen3": 2, "lora-qwen3_5": 2}
 
 
-def load(name: str, **options):
+def load(name: str, layout=None, **options):
     """The model, its base, its adapters and its tokenizer."""
     config = LoraConfig(lora_rank=RANKS.get(name, 2), lora_alpha=6.0, **options)
-    return load_policy(FIXTURES / name, config, 0, single_device(), "float32")
+    return load_policy(FIXTURES / name, config, 0, layout or single_device(), "float32")
 
 
 near = partial(np.testing.assert_allclose, rtol=1e-5)
@@ -140,6 +143,41 @@ def test_no_gradient_of_the_base_is_computed():
     assert flops(model, base, adapters) < 0.8 * flops(unrolled, {}, params)
 
 
+ON_MESHES = {"lora-qwen3": {"fsdp=4": "never", "tp=4": "always"}, "lora-qwen3_5": {"fsdp=2,tp=2": "never"}}
+
+
+def same_on_meshes() -> None:
+    """Asserts that greedy completions, logits and gradients of adapted models are the same on meshes."""
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 9)).astype(np.int32)
+    for name, meshes in ON_MESHES.items():
+        _, drawn, *reference = on_mesh(name, tokens, single_device(), "never")
+        for mesh, merge in meshes.items():
+            model, *found = on_mesh(name, tokens, make_layout(DeviceConfig(mesh=mesh)), merge)
+            np.testing.assert_array_equal(found[0], drawn)
+            rounding = 1e-4 if model.delta else 1e-5
+            for one, other in zip(*map(jax.tree.leaves, (found[1:], reference)), strict=True):
+                near(one, other, atol=rounding * np.abs(other).max(), err_msg=mesh)
+
+
+def on_mesh(name: str, tokens: np.ndarray, layout, merge: str) -> tuple:
+    """The model; greedy completions, logits, and the gradient of a loss."""
+    model, base, adapters, _ = load(name, layout, lora_merge=merge)
+    prompts = [[int(i) for i in row[:5]] for row in tokens]
+    sampler = Sampler(model, 6, (), Distribution(0.0), layout=layout)
+    weights = sampler.load_weights(make_policy(base, adapters))
+    completions = sampler.generate(weights, prompts, np.arange(len(prompts)), 1, jax.random.key(0))
+    rows = layout.put(tokens)
+
+    def loss(adapters):
+        return -decoder.score_tokens(model, make_policy(base, adapters), rows).logprobs[:, 1:].mean()
+
+    return model, completions.tokens, logits(model, make_policy(base, adapters), rows), jax.jit(jax.grad(loss))(adapters)
+
+
+def test_adapters_are_the_same_on_meshes():
+    on_four_devices(__file__, "same_on_meshes()")
+
+
 DAMAGES = {
     "rank": (lambda config, tensors: config.update(r=5), "has shape"),
     "method": (lambda config, tensors: config.update(use_dora=True), "use_dora True is not supported"),
@@ -199,3 +237,12 @@ def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys):
     assert config["base_model_name_or_path"].endswith("models/tiny"), "not the first adapters"
     metrics = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["kl"] > 0, "to the base without adapters"
+
+
+def test_a_run_that_was_stopped_equals_one_that_never_was(tmp_path):
+    for name, stops in {"whole": [2], "stopped": [1, 2]}.items():
+        for num_steps in stops:
+            flags = [str(tmp_path / name), "--max_steps", str(num_steps), *"--num_generation_tokens 8".split()]
+            main(parse(Config, [*RUN.split(), *flags, "--test_env_name", ""], ""))
+    files = (tmp_path / name / "step2" / "adapter_model.safetensors" for name in ("whole", "stopped"))
+    assert_trees_all_equal(*map(load_file, files))

@@ -118,13 +118,16 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_widths", "resampling"), [(12, 1, 1), pytest.param(40, 2, 3, marks=pytest.mark.slow)]
+    ("num_tokens", "num_widths", "resampling", "rank"),
+    [(12, 1, 1, 0), (12, 1, 1, 2), pytest.param(40, 2, 3, 0, marks=pytest.mark.slow)],
 )
-def test_after_precompile_no_step_compiles_and_all_programs_are_listed(num_tokens, num_widths, resampling, tmp_path):
+def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
+    num_tokens, num_widths, resampling, rank, tmp_path
+):
     flags = FLAGS | {
         "groups_per_batch": 8, "num_generation_tokens": num_tokens, "precompile": 1, "max_steps": 3,
         "test_env_name": "", "save_dir": tmp_path, "num_eval_samples": 1, "max_resampling": resampling,
-        "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
+        "lora_rank": rank, "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
     }  # fmt: skip
     run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0"})
     assert not run.wait(), run.stdout.read()

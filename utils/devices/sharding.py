@@ -50,12 +50,12 @@ class Layout:
         num_bytes = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(params))
         return f"{text} ({', '.join(axes)}; {num_bytes / 1e6:,.0f} MB of parameters on each)"
 
-    def check_mesh_axes(self, params: PyTree) -> None:
-        """Raises UserError when an axis of the mesh shards no parameter: then they would be whole on its devices."""
+    def check_mesh_axes(self, params: PyTree, axes: Sequence[str] = ("fsdp", "tp")) -> None:
+        """Raises UserError when one of these axes shards no parameter: then they would be whole on its devices."""
         used = set()
         for x in jax.tree.leaves(params):
             used.update(x.sharding.spec)
-        for axis in {"fsdp", "tp"} - used:
+        for axis in set(axes) - used:
             size = self.mesh.shape[axis]
             if size > 1:
                 raise UserError(
