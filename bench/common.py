@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jaxtyping import Float, PyTree
 
 from models.architecture import Decoder, is_spec
 from models.checkpoint import default_dtype, load_model, read_config, save_model
@@ -113,15 +113,23 @@ def make_prompts(vocabulary: int, groups: int, num_tokens: int) -> list[list[int
     return np.random.default_rng(0).integers(10, vocabulary, (groups, num_tokens)).tolist()
 
 
+def rounds_of(runs: Sequence[Callable[[], PyTree]], repeats: int) -> Float[np.ndarray, "runs rounds 2"]:
+    """Returns wall-clock and CPU seconds of calls in interleaved rounds, after one of each that compiles."""
+    for run in runs:
+        jax.block_until_ready(run())
+    times = np.zeros((len(runs), repeats, 2))
+    for round_number in range(repeats):
+        for i, run in enumerate(runs):
+            start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run())
+            end = time.perf_counter(), time.process_time()
+            times[i, round_number] = np.subtract(end, start)
+    return times
+
+
 def seconds_of(run: Callable[[], PyTree], repeats: int) -> list[float]:
     """Returns wall-clock seconds of each call, after one that compiles."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return times
+    return rounds_of([run], repeats)[0, :, 0].tolist()
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

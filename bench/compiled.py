@@ -3,6 +3,8 @@
     pip install --no-deps --target ~/compilers jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2 "libtpu==0.0.42.*"
     PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --target h200,v5p --models Llama-3.2-3B
     PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --target v5p --models Qwen3-30B-A3B --mesh fsdp=8
+    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --config configs/lora_8b.py --memory 23.7 \
+        --models Qwen3-8B --layers 2,4
 
 The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention by
 cuDNN needs the libraries of nvidia-cudnn-cu13 in LD_LIBRARY_PATH too, a mixture of experts on a GPU tokamax. Nothing is
@@ -41,7 +43,9 @@ from core.learner import Learner
 from core.sampling import Sampler, SamplingConfig
 from models import architecture
 from models.architecture import Decoder, Spec
-from models.names import EMBED, EXPERT, LAYERS, Params
+from models.checkpoint import is_merged
+from models.lora import adapter_table, make_policy, quantize_layer
+from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.memory import fit_memory, measure_sizes, update_bytes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
@@ -114,7 +118,11 @@ class TableConfig:
 
     target: str = option("h200", f"Accelerators, with commas between: {', '.join(TARGETS)}")
     models: str = option("Qwen3-0.6B", "Names of shapes (bench/common.py, bench/shapes.json), with commas between")
-    layers: str = option("", "Two numbers of layers, from which rollouts are extrapolated; empty: all are compiled")
+    layers: str = option(
+        "",
+        "Two numbers of layers, from which rollouts and adapters' updates are extrapolated; empty: all are compiled",
+    )
+    memory: float = option(0.0, "GB of a device that programs may use; 0: those of the target")
     json: str = option("", "File for the figures; empty: not written")
 
 
@@ -163,8 +171,10 @@ class ImaginedLearner(Learner):
         return grads, self.layout.put(np.float32(0))
 
 
-def imagine(target: str, **sizes: int) -> Imagined:
+def imagine(target: str, memory: float = 0.0, **sizes: int) -> Imagined:
     """Returns accelerators of one host or slice as a mesh of these sizes, for example fsdp=4, tp=2.
+
+    `memory`: GB of each; 0: those of the target.
 
     Raises: UserError for a number of TPUs that is no slice.
     """
@@ -177,7 +187,9 @@ def imagine(target: str, **sizes: int) -> Imagined:
     else:
         devices = tpu_topology(target, num_devices).devices
         grid = arrange_devices(sizes, devices)
-    return Imagined(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3), TARGETS[target])
+    found = TARGETS[target]
+    found = found._replace(memory=int(memory * GB) or found.memory)
+    return Imagined(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3), found)
 
 
 def gpu_topology(target: str, num_devices: int) -> topologies.TopologyDescription:
@@ -258,6 +270,46 @@ def parameter_shapes(model: Decoder, layout: Layout) -> Params:
     return jax.tree.map(lay_out, model.parameter_table(), is_leaf=architecture.is_spec)
 
 
+def trained_shapes(model: Decoder, layout: Layout, config: Config) -> Params | Adapters:
+    """Returns what is trained, as shapes laid out on the devices: adapters, or all parameters."""
+    if not config.lora.lora_rank:
+        return parameter_shapes(model, layout)
+    shapes = {}
+    for name, spec in adapter_table(model, config.lora.lora_rank).items():
+        shapes[name] = jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec, rollout=True))
+    return shapes
+
+
+def base_shapes(model: Decoder, layout: Layout, config: Config) -> Weights:
+    """Returns the base below adapters as shapes laid out on the devices; empty where all parameters are trained."""
+    if not config.lora.lora_rank:
+        return {}
+
+    def lay_out(path: tuple, spec: Spec) -> jax.ShapeDtypeStruct:
+        dtype = "float32" if path[-1].key.removesuffix(".T") in FLOAT32 else model.dtype
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec, rollout=True))
+
+    base = jax.tree.map_with_path(lay_out, model.weights_table(), is_leaf=architecture.is_spec)
+    if config.lora.base_dtype != "int8":
+        return base
+    return base | {LAYERS: [quantized_shapes(layout, layer) for layer in base[LAYERS]]}
+
+
+def quantized_shapes(layout: Layout, layer: LayerParams) -> LayerParams:
+    """Returns the shapes of a layer of int8: matrices where they were, scales on every device."""
+
+    def lay_out(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = layout.replicated if name.endswith(SCALE) else layer[name].sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return {name: lay_out(name, x) for name, x in jax.eval_shape(quantize_layer, layer).items()}
+
+
+def policy_shapes(model: Decoder, layout: Layout, config: Config) -> Policy:
+    """Returns what is sampled from, as shapes laid out on the devices."""
+    return make_policy(base_shapes(model, layout, config), trained_shapes(model, layout, config))
+
+
 def rows(layout: Layout, *sizes: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array as Layout.put lays it out."""
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.rows if sizes else layout.replicated)
@@ -270,13 +322,19 @@ def cache_elements(model: Decoder, layout: Layout, num_slots: int, width: int) -
 
 
 def sampling_programs(
-    model: Decoder, layout: Layout, num_slots: int, width: int, group_size: int = 4, prompt_columns: int = 64
+    model: Decoder,
+    layout: Layout,
+    num_slots: int,
+    width: int,
+    group_size: int = 4,
+    prompt_columns: int = 64,
+    config: Config = CONFIG,
 ) -> Iterator[Program]:
     """Compiles what a rollout runs, up to a segment of `width` steps and columns, which is the last."""
     sampler = Sampler(model, width, (0,), segment=width, prompt_columns=prompt_columns, layout=layout)
     num_prompts = num_slots // group_size
     num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
-    programs = sampler.programs(parameter_shapes(model, layout), num_prompts, group_size)
+    programs = sampler.programs(policy_shapes(model, layout, config), num_prompts, group_size)
     return compile_until(programs, sampling.decode_segment)
 
 
@@ -301,13 +359,15 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     """Yields the programs of training on rows of `width` columns, so many on each device."""
     optimizer = make_optimizer(config.optimizer)
     state = state_shapes(model, layout, config)
-    imagined = ImaginedLearner(model, optimizer, layout, config, width, num_rows * width, has_fixed_shapes=True)
+    base = base_shapes(model, layout, config)
+    settings = model, optimizer, layout, config, width, num_rows * width
+    imagined = ImaginedLearner(*settings, base=base, has_fixed_shapes=True)
     return imagined.programs(state, width)
 
 
 def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
     """Returns the training state as shapes, moments laid out like their parameters."""
-    params = parameter_shapes(model, layout)
+    params = trained_shapes(model, layout, config)
     parameters = {path: x for path, x in jax.tree.leaves_with_path(params)}
 
     def lay_out(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -329,7 +389,7 @@ def row_length(config: Config) -> int:
 class Training(NamedTuple):
     """Bytes on one device."""
 
-    held: float  # parameters and moments
+    held: float  # parameters and moments, or a base, adapters and their moments
     update: float  # while a micro-batch's gradient is added up
     estimate: float  # of the same, by utils/devices/memory.py
     optimiser: float
@@ -351,16 +411,17 @@ class Rollout(NamedTuple):
 def measure_training(config: Command, model: Decoder, layout: Imagined, num_tokens: int) -> Training:
     """Compiles an update with micro-batches of `num_tokens`."""
     state = state_shapes(model, layout, config)
+    base = base_shapes(model, layout, config)
     width = row_length(config)
     update = train_step(model, layout, max(1, num_tokens // width), width, config)
-    *_, batch, _ = update.arguments
+    *_, batch, _, _ = update.arguments
     num_rows = len(batch.tokens) // layout.row_shards
-    sizes = measure_sizes(config.memory, model, layout, state, None, width)
+    sizes = measure_sizes(config.memory, model, layout, state, base, width)
     return Training(
         sizes.held,
         bytes_on_device(state.opt_state) + update.peak,
         update_bytes(sizes, model, model.remat, num_rows * width, width),
-        apply_gradients(model, layout, config).peak,
+        bytes_on_device(base) + apply_gradients(model, layout, config).peak,
     )
 
 
@@ -388,15 +449,19 @@ def rollout_programs(config: Command, model: Decoder, layout: Imagined) -> list[
     num_columns = bucket(config.sampling.num_generation_tokens)
     num_slots = config.sampling.inference_batch_per_device * layout.row_shards
     group_size = config.update.group_size
-    return list(sampling_programs(model, layout, num_slots, num_columns, group_size, prompt_columns))
+    return list(sampling_programs(model, layout, num_slots, num_columns, group_size, prompt_columns, config))
 
 
 def sampling_peaks(programs: list[Program]) -> tuple[int, int]:
-    """Returns the bytes beside the training state while weights for sampling are made, and at the peak of the rest."""
+    """Returns the bytes beside the training state while weights for sampling are made, and at the peak of the rest.
+
+    A base that is sampled from itself counts as beside the state.
+    """
     by_name = {program.function: program for program in programs}
-    weights = by_name["decode_weights"].compiled.memory_analysis().output_size_in_bytes
+    weights = bytes_on_device(by_name["prefill"].arguments[1])
     gathering = weights + by_name["gather_cache"].peak
-    return by_name["decode_weights"].added, max(by_name["prefill"].peak, by_name["decode_segment"].peak, gathering)
+    making = sum(by_name[name].added for name in ("decode_weights", "layer_adapters", "merge") if name in by_name)
+    return making, max(by_name["prefill"].peak, by_name["decode_segment"].peak, gathering)
 
 
 def least_bytes(model: Decoder, layout: Layout, program: Program) -> tuple[float, float]:
@@ -430,27 +495,38 @@ def with_layers(model: Decoder, num_layers: int) -> Decoder:
     return replace(model, num_hidden_layers=num_layers, layer_types=model.layer_types[:num_layers])
 
 
-def measure_layers(config: Command, model: Decoder, layout: Imagined) -> Rollout:
-    """Returns what a rollout needs; with --layers extrapolated from two numbers of layers, which are alike."""
+def extrapolate(
+    config: Command, model: Decoder, measure: Callable[[Decoder], Training | Rollout]
+) -> Training | Rollout:
+    """Returns what a model needs; with --layers extrapolated from two numbers of layers, which are alike."""
     depths = [int(depth) for depth in filter(None, config.table.layers.split(","))]
     if not depths:
-        return measure_rollout(config, model, layout)
-    few, more = (measure_rollout(config, with_layers(model, depth), layout) for depth in depths)
+        return measure(model)
+    few, more = (measure(with_layers(model, depth)) for depth in depths)
     factor = (model.num_hidden_layers - depths[0]) / (depths[1] - depths[0])
-    return Rollout(*(a + factor * (b - a) for a, b in zip(few, more, strict=True)))
+    return type(few)(*(a + factor * (b - a) for a, b in zip(few, more, strict=True)))
 
 
 def table_row(config: Command, target: str, name: str) -> tuple[Figure, ...]:
     """Returns a row of the table, for the settings that a run would choose on these devices."""
-    layout = imagine(target, **parse_mesh(config.devices.mesh))
+    layout = imagine(target, config.table.memory, **parse_mesh(config.devices.mesh))
     model = shape(name, dtype="bfloat16", mesh=layout.mesh)
     state = state_shapes(model, layout, config)
+    base = base_shapes(model, layout, config)
+    model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))
     num_rows = config.sampling.inference_batch_per_device
-    plan = fit_memory(config.memory, model, layout, state, None, row_length(config), num_rows)
+    plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_rows)
+    print(*plan.notes, sep="\n")
     model = replace(model, remat=plan.remat)
-    training = measure_training(config, model, layout, plan.tokens_per_microbatch)
-    rollout = measure_layers(config, model, layout)
-    sampling = training.held + rollout.copying, training.held + rollout.peak
+
+    def measure_update(model: Decoder) -> Training:
+        return measure_training(config, model, layout, plan.tokens_per_microbatch)
+
+    # All parameters are trained in a loop over layers, which compiles quickly; layers below adapters are a list.
+    training = extrapolate(config, model, measure_update) if base else measure_update(model)
+    rollout = extrapolate(config, model, lambda model: measure_rollout(config, model, layout))
+    beside = bytes_on_device(state) + (bytes_on_device(base) if model.merges_adapters else 0)
+    sampling = training.held + rollout.copying, beside + rollout.peak
     memory = *training, *sampling, layout.target.memory
     moved = rollout.step, rollout.least, rollout.experts, rollout.least_experts, rollout.sent
     return (

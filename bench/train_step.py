@@ -1,6 +1,7 @@
 """Update: seconds of old log-probabilities, loss, gradient and one optimiser step; its memory against a naive one's.
 
     python bench/train_step.py                               # 64 rows of 64 + 128 tokens
+    python bench/train_step.py --lora_rank 8                 # adapters and all parameters in turn, and their ratio
     python bench/train_step.py --shape small_vocab --memory  # compiles only, so that any shape will do anywhere
     python bench/train_step.py --shape Qwen3-0.6B --groups_per_batch 2 --prompt_tokens 512 --num_generation_tokens 512
 
@@ -21,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, seconds_of, shape, spread
+from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, rounds_of, shape, spread
 from core.config import Config, UpdateConfig
 from core.learner import Learner, accumulate, make_learner, split_minibatches
 from core.objectives import ObjectiveConfig, compute_advantages, policy_loss
 from core.records import Batch
 from core.sampling import SamplingConfig, decode_weights
 from models.architecture import Decoder
-from models.checkpoint import lay_out_adapters, load_model
+from models.checkpoint import default_dtype, lay_out_adapters, load_model
 from models.decoder import init_params, logits
 from models.distribution import Distribution, entropy, log_softmax_at
 from models.lora import init_adapters
@@ -150,6 +151,12 @@ def random_batch(config: BenchTraining, vocabulary: int, factor: int = 1) -> Bat
     return make_batch(rows, config.bench.prompt_tokens, group_size)
 
 
+def timed_update(config: BenchTraining, layout: Layout) -> Callable[[], Params | Adapters]:
+    """Returns a function that learns from random rows, with a model of its own."""
+    model, params = load_training(config, layout)
+    return make_update(config, model, params, layout, random_batch(config, model.vocab_size))
+
+
 def naive_accumulate(
     model: Decoder, objective: ObjectiveConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
 ) -> tuple[Params, dict[str, Array]]:
@@ -218,18 +225,22 @@ def main(config: Command) -> None:
     if config.measure.memory:
         report_memory(config, layout)
         return
+    variants = {"all parameters": with_options(config, lora_rank=0)}
+    if config.lora.lora_rank:
+        variants[f"adapters of rank {config.lora.lora_rank}"] = config
     works = {"old log-probabilities and one update": True, "one update": False}
     table = []
-    for name, is_recomputed in works.items():
-        model, params = load_training(config, layout)
-        batch = random_batch(config, model.vocab_size)
-        variant = with_options(config, recompute_logprobs=is_recomputed)
-        update = make_update(variant, model, params, layout, batch)
-        seconds = seconds_of(update, config.bench.repeats)
-        speeds = [batch.tokens.size / x for x in seconds]
-        table.append((name, batch.tokens.size, spread(seconds, 3), spread(speeds, 0)))
-    title = f"Update, {config.model_name}, {model.dtype}: median (range) of {config.bench.repeats}"
-    report(title, ("work", "tokens", "seconds", "tokens/s"), table, environment(), config.bench.json)
+    for work, is_recomputed in works.items():
+        updates = [timed_update(with_options(x, recompute_logprobs=is_recomputed), layout) for x in variants.values()]
+        times = rounds_of(updates, config.bench.repeats)
+        for name, seconds in zip(variants, times, strict=True):
+            ratios = (seconds / times[0]).T
+            table.append((work, name, spread(seconds[:, 0], 3), *(spread(ratio, 3) for ratio in ratios)))
+    num_tokens = config.batch_size * (config.bench.prompt_tokens + config.num_generation_tokens)
+    dtype = config.compute.dtype or default_dtype()
+    title = f"Update, {config.model_name}, {dtype}, {num_tokens:,} tokens: median (range) of {config.bench.repeats}"
+    columns = "work", "trained", "seconds", "seconds / of all", "CPU seconds / of all"
+    report(title, columns, table, environment(), config.bench.json)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class Decoder:
     attention: str = "auto"  # auto | plain | cudnn | splash: of training rows
     kv_dtype: str = ""  # of the cache: int8, or empty for that of the matmuls
     lora_alpha: float = 32.0  # of adapters: see models/lora.py
+    adapts_experts: bool = True
     merges_adapters: bool = False  # for sampling, into a copy of their base
     mesh: Mesh | None = None  # on which kernels run that XLA cannot partition by itself; None: no kernels
 

@@ -27,6 +27,7 @@ from models.files import (
     WEIGHTS,
     Shape,
     check_names,
+    expert_tensors,
     layer_tensor,
     prepare,
     replace_folder,
@@ -128,7 +129,7 @@ def open_model(
     if adapters:
         adapter_config = read_adapter_config(folder)
         folder = find_model(adapter_config.base)
-        overrides = {"lora_alpha": adapter_config.alpha} | overrides
+        overrides = {"lora_alpha": adapter_config.alpha, "adapts_experts": adapter_config.has_experts} | overrides
     config = text_config(read_json(folder / CONFIG), folder / CONFIG)
     mesh = layout.mesh if layout else None
     settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
@@ -185,7 +186,7 @@ def load_policy(
     if not config.lora_rank:
         model, params, tokenizer = load_model(path_or_hub_id, layout, dtype, **overrides)
         return model, {}, params, tokenizer
-    overrides = overrides | {"lora_alpha": config.lora_alpha}
+    overrides = overrides | {"lora_alpha": config.lora_alpha, "adapts_experts": config.lora_experts}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
     base = load_base(source, layout, config.base_dtype)
@@ -193,11 +194,15 @@ def load_policy(
         adapters = load_adapters(source.adapters, model, config.lora_rank)
     else:
         adapters = init_adapters(model, config.lora_rank, jax.random.key(seed))
-    is_merged = config.lora_merge == "always"
+    model = replace(model, merges_adapters=is_merged(config, base, layout))
+    return model, base, lay_out_adapters(model, adapters, layout), source.tokenizer
+
+
+def is_merged(config: LoraConfig, base: Weights, layout: Layout) -> bool:
+    """True if sampling reads a copy of the base with the adapters added: see --lora_merge."""
     if config.lora_merge == "auto" and not config.base_dtype:
-        is_merged = has_room_for_copy(bytes_on_device(base), layout)
-    adapters = lay_out_adapters(model, adapters, layout)
-    return replace(model, merges_adapters=is_merged), base, adapters, source.tokenizer
+        return has_room_for_copy(bytes_on_device(base), layout)
+    return config.lora_merge == "always"
 
 
 def default_dtype() -> str:
@@ -241,11 +246,6 @@ def tensor_shapes(model: Decoder) -> dict[str, Shape]:
             else:
                 shapes[tensor] = spec.shape
     return shapes
-
-
-def expert_tensors(name: str, num_experts: int) -> list[str]:
-    """Returns the names in the file of a parameter that is stacked over experts."""
-    return [name.replace(EXPERT, str(i)) for i in range(num_experts)]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -507,7 +507,7 @@ def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: st
 
 def lay_out_adapters(model: Decoder, adapters: Adapters, layout: Layout) -> Adapters:
     """Returns adapters on the devices, as sampling and updates read them: whole but for tp."""
-    table = adapter_table(model, next(iter(adapters.values())).shape[1])
+    table = adapter_table(model, next(iter(adapters.values())).shape[-2])
     laid_out = {}
     for name, x in adapters.items():
         sharding = layout.sharding(*table[name], rollout=True)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from models.names import TRANSPOSED, Array, LayerParams, decode_axes
+from models.names import EXPERT, LORA_A, LORA_B, TRANSPOSED, Array, LayerParams, decode_axes
 from utils.devices.sharding import ROWS, num_shards
 
 Tokens = Float[Array, "B T D"]
@@ -32,12 +32,22 @@ FEW_TOKENS = 256
 Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 0: the router is free to choose
 
 
+class LowRank(NamedTuple):
+    """Adapters of one matrix of all experts: what they add to rows x is x A^T B, of the widths of that matrix."""
+
+    A: Float[Array, "E r _"]
+    B: Float[Array, "E r _"]
+
+
 class Experts(NamedTuple):
     """Matrices of all experts of a layer: those of one MLP of width E F, and each expert's adjacent in memory."""
 
     gate: Float[Array, "E F D"]
     up: Float[Array, "E F D"]
     down: Float[Array, "E F D"]
+    gate_adapter: LowRank | None = None
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
 
 class Routing(NamedTuple):
@@ -52,14 +62,18 @@ Computation = Callable[[Experts, Tokens, Routing], Tokens]
 
 def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
     """Returns the matrices of a layer's experts, which are stored as in the file or transposed."""
-    matrices = []
+    matrices, adapters = [], []
     for projection in ("gate_proj", "up_proj", "down_proj"):
-        name = f"mlp.experts.*.{projection}.weight"
+        module = f"mlp.experts.{EXPERT}.{projection}"
+        name = f"{module}.weight"
         matrix = layer.get(name + TRANSPOSED)
         if matrix is None:
             matrix = layer[name].astype(dtype).transpose(decode_axes(name))
         matrices.append(matrix)
-    return Experts(*matrices)
+        is_adapted = module + LORA_A in layer
+        parts = [layer[module + part].astype(dtype) for part in (LORA_A, LORA_B) if is_adapted]
+        adapters.append(LowRank(*parts) if is_adapted else None)
+    return Experts(*matrices, *adapters)
 
 
 def choose_experts(
@@ -119,14 +133,19 @@ def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: 
     are not balanced.
     """
     is_cut = experts.down.shape[1] % mesh.shape["tp"] == 0
-    cut = PartitionSpec(None, "tp" if is_cut else None)
+    axis = "tp" if is_cut else None
+    cut = PartitionSpec(None, axis)
     rows = PartitionSpec(ROWS)
 
     def compute_shard(experts: Experts, x: Tokens, routing: Routing) -> Tokens:
         out = compute(experts, x, routing)
         return jax.lax.psum(out, "tp") if is_cut else out
 
-    in_specs = Experts(cut, cut, cut), rows, rows
+    of_width, whole = PartitionSpec(None, None, axis), PartitionSpec()
+    adapted_inputs, adapted_outputs = LowRank(whole, of_width), LowRank(of_width, whole)
+    specs = Experts(cut, cut, cut, adapted_inputs, adapted_inputs, adapted_outputs)
+    specs = Experts(*(None if x is None else spec for x, spec in zip(experts, specs, strict=True)))
+    in_specs = specs, rows, rows
     per_device = jax.shard_map(compute_shard, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
     return per_device(experts, x, routing)
 
@@ -141,11 +160,16 @@ def separate_experts(experts: Experts, x: Tokens, routing: Routing, activation: 
 
     def compute_pair(pair: Pair) -> Float[Array, "D"]:
         token, number, weight = pair
-        take = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
-        gate = take(experts.gate) @ token
-        up = take(experts.up) @ token
+        own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), experts)
+
+        def adapt(adapter: LowRank | None, x: Float[Array, "_"], y: Float[Array, "_"]) -> Float[Array, "_"]:
+            return y if adapter is None else y + (adapter.A @ x) @ adapter.B
+
+        gate = adapt(own.gate_adapter, token, own.gate @ token)
+        up = adapt(own.up_adapter, token, own.up @ token)
         hidden = activation(gate) * up * weight
-        return jnp.matmul(hidden, take(experts.down), preferred_element_type=jnp.float32)
+        out = jnp.matmul(hidden, own.down, preferred_element_type=jnp.float32)
+        return adapt(own.down_adapter, hidden, out)
 
     tokens = repeat(x, "B T D -> (B T k) D", k=k)
     pairs = tokens, routing.ids.reshape(-1), routing.weights.reshape(-1)
@@ -166,12 +190,21 @@ def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Act
     weights = rearrange(weights, "B T E -> (B T) E 1")
     wide = jax.tree.map(lambda matrices: rearrange(matrices, "E F D -> (E F) D"), experts)
     tokens = rearrange(x, "B T D -> (B T) D")
-    gate = tokens @ wide.gate.T
-    up = tokens @ wide.up.T
-    hidden = activation(gate) * up
-    hidden = rearrange(hidden, "M (E F) -> M E F", E=num_experts)
-    hidden = rearrange(hidden * weights, "M E F -> M (E F)")
-    out = hidden @ wide.down
+
+    def by_expert(matrix: Float[Array, "EF D"], adapter: LowRank | None) -> Float[Array, "M E F"]:
+        y = rearrange(tokens @ matrix.T, "M (E F) -> M E F", E=num_experts)
+        if adapter is None:
+            return y
+        low = rearrange(tokens @ adapter.A.T, "M (E r) -> M E r", E=num_experts)
+        B = rearrange(adapter.B, "(E r) F -> E r F", E=num_experts)
+        return y + jnp.einsum("mer,erf->mef", low, B)
+
+    hidden = activation(by_expert(wide.gate, wide.gate_adapter)) * by_expert(wide.up, wide.up_adapter)
+    hidden = hidden * weights
+    out = rearrange(hidden, "M E F -> M (E F)") @ wide.down
+    if experts.down_adapter is not None:
+        low = jnp.einsum("mef,erf->mer", hidden, experts.down_adapter.A)
+        out = out + rearrange(low, "M E r -> M (E r)") @ wide.down_adapter.B
     return out.reshape(x.shape)
 
 
@@ -183,10 +216,17 @@ def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: A
     sizes = jnp.bincount(expert_of_pair, length=experts.down.shape[0])
     tokens = rearrange(x, "B T D -> (B T) D")
     tokens = tokens[order // k]
-    gate = product(tokens, experts.gate.swapaxes(1, 2), sizes)
-    up = product(tokens, experts.up.swapaxes(1, 2), sizes)
+
+    def multiply(rows: Float[Array, "M _"], matrices: Float[Array, "E _ _"], adapter: LowRank | None) -> Array:
+        y = product(rows, matrices, sizes)
+        if adapter is None:
+            return y
+        return y + product(product(rows, adapter.A.swapaxes(1, 2), sizes), adapter.B, sizes)
+
+    gate = multiply(tokens, experts.gate.swapaxes(1, 2), experts.gate_adapter)
+    up = multiply(tokens, experts.up.swapaxes(1, 2), experts.up_adapter)
     hidden = activation(gate) * up
-    outputs = product(hidden, experts.down, sizes)
+    outputs = multiply(hidden, experts.down, experts.down_adapter)
     place_of_pair = jnp.argsort(order)
     outputs = rearrange(outputs[place_of_pair], "(B T k) D -> B T k D", B=B, T=T)
     return reduce(outputs * routing.weights[..., None], "B T k D -> B T D", "sum")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from models.families import DTYPES
-from models.names import LAYERS
+from models.names import EXPERT, LAYERS
 from models.tokenizer import FILES
 from utils.settings.errors import UserError
 
@@ -25,6 +25,11 @@ Shape = tuple[int, ...]
 def layer_tensor(i: int, name: str) -> str:
     """Returns the name of a tensor of layer number `i` in the file."""
     return f"{LAYERS}.{i}.{name}"
+
+
+def expert_tensors(name: str, num_experts: int) -> list[str]:
+    """Returns the names in the file of a parameter that is stacked over experts."""
+    return [name.replace(EXPERT, str(i)) for i in range(num_experts)]
 
 
 def check_names(folder: Path, problem: str, names: set[str]) -> None:

@@ -4,7 +4,7 @@ The base is held once, in the layout that sampling reads (names.Weights), and se
 of the KL. A policy is that base with the adapters under ADAPTERS. Source: LoRA, arXiv 2106.09685; alpha, the rank's
 share and the initial values as in "LoRA Without Regret", doi 10.64434/tml.20250929.
 
-Letters: L layers, r rank.
+Letters: L layers, E experts, r rank.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from models.architecture import Decoder, LayerTable, Spec
 from models.names import (
     ADAPTERS,
+    EXPERT,
     LAYERS,
     LORA_A,
     LORA_B,
@@ -27,6 +28,7 @@ from models.names import (
     Params,
     Policy,
     Weights,
+    decode_axes,
 )
 from utils.settings.config import option
 from utils.settings.errors import UserError
@@ -45,6 +47,9 @@ class LoraConfig:
         essential=True,
     )
     lora_alpha: float = option(32.0, "Scale of the adapters, as a multiple of 1 / --lora_rank")
+    lora_experts: bool = option(
+        True, "Adapters for each expert of a mixture too, besides attention; without them they are a thirtieth as large"
+    )
     lora_merge: str = option(
         "auto",
         "Sampling from a copy of the weights with the adapters added, made once a step; never: adapters are computed "
@@ -70,12 +75,17 @@ class LoraConfig:
 def adapted_layers(model: Decoder) -> dict[str, list[int]]:
     """Returns the matrices that get adapters, without their ".weight", and the numbers of the layers that have them.
 
-    Routers and experts have none.
+    Routers have none, experts where the model says so.
     """
     table = model.parameter_table()[LAYERS]
-    is_matrix = {name: len(spec.shape) == 3 and name.endswith(".weight") for name, spec in table.items()}
     layers = model.layers_with()
-    return {name.removesuffix(".weight"): layers[name] for name in table if is_matrix[name] and name != ROUTER}
+
+    def is_adapted(name: str) -> bool:
+        if EXPERT in name:
+            return model.adapts_experts
+        return len(table[name].shape) == 3 and name.endswith(".weight") and name != ROUTER
+
+    return {name.removesuffix(".weight"): layers[name] for name in filter(is_adapted, table)}
 
 
 def adapter_table(model: Decoder, rank: int) -> LayerTable:
@@ -84,10 +94,10 @@ def adapter_table(model: Decoder, rank: int) -> LayerTable:
     table = {}
     for name in adapted_layers(model):
         spec = stacked[f"{name}.weight"]
-        num_layers, num_outputs, num_inputs = spec.shape
-        layers, outputs, inputs = spec.axes
-        table[name + LORA_A] = Spec((num_layers, rank, num_inputs), (layers, None, inputs))
-        table[name + LORA_B] = Spec((num_layers, num_outputs, rank), (layers, outputs, None))
+        *stacks, num_outputs, num_inputs = spec.shape  # layers, and experts
+        *stack_axes, outputs, inputs = spec.axes
+        table[name + LORA_A] = Spec((*stacks, rank, num_inputs), (*stack_axes, None, inputs))
+        table[name + LORA_B] = Spec((*stacks, num_outputs, rank), (*stack_axes, outputs, None))
     return table
 
 
@@ -110,13 +120,14 @@ def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
 
 
 def layer_adapters(model: Decoder, adapters: Adapters) -> list[LayerParams]:
-    """Returns the adapters of each layer, B times alpha / r."""
+    """Returns the adapters of each layer, B transposed, as the matrices are, and times alpha / r."""
     layers = [{} for _ in model.kinds]
     for name, numbers in adapted_layers(model).items():
         A, B = adapters[name + LORA_A], adapters[name + LORA_B]
-        scale = model.lora_alpha / A.shape[1]
+        scale = model.lora_alpha / A.shape[-2]
+        B = scale * B.swapaxes(-1, -2)
         for place, i in enumerate(numbers):
-            layers[i] |= {name + LORA_A: A[place], name + LORA_B: scale * B[place]}
+            layers[i] |= {name + LORA_A: A[place], name + LORA_B: B[place]}
     return layers
 
 
@@ -146,7 +157,7 @@ def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
     if A is None:
         return y
     B = layer[name + LORA_B]
-    return y + (rows @ A.astype(y.dtype).T) @ B.astype(y.dtype).T
+    return y + (rows @ A.astype(y.dtype).T) @ B.astype(y.dtype)
 
 
 def merge(weights: Weights) -> Weights:
@@ -160,8 +171,9 @@ def merge_layer(layer: LayerParams) -> LayerParams:
     names = [name.removesuffix(LORA_A) for name in layer if name.endswith(LORA_A)]
     for name in names:
         matrix = merged[f"{name}.weight{TRANSPOSED}"]
-        delta = layer[name + LORA_B] @ layer[name + LORA_A]
-        merged[f"{name}.weight{TRANSPOSED}"] = (matrix.astype(jnp.float32) + delta.T).astype(matrix.dtype)
+        delta = layer[name + LORA_B].swapaxes(-1, -2) @ layer[name + LORA_A]
+        delta = delta.transpose(decode_axes(name))
+        merged[f"{name}.weight{TRANSPOSED}"] = (matrix.astype(jnp.float32) + delta).astype(matrix.dtype)
     return merged
 
 
@@ -170,7 +182,7 @@ def merge_stacked(model: Decoder, params: Params, adapters: Adapters) -> Params:
     layers = dict(params[LAYERS])
     for name in adapted_layers(model):
         A, B = adapters[name + LORA_A], adapters[name + LORA_B]
-        scale = model.lora_alpha / A.shape[1]
+        scale = model.lora_alpha / A.shape[-2]
         matrix = layers[f"{name}.weight"]
         delta = scale * jnp.matmul(B, A)
         merged = (matrix.astype(jnp.float32) + delta).astype(matrix.dtype)

@@ -14,6 +14,7 @@ from models.files import (
     ADAPTER_CONFIG,
     CARD,
     check_names,
+    expert_tensors,
     layer_tensor,
     prepare,
     replace_folder,
@@ -21,7 +22,7 @@ from models.files import (
     write_tensors,
 )
 from models.lora import adapted_layers, adapter_table
-from models.names import LORA_A, LORA_B, Adapters
+from models.names import EXPERT, LORA_A, LORA_B, Adapters
 from models.tokenizer import Tokenizer, read_json
 from utils.settings.errors import UserError
 
@@ -41,6 +42,7 @@ class AdapterConfig(NamedTuple):
     base: str
     rank: int
     alpha: float
+    has_experts: bool  # of a mixture; else of no effect
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -54,7 +56,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unsupported:
         name = min(unsupported, default="peft_type" if config.get("peft_type") != "LORA" else "bias")
         raise UserError(f"{folder / ADAPTER_CONFIG}: {name} {config.get(name)!r} is not supported: plain LoRA is")
-    return AdapterConfig(base, rank, float(alpha))
+    has_experts = "down_proj" in (config.get("target_modules") or ())
+    return AdapterConfig(base, rank, float(alpha), has_experts)
 
 
 def base_name(model_dir: str) -> str:
@@ -68,26 +71,30 @@ def load_adapters(folder: Path, model: Decoder, rank: int = 0) -> Adapters:
 
     Raises: UserError where a tensor is missing, unknown, of another shape, or not finite; for another rank (0: any).
     """
-    found = read_adapter_config(folder).rank
+    config = read_adapter_config(folder)
+    found = config.rank
     if rank and found != rank:
         raise UserError(f"{folder} has adapters of rank {found}: give --lora_rank {found}")
+    if model.num_experts and config.has_experts != model.adapts_experts:
+        raise UserError(f"{folder} was saved with the other --lora_experts: give --lora_experts {config.has_experts:d}")
     file = folder / WEIGHTS
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
     table = adapter_table(model, found)
-    names = {name: [peft_name(i, name) for i in layers] for name, layers in adapter_layers(model).items()}
-    every = {tensor for of_layers in names.values() for tensor in of_layers}
+    names = {name: peft_names(model, layers, name) for name, layers in adapter_layers(model).items()}
+    every = {tensor for stacked in names.values() for tensor in stacked}
     check_names(folder, "lacks tensor", every - tensors.keys())
     check_names(folder, "has the unknown tensor", tensors.keys() - every)
     adapters = {}
-    for name, of_layers in names.items():
-        shapes = {tensors[tensor].shape for tensor in of_layers}
-        if shapes != {table[name].shape[1:]}:
-            expected = table[name].shape[1:]
-            raise UserError(f"{folder}: {of_layers[0]} has shape {min(shapes)}, the base makes it {expected}")
-        adapters[name] = np.stack([tensors[tensor].astype(np.float32) for tensor in of_layers])
+    for name, stacked in names.items():
+        shapes = {tensors[tensor].shape for tensor in stacked}
+        expected = table[name].shape[-2:]
+        if shapes != {expected}:
+            raise UserError(f"{folder}: {stacked[0]} has shape {min(shapes)}, the base makes it {expected}")
+        arrays = np.stack([tensors[tensor].astype(np.float32) for tensor in stacked])
+        adapters[name] = arrays.reshape(table[name].shape)
         if not np.isfinite(adapters[name]).all():
             raise UserError(f"{folder}: {name} holds NaN or infinity: the file is damaged, or its training diverged")
     return adapters
@@ -101,6 +108,17 @@ def adapter_layers(model: Decoder) -> dict[str, list[int]]:
 def peft_name(i: int, name: str) -> str:
     """Returns the name in PEFT's file of the adapter of layer number `i`."""
     return PREFIX + layer_tensor(i, name)
+
+
+def peft_names(model: Decoder, layers: list[int], name: str) -> list[str]:
+    """Returns the names in PEFT's file of an array of adapters: a tensor of each layer, or of each of its experts.
+
+    peft stacks those of experts where transformers does so with their matrices.
+    """
+    names = [peft_name(i, name) for i in layers]
+    if EXPERT not in name:
+        return names
+    return [tensor for stacked in names for tensor in expert_tensors(stacked, model.num_experts)]
 
 
 def save_adapters(
@@ -119,10 +137,11 @@ def save_adapters(
     """
     arrays, shapes = {}, {}
     for name, layers in adapter_layers(model).items():
-        stacked = fetch(adapters[name])
-        for place, i in enumerate(layers):
-            arrays[peft_name(i, name)] = np.asarray(stacked[place])
-            shapes[peft_name(i, name)] = stacked[place].shape
+        stacked = np.asarray(fetch(adapters[name]))
+        matrices = stacked.reshape(-1, *stacked.shape[-2:])
+        for tensor, matrix in zip(peft_names(model, layers, name), matrices, strict=True):
+            arrays[tensor] = matrix
+            shapes[tensor] = matrix.shape
     if not write:
         return
     directory = Path(directory).expanduser().resolve()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from safetensors.numpy import load_file, save_file
 from core.config import Config
 from core.grpo import main
 from core.sampling import Sampler
-from models import decoder
+from models import decoder, experts
+from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy
 from models.distribution import Distribution
-from models.lora import LoraConfig, make_policy
-from models.names import LORA_B
+from models.lora import LoraConfig, adapted_layers, make_policy, merge_stacked
+from models.names import LAYERS, LORA_A, LORA_B
 from models.peft import peft_name, save_adapters
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -143,7 +145,70 @@ def test_no_gradient_of_the_base_is_computed():
     assert flops(model, base, adapters) < 0.8 * flops(unrolled, {}, params)
 
 
+@pytest.mark.parametrize("product", ["dense", "ragged"])
+def test_adapters_of_experts_equal_merged_matrices(product, monkeypatch):
+    """Logits, and gradients by the chain rule from those of the matrices; drawn tokens, whose pairs are separate."""
+    monkeypatch.setattr(experts, "FEW_TOKENS", 0)
+    monkeypatch.setattr(Decoder, "expert_product", product)
+    model, base, adapters, policy = load_random("qwen3moe-untied")
+    scale = model.lora_alpha / 2
+    merged = merge_stacked(model, load_model(FIXTURES / "qwen3moe-untied")[1], adapters)
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 9)).astype(np.int32)
+    near(logits(model, policy, tokens), logits(model, merged, tokens), atol=1e-5)
+
+    def loss(params, base):
+        scores = decoder.score_tokens(model, make_policy(base, params), tokens)
+        return -scores.logprobs[:, 1:].mean()
+
+    found, of_matrices = (jax.jit(jax.grad(loss))(*x) for x in ((adapters, base), (merged, {})))
+    for name in adapted_layers(model):
+        A, B, dW = adapters[name + LORA_A], adapters[name + LORA_B], of_matrices[LAYERS][f"{name}.weight"]
+        products = {LORA_A: B.swapaxes(-1, -2) @ dW, LORA_B: dW @ A.swapaxes(-1, -2)}
+        for part, reference in products.items():
+            near(found[name + part], scale * reference, atol=1e-5 * scale * np.abs(reference).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("merge", ["always", "never"])
+def test_sampling_from_experts_with_adapters(merge):
+    model, base, adapters, policy = load_random("qwen3moe-untied", lora_merge=merge)
+    sampler = Sampler(model, 10, (), segment=4)
+    for prompts in ([[1, 2, 3]], [[1, 2, 3], [4, 5, 6, 7, 8]]):  # pairs of a token and an expert: separate, and all
+        weights = sampler.load_weights(policy)
+        completions = sampler.generate(weights, prompts, np.arange(len(prompts)), 1, jax.random.key(0))
+        score = jax.jit(decoder.score_tokens, static_argnums=0)
+        scores = score(model, policy, completions.tokens, routes=completions.routes)
+        mask = completions.mask
+        near(np.asarray(scores.logprobs)[mask], completions.logprobs[mask], atol=1e-4)
+
+
+def load_random(name: str, layout=None, **options) -> tuple:
+    """The model, its base, random adapters that change what it computes, and their policy."""
+    model, base, adapters, _ = load(name, layout, **options)
+    rng = np.random.default_rng(1)
+    for name, x in adapters.items():
+        if name.endswith(LORA_B):
+            adapters[name] = jax.device_put(np.float32(rng.normal(0, 0.1, x.shape)), x.sharding)
+    return model, base, adapters, make_policy(base, adapters)
+
+
+def test_adapters_of_experts_are_saved_one_by_one(tmp_path):
+    model, _, adapters, _ = load_random("qwen3moe-untied")
+    tokenizer = load("qwen3moe-untied")[3]
+    base = str(FIXTURES / "qwen3moe-untied")
+    save_adapters(tmp_path / "a", model, adapters, tokenizer, base)
+    written = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    name = "mlp.experts.*.down_proj.lora_A.weight"
+    of_expert = written["base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_A.weight"]
+    np.testing.assert_array_equal(of_expert, adapters[name][1, 2])
+    config = LoraConfig(lora_rank=2)
+    found = load_policy(tmp_path / "a", config, 0, single_device(), "float32")[2]
+    assert_trees_all_equal(found, adapters)
+    with pytest.raises(UserError, match="give --lora_experts 1"):
+        load_policy(tmp_path / "a", replace(config, lora_experts=False), 0, single_device(), "float32")
+
+
 ON_MESHES = {"lora-qwen3": {"fsdp=4": "never", "tp=4": "always"}, "lora-qwen3_5": {"fsdp=2,tp=2": "never"}}
+ON_MESHES["qwen3moe-untied"] = {"fsdp=2,tp=2": "never"}
 
 
 def same_on_meshes() -> None:
@@ -161,17 +226,18 @@ def same_on_meshes() -> None:
 
 def on_mesh(name: str, tokens: np.ndarray, layout, merge: str) -> tuple:
     """The model; greedy completions, logits, and the gradient of a loss."""
-    model, base, adapters, _ = load(name, layout, lora_merge=merge)
+    model, base, adapters, policy = load_random(name, layout, lora_merge=merge)
     prompts = [[int(i) for i in row[:5]] for row in tokens]
     sampler = Sampler(model, 6, (), Distribution(0.0), layout=layout)
-    weights = sampler.load_weights(make_policy(base, adapters))
+    weights = sampler.load_weights(policy)
     completions = sampler.generate(weights, prompts, np.arange(len(prompts)), 1, jax.random.key(0))
     rows = layout.put(tokens)
 
     def loss(adapters):
         return -decoder.score_tokens(model, make_policy(base, adapters), rows).logprobs[:, 1:].mean()
 
-    return model, completions.tokens, logits(model, make_policy(base, adapters), rows), jax.jit(jax.grad(loss))(adapters)
+    gradient = jax.jit(jax.grad(loss))(adapters)
+    return model, completions.tokens, logits(model, policy, rows), gradient
 
 
 def test_adapters_are_the_same_on_meshes():

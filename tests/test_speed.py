@@ -127,7 +127,8 @@ def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
     flags = FLAGS | {
         "groups_per_batch": 8, "num_generation_tokens": num_tokens, "precompile": 1, "max_steps": 3,
         "test_env_name": "", "save_dir": tmp_path, "num_eval_samples": 1, "max_resampling": resampling,
-        "lora_rank": rank, "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
+        "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
+        "lora_rank": rank,
     }  # fmt: skip
     run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0"})
     assert not run.wait(), run.stdout.read()
