@@ -381,6 +381,11 @@ def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
     return TrainState(params, jax.tree.map_with_path(lay_out, opt_state), rows(layout), rows(layout))
 
 
+def held_state(state: TrainState, config: Config) -> PyTree:
+    """Returns what a device holds of the state between updates."""
+    return state.params if config.memory.offload else state
+
+
 def row_length(config: Config) -> int:
     """Returns the columns of the longest row."""
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
@@ -419,7 +424,7 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     sizes = measure_sizes(config.memory, model, layout, state, base, width)
     return Training(
         sizes.held,
-        bytes_on_device(state.opt_state) + update.peak,
+        bytes_on_device(held_state(state, config)) - bytes_on_device(state.params) + update.peak,
         update_bytes(sizes, model, model.remat, num_rows * width, width),
         bytes_on_device(base) + apply_gradients(model, layout, config).peak,
     )
@@ -510,7 +515,7 @@ def extrapolate(
 def table_row(config: Command, target: str, name: str) -> tuple[Figure, ...]:
     """Returns a row of the table, for the settings that a run would choose on these devices."""
     layout = imagine(target, config.table.memory, **parse_mesh(config.devices.mesh))
-    model = shape(name, dtype="bfloat16", mesh=layout.mesh)
+    model = shape(name, dtype="bfloat16", mesh=layout.mesh, adapts_experts=config.lora.lora_experts)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))
@@ -525,7 +530,7 @@ def table_row(config: Command, target: str, name: str) -> tuple[Figure, ...]:
     # All parameters are trained in a loop over layers, which compiles quickly; layers below adapters are a list.
     training = extrapolate(config, model, measure_update) if base else measure_update(model)
     rollout = extrapolate(config, model, lambda model: measure_rollout(config, model, layout))
-    beside = bytes_on_device(state) + (bytes_on_device(base) if model.merges_adapters else 0)
+    beside = bytes_on_device(held_state(state, config)) + (bytes_on_device(base) if model.merges_adapters else 0)
     sampling = training.held + rollout.copying, beside + rollout.peak
     memory = *training, *sampling, layout.target.memory
     moved = rollout.step, rollout.least, rollout.experts, rollout.least_experts, rollout.sent

@@ -24,6 +24,7 @@ from models.architecture import Decoder
 from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import group, option, parse, with_options
+from utils.settings.errors import UserError, user_errors
 
 GB = 1e9
 OPTIONS = {
@@ -77,6 +78,8 @@ def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
 
 
 def main(config: Command) -> None:
+    if config.lora.lora_rank:
+        raise UserError("bench/memory.py is about all parameters: give --lora_rank to bench/compiled.py")
     layout = compiled.imagine("h200")
     options = {"as given": {}} if config.table.given else OPTIONS
     table = []
@@ -97,4 +100,5 @@ def main(config: Command) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__))
+    with user_errors():
+        main(parse(Command, sys.argv[1:], __doc__))

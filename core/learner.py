@@ -39,7 +39,7 @@ from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
 from utils.training.batching import EMPTY, RowSizes, bucket, plan_microbatches, resize_columns, select_rows
 from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
-from utils.training.state import TrainState, init_state
+from utils.training.state import DEVICE, HOST, TrainState, check_offload, in_memory, init_state
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
@@ -145,11 +145,19 @@ class Learner:
                 parts.append(metrics)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
+            state = state.replace(opt_state=in_memory(DEVICE, state.opt_state))
             state, metrics = apply_gradients(self.optimizer, warmup_steps, state, *sums, factor)
+            state = self.between_updates(state)
         num_tokens = sum(packing.num_tokens for packing in packings)
         metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)
         metrics["speed/flops"] = training_flops(self.model, minibatch.lengths, num_tokens)
         return state, Update(minibatch, parts, metrics)
+
+    def between_updates(self, state: TrainState) -> TrainState:
+        """Returns the state as it is held until the next update: under --offload the optimiser's by the host."""
+        if not self.config.memory.offload:
+            return state
+        return state.replace(opt_state=in_memory(HOST, state.opt_state))
 
     def microbatches(self, batch: Batch, max_rows: int) -> Iterator[tuple[np.ndarray, Batch, Packing]]:
         """Yields rows of similar length: their numbers (EMPTY: none), their micro-batch, and its packing, on the host.
@@ -238,7 +246,7 @@ class Learner:
         settings = self.model, self.config.objective, distribution
         yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
         warmup_steps = self.config.optimizer.warmup_steps
-        yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state), *sums, np.float32(1))
+        yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state, DEVICE), *sums, np.float32(1))
 
     def zero_batch(self, width: int, max_rows: int) -> tuple[Batch, Packing]:
         """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
@@ -404,6 +412,8 @@ def make_learner(
     base = base or {}
     objective = config.objective
     optimizer = make_optimizer(config.optimizer, objective.has_critic)
+    if config.memory.offload:
+        check_offload(layout.mesh)
     reference = None
     if objective.kl_coef:
         reference = base or jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params)
@@ -428,7 +438,7 @@ def make_learner(
         on_skipped,
         tuple(notes),
     )
-    return learner, state
+    return learner, learner.between_updates(state)
 
 
 def describe_adapters(config: Config, model: Decoder, base: Weights) -> str:

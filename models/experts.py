@@ -27,6 +27,7 @@ Pair = tuple[Float[Array, "D"], Int[Array, ""], Float[Array, ""]]  # a token, it
 # A dense product of so few tokens takes no longer than reading the weights, and a batch of them reads nearly all: H100
 # and TPU v5e make 300 and 240 multiplications for each byte that they read.
 FEW_TOKENS = 256
+TILE = 64  # tokamax's kernels for an H100 multiply matrices of whole tiles; adapters are narrower
 
 
 Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 0: the router is free to choose
@@ -239,7 +240,11 @@ def tokamax_ragged_dot(
     import tokamax
 
     flags.FLAGS.mark_as_parsed()  # else tokamax reads the command line, and does not know the options on it
-    return tokamax.ragged_dot(rows, matrices, sizes)
+    _, num_inputs, num_outputs = matrices.shape
+    more_inputs, more_outputs = -num_inputs % TILE, -num_outputs % TILE
+    rows = jnp.pad(rows, [(0, 0), (0, more_inputs)])
+    matrices = jnp.pad(matrices, [(0, 0), (0, more_inputs), (0, more_outputs)])
+    return tokamax.ragged_dot(rows, matrices, sizes)[:, :num_outputs]
 
 
 PRODUCTS = {"ragged": jax.lax.ragged_dot, "tokamax": tokamax_ragged_dot}

@@ -122,6 +122,12 @@ def test_optimizers_and_dtypes_count():
     assert [round(num_bytes / 1720574976) for num_bytes in gradients] == [8, 6]
 
 
+def test_moments_in_host_memory_count_in_their_step_only():
+    _, sizes = fit("Qwen3-1.7B", 80, offload="optimizer")
+    assert [round(x / 1720574976) for x in (sizes.held, sizes.gradients, sizes.step)] == [4, 8, 16]
+    assert fit("Qwen3-8B", 150)[0].notes[1:] and not fit("Qwen3-8B", 150, offload="optimizer")[0].notes[1:]
+
+
 def test_an_allocation_that_fails_becomes_a_sentence(capsys):
     with pytest.raises(SystemExit), out_of_memory("tokens_per_microbatch", 16384, " or set --remat full"):
         jnp.zeros((1 << 45,), jnp.int8).block_until_ready()

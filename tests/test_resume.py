@@ -41,7 +41,7 @@ from utils.runs.lock import FolderLock
 from utils.settings.config import make_config, parse
 from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import UserError, user_errors
-from utils.training.state import fingerprint
+from utils.training.state import HOST, fingerprint
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
@@ -96,6 +96,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
     assert train(folder) == 0
     assert_same(folder, whole)
     assert not [*folder.glob(".step*"), *folder.glob("state/*tmp*")], "nothing half-written stays"
+
+
+def test_moments_in_host_memory_change_nothing(whole, tmp_path, monkeypatch):
+    """Neither in a run nor where another goes on from its state."""
+    folder, kinds, end_step = tmp_path / "run", set(), Run.end_step
+
+    def spy(run, progress, state, *rest):
+        kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state))
+        return end_step(run, progress, state, *rest)
+
+    monkeypatch.setattr(Run, "end_step", spy)
+    assert train(folder, offload="optimizer") == 0
+    assert kinds == {HOST}
+    assert_same(folder, whole)
+    shutil.rmtree(folder / "state" / str(STEPS))
+    assert train(folder, offload="optimizer") == 0
+    assert_same(folder, whole)
 
 
 def test_a_run_goes_on_on_other_devices(whole, tmp_path):
@@ -277,13 +294,17 @@ def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
 
 def test_a_fingerprint_sees_single_and_paired_changes():
     x = np.random.default_rng(0).normal(size=(33, 7)).astype(np.float32)
-    before = [int(number) for number in fingerprint([x])]
+
+    def numbers(x: np.ndarray) -> list[int]:
+        return [int(number) for number in fingerprint([jnp.asarray(x)])]
+
+    before = numbers(x)
     for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
         y = x.copy()
         for place in flips:
             y[place] = -y[place]
-        assert [int(number) for number in fingerprint([y])] != before
-    assert [int(number) for number in fingerprint([x[::-1]])] != before
+        assert numbers(y) != before
+    assert numbers(x[::-1]) != before
 
 
 # Settings

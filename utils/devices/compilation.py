@@ -30,6 +30,11 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(lay_out, shapes, shardings)
 
 
-def shapes_of(arrays: PyTree) -> PyTree:
-    """Returns the shapes of arrays, laid out as they are."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+def shapes_of(arrays: PyTree, memory_kind: str = "") -> PyTree:
+    """Returns the shapes of arrays, laid out as they are, or so in another kind of memory."""
+
+    def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding.with_memory_kind(memory_kind) if memory_kind else x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape_of, arrays)

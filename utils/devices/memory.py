@@ -49,6 +49,13 @@ class MemoryConfig:
         resumable=True,
         essential=True,
     )
+    offload: str = option(
+        "",
+        "optimizer: its state is kept in the host's memory, and on the devices during its step only; results are the "
+        "same",
+        ["", "optimizer"],
+        resumable=True,
+    )
     grad_dtype: str = option(
         "", "Data type of the sum of gradients over micro-batches; empty: float32", ["", "bfloat16", "float32"]
     )
@@ -71,6 +78,7 @@ class Sizes(NamedTuple):
     sampling_copy: int
     kv_row: int  # cache and state of a row of full length, and those that they were gathered from
     available: int
+    step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
 
 
 def activation_bytes(model: Decoder, remat: str, width: int) -> tuple[int, int]:
@@ -126,7 +134,8 @@ def delta_activations(model: Decoder) -> tuple[int, int]:
 def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, width: int) -> int:
     """Bytes in use on a device at the peak of an update with micro-batches of `num_tokens`."""
     kept, working = activation_bytes(model, remat, width)
-    return sizes.held + sizes.gradients + num_tokens * kept + max(num_tokens * working, LOGITS)
+    activations = num_tokens * kept + max(num_tokens * working, LOGITS)
+    return max(sizes.held + sizes.gradients + activations, sizes.step)
 
 
 def measure_sizes(
@@ -137,17 +146,24 @@ def measure_sizes(
     tp = layout.mesh.shape["tp"]
     item = jnp.dtype(model.dtype).itemsize
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
-    gradients = params + params // 4 * gradient_item
+    summed = params // 4 * gradient_item
+    gradients = params + summed
     if model.num_experts and layout.mesh.shape["fsdp"] > 1:
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
         gradients += GATHERED_EXPERTS * layer * item // tp
     has_copy = LAYERS in state.params or model.merges_adapters
+    held = bytes_on_device((state, others))
+    step = 0
+    if config.offload:
+        step = held + summed
+        held -= bytes_on_device(state.opt_state)
     return Sizes(
-        bytes_on_device((state, others)),
+        held,
         gradients,
         model.num_parameters * item // tp if has_copy else 0,
         model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp,
         int(USABLE * layout.device_memory),
+        step,
     )
 
 

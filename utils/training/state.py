@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree, UInt
 
 from models.names import Adapters, Array, Params
+from utils.settings.errors import UserError
+
+DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
 
 
 @struct.dataclass
@@ -43,13 +46,43 @@ def init_state(params: Params | Adapters, optimizer: optax.GradientTransformatio
     return jax.tree.map(lay_out, state)
 
 
-@jax.jit
+def check_offload(mesh: Mesh) -> None:
+    """Raises UserError where the devices cannot reach memory of the host."""
+    device = mesh.local_devices[0]
+    if HOST not in {memory.kind for memory in device.addressable_memories()}:
+        raise UserError(f"--offload needs memory of the kind {HOST}, which {device.device_kind} has not: leave it out")
+
+
+def in_memory(kind: str, tree: PyTree, keep: bool = False) -> PyTree:
+    """Returns arrays in this kind of memory; those that were moved are deleted where they are not to be kept.
+
+    One after the other: JAX cannot donate an array to another kind of memory.
+    """
+
+    def move(x: Array) -> Array:
+        if x.sharding.memory_kind == kind:
+            return x
+        moved = jax.device_put(x, x.sharding.with_memory_kind(kind))
+        if not keep:
+            jax.block_until_ready(moved)
+            x.delete()
+        return moved
+
+    return jax.tree.map(move, tree)
+
+
 def fingerprint(state: PyTree) -> list[UInt[Array, ""]]:
     """Returns a number for each array, which changes with any bit of it, and is the same on every mesh.
 
     The sum, modulo 2^32, of all elements' bits mixed with their place: one wrong element always shows, more of them but
     once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
     """
+    return mix_bits(in_memory(DEVICE, state, keep=True))
+
+
+@jax.jit
+def mix_bits(state: PyTree) -> list[UInt[Array, ""]]:
+    """Computes the numbers of `fingerprint`."""
 
     def mixed(x: Array) -> Array:
         x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
