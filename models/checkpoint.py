@@ -21,7 +21,6 @@ from models.download_model import download
 from models.families import DTYPES, make_config, read_config, tensor_name, text_config
 from models.files import (
     ADAPTER_CONFIG,
-    CARD,
     CONFIG,
     INDEX,
     WEIGHTS,
@@ -29,8 +28,7 @@ from models.files import (
     check_names,
     expert_tensors,
     layer_tensor,
-    prepare,
-    replace_folder,
+    new_folder,
     write_json,
     write_tensors,
 )
@@ -48,7 +46,7 @@ from models.names import (
     Weights,
     decode_axes,
 )
-from models.peft import load_adapters, read_adapter_config
+from models.peft import AdapterConfig, load_adapters, read_adapter_config
 from models.tokenizer import Tokenizer, load_tokenizer, read_json
 from utils.devices.memory import has_room_for_copy
 from utils.devices.sharding import Layout, bytes_on_device
@@ -113,7 +111,7 @@ class Source(NamedTuple):
     tokenizer: Tokenizer
     read: Read  # slices of tensors by name
     dtype: str  # of the parameters
-    adapters: Path | None  # folder of adapters over it
+    adapters: AdapterConfig | None  # of adapters over it
 
 
 def open_model(
@@ -125,11 +123,10 @@ def open_model(
 ) -> Source:
     """Returns what `load_model` loads. Raises: UserError, as it does."""
     folder = find_model(path_or_hub_id)
-    adapters = folder if (folder / ADAPTER_CONFIG).is_file() else None
+    adapters = read_adapter_config(folder) if (folder / ADAPTER_CONFIG).is_file() else None
     if adapters:
-        adapter_config = read_adapter_config(folder)
-        folder = find_model(adapter_config.base)
-        overrides = {"lora_alpha": adapter_config.alpha, "adapts_experts": adapter_config.has_experts} | overrides
+        folder = find_base(adapters)
+        overrides = {"lora_alpha": adapters.alpha, "adapts_experts": adapters.has_experts} | overrides
     config = text_config(read_json(folder / CONFIG), folder / CONFIG)
     mesh = layout.mesh if layout else None
     settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
@@ -137,7 +134,7 @@ def open_model(
     model = Decoder(**(architecture | settings))
     assert model.kernel  # which checks that it can run
     readers = open_tensors(folder, model)
-    tokenizer = load_tokenizer(adapters or folder, model.vocab_size)
+    tokenizer = load_tokenizer(adapters.folder if adapters else folder, model.vocab_size)
     param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     return Source(model, tokenizer, partial(read_tensor, folder, readers), param_dtype, adapters)
 
@@ -231,6 +228,15 @@ def find_model(path_or_hub_id: str | Path) -> Path:
         return download(name)
     except ValueError as error:
         raise UserError(f"there is no folder {name}, and {error}") from error
+
+
+def find_base(adapters: AdapterConfig) -> Path:
+    """Returns the folder of the model below adapters. Raises: UserError if there is none."""
+    try:
+        return find_model(adapters.base)
+    except UserError as error:
+        message = f"{adapters.folder} holds adapters, and of their base {error}"
+        raise UserError(f"{message}; it is base_model_name_or_path in {ADAPTER_CONFIG}") from error
 
 
 def tensor_shapes(model: Decoder) -> dict[str, Shape]:
@@ -446,25 +452,17 @@ def write_model(
 
     Raises: UserError when the folder has subfolders, and so is not that of a model.
     """
-    directory = Path(directory).expanduser().resolve()
-    new = directory.with_name(f".{directory.name}.new")
     shards = split_shards(tensor_shapes(model), dtype.itemsize)
-    if write:
-        prepare(new, directory)
-        tokenizer.save(new)
+    if not write:
+        for shapes in shards.values():
+            deque(map(read, shapes), maxlen=0)  # this process only takes part in the fetching
+        return
+    with new_folder(directory, tokenizer, card) as new:
         write_json(new / CONFIG, make_config(model, tokenizer, dtype))
-        if card and not (new / CARD).exists():
-            (new / CARD).write_text(card, encoding="utf-8", errors="replace")
         if len(shards) > 1:
             write_json(new / INDEX, make_index(shards, dtype))
-    for file, shapes in shards.items():
-        arrays = map(read, shapes)
-        if write:
-            write_tensors(new / file, shapes, dtype, arrays)
-        else:
-            deque(arrays, maxlen=0)  # this process only takes part in the fetching
-    if write:
-        replace_folder(directory, new)
+        for file, shapes in shards.items():
+            write_tensors(new / file, shapes, dtype, map(read, shapes))
 
 
 def split_shards(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, dict[str, Shape]]:

@@ -1,16 +1,17 @@
 """Files of a model's folder: replaced whole or not at all, tensors written one at a time."""
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from models.families import DTYPES
 from models.names import EXPERT, LAYERS
-from models.tokenizer import FILES
+from models.tokenizer import FILES, Tokenizer
 from utils.settings.errors import UserError
 
 CONFIG = "config.json"
@@ -52,6 +53,22 @@ def prepare(new: Path, directory: Path) -> None:
         is_our_card = entry.name == CARD and CARD_MARK.encode() in entry.read_bytes()
         if not is_model and not is_our_card:
             shutil.copy2(entry, new)
+
+
+@contextlib.contextmanager
+def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterator[Path]:
+    """Yields a folder to write a model into, with tokenizer and card; it replaces `directory` at the end of the block.
+
+    Raises: UserError when `directory` has subfolders, and so is not that of a model.
+    """
+    directory = Path(directory).expanduser().resolve()
+    new = directory.with_name(f".{directory.name}.new")
+    prepare(new, directory)
+    tokenizer.save(new)
+    if card and not (new / CARD).exists():
+        (new / CARD).write_text(card, encoding="utf-8", errors="replace")
+    yield new
+    replace_folder(directory, new)
 
 
 def replace_folder(directory: Path, new: Path) -> None:

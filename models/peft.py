@@ -12,12 +12,10 @@ from safetensors.numpy import load_file
 from models.architecture import Decoder
 from models.files import (
     ADAPTER_CONFIG,
-    CARD,
     check_names,
     expert_tensors,
     layer_tensor,
-    prepare,
-    replace_folder,
+    new_folder,
     write_json,
     write_tensors,
 )
@@ -39,6 +37,7 @@ FIXED = {
 class AdapterConfig(NamedTuple):
     """Fields of adapter_config.json, the file of PEFT, that are read here."""
 
+    folder: Path
     base: str
     rank: int
     alpha: float
@@ -57,7 +56,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         name = min(unsupported, default="peft_type" if config.get("peft_type") != "LORA" else "bias")
         raise UserError(f"{folder / ADAPTER_CONFIG}: {name} {config.get(name)!r} is not supported: plain LoRA is")
     has_experts = "down_proj" in (config.get("target_modules") or ())
-    return AdapterConfig(base, rank, float(alpha), has_experts)
+    return AdapterConfig(folder, base, rank, float(alpha), has_experts)
 
 
 def base_name(model_dir: str) -> str:
@@ -66,15 +65,14 @@ def base_name(model_dir: str) -> str:
     return read_adapter_config(folder).base if (folder / ADAPTER_CONFIG).is_file() else model_dir
 
 
-def load_adapters(folder: Path, model: Decoder, rank: int = 0) -> Adapters:
+def load_adapters(config: AdapterConfig, model: Decoder, rank: int = 0) -> Adapters:
     """Loads the adapters of a PEFT folder, float32, on the host.
 
     Raises: UserError where a tensor is missing, unknown, of another shape, or not finite; for another rank (0: any).
     """
-    config = read_adapter_config(folder)
-    found = config.rank
-    if rank and found != rank:
-        raise UserError(f"{folder} has adapters of rank {found}: give --lora_rank {found}")
+    folder = config.folder
+    if rank and config.rank != rank:
+        raise UserError(f"{folder} has adapters of rank {config.rank}: give --lora_rank {config.rank}")
     if model.num_experts and config.has_experts != model.adapts_experts:
         raise UserError(f"{folder} was saved with the other --lora_experts: give --lora_experts {config.has_experts:d}")
     file = folder / WEIGHTS
@@ -82,7 +80,7 @@ def load_adapters(folder: Path, model: Decoder, rank: int = 0) -> Adapters:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
-    table = adapter_table(model, found)
+    table = adapter_table(model, config.rank)
     names = {name: peft_names(model, layers, name) for name, layers in adapter_layers(model).items()}
     every = {tensor for stacked in names.values() for tensor in stacked}
     check_names(folder, "lacks tensor", every - tensors.keys())
@@ -144,16 +142,10 @@ def save_adapters(
             shapes[tensor] = matrix.shape
     if not write:
         return
-    directory = Path(directory).expanduser().resolve()
-    new = directory.with_name(f".{directory.name}.new")
-    prepare(new, directory)
-    tokenizer.save(new)
     rank = next(shape[0] for name, shape in shapes.items() if name.endswith(LORA_A))
     targets = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
-    write_json(new / ADAPTER_CONFIG, FIXED | {
-        "base_model_name_or_path": base, "r": rank, "lora_alpha": model.lora_alpha, "target_modules": targets,
-    })
-    if card and not (new / CARD).exists():
-        (new / CARD).write_text(card, encoding="utf-8", errors="replace")
-    write_tensors(new / WEIGHTS, shapes, np.dtype("float32"), arrays.values())
-    replace_folder(directory, new)
+    with new_folder(directory, tokenizer, card) as new:
+        write_json(new / ADAPTER_CONFIG, FIXED | {
+            "base_model_name_or_path": base, "r": rank, "lora_alpha": model.lora_alpha, "target_modules": targets,
+        })
+        write_tensors(new / WEIGHTS, shapes, np.dtype("float32"), arrays.values())

@@ -248,7 +248,7 @@ DAMAGES = {
     "rank": (lambda config, tensors: config.update(r=5), "has shape"),
     "method": (lambda config, tensors: config.update(use_dora=True), "use_dora True is not supported"),
     "type": (lambda config, tensors: config.update(peft_type="IA3"), "peft_type 'IA3' is not supported"),
-    "base": (lambda config, tensors: config.update(base_model_name_or_path="/no/such"), "there is no folder /no/such"),
+    "base": (lambda config, tensors: config.update(base_model_name_or_path="/no/a"), "of their base there is no"),
     "no base": (lambda config, tensors: config.pop("base_model_name_or_path"), "lacks base_model_name_or_path"),
     "tensor": (lambda config, tensors: tensors.popitem(), "lacks tensor"),
     "head": (lambda config, tensors: tensors.update(x=np.zeros(3, np.float32)), "has the unknown tensor x"),
