@@ -579,8 +579,8 @@ def decode_segment(
     Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones. States of slots
     stay those before the last of `num_allowed` tokens (None: all), or before the first of `stop_ids`.
     """
-    num_steps = forced.shape[1]
     weights = with_members(weights, members)
+    num_steps = forced.shape[1]
     # All at once: in the loop it would be twenty small programs for a token.
     numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
     uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers)
