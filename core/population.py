@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ class MemberRun(Run):
     # Updates of several members at once need the memory of several, and are no faster: 8 of the demo take 9 seconds of
     # a CPU in any case, two at once 2.1 GB in place of 1.4.
     turn = threading.Lock()
+    num_members = 1
     failed = ""  # name of the member whose failure ends this run
 
     @contextlib.contextmanager
@@ -81,9 +83,13 @@ class MemberRun(Run):
             yield
 
     def draw(self) -> None:
-        """Draws plot.png and report.html: see `Run.draw`. Matplotlib is not made for several threads."""
+        """Draws plot.png and report.html: see `Run.draw`. Matplotlib is not made for several threads.
+
+        It is then due again after a multiple of the time of a run alone, so that all members cost as little as one.
+        """
         with self.turn:
             super().draw()
+        self.next_drawing += (self.num_members - 1) * (self.next_drawing - time.monotonic())
 
     @property
     def stopped_by(self) -> str:
@@ -219,12 +225,13 @@ def make_member(
     """Returns a member, over the base of the first one if there is one already."""
     environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = MemberRun(config, layout, environments)
+    run.num_members = len(shared.members)
     lora = replace(config.lora, lora_merge="never")
     arguments = config.compute.arguments | {"base": first.learner.base if first else None}
     model, base, adapters, tokenizer = load_policy(run.model_dir, lora, config.seed, layout, **arguments)
     tokenizer = first.tokenizer if first else tokenizer
     # Members score at the same time: together they have a process for each core.
-    num_scorers = max(1, (os.cpu_count() or 1) // len(shared.members))
+    num_scorers = max(1, (os.cpu_count() or 1) // run.num_members)
     rewards = replace(config.rewards, num_score_workers=config.rewards.num_score_workers or num_scorers)
     worker_config = replace(config, rewards=rewards)
     workers = make_workers(worker_config, environments, model, tokenizer, layout, run.directory)
@@ -274,7 +281,8 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, Values]) ->
         others = "_".join(f"{option}={short_value(value)}" for option, value in own.items() if option != "seed")
         groups.setdefault(others or "all", []).append(name)
     folder = members[0].run.directory.parent
-    print(format_runs(runs, groups))
+    if scores := format_runs(runs, groups):
+        print(scores)
     plot_runs(runs, folder / "population.png")
     write_report([member.run.directory for member in members], folder / "population.html")
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")

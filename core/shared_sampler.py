@@ -82,7 +82,7 @@ class SharedSampler:
         self.running = set(members)
         self.requests: dict[str, Request] = {}  # of members that wait for the others
         self.weights: dict[str, Weights] = {}  # of each member, the latest: of all, so that shapes stay as they are
-        self.largest: dict[int, int] = {}  # prompts of a batch so far, by the samples of each
+        self.largest: dict[int, int] = {}  # prompts of a call so far, by the samples of each
 
     def draw(self, request: Request) -> Completions:
         """Returns the completions of a request. Raises: Stop, and what went wrong in its batch."""
@@ -127,7 +127,8 @@ class SharedSampler:
                 self.draw_batch(sampler, num_samples, batch)
             except BaseException as error:  # noqa: BLE001 (raised again by each member)
                 for request in batch:
-                    request.reply.set_exception(error)
+                    if not request.reply.done():
+                        request.reply.set_exception(error)
 
     def draw_batch(self, sampler: Sampler, num_samples: int, batch: Sequence[Request]) -> None:
         """Draws these requests, and hands each its completions."""
@@ -136,26 +137,30 @@ class SharedSampler:
         starts = np.cumsum([0, *(len(request.keys) for request in batch)]).tolist()
         weights, members = self.join_weights(batch)
         per_call = max(1, self.rows_per_call // num_samples)
-        self.largest[num_samples] = max(self.largest.get(num_samples, 0), min(per_call, len(prompts)))
-        counts = group_counts(self.largest[num_samples])
         parts = []
         for first in range(0, len(prompts), per_call):
-            call = slice(first, first + per_call)
-            rows = slice(first * num_samples, (first + per_call) * num_samples)
+            call = slice(first, min(first + per_call, len(prompts)))
+            rows = slice(call.start * num_samples, call.stop * num_samples)
             listener = partial(self.on_segment, batch, starts, rows.start)
-            listening = replace(sampler, on_segment=listener)
-            call_members = None
-            if members is not None:
-                call_members = members[call]
-                # Members that sample again, for groups without signal, would make many shapes.
-                num_slots = min(count for count in counts if count >= len(call_members))
-                listening = replace(listening, prompt_slots=num_slots // sampler.num_chains(len(call_members)))
+            num_slots = self.prompt_slots(sampler, call.stop - call.start, num_samples)
+            listening = replace(sampler, on_segment=listener, prompt_slots=num_slots)
+            call_members = None if members is None else members[call]
             parts.append(listening.draw(weights, prompts[call], keys[rows], call_members))
         completions = concatenate(parts)
         for request, start in zip(batch, starts[:-1], strict=True):
             rows = np.arange(start, start + len(request.keys))
             width = int(completions.lengths[rows].max())
             request.reply.set_result(select_rows(completions, rows, width))
+
+    def prompt_slots(self, sampler: Sampler, num_prompts: int, num_samples: int) -> int:
+        """Returns how many prompts a chain computes: one of a few numbers, since each has programs of its own.
+
+        Members that sample again, for groups without signal, would make many.
+        """
+        largest = max(num_prompts, self.largest.get(num_samples, 0))
+        self.largest[num_samples] = largest
+        num_slots = min(count for count in group_counts(largest) if count >= num_prompts)
+        return num_slots // sampler.num_chains(num_prompts)
 
     def join_weights(self, batch: Sequence[Request]) -> tuple[Weights, Int[np.ndarray, "N"] | None]:
         """Returns the weights of a batch, and the member of each prompt: of one request its own weights, and None."""

@@ -140,7 +140,7 @@ def assert_equal_runs(found: Path, expected: Path, steps: range) -> None:
 
 
 def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys):
-    arguments = [*ALL, "--save_rollouts", "all", "--resume", "force"]
+    arguments = [*ALL, "--save_rollouts", "all"]
     preset = tmp_path / "filtering.json"
     preset.write_text(json.dumps({"do_group_filter": 1, "objective": "cispo", "clip_epsilon": 1.0}))
     members = f"seed=0,1;config=configs/drgrpo.py,{preset}"
@@ -152,6 +152,7 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys):
         name = f"seed={seed}_config={Path(config).stem}"
         assert f"[{name}] step 2 " in output
         own = [f"--config={config}", f"--seed={seed}", f"--save_dir={tmp_path / name}", "--lora_merge=never"]
+        grpo.main(parse(Config, [*arguments, *own, "--max_steps=1"]))  # which evaluates, too
         grpo.main(parse(Config, [*arguments, *own]))
         assert_equal_runs(tmp_path / "all" / name, tmp_path / name, range(1, 3))
     assert "config=drgrpo: mean over 2 seeds" in output
