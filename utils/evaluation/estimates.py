@@ -49,11 +49,11 @@ def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
 def mean_over_runs(name: str, x: Float[np.ndarray, "R"]) -> dict[str, float]:
     """Returns the mean over runs and half the width of its 95% interval, by the name of the score: see `mean_and_ci`.
 
-    Runs are few, so the interval is Student's; a single run has none.
+    Runs are few, so the interval is Student's; a single run has none, nor have runs that are all equal.
     """
     estimate = {name: float(x.mean())}
     freedom = len(x) - 1
-    if freedom:
+    if np.ptp(x) != 0:
         # For more degrees of freedom an expansion: Abramowitz and Stegun 1964, 26.7.5.
         t = STUDENT[freedom - 1] if freedom <= len(STUDENT) else Z + 2.372 / freedom + 2.823 / freedom**2
         estimate[f"{name}_ci"] = float(t * x.std(ddof=1) / len(x) ** 0.5)
