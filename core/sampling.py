@@ -35,7 +35,7 @@ from models import decoder, lora
 from models.architecture import Decoder, is_spec
 from models.deltanet import RecurrentState
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
-from models.lora import attach, split_policy
+from models.lora import attach, split_policy, with_members
 from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
@@ -168,6 +168,7 @@ class Sampler:
     compact: bool = True
     segment: int = SEGMENT
     prompt_columns: int = 0  # prompts are padded to at least so many
+    prompt_slots: int = 0  # their number is filled up to at least so many, in each chain
     tokenizer: Tokenizer | None = None  # for stop strings and forced answers
     layout: Layout = field(default_factory=single_device)
     make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/turns.py has one for conversations
@@ -201,9 +202,23 @@ class Sampler:
                     f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
+        samples = np.tile(np.arange(num_samples), len(prompts))
+        keys = row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples)
+        return self.draw(weights, prompts, np.asarray(keys))
+
+    def draw(
+        self,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        members: Int[np.ndarray, "N"] | None = None,
+    ) -> Completions:
+        """Draws a completion for each key; those of a prompt are adjacent.
+
+        `members`: of each prompt, where the weights are those of several members (lora.join_members).
+        """
         num_prompts = len(prompts)
-        samples = np.tile(np.arange(num_samples), num_prompts)
-        keys = np.asarray(row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples))
+        num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
         size = num_prompts // self.num_chains(num_prompts)
         cancelled, lock = Event(), Lock()
@@ -211,7 +226,8 @@ class Sampler:
         def run_chain(start: int) -> Completions:
             end = start + size
             chain_keys = keys[start * num_samples : end * num_samples]
-            arguments = prompts[start:end], chain_keys, num_columns, start * num_samples, lock
+            chain_members = None if members is None else members[start:end]
+            arguments = prompts[start:end], chain_keys, num_columns, start * num_samples, lock, chain_members
             return self.make_chain(self, weights, *arguments).run(cancelled)
 
         starts = range(0, num_prompts, size)
@@ -329,11 +345,13 @@ class Chain:
         num_columns: int,
         row_offset: int,
         lock: Lock,
+        members: Int[np.ndarray, "N"] | None = None,
     ):
         self.sampler, self.layout = sampler, sampler.layout
         self.weights, self.prompts = weights, prompts
         self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
         self.lock = lock  # held by the chain that works on the host
+        self.members = members  # whose adapters a prompt and its completions are computed with
         num_prompts, num_rows = len(prompts), len(keys)
         group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
@@ -342,7 +360,7 @@ class Chain:
         self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
 
         # The prompts' shards are filled up with empty slots, which compute for prompt -1 and are never read.
-        padded = np.arange(round_up(num_prompts, self.layout.row_shards))
+        padded = np.arange(round_up(max(num_prompts, sampler.prompt_slots), self.layout.row_shards))
         padded[num_prompts:] = -1
         rows = padded[:, None] * group_size + np.arange(group_size)
         self.slots = np.where(padded[:, None] < 0, -1, rows).ravel()  # row of each slot
@@ -359,7 +377,12 @@ class Chain:
         for row, i in zip(tokens, padded, strict=True):
             prompt = self.prompts[i]
             row[self.num_columns + 1 - len(prompt) :] = prompt[:-1]
-        return prefill(self.sampler.model, self.weights, *self.layout.put((tokens, self.starts)))
+        arguments = self.layout.put((tokens, self.starts))
+        return prefill(self.sampler.model, self.weights, *arguments, **self.members_of(padded))
+
+    def members_of(self, prompts: Int[np.ndarray, "S"]) -> dict[str, Array]:
+        """Returns the argument of programs that says whose adapters compute each of these prompts, if there is one."""
+        return {} if self.members is None else {"members": self.layout.put(np.int32(self.members[prompts]))}
 
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are done."""
@@ -426,11 +449,11 @@ class Chain:
         rows = np.maximum(self.slots, 0)
         state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
         settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
-        limits = {}
+        options = self.members_of(self.owner[rows])
         if num_allowed is not None:
-            limits = {"num_allowed": self.layout.put(num_allowed), "stop_ids": sampler.stop_ids}
+            options |= {"num_allowed": self.layout.put(num_allowed), "stop_ids": sampler.stop_ids}
         arguments = self.weights, self.prompt_cache, self.cache, start, *state
-        self.cache, results = decode_segment(*settings, *arguments, **limits)
+        self.cache, results = decode_segment(*settings, *arguments, **options)
         # Host work of one chain runs beside the device's work of the other. Without the lock both would share the
         # interpreter, and a rollout takes 9% longer on two cores.
         with released(self.lock):
@@ -490,10 +513,14 @@ merge = jax.jit(lora.merge)
 
 @partial(jax.jit, static_argnums=0)
 def prefill(
-    model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]
+    model: Decoder,
+    weights: Weights,
+    tokens: Int[Array, "N P"],
+    starts: Int[Array, "N"],
+    members: Int[Array, "N"] | None = None,
 ) -> Cache:
-    """Returns the cache of left-padded prompts."""
-    return decoder.prefill(model, weights, tokens, starts)
+    """Returns the cache of left-padded prompts; `members`: whose adapters compute each of them, see `Chain`."""
+    return decoder.prefill(model, with_members(weights, members), tokens, starts)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -545,12 +572,14 @@ def decode_segment(
     forced: Int[Array, "S s"],
     num_allowed: Int[Array, "S"] | None = None,
     stop_ids: tuple[int, ...] = (),
+    members: Int[Array, "S"] | None = None,
 ) -> tuple[Cache, Columns]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
 
     Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones. States of slots
     stay those before the last of `num_allowed` tokens (None: all), or before the first of `stop_ids`.
     """
+    weights = with_members(weights, members)
     num_steps = forced.shape[1]
     # All at once: in the loop it would be twenty small programs for a token.
     numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]

@@ -171,12 +171,13 @@ def load_policy(
     seed: int,
     layout: Layout,
     dtype: str,
+    base: Weights | None = None,
     **overrides: bool | float | str,
 ) -> tuple[Decoder, Weights, Params | Adapters, Tokenizer]:
     """Loads a model to train: its architecture, what stays as it is, what is trained, its tokenizer.
 
     Without a rank all float32 parameters are trained, and the base is empty. Otherwise the base is loaded in the layout
-    and dtype of sampling, and adapters are those of a PEFT folder, or new ones by the seed.
+    and dtype of sampling, unless it is given, and adapters are those of a PEFT folder, or new ones by the seed.
 
     Raises: UserError as `load_model`, and for adapters of another rank.
     """
@@ -186,7 +187,7 @@ def load_policy(
     overrides = overrides | {"lora_alpha": config.lora_alpha, "adapts_experts": config.lora_experts}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
-    base = load_base(source, layout, config.base_dtype)
+    base = base or load_base(source, layout, config.base_dtype)
     if source.adapters:
         adapters = load_adapters(source.adapters, model, config.lora_rank)
     else:

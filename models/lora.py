@@ -7,10 +7,12 @@ share and the initial values as in "LoRA Without Regret", doi 10.64434/tml.20250
 Letters: L layers, E experts, r rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from models.architecture import Decoder, LayerTable, Spec
 from models.names import (
@@ -19,6 +21,7 @@ from models.names import (
     LAYERS,
     LORA_A,
     LORA_B,
+    MEMBERS,
     SCALE,
     TRANSPOSED,
     Adapters,
@@ -157,7 +160,41 @@ def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
     if A is None:
         return y
     B = layer[name + LORA_B]
-    return y + (rows @ A.astype(y.dtype).T) @ B.astype(y.dtype)
+    states = rows @ A.astype(y.dtype).T
+    if MEMBERS in layer:
+        is_own = jnp.repeat(layer[MEMBERS], len(rows) // len(layer[MEMBERS]), axis=0)
+        states = jnp.where(is_own, states, 0)
+    return y + states @ B.astype(y.dtype)
+
+
+def join_members(members: Sequence[Weights]) -> Weights:
+    """Returns weights over the base of these ones, their adapters joined along the rank; the base is not copied.
+
+    A row takes part in the ranks of one member: see `with_members`.
+    """
+    first = members[0]
+    layers = zip(*(weights[LAYERS] for weights in members), strict=True)
+    layers = [layer[0] | join_adapters([adapters_of(member) for member in layer]) for layer in layers]
+    rank = next(x.shape[0] for layer in first[LAYERS] for name, x in layer.items() if name.endswith(LORA_A))
+    return first | {LAYERS: layers, MEMBERS: jnp.repeat(jnp.arange(len(members)), rank)}
+
+
+def adapters_of(layer: LayerParams) -> LayerParams:
+    return {name: x for name, x in layer.items() if name.endswith((LORA_A, LORA_B))}
+
+
+@jax.jit
+def join_adapters(members: Sequence[LayerParams]) -> LayerParams:
+    """Returns A [k r, in] and B [k r, out] of a layer from those of k members."""
+    return {name: jnp.concatenate([adapters[name] for adapters in members]) for name in members[0]}
+
+
+def with_members(weights: Weights, members: Int[Array, "B"] | None) -> Weights:
+    """Returns weights for rows of these members: the other ranks of joined adapters count as 0. None: as they are."""
+    if members is None:
+        return weights
+    is_own = members[:, None] == weights[MEMBERS]
+    return weights | {LAYERS: [layer | {MEMBERS: is_own} for layer in weights[LAYERS]]}
 
 
 def merge(weights: Weights) -> Weights:

@@ -13,6 +13,7 @@ TRANSPOSED = ".T"  # suffix of the name of a matrix in the layout of `decode_axe
 SCALE = ".scale"  # of the name of a matrix of int8: its output channels' factors
 ADAPTERS = "adapters"  # policy[ADAPTERS]: what is trained over a base
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # behind the name of an adapted matrix
+MEMBERS = "members"  # weights[MEMBERS]: of several policies over one base, the member that each rank belongs to
 FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls
 EXPERT = "*"  # in the name of a parameter that is stacked over experts, in the place of an expert's number
 

@@ -25,7 +25,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
-CORE = "core.objectives core.sampling utils.training.batching"
+CORE = "core.objectives core.sampling core.shared_sampler utils.training.batching"
 MODELS = "models.attention models.decoder models.deltanet models.distribution models.experts models.rotary"
 install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 

@@ -26,11 +26,13 @@ TINY = ROOT / "models" / "tiny"
 DATA = ROOT / "tests" / "fixtures" / "data"
 SHORT = ["--num_generation_tokens", "16", "--prompt_length", "2048"]  # tiny's tokens are small: prompts are long
 EVAL = [*SHORT, "--num_eval_tasks", "4", "--num_eval_samples", "2"]
+TRAIN = [
+    *EVAL, "--max_steps", "1", "--groups_per_batch", "2", "--group_size", "4", "--ppo_minibatch", "0",
+    "--inference_batch_per_device", "8", "--tokens_per_microbatch", "0", "--max_resampling", "1",
+]  # fmt: skip
 CUT = {  # program: the flags that come last, and so win
-    "core/grpo.py": [
-        *EVAL, "--max_steps", "1", "--groups_per_batch", "2", "--group_size", "4", "--ppo_minibatch", "0",
-        "--inference_batch_per_device", "8", "--tokens_per_microbatch", "0", "--max_resampling", "1",
-    ],
+    "core/grpo.py": TRAIN,
+    "core/population.py": TRAIN,
     "core/eval.py": EVAL,
     "core/sampling.py": ["--num_generation_tokens", "16"],
 }  # fmt: skip

@@ -41,6 +41,11 @@ LAW = {
         *("core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),
         *("models", "utils"),
     ),
+    "core.shared_sampler": ("core.records", "core.sampling", "models", "utils"),
+    "core.population": (
+        *("core.config", "core.grpo", "core.learner", "core.records", "core.rollout", "core.sampling"),
+        *("core.shared_sampler", "models", "utils"),
+    ),
     "core.minimal": ("core.objectives", "core.records", "envs", "models", "utils"),
     "models": ("models", "utils"),
     "models.names": (),  # a leaf

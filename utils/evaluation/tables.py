@@ -15,15 +15,17 @@ from jaxtyping import Float, Int
 from core.records import Completions, Episodes
 from envs.base import Env
 from models.tokenizer import Tokenizer
-from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, paired_bootstrap
+from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
 from utils.settings.errors import UserError
 
 Row = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
 Columns = Mapping[str, Sequence[str]]  # cells by title
+Values = Float[np.ndarray, "T"]  # of a metric, by step
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
+HELD_OUT = "test_env/"  # before the names of held-out scores in a log
 WIDTH = 120  # characters; environments that do not fit next to each other stand below
 
 
@@ -214,6 +216,26 @@ def format_report(objects: Sequence[Row]) -> str:
     method = f"paired bootstrap over problems, {RESAMPLES:,} resamples: 95% interval, p of 0 or less"
     title = f"difference to {names[0]} ({method})"
     return f"{score_table}\n\n{title}\n{difference_table}{few_tasks_note(objects)}"
+
+
+def format_runs(runs: Mapping[str, Mapping[str, tuple[Values, Values]]], groups: Mapping[str, Sequence[str]]) -> str:
+    """Returns the last held-out scores of runs as a table, and their means over the runs of groups.
+
+    `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty where nothing was held out.
+    """
+    last = {}
+    for name, metrics in runs.items():
+        last[name] = {metric.removeprefix(HELD_OUT): float(values[-1]) for metric, (_, values) in metrics.items()}
+    names = [name for name in ("correct_answer", "return") if all(HELD_OUT + name in run for run in runs.values())]
+    if not names:
+        return ""
+    means = {}
+    for group, members in groups.items():
+        scores = [mean_over_runs(name, np.array([last[member][name] for member in members])) for name in names]
+        means[f"{group}: mean over {len(members)} seeds"] = {key: x for score in scores for key, x in score.items()}
+    rows = last | means if len(last) > len(groups) else last
+    columns = {name: [format_score(row, name) for row in rows.values()] for name in names}
+    return format_table(list(rows), {"held out, with 95% intervals": columns})
 
 
 def main_columns(rows: Sequence[Row]) -> dict[str, str]:

@@ -12,8 +12,9 @@ import re
 import select
 import stat
 import sys
+import threading
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -239,4 +240,39 @@ def lossy_output() -> Iterator[None]:
                 buffer = io.BufferedWriter(raw)
                 text = io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=True)
                 stack.enter_context(redirect(text))
+        yield
+
+
+class LabelledOutput(io.TextIOBase):
+    """Writes whole lines of threads, each behind the name of its thread where that is one of `names`.
+
+    It is no terminal, so that nothing is drawn or coloured, and has no descriptor.
+    """
+
+    def __init__(self, stream: TextIO, names: Container[str]):
+        self.stream, self.names = stream, names
+        self.pending = threading.local()  # a thread's line that has not ended
+
+    @property
+    def encoding(self) -> str | None:
+        return self.stream.encoding
+
+    def write(self, text: str) -> int:
+        """Writes the lines that end in a text, in one piece."""
+        name = threading.current_thread().name
+        label = f"[{name}] " if name in self.names else ""
+        *lines, self.pending.text = (getattr(self.pending, "text", "") + text).split("\n")
+        self.stream.write("".join(f"{label}{line}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+@contextlib.contextmanager
+def labelled_output(names: Container[str]) -> Iterator[None]:
+    """Labels the lines of threads with these names inside: see LabelledOutput."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(LabelledOutput(sys.stdout, names)))
+        stack.enter_context(contextlib.redirect_stderr(LabelledOutput(sys.stderr, names)))
         yield

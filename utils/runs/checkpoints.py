@@ -59,10 +59,15 @@ class CheckpointManager:
         with write_errors():
             self.manager.check_for_errors()
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits for the writes in the background."""
         with write_errors():
             self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the writes in the background, and ends."""
+        self.wait()
+        with write_errors():
             self.manager.close()
 
     def restore(self, state: PyTree) -> tuple[PyTree, Progress]:

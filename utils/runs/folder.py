@@ -208,8 +208,13 @@ class Run:
             raise SystemExit(1) from error
         if isinstance(error, Stop):
             if self.layout.is_main:
-                print(f"stopped by {self.signals.received.name}; {saved}")
+                print(f"stopped by {self.stopped_by}; {saved}")
             raise SystemExit(128 + self.signals.received)
+
+    @property
+    def stopped_by(self) -> str:
+        """Returns the name of the signal that ended the run."""
+        return self.signals.received.name
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

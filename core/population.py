@@ -1,0 +1,301 @@
+"""Trains many policies over one base in one process: adapters, an objective and a run folder for each member.
+
+    python core/population.py --population "seed=0,1,2;config=configs/grpo.py,configs/cispo.py" \\
+        --config configs/demo.py --lora_rank 4 --lr 6e-3 --save_dir runs/population
+
+Each combination of the values is a member; the other options are those of core/grpo.py, for all. A member is a run of
+core/grpo.py, in a thread and a folder of its own; completions of all are drawn in one batch (core/shared_sampler.py).
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from core.config import Config
+from core.grpo import make_workers, train
+from core.learner import Learner, make_learner
+from core.records import Progress
+from core.rollout import RolloutWorker
+from core.sampling import Sampler
+from core.shared_sampler import MemberSampler, SharedSampler
+from models.checkpoint import load_policy
+from models.tokenizer import Tokenizer
+from utils.devices.sharding import Layout
+from utils.devices.startup import ending_together, make_layout
+from utils.evaluation.tables import format_runs
+from utils.metrics.logger import labelled_output, lossy_output
+from utils.metrics.sinks import uses_wandb
+from utils.reporting.page import write_report
+from utils.reporting.plots import plot_runs, read_metrics
+from utils.runs.folder import Run, make_default_folder
+from utils.runs.shutdown import Signals
+from utils.settings.arguments import read_arguments
+from utils.settings.config import option, options_of, parse, to_dict, with_options
+from utils.settings.environments import resolve_environments
+from utils.settings.errors import UserError, user_errors
+from utils.settings.lmpo import LMPO
+from utils.training.state import TrainState
+
+SHARED_GROUPS = ("lora", "compute", "devices")  # of options in which members agree, beside SHARED
+SHARED = ("model_dir", "inference_batch_per_device")
+POLL = 0.1  # seconds between two looks at signals
+Values = dict[str, str]  # of a member, by the name of the option
+
+
+@dataclass(frozen=True)
+class PopulationConfig(Config):
+    """Population."""
+
+    population: str = option(
+        "",
+        "Options in which members differ, as name=value,value with semicolons between; each combination is a member. "
+        "Also of presets: config=configs/grpo.py,configs/cispo.py",
+        essential=True,
+    )
+
+
+class MemberRun(Run):
+    """A run whose updates and drawings take turns with those of the other members."""
+
+    # Updates of several members at once need the memory of several, and are no faster: 8 of the demo take 9 seconds of
+    # a CPU in any case, two at once 2.1 GB in place of 1.4.
+    turn = threading.Lock()
+    num_members = 1
+    failed = ""  # name of the member whose failure ends this run
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase of a step without the wait for the member's turn: see `Run.phase`."""
+        with contextlib.nullcontext() if name == "rollout" else self.turn, super().phase(name):
+            yield
+
+    def draw(self) -> None:
+        """Draws plot.png and report.html: see `Run.draw`. Matplotlib is not made for several threads.
+
+        It is then due again after a multiple of the time of a run alone, so that all members cost as little as one.
+        """
+        with self.turn:
+            super().draw()
+        self.next_drawing += (self.num_members - 1) * (self.next_drawing - time.monotonic())
+
+    def save_newest(self) -> None:
+        """Writes the newest state: see `Run.save_newest`. Orbax mixes up the files of two saves at once."""
+        with self.turn:
+            super().save_newest()
+            self.checkpoints.wait()
+
+    @property
+    def stopped_by(self) -> str:
+        return f"the failure of {self.failed}" if self.failed else super().stopped_by
+
+
+@dataclass
+class Member:
+    """A run of the population."""
+
+    name: str
+    config: Config
+    run: MemberRun
+    workers: Mapping[str, RolloutWorker]
+    learner: Learner
+    tokenizer: Tokenizer
+    state: TrainState
+    progress: Progress
+    status: int = 0  # exit status
+
+    def train(self, shared: SharedSampler) -> None:
+        """Trains as core/grpo.py does; runs in a thread, whose name begins each line that it prints."""
+        run, learner, workers = self.run, self.learner, self.workers
+        try:
+            with user_errors(), run.start(learner.model, self.tokenizer, workers.values()):
+                run.print(*run.notes, *workers["env"].notes, *learner.notes)
+                train(self.config, run, workers, learner, self.state, self.progress)
+        except SystemExit as end:
+            self.status = end.code
+        except BaseException:  # noqa: BLE001 (the others are ended, and the process with them)
+            traceback.print_exc()
+            self.status = 1
+        finally:
+            shared.leave(self.name)
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse(PopulationConfig, argv, __doc__, spellings=LMPO)
+    values = member_values(config.population)
+    configs = {name: parse(Config, member_arguments(argv, own), spellings=LMPO) for name, own in values.items()}
+    check_members(configs)
+    first = next(iter(configs.values()))
+    layout = make_layout(first.devices)
+    if layout.mesh.size > 1:
+        raise UserError(
+            f"a population trains on one device, and there are {layout.mesh.size}: hide the others, for example by "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+    folder = config.run.save_dir or make_default_folder("population", layout)
+    configs = {name: with_options(own, save_dir=f"{folder}/{name}") for name, own in configs.items()}
+    shared = SharedSampler(list(configs), first.sampling.inference_batch_per_device)
+    with lossy_output(), labelled_output(configs):
+        members = make_members(configs, layout, shared)
+        train_members(members, shared)
+    write_comparison(members, values)
+
+
+def member_values(text: str) -> dict[str, Values]:
+    """Returns the values of each member of --population, by its name. Raises: UserError where it cannot be read."""
+    axes: dict[str, list[str]] = {}
+    for part in filter(None, text.split(";")):
+        name, _, values = part.strip().partition("=")
+        if not name or not values or name in axes or name in ("population", "save_dir"):
+            raise UserError(
+                f"--population {text!r}: {part!r} must be an option that no other part names, with its values, as in "
+                "seed=0,1,2;config=configs/grpo.py,configs/cispo.py (members have folders in --save_dir)"
+            )
+        axes[name] = values.split(",")
+    if not axes:
+        raise UserError("--population names the members, as in seed=0,1,2: without it, run core/grpo.py")
+    members = {}
+    for values in itertools.product(*axes.values()):
+        own = dict(zip(axes, values, strict=True))
+        name = "_".join(f"{option}={short_value(value)}" for option, value in own.items())
+        if name in members:
+            raise UserError(f"--population {text!r} has two members whose folder is {name}: leave one out")
+        members[name] = own
+    return members
+
+
+def short_value(value: str) -> str:
+    """Returns a value as part of a folder's name: of a path its last part, without the ending of a preset."""
+    name = re.sub(r"\.(py|yaml|yml|json)$", "", value.rstrip("/").rpartition("/")[2])
+    return re.sub(r"[^\w.+-]", "-", name)
+
+
+def member_arguments(argv: Sequence[str], own: Values) -> list[str]:
+    """Returns the command line of a member: that of all without --population, and its own values."""
+    types = {name: known.type for name, known in options_of(PopulationConfig).items()}
+    types |= {name: str for name in ("config", *LMPO.names)}
+    arguments = [(name, value) for name, value in read_arguments(argv, types, {}) if name != "population"]
+    return [f"--{name}={value}" for name, value in (*arguments, *own.items())]
+
+
+def check_members(configs: Mapping[str, Config]) -> None:
+    """Raises UserError for what cannot be shared, or what only a run alone can do."""
+    first_name, first = next(iter(configs.items()))
+    for name, config in configs.items():
+        mine, theirs = to_dict(config), to_dict(first)
+        for known in options_of(Config).values():
+            is_shared = known.group in SHARED_GROUPS or known.name in SHARED
+            if is_shared and mine[known.name] != theirs[known.name]:
+                raise UserError(
+                    f"--{known.name} is {theirs[known.name]!r} of {first_name} and {mine[known.name]!r} of {name}: "
+                    "members share the base and the sampler, so it must be one"
+                )
+        mistakes = [
+            (not config.lora.lora_rank, "--population trains adapters over one base: give --lora_rank"),
+            (config.lora.lora_merge == "always", "--lora_merge always: a copy holds the adapters of one member only"),
+            (config.precompile, "--precompile knows the programs of a run alone: leave it out of a population"),
+            (config.run.profile, "--profile traces a run alone: leave it out of a population"),
+            (uses_wandb(config.run), "wandb logs one run of a process: --wandb_mode disabled, and --tensorboard 1"),
+        ]
+        for is_wrong, message in mistakes:
+            if is_wrong:
+                raise UserError(message)
+
+
+def make_members(configs: Mapping[str, Config], layout: Layout, shared: SharedSampler) -> list[Member]:
+    """Returns the members, over one base, each where its folder says that it has stopped."""
+    members: list[Member] = []
+    for name, config in configs.items():
+        try:
+            members.append(make_member(name, config, layout, shared, *members[:1]))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+    return members
+
+
+def make_member(
+    name: str, config: Config, layout: Layout, shared: SharedSampler, first: Member | None = None
+) -> Member:
+    """Returns a member, over the base of the first one if there is one already."""
+    environments = resolve_environments(config.env, config.held_out, config.sampling)
+    run = MemberRun(config, layout, environments)
+    run.num_members = len(shared.members)
+    lora = replace(config.lora, lora_merge="never")
+    arguments = config.compute.arguments | {"base": first.learner.base if first else None}
+    model, base, adapters, tokenizer = load_policy(run.model_dir, lora, config.seed, layout, **arguments)
+    if model.num_experts and model.adapts_experts:
+        raise UserError("members of a population have no adapters of experts: give --lora_experts 0")
+    tokenizer = first.tokenizer if first else tokenizer
+    # Members score at the same time: together they have a process for each core.
+    num_scorers = max(1, (os.cpu_count() or 1) // run.num_members)
+    rewards = replace(config.rewards, num_score_workers=config.rewards.num_score_workers or num_scorers)
+    worker_config = replace(config, rewards=rewards)
+    workers = make_workers(worker_config, environments, model, tokenizer, layout, run.directory)
+    workers = {role: share_sampler(worker, name, run.signals, shared) for role, worker in workers.items()}
+    num_tokens = workers["env"].max_new_tokens
+    learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
+    state, progress = run.restore(state)
+    return Member(name, config, run, workers, learner, tokenizer, state, progress)
+
+
+def share_sampler(worker: RolloutWorker, name: str, signals: Signals, shared: SharedSampler) -> RolloutWorker:
+    """Returns a worker that draws together with those of the other members."""
+    settings = {setting: getattr(worker.sampler, setting) for setting in Sampler.__dataclass_fields__}
+    return replace(worker, sampler=MemberSampler(**settings, member=name, signals=signals, shared=shared))
+
+
+def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
+    """Trains all members until they are done. A signal, or a failure of one, ends all, with what they have reached.
+
+    Raises: SystemExit after a signal or a failure.
+    """
+    threads = []
+    failed = None
+    with Signals() as signals:
+        for member in members:
+            thread = threading.Thread(target=member.train, args=(shared,), name=member.name, daemon=True)
+            thread.start()
+            threads.append(thread)
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            alive[0].join(POLL)
+            if not signals.received:
+                failed = failed or next((member for member in members if member.status), None)
+            for member in members if signals.received or failed else ():
+                member.run.failed = failed.name if failed else ""
+                member.run.signals.received = signals.received or signal.SIGTERM
+            shared.stop()
+    failed = failed or next((member for member in members if member.status), None)
+    if failed:
+        raise SystemExit(failed.status)
+
+
+def write_comparison(members: Sequence[Member], values: Mapping[str, Values]) -> None:
+    """Prints the last held-out scores of all members, and writes population.png and population.html."""
+    runs = {member.name: read_metrics(member.run.directory / "metrics.jsonl") for member in members}
+    groups = {}  # of members that differ in the seed only
+    for name, own in values.items():
+        others = "_".join(f"{option}={short_value(value)}" for option, value in own.items() if option != "seed")
+        groups.setdefault(others or "all", []).append(name)
+    folder = members[0].run.directory.parent
+    if scores := format_runs(runs, groups):
+        print(scores)
+    plot_runs(runs, folder / "population.png")
+    write_report([member.run.directory for member in members], folder / "population.html")
+    print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
+
+
+if __name__ == "__main__":
+    with ending_together(), user_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,188 @@
+"""Draws completions of several policies over one base in one batch, each row with the adapters of its member.
+
+Each member's loop runs in a thread of its own. A call of its sampler waits until all members that are still running
+have called theirs; then one thread draws what they ask for, and each gets its own rows. What is drawn is what a run
+alone draws, since keys are made from the member's own.
+
+B = N G rows, as in core/sampling.py.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from threading import Lock
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from core.records import Completions
+from core.sampling import Sampler
+from models.lora import join_members
+from models.names import Weights
+from utils.runs.shutdown import Signals, Stop
+from utils.training.batching import concatenate, group_counts, select_rows
+
+
+@dataclass(frozen=True)
+class MemberSampler(Sampler):
+    """The sampler of a member, which draws together with those of the others."""
+
+    member: str = ""
+    signals: Signals | None = None  # of the member's run
+    shared: "SharedSampler | None" = None
+
+    def draw(
+        self,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        members: Int[np.ndarray, "N"] | None = None,
+    ) -> Completions:
+        """Draws a completion for each key: see `Sampler.draw`."""
+        assert members is None
+        return self.shared.draw(Request(self, weights, prompts, keys))
+
+    def alone(self) -> Sampler:
+        """Returns a sampler with the same settings that waits for nobody, and calls nobody."""
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(Sampler)}
+        return Sampler(**settings | {"on_segment": None})
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Completions that a member waits for."""
+
+    sampler: MemberSampler
+    weights: Weights
+    prompts: Sequence[list[int]]
+    keys: UInt32[np.ndarray, "B 2"]
+    reply: Future[Completions] = field(default_factory=Future)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the member's run may end at this moment, and is asked to."""
+        return self.sampler.signals.may_raise and self.sampler.signals.received is not None
+
+    def on_segment(
+        self, first_row: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
+    ) -> None:
+        """Takes rows of a batch, whose first one has number `first_row` in this request; others' may be among them."""
+        rows = slice(max(0, -first_row), max(0, len(self.keys) - first_row))
+        if self.sampler.on_segment and len(tokens[rows]):
+            self.sampler.on_segment(max(0, first_row), tokens[rows], num_drawn, lengths[rows])
+
+
+class SharedSampler:
+    """Brings the requests of all members together; `rows_per_call` are drawn at once."""
+
+    def __init__(self, members: Sequence[str], rows_per_call: int):
+        self.members, self.rows_per_call = members, rows_per_call
+        self.lock = Lock()
+        self.running = set(members)
+        self.requests: dict[str, Request] = {}  # of members that wait for the others
+        self.weights: dict[str, Weights] = {}  # of each member, the latest: of all, so that shapes stay as they are
+        self.largest: dict[int, int] = {}  # prompts of a call so far, by the samples of each
+
+    def draw(self, request: Request) -> Completions:
+        """Returns the completions of a request. Raises: Stop, and what went wrong in its batch."""
+        with self.lock:
+            self.requests[request.sampler.member] = request
+            self.weights[request.sampler.member] = request.weights
+            requests = self.take_requests()
+        self.draw_all(requests)
+        return request.reply.result()
+
+    def leave(self, member: str) -> None:
+        """Ends the part of a member, for whom the others wait no longer."""
+        with self.lock:
+            self.running.discard(member)
+            requests = self.take_requests()
+        self.draw_all(requests)
+
+    def stop(self) -> None:
+        """Ends the waiting of members whose runs may end at this moment, and are asked to."""
+        with self.lock:
+            stopped = [request for request in self.requests.values() if request.is_stopped]
+            for request in stopped:
+                del self.requests[request.sampler.member]
+                request.reply.set_exception(Stop())
+
+    def take_requests(self) -> list[Request]:
+        """Removes and returns all requests, in the order of the members, if all running members have made theirs."""
+        if self.requests.keys() < self.running:
+            return []
+        requests = [self.requests[member] for member in self.members if member in self.requests]
+        self.requests = {}
+        return requests
+
+    def draw_all(self, requests: Sequence[Request]) -> None:
+        """Draws requests with equal settings together, and different ones one after the other."""
+        batches: dict[tuple[Sampler, int], list[Request]] = {}
+        for request in requests:
+            settings = request.sampler.alone(), len(request.keys) // len(request.prompts)
+            batches.setdefault(settings, []).append(request)
+        for (sampler, num_samples), batch in batches.items():
+            try:
+                self.draw_batch(sampler, num_samples, batch)
+            except BaseException as error:  # noqa: BLE001 (raised again by each member)
+                for request in batch:
+                    if not request.reply.done():
+                        request.reply.set_exception(error)
+
+    def draw_batch(self, sampler: Sampler, num_samples: int, batch: Sequence[Request]) -> None:
+        """Draws these requests, and hands each its completions."""
+        prompts = [prompt for request in batch for prompt in request.prompts]
+        keys = np.concatenate([request.keys for request in batch])
+        starts = np.cumsum([0, *(len(request.keys) for request in batch)]).tolist()
+        weights, members = self.join_weights(batch)
+        per_call = max(1, self.rows_per_call // num_samples)
+        parts = []
+        for first in range(0, len(prompts), per_call):
+            call = slice(first, min(first + per_call, len(prompts)))
+            rows = slice(call.start * num_samples, call.stop * num_samples)
+            listener = partial(self.on_segment, batch, starts, rows.start)
+            num_slots = self.prompt_slots(sampler, call.stop - call.start, num_samples)
+            listening = replace(sampler, on_segment=listener, prompt_slots=num_slots)
+            call_members = None if members is None else members[call]
+            parts.append(listening.draw(weights, prompts[call], keys[rows], call_members))
+        completions = concatenate(parts)
+        for request, start in zip(batch, starts[:-1], strict=True):
+            rows = np.arange(start, start + len(request.keys))
+            width = int(completions.lengths[rows].max())
+            request.reply.set_result(select_rows(completions, rows, width))
+
+    def prompt_slots(self, sampler: Sampler, num_prompts: int, num_samples: int) -> int:
+        """Returns how many prompts a chain computes: one of a few numbers, since each has programs of its own.
+
+        Members that sample again, for groups without signal, would make many.
+        """
+        largest = max(num_prompts, self.largest.get(num_samples, 0))
+        self.largest[num_samples] = largest
+        num_slots = min(count for count in group_counts(largest) if count >= num_prompts)
+        return num_slots // sampler.num_chains(num_prompts)
+
+    def join_weights(self, batch: Sequence[Request]) -> tuple[Weights, Int[np.ndarray, "N"] | None]:
+        """Returns the weights of a batch, and the member of each prompt: of one request its own weights, and None."""
+        if len(batch) == 1:
+            return batch[0].weights, None
+        names = [member for member in self.members if member in self.weights]
+        numbers = [names.index(request.sampler.member) for request in batch]
+        num_prompts = [len(request.prompts) for request in batch]
+        return join_members([self.weights[name] for name in names]), np.repeat(numbers, num_prompts)
+
+    def on_segment(
+        self,
+        batch: Sequence[Request],
+        starts: Sequence[int],
+        call_offset: int,
+        row_offset: int,
+        tokens: Int[np.ndarray, "B A"],
+        num_drawn: int,
+        lengths: Int[np.ndarray, "B"],
+    ) -> None:
+        """Hands each member its rows of a segment. Raises: Stop where all of the batch may end, and are asked to."""
+        if all(request.is_stopped for request in batch):
+            raise Stop
+        for request, start in zip(batch, starts, strict=False):
+            request.on_segment(call_offset + row_offset - start, tokens, num_drawn, lengths)

@@ -1,0 +1,226 @@
+"""Populations: joined adapters against those of one member, members against runs alone, stops, failures, mistakes."""
+
+import json
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from scipy import stats
+
+from core import grpo, population
+from core.config import Config
+from core.sampling import Sampler
+from core.shared_sampler import MemberSampler, SharedSampler
+from models import decoder
+from models.checkpoint import load_policy
+from models.lora import LoraConfig, join_members, make_policy, with_members
+from models.names import LORA_B
+from utils.devices.sharding import single_device
+from utils.evaluation.estimates import mean_over_runs
+from utils.runs.shutdown import Signals
+from utils.settings.config import parse
+from utils.settings.errors import UserError
+
+near = np.testing.assert_allclose
+
+
+def load_members(name: str = "models/tiny", number: int = 3):
+    """A model, and the weights of members whose adapters move logits."""
+    config = LoraConfig(lora_rank=2, lora_merge="never")
+    weights, base = [], None
+    for seed in range(number):
+        model, base, adapters, _ = load_policy(name, config, seed, single_device(), "float32", base=base)
+        rng = np.random.default_rng(seed)
+        for array in [array for array in adapters if array.endswith(LORA_B)]:
+            adapters[array] = np.float32(rng.normal(0, 0.01, adapters[array].shape))
+        weights.append(Sampler(model, 8, (0,)).load_weights(make_policy(base, adapters)))
+    return model, weights
+
+
+@pytest.mark.parametrize("name", ["models/tiny", "tests/fixtures/lora-qwen3_5"])
+def test_joined_adapters_equal_those_of_each_member(name: str):
+    model, weights = load_members(name)
+    rows = np.array([0, 2, 1, 2])
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(5, 100, (4, 9))
+    starts = np.array([0, 3, 1, 0])
+
+    @jax.jit
+    def logits(weights, members, tokens, starts):
+        weights = with_members(weights, members)
+        prompts = decoder.prefill(model, weights, tokens[:, :-1], starts)
+        state = decoder.without_states(prompts), prompts, tokens[:, -1:], jnp.int32(0), starts
+        return decoder.decode(model, weights, *state)[0]
+
+    found = logits(join_members(weights), rows, tokens, starts)
+    alone = [logits(own, None, tokens, starts) for own in weights]
+    near(found, [alone[member][row] for row, member in enumerate(rows)], rtol=1e-5, atol=1e-5)
+    assert np.abs(alone[0] - alone[1]).max() > 1e-2, "adapters that do something"
+
+
+def test_requests_of_all_kinds_are_drawn_as_alone():
+    """Different numbers of prompts and samples, several calls of `rows_per_call`, a member that leaves early."""
+    model, weights = load_members()
+    names = ["a", "b", "c"]
+    shared = SharedSampler(names, rows_per_call=8)
+    sampler = Sampler(model, 40, (7,), segment=8)
+    settings = {name: getattr(sampler, name) for name in Sampler.__dataclass_fields__}
+    calls = {"a": [(3, 2), (1, 2)], "b": [(4, 2), (2, 4), (3, 2)], "c": [(1, 2)]}
+    ended = {name: [] for name in names}
+
+    def on_segment(name: str, first_row: int, tokens: np.ndarray, num_drawn: int, lengths: np.ndarray) -> None:
+        new = first_row + np.flatnonzero(lengths <= num_drawn)
+        ended[name] += [row for row in new.tolist() if row not in ended[name]]
+
+    def draw(sampler: Sampler, name: str) -> list:
+        number = names.index(name)
+        found = []
+        for count, samples in calls[name]:
+            ended[name].clear()
+            prompts = [[5 + number, 6, 9 + i] for i in range(count)]
+            key = jax.random.key(number)
+            found.append(sampler.generate(weights[number], prompts, np.arange(count), samples, key))
+            assert sorted(ended[name]) == list(range(count * samples))
+        return found
+
+    def take_part(name: str) -> list:
+        own = {"member": name, "signals": Signals(), "shared": shared}
+        listener = {"on_segment": lambda *arguments: on_segment(name, *arguments)}
+        try:
+            return draw(MemberSampler(**settings | own | listener), name)
+        finally:
+            shared.leave(name)
+
+    with ThreadPoolExecutor(3) as pool:
+        together = dict(zip(names, pool.map(take_part, names), strict=True))
+    for name in names:
+        alone = draw(replace(sampler, on_segment=lambda *arguments, name=name: on_segment(name, *arguments)), name)
+        for found, expected in zip(together[name], alone, strict=True):
+            for array in ("tokens", "mask", "lengths", "prompt_lengths", "finished"):
+                np.testing.assert_array_equal(getattr(found, array), getattr(expected, array))
+            near(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+ALL = (
+    "--config configs/demo.py --max_steps 2 --groups_per_batch 4 --group_size 4 --num_generation_tokens 64 "
+    "--num_eval_tasks 6 --num_eval_samples 2 --test_greedy 0 --test_interval 0 --sample_interval 0 --lora_rank 2 "
+    "--max_resampling 2 --do_group_filter 0 --lr 0.01 --inference_batch_per_device 64"
+).split()
+OWN_TIMES = ("times/", "speed/", "memory/", "compile/", "rollout/")  # beginnings of metrics of time and work
+
+
+def read_log(folder: Path) -> list[dict]:
+    """The metrics of a run that do not depend on what else runs."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: x for key, x in record.items() if not key.startswith(OWN_TIMES)} for record in records]
+
+
+def read_tokens(folder: Path, step: int) -> np.ndarray:
+    with np.load(folder / "rollouts" / f"step_{step}.npz") as arrays:
+        return arrays["tokens"]
+
+
+def assert_equal_runs(found: Path, expected: Path, steps: range) -> None:
+    for own, alone in zip(read_log(found), read_log(expected), strict=True):
+        assert own.keys() == alone.keys()
+        for name, value in alone.items():
+            near(own[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    for step in steps:
+        np.testing.assert_array_equal(read_tokens(found, step), read_tokens(expected, step))
+    file = f"step{steps[-1]}/adapter_model.safetensors"
+    for name, x in load_file(expected / file).items():
+        near(load_file(found / file)[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys):
+    arguments = [*ALL, "--save_rollouts", "all"]
+    preset = tmp_path / "filtering.json"
+    preset.write_text(json.dumps({"do_group_filter": 1, "objective": "cispo", "clip_epsilon": 1.0}))
+    members = f"seed=0,1;config=configs/drgrpo.py,{preset}"
+    together = [*arguments, "--population", members, "--save_dir", str(tmp_path / "all")]
+    population.main([*together, "--max_steps=1"])
+    population.main(together)
+    output = capsys.readouterr().out
+    for seed, config in ((0, "configs/drgrpo.py"), (1, str(preset))):
+        name = f"seed={seed}_config={Path(config).stem}"
+        assert f"[{name}] step 2 " in output
+        own = [f"--config={config}", f"--seed={seed}", f"--save_dir={tmp_path / name}", "--lora_merge=never"]
+        grpo.main(parse(Config, [*arguments, *own, "--max_steps=1"]))  # which evaluates, too
+        grpo.main(parse(Config, [*arguments, *own]))
+        assert_equal_runs(tmp_path / "all" / name, tmp_path / name, range(1, 3))
+    assert "config=drgrpo: mean over 2 seeds" in output
+    assert (tmp_path / "all" / "population.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "message"),
+    [
+        ("", "", "--population names the members"),
+        ("seed", "", "'seed' must be an option"),
+        ("seed=0,0", "", "two members"),
+        ("seed=0;save_dir=a,b", "", "members have folders in --save_dir"),
+        ("sed=0,1", "", "there is no option --sed; did you mean seed?"),
+        ("seed=0,x", "", "seed must be of type int"),
+        ("lora_rank=2,4", "", "--lora_rank is 2 of lora_rank=2 and 4 of lora_rank=4"),
+        ("seed=0,1", "--lora_rank 0", "give --lora_rank"),
+        ("seed=0,1", "--lora_merge always", "one member only"),
+        ("seed=0,1", "--precompile 1", "leave it out"),
+        ("seed=0,1", "--wandb_mode offline", "--wandb_mode disabled"),
+        ("advantage=group_mean,gae", "", "trains a critic"),
+    ],
+)
+def test_mistakes_are_named(members: str, options: str, message: str, capsys):
+    with pytest.raises((UserError, SystemExit)) as error:
+        population.main([*ALL, *options.split(), "--population", members])
+    assert message in f"{error.value} {capsys.readouterr().err}"
+
+
+def test_a_failure_of_one_member_ends_all(tmp_path, monkeypatch, capfd):
+    train = grpo.compute_advantages
+
+    def fail(batch, config):
+        if threading.current_thread().name == "seed=1":
+            raise OSError("the disk is full")
+        return train(batch, config)
+
+    monkeypatch.setattr(grpo, "compute_advantages", fail)
+    with pytest.raises(SystemExit) as end:
+        population.main([*ALL, "--max_steps=9", "--population=seed=0,1,2", f"--save_dir={tmp_path}"])
+    assert end.value.code == 1
+    output, errors = capfd.readouterr()
+    assert "[seed=1] error: the disk is full; no step is saved" in errors
+    for name in ("seed=0", "seed=2"):
+        assert f"[{name}] stopped by the failure of seed=1; step 1 is saved" in output
+    assert read_log(tmp_path / "seed=0")[-1]["global_step"] == 1
+
+
+def test_a_signal_stops_all_members(tmp_path, capfd, monkeypatch):
+    log = population.MemberRun.end_step
+
+    def end_step(run, progress, *arguments):
+        if progress.step == 2 and run.directory.name == "seed=0":
+            signal.raise_signal(signal.SIGTERM)
+        return log(run, progress, *arguments)
+
+    monkeypatch.setattr(population.MemberRun, "end_step", end_step)
+    with pytest.raises(SystemExit) as end:
+        population.main([*ALL, "--max_steps=9", "--population=seed=0,1", f"--save_dir={tmp_path}"])
+    assert end.value.code == 128 + signal.SIGTERM
+    output = capfd.readouterr().out
+    for name in ("seed=0", "seed=1"):
+        assert f"[{name}] stopped by SIGTERM; step " in output
+        assert read_log(tmp_path / name)[-1]["global_step"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize("number", [2, 5, 12])
+def test_means_over_runs_have_students_intervals(number: int):
+    x = np.random.default_rng(number).uniform(size=number)
+    low, high = stats.t.interval(0.95, number - 1, x.mean(), stats.sem(x))
+    near(mean_over_runs("x", x)["x_ci"], (high - low) / 2, rtol=1e-3)
