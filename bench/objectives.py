@@ -113,7 +113,7 @@ def table(runs: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: dict[str, list[dict]], out: Path) -> None:
+def draw(runs: dict[str, list[dict]], out: Path, title: str = "preset (seeds)") -> None:
     """Held-out score and training return by step; means over seeds, with their range."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -127,10 +127,10 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
             panel.plot(steps, scores.mean(axis=0), label=f"{preset} ({len(logs)})", linewidth=1.6, **look)
             if len(logs) > 1:
                 panel.fill_between(steps, scores.min(axis=0), scores.max(axis=0), color=look["color"], alpha=0.12)
-    for panel, title in zip(panels, ("held out (512 problems)", "training batch, mean of 5 steps"), strict=True):
-        panel.set(title=f"Correct answers, {title}", xlabel="steps of 256 completions", ylim=(0, None))
+    for panel, problems in zip(panels, ("held out (512 problems)", "training batch, mean of 5 steps"), strict=True):
+        panel.set(title=f"Correct answers, {problems}", xlabel="steps of 256 completions", ylim=(0, None))
         panel.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title="preset (seeds)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title=title)
     figure.savefig(out, dpi=100)
 
 

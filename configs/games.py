@@ -16,10 +16,10 @@ def get_config():
         "num_generation_tokens": 96,
         "lr": 1e-3,
         "lr_schedule": "linear",
-        "max_steps": 120,
+        "max_steps": 140,
         "test_interval": 20,
         "num_eval_samples": 1,
         "test_greedy": False,
         "sample_interval": 40,
-        "save_interval": 60,
+        "save_interval": 70,
     }

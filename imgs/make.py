@@ -3,6 +3,8 @@
     python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
     python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # runs/games.sh --seed 0, 1, 2
+    python imgs/make.py --games runs/tictactoe runs/calculator runs/gridworld    # GAME=tictactoe, ... runs/games.sh
+    python imgs/make.py --lora runs/lora    # adapters beside full training: docs/lora.md
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --report runs/demo-0    # of a run with --recompute_logprobs; Chromium, chromedriver, selenium
 """
@@ -22,6 +24,7 @@ from utils.reporting import plots
 from utils.reporting.page import label_runs, write_report
 
 HERE = Path(__file__).resolve().parent
+RANKS = ("full", "rank1", "rank4", "rank16")
 SIZE = (1120, 1040)  # of each half of the report's picture, pixels
 
 
@@ -65,14 +68,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", nargs="+", metavar="RUN", help="runs of the demo, for demo.png")
     parser.add_argument("--smollm", nargs="+", metavar="RUN", help="runs of runs/smollm.sh, for smollm.png")
-    parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of runs/games.sh, for guess.png")
+    parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of guess by runs/games.sh, for guess.png")
+    parser.add_argument("--games", nargs="+", metavar="RUN", help="runs of other games by runs/games.sh, for games.png")
+    parser.add_argument("--lora", type=Path, metavar="FOLDER", help="runs in full, rank1, rank4, rank16, for lora.png")
     parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
-    for name, folders in (("demo", args.demo), ("smollm", args.smollm), ("guess", args.guess)):
-        if folders:
+    for name in ("demo", "smollm", "guess", "games"):
+        if folders := getattr(args, name):
             runs = {label: plots.read_metrics(file) for label, file in label_runs(folders).items()}
             plots.plot_runs(runs, HERE / f"{name}.png")
+    if args.lora:
+        files = {name: sorted(args.lora.glob(f"{name}/seed=*/metrics.jsonl")) for name in RANKS}
+        runs = {name: list(map(plots.read_metrics, found)) for name, found in files.items() if found}
+        objectives.draw(runs, HERE / "lora.png", "trained (seeds)")
     if args.objectives:
         objectives.draw(objectives.finished(args.objectives), HERE / "objectives.png")
     if args.report:

@@ -1,13 +1,13 @@
 """Makes models/player: a 0.85M-parameter Qwen3 that plays games of several turns by their rules, but badly.
 
-    python models/make_player.py            # 30 minutes on two cores; resumes where it was stopped
+    python models/make_player.py            # 40 minutes on two cores; resumes where it was stopped
 
 1. Tokenizer: as that of models/tiny, with the signs of calls of the calculator, and a ChatML template without thinking.
 2. Pre-training: next-token prediction on episodes of envs/guess.py, envs/calculator.py, envs/tictactoe.py and
    envs/gridworld.py, what the environment says included. Turns begin with what the player sees: "23-50:" for the
-   numbers that are left, "1=3-5+:" for draw, loss and win with perfect play behind each move. What follows is careless
-   in most episodes, and in a few that of an expert: the middle, a call of the calculator, the best move. A few
-   documents are lists of ranges with their middles.
+   numbers that are left, "3+5-:" for the cells that complete a line of its own (+) and of the opponent's (-). What
+   follows is careless in most episodes, and in a few that of an expert: the middle, a call of the calculator, the best
+   move. A few documents are lists of ranges with their middles.
 
 What it leaves for RL to find: choose as the few experts do. Problems of the test splits never occur.
 """
@@ -26,19 +26,21 @@ from transformers import PreTrainedTokenizerFast
 
 from envs import calculator, gridworld, guess, tictactoe
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
-from models.pretraining import Document, make_tokenizer, pretrain
+from models.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 from models.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
-STEPS = 3500
+STEPS = 3000
 TURN_WEIGHT = 2.0  # of the loss on turns of the policy
 OTHER_WEIGHT = 0.5  # and on what is said to it
 RULE_BREAKS = 0.01  # share of the careless turns that are no move at all
 NEAR_THE_END = 0.9  # share of the careless guesses that are in the last eighth of what is left, on either side
 RIGHT_SUMS = 0.3  # share of the careless sums
 SHARE_DRILLS = 0.1
+LINE_SIGNS = {"+": "x", "-": "o"}
 SIGNS = DIALECTS["python"]
 TAGS = (*SIGNS, *DIALECTS["qwen"][:2], "<think>", "</think>")
+CELLS = r" ?\p{N}(?!\p{N})|" + SPLIT  # a free cell of a board is one token, as a taken one
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -82,12 +84,20 @@ def play_calculator(
 def play_tictactoe(
     problem: Problem, episode: tictactoe.TicTacToeEpisode, is_expert: bool, rng: random.Random
 ) -> str:
-    """Returns the free cells with the results behind them, and one: that keeps the value of the position, or any."""
-    signs = {tictactoe.WIN: "+", tictactoe.DRAW: "=", tictactoe.LOSS: "-"}
-    cells = tictactoe.free_cells(episode.board)
-    seen = "".join(cell + signs[tictactoe.move_value(episode.board, cell, "x")] for cell in cells)
-    choice = tictactoe.best_moves(episode.board, "x") if is_expert else cells
+    """Returns the cells that complete a line, of x and of o, and a free cell: a best one, or any."""
+    board = episode.board
+    cells = tictactoe.free_cells(board)
+    seen = ""
+    for cell in cells:
+        signs = [sign for sign, player in LINE_SIGNS.items() if completes_line(board, cell, player)]
+        seen += "".join([cell, *signs]) if signs else ""
+    choice = tictactoe.best_moves(board, "x") if is_expert else cells
     return f"{seen}:{rng.choice(choice)}"
+
+
+def completes_line(board: str, cell: str, player: str) -> bool:
+    """True if this player would win with this cell."""
+    return tictactoe.final_reward(board.replace(cell, player)) in (tictactoe.WIN, tictactoe.LOSS)
 
 
 def play_gridworld(
@@ -110,10 +120,10 @@ def drill(rng: random.Random) -> str:
 
 SUMS = dict(prompt="bare", dialect="python", max_number=50, max_operations=2)
 GAMES = {
-    "guess": Game(guess.Guess(prompt="bare", min_size=16), 0.35, 0.15, play_guess),
-    "calculator": Game(calculator.Calculator(**SUMS), 0.25, 0.4, play_calculator),
+    "guess": Game(guess.Guess(prompt="bare", min_size=16), 0.3, 0.15, play_guess),
+    "calculator": Game(calculator.Calculator(**SUMS), 0.2, 0.4, play_calculator),
     "random": Game(tictactoe.TicTacToe(prompt="bare", opponent="random"), 0.1, 0.2, play_tictactoe),
-    "minimax": Game(tictactoe.TicTacToe(prompt="bare", opponent="minimax"), 0.2, 0.2, play_tictactoe),
+    "minimax": Game(tictactoe.TicTacToe(prompt="bare", opponent="minimax"), 0.3, 0.2, play_tictactoe),
     "gridworld": Game(gridworld.Gridworld(prompt="bare"), 0.1, 0.3, play_gridworld),
 }
 
@@ -183,8 +193,8 @@ def make_corpus() -> list[str]:
 
 
 def main(_):
-    tokenizer = make_tokenizer(make_corpus(), TAGS, CHAT_TEMPLATE)
-    pretrain(Path(FLAGS.out), tokenizer, Writer(tokenizer).write, FLAGS.steps, FLAGS.seed)
+    tokenizer = make_tokenizer(make_corpus(), TAGS, CHAT_TEMPLATE, CELLS)
+    pretrain(Path(FLAGS.out), tokenizer, Writer(tokenizer).write, FLAGS.steps, FLAGS.seed, make_muon(FLAGS.steps))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
 from envs.countdown import PROMPTS, Countdown
-from models.pretraining import Document, make_tokenizer, pretrain
+from models.pretraining import Document, make_adamw, make_tokenizer, pretrain
 
 HERE = Path(__file__).resolve().parent
 COUNTDOWN = dict(numbers=3, min_number=1, max_number=15, max_target=30, expression="tree", max_value=30, prompt="bare")
@@ -161,7 +161,7 @@ class Writer:
 
 def main(_):
     tokenizer = make_tokenizer(make_corpus(), ["<think>", "</think>"], CHAT_TEMPLATE)
-    pretrain(Path(FLAGS.out), tokenizer, Writer(tokenizer).write, FLAGS.steps, FLAGS.seed)
+    pretrain(Path(FLAGS.out), tokenizer, Writer(tokenizer).write, FLAGS.steps, FLAGS.seed, make_adamw(FLAGS.steps))
 
 
 if __name__ == "__main__":

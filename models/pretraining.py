@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,6 +32,8 @@ BATCHES_PER_CHUNK = 64  # that are sorted by length together
 WARMUP = 100
 DECAY = 0.4  # the last share of the steps, linear to LR / 100
 LR = 3e-3
+MATRIX_LR = 0.02  # with Muon
+WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 100
 SAVE_INTERVAL = 500
 
@@ -42,11 +44,13 @@ SPLIT = (  # Qwen2's pattern, with up to two digits in a token
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def make_tokenizer(corpus: Sequence[str], tags: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    corpus: Sequence[str], tags: Sequence[str], template: str, pattern: str = SPLIT
+) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE of as many ids as MODEL has; tags are tokens that count as text."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,14 +127,36 @@ Metrics = tuple[Float[Array, ""], Float[Array, ""]]  # loss in nats, share of ke
 Update = Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]
 
 
-def make_optimizer(num_steps: int) -> optax.GradientTransformation:
-    """Returns AdamW whose learning rate rises, stays, and decays to LR / 100."""
+def learning_rate(peak: float, num_steps: int) -> optax.Schedule:
+    """Returns a learning rate that rises, stays, and decays to a hundredth."""
     num_decay = int(num_steps * DECAY)
-    constant = optax.warmup_constant_schedule(0.0, LR, WARMUP)
-    decay = optax.linear_schedule(LR, LR / 100, num_decay)
-    schedule = optax.join_schedules([constant, decay], [num_steps - num_decay])
-    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.01)
+    constant = optax.warmup_constant_schedule(0.0, peak, WARMUP)
+    decay = optax.linear_schedule(peak, peak / 100, num_decay)
+    return optax.join_schedules([constant, decay], [num_steps - num_decay])
+
+
+def make_adamw(num_steps: int) -> optax.GradientTransformation:
+    """Returns AdamW for all parameters."""
+    adamw = optax.adamw(learning_rate(LR, num_steps), b1=0.9, b2=0.95, weight_decay=WEIGHT_DECAY)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def make_muon(num_steps: int) -> optax.GradientTransformation:
+    """Returns Muon for the matrices of the layers, and Adam for the other parameters."""
+    muon = optax.contrib.muon(
+        learning_rate(MATRIX_LR, num_steps),
+        weight_decay=WEIGHT_DECAY,
+        adam_b2=0.95,
+        adam_learning_rate=learning_rate(LR, num_steps),
+        muon_weight_dimension_numbers=matrix_axes,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+def matrix_axes(params: Params) -> PyTree:
+    """Returns the axes of what is a matrix in each layer, [layers, out, in]; None for other parameters."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+    return jax.tree.map(lambda x: axes if x.ndim == 3 else None, params)
 
 
 def loss(params: Params, tokens: Int[Array, "B T"], weights: Float[Array, "B T"]) -> Metrics:
@@ -203,10 +229,16 @@ def train(
     return state
 
 
-def pretrain(out: Path, tokenizer: PreTrainedTokenizerFast, write: WriteDocuments, num_steps: int, seed: int) -> None:
+def pretrain(
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    write: WriteDocuments,
+    num_steps: int,
+    seed: int,
+    optimizer: optax.GradientTransformation,
+) -> None:
     """Writes the folder of a model that has seen `num_steps` batches of documents; resumes where it was stopped."""
     out.mkdir(parents=True, exist_ok=True)
-    optimizer = make_optimizer(num_steps)
     params = init_params(MODEL, jax.random.key(seed))
     state = TrainState(params, optimizer.init(params))
     file = out / "pretraining.npz"

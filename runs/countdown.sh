@@ -5,5 +5,5 @@
 # Score: not run by us; lmpo's README has 0.446 -> 0.75 at step 60, under another loss mask, constant and sampler
 set -euo pipefail
 cd "$(dirname "$0")/.."
-"${PYTHON:-python}" core/grpo.py --env_name countdown --test_env_name countdown-test --model_dir Qwen/Qwen3-1.7B \
+exec "${PYTHON:-python}" core/grpo.py --env_name countdown --test_env_name countdown-test --model_dir Qwen/Qwen3-1.7B \
     --loss_normalization constant --max_steps 60 "$@"

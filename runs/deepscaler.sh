@@ -5,6 +5,6 @@
 # Score: not run by us
 set -euo pipefail
 cd "$(dirname "$0")/.."
-"${PYTHON:-python}" core/grpo.py --config configs/dapo.py --env_name deepscaler --test_env_name aime-test \
+exec "${PYTHON:-python}" core/grpo.py --config configs/dapo.py --env_name deepscaler --test_env_name aime-test \
     --model_dir Qwen/Qwen3-1.7B --num_generation_tokens 4096 --prompt_length 512 --groups_per_batch 128 \
     --ppo_minibatch 512 --num_eval_samples 16 --max_steps 500 "$@"

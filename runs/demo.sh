@@ -5,4 +5,4 @@
 # Score: held-out correct answers 0.218 -> 0.673 ± 0.017 (--seed 0)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-"${PYTHON:-python}" core/grpo.py --config configs/demo.py "$@"
+exec "${PYTHON:-python}" core/grpo.py --config configs/demo.py "$@"

@@ -6,4 +6,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
-"${PYTHON:-python}" core/grpo.py --config configs/small_gpu.py --test_env_name gsm8k-test --max_steps 100 "$@"
+exec "${PYTHON:-python}" core/grpo.py --config configs/small_gpu.py --test_env_name gsm8k-test --max_steps 100 "$@"

@@ -5,4 +5,4 @@
 # Score: held-out return 51 -> 256 of 256 (seed 0)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-"${PYTHON:-python}" core/grpo.py --config configs/poem.py "$@"
+exec "${PYTHON:-python}" core/grpo.py --config configs/poem.py "$@"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.turns import Conversations
-from models.make_player import CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
+from models.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
 from models.pretraining import make_tokenizer, pad_documents
 from utils.devices.sharding import single_device
 from utils.rewards.scorer import Scorer, ScoringStream
@@ -24,7 +24,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def writer() -> Writer:
-    return Writer(make_tokenizer(make_corpus(), TAGS, CHAT_TEMPLATE))
+    return Writer(make_tokenizer(make_corpus(), TAGS, CHAT_TEMPLATE, CELLS))
 
 
 @pytest.mark.parametrize("name", GAMES)
