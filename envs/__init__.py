@@ -1,6 +1,7 @@
 """The table of environments. To add one: write envs/yours.py with a subclass of Env, and a line below."""
 
 import dataclasses
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -62,7 +63,10 @@ def find_class(name: str) -> tuple[type[Env], Options]:
     """Returns the class of an environment and the options that its name sets. Raises UserError for an unknown name."""
     base_name, _ = split_name(name)
     if base_name not in ENVS:
-        raise UserError(f"there is no environment {name!r}; there are {', '.join(ENVS)}, and each of them with -test")
+        close = difflib.get_close_matches(base_name, ENVS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        every = ", ".join(ENVS)
+        raise UserError(f"there is no environment {name!r}; {hint}there are {every}, and each of them with -test")
     module, class_name, preset = ENVS[base_name]
     return getattr(importlib.import_module(module), class_name), preset
 

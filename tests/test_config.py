@@ -203,6 +203,9 @@ def test_an_empty_command_line_uses_the_default_preset_and_says_so(tmp_path, cap
         ("--group_size 3 4", "'4' belongs to no option"),
         ("--lr -1", "lr must not be negative"),
         ("--config nowhere.py", "no preset nowhere.py"),
+        ("--config demo", "did you mean configs/demo.py?"),
+        ("--learning_rate 1e-5", "did you mean lr?"),
+        ("--sharding grpo", "--config configs/grpo.py is a preset"),
     ],
 )
 @both

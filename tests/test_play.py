@@ -241,6 +241,7 @@ def test_every_option_of_style_reaches_another_environment():
         ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_options 'max_characters': "),
         ("countdown", "poem", {"test_env_options": "num_generation_tokens=x"}, "num_generation_tokens is a number"),
         ("countdown", "nowhere", {}, "no environment 'nowhere-test'"),
+        ("countdown", "contdown", {}, "did you mean countdown?"),
     ],
 )  # fmt: skip
 def test_options_that_no_environment_takes_are_refused(name, test, flags, message):

@@ -43,6 +43,25 @@ class Spellings:
 
 
 NO_SPELLINGS = Spellings("", {}, {})
+TRL_NAMES = {  # our names of options of TRL and transformers
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_schedule",
+    "model": "model_dir",
+    "model_name_or_path": "model_dir",
+    "output_dir": "save_dir",
+    "num_generations": "group_size",
+    "max_completion_length": "num_generation_tokens",
+    "max_prompt_length": "prompt_length",
+    "num_train_epochs": "num_epochs",
+    "num_iterations": "ppo_epochs",
+    "per_device_train_batch_size": "tokens_per_microbatch",
+    "gradient_checkpointing": "remat",
+    "beta": "kl_coef",
+    "loss_type": "loss_normalization",
+    "lora_r": "lora_rank",
+    "save_steps": "save_interval",
+    "eval_steps": "test_interval",
+}
 
 
 def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[Assignment]:
@@ -137,6 +156,7 @@ def rewrite(
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a sentence about an unknown name: the most similar one."""
-    close = difflib.get_close_matches(str(name), list(names), n=1)
+    """Returns the end of a sentence about an unknown name: what it is called here, or the most similar one."""
+    names = list(names)
+    close = [TRL_NAMES[name]] if TRL_NAMES.get(name) in names else difflib.get_close_matches(str(name), names, n=1)
     return f"; did you mean {close[0]}?" if close else " (--help lists all options)."

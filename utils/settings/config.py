@@ -225,7 +225,9 @@ def set_flag(flag_values: flags.FlagValues, assignment: Assignment) -> None:
     except flags.IllegalFlagValueError:
         choices = getattr(flag.parser, "enum_values", None)
         needs = f"must be one of {', '.join(choices)}" if choices else f"must be of type {flag.flag_type()}"
-        raise UserError(f"{source}: {name} {needs}.") from None
+        preset = f"{str(assignment.value).lower()}.py"
+        hint = f"; --config configs/{preset} is a preset" if choices and preset in list_presets() else ""
+        raise UserError(f"{source}: {name} {needs}{hint}.") from None
 
 
 def print_help(text: str) -> None:

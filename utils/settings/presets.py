@@ -1,5 +1,6 @@
 """Presets: files of options, as Python with get_config(), YAML or JSON."""
 
+import difflib
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,10 @@ def find_file(path: str) -> Path:
     for candidate in (Path(path).expanduser(), ROOT / path):
         if candidate.is_file():
             return candidate
-    raise UserError(f"there is no preset {path} (looked here and in {ROOT}).")
+    presets = {name.removesuffix(".py"): f"configs/{name}" for name in list_presets()}
+    close = difflib.get_close_matches(Path(path).stem, presets, n=1)
+    hint = f"; did you mean {presets[close[0]]}?" if close else "."
+    raise UserError(f"there is no preset {path} (looked here and in {ROOT}){hint}")
 
 
 def run_file(file: Path, path: str) -> object:
