@@ -85,6 +85,18 @@ def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
     assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.250 correct 50.0% entropy nan"
 
 
+def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
+    nothing = {"approx_kl": 0.0, "times/score": 0.04, "times/logprobs": 0.0}
+    with Logger(tmp_path, num_steps=40) as logger:
+        logger.line(1, nothing | {"times/step": 500.0, "times/update": 0.0})
+        for step in (2, 3):
+            logger.line(step, {"approx_kl": 1e-5, "times/step": 60.0})
+        logger.line(40, {"times/step": 60.0})
+    first, _, third, last = capsys.readouterr().out.splitlines()
+    assert first == "step  1/40  update 0.0s  5.4h left"
+    assert third == "step  3/40  kl 1e-05  37m left" and last == "step 40/40"
+
+
 def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     hostile = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\r\x08e\u202ef\ud800g\x00\n" + "x" * 10_000
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

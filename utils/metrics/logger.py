@@ -11,9 +11,11 @@ import os
 import re
 import select
 import stat
+import statistics
 import sys
 import threading
 import unicodedata
+from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TextIO
@@ -41,6 +43,8 @@ SUMMARY = (  # (metric, its name in the line of a step, its format)
     ("test_env/return", "test return", "{:.3f}"),
     ("test_env/correct_answer", "test correct", "{:.1%}"),
 )
+SMALL = {"approx_kl": 0.0, "times/score": 0.05, "times/logprobs": 0.05}  # values up to this are left out of the line
+NUM_TIMES = 20  # last steps, by whose median time the time that is left is estimated
 Value = JSON | Shaped[Array, "..."]
 PATIENCE = 10  # seconds to wait for a full pipe
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of other sequences, harmless text is left
@@ -50,7 +54,8 @@ class Logger:
     """Records the metrics of a run in `directory`, and in the `sinks`.
 
     `resume_step` is the step that a resumed run continues from: later lines of metrics.jsonl are dropped, since those
-    steps will be run again. With `enabled` false (every process but the main one) all methods do nothing.
+    steps will be run again. `num_steps`: of the run, 0 where it may end before. With `enabled` false (every process but
+    the main one) all methods do nothing.
 
     Raises: OSError when metrics.jsonl cannot be written.
     """
@@ -61,9 +66,12 @@ class Logger:
         *,
         enabled: bool = True,
         resume_step: int | None = None,
+        num_steps: int = 0,
         sinks: Sequence[Sink] = (),
     ):
         self.enabled = enabled
+        self.num_steps = num_steps
+        self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
         self.sinks = sinks
         self.health_checks = HealthChecks()
         self.file = None
@@ -97,14 +105,23 @@ class Logger:
         """Prints the metrics of SUMMARY in one line, and warnings of the health checks."""
         if not self.enabled:
             return
-        cells = []
+        cells = [f"step {step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"step {step:<5d}"]
         for metric, label, form in SUMMARY:
-            if metric in metrics:
-                value = float(metrics[metric])
+            value = float(metrics.get(metric, 0.0))
+            if metric in metrics and not abs(value) <= SMALL.get(metric, -1.0):
                 cells.append(f"{label} {form.format(value)}")
-        print(f"step {step:<5d} " + "  ".join(cells), flush=True)
+        cells += self.time_left(step, metrics)
+        print("  ".join(cells), flush=True)
         for warning in self.health_checks.find_warnings(step, metrics):
             print(paint(f"warning: {warning}", "33"), flush=True)
+
+    def time_left(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Returns an estimate of the time until the last step, as a cell of the line; none where it is not known."""
+        if "times/step" not in metrics or step >= self.num_steps:
+            return []
+        self.step_times.append(metrics["times/step"])
+        minutes = (self.num_steps - step) * statistics.median(self.step_times) / 60
+        return [f"{minutes:.0f}m left" if minutes < 100 else f"{minutes / 60:.1f}h left"]
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: the prompt, the completion, and its reward."""
