@@ -27,12 +27,14 @@ from utils.devices.memory import out_of_memory
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
+from utils.rewards.helper import Job
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.rewards.shaping import RewardConfig, add_length_reward, add_truncation_penalty
 from utils.settings.environments import RolloutSettings
 from utils.settings.errors import UserError
 from utils.training.batching import bucket, concatenate
 
+NUM_TRIED = 3  # problems by which a reward is tried before the first step
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 
 
@@ -324,8 +326,20 @@ def make_worker(
         max_error_share=rewards.max_error_share,
         failures_dir=failures_dir,
     )
+    if env.max_turns == 1:
+        scorer.check_reward(example_jobs(env))
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
+
+
+def example_jobs(env: Env) -> list[Job]:
+    """Returns replies to the first problems, right and empty ones."""
+    jobs = []
+    for index in range(min(NUM_TRIED, env.num_tasks)):
+        problem = env.problem(index)
+        replies = {problem.prefix, *env.examples(problem).values()}
+        jobs += [(index, reply) for reply in sorted(replies)]
+    return jobs
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:

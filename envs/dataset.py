@@ -2,15 +2,18 @@
 
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
-where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`. With `--episode FILE.py:CLASS`
+where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's form,
+`def reward(completions, **columns) -> list[float]`. With `--episode FILE.py:CLASS`
 each row is an episode of several turns: see envs/adapters.py.
 """
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import SupportsFloat
 
 from envs.adapters import Adapter, Resettable
 from envs.answers import final_answer, same_math
@@ -129,11 +132,25 @@ class Dataset(Env):
             has_answer = answer is not None
             correct = float(has_answer and same_math(self.reference(problem), answer))
             return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
-        row = {column: value for column, value in problem.answer.items() if column != "completion"}
-        parts = self.reward(text, **row)
-        parts = dict(parts) if isinstance(parts, Mapping) else {"return": float(parts)}
+        parts = self.call_reward(problem, text)
         value = parts.get("return", sum(parts.values()))
         return {"return": value, "correct_answer": float(value >= 1)} | parts
+
+    def call_reward(self, problem: Problem, text: str) -> dict[str, float]:
+        """Returns the parts of the user's reward. Raises: TypeError where it returns neither a number nor a dict."""
+        row = {column: value for column, value in problem.answer.items() if column not in ("completion", "completions")}
+        if "completions" in inspect.signature(self.reward).parameters:  # TRL's form: lists of all arguments
+            prompt = row.pop(self.columns[0])
+            completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            lists = {column: [value] for column, value in row.items()}
+            (value,) = self.reward(completions=[completion], prompts=[prompt], **lists)
+        else:
+            value = self.reward(text, **row)
+        parts = value if isinstance(value, Mapping) else {"return": value}
+        if all(isinstance(part, SupportsFloat) for part in parts.values()):
+            return {name: float(part) for name, part in parts.items()}
+        file = inspect.getfile(self.reward)
+        raise TypeError(f"{self.reward.__name__}() in {file} returned {value!r}: return a number or a dict of numbers")
 
     def reference(self, problem: Problem) -> str:
         return str(problem.answer.get(self.columns[1], ""))

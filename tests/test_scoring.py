@@ -17,6 +17,7 @@ from tests.hostile import MEMORY
 from utils.rewards import scorer as scoring
 from utils.rewards.helper import Outcome, ScorerSettings, Turns
 from utils.rewards.scorer import Failure, Scorer, ScoringStream
+from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "tests.hostile:make"
@@ -316,3 +317,44 @@ def test_workers_die_with_a_run_that_is_killed(text):
     run.kill()
     run.communicate()
     wait_until_gone(*pids)
+
+
+OWN_REWARDS = """
+def none(completion, **row): pass
+def nan(completion, **row): return float("nan")
+def text(completion, **row): return "1"
+def raises(completion, **row):
+    return int("x" + completion)
+def some(completion, **row): return 1 / len(completion)
+def parts(completion, answer, **row): return {"same": completion == answer, "length": len(completion)}
+def trl(completions, prompts, answer, **columns):
+    assert len(prompts) == len(answer) == 1
+    return [float(c == a) + len(c) for c, a in zip(completions, answer)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none", r"none\(\) in .*own.py returned None: return a number"),
+        ("nan", "the return is nan"),
+        ("text", "text.. in .* returned '1'"),
+        ("raises", r"ValueError: invalid literal .*\(line 6 of .*own.py\)"),
+        ("some", None),  # an empty reply costs its score, as in training
+        ("parts", None),
+        ("trl", None),
+    ],
+)
+def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_REWARDS)
+    rows = [json.dumps({"prompt": f"What is {i}?", "answer": str(i)}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    options = {"path": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'own.py'}:{name}"}
+    with Scorer("dataset", options, num_workers=1) as scorer:
+        if words:
+            with pytest.raises(UserError, match=words):
+                scorer.check_reward([(0, "one"), (1, "")])
+            return
+        scorer.check_reward([(0, "one"), (1, "")])
+        (scores,), _ = scorer.score_replies([0], ["one"])
+        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "trl": 3.0}[name]

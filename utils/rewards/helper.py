@@ -19,11 +19,14 @@ import resource
 import signal
 import socket
 import struct
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
@@ -55,6 +58,7 @@ class Turns(NamedTuple):
     is_truncated: bool = False  # by a limit: what the environment said after the last reply is known
 
 
+ROOT = Path(__file__).resolve().parents[2]
 Job = tuple[int, str | Turns]  # number of the problem, and its reply or those of an episode
 Rewards = dict[str, float]  # by name; "return" is what training maximises
 
@@ -500,11 +504,19 @@ def valid_text(content: object) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Returns an error in 500 characters at most, even one that cannot be printed."""
+    """Returns an error in 500 characters at most, even one that cannot be printed, and its line in code of the user."""
     try:
-        return f"{type(error).__name__}: {error}"[:500]
+        return f"{type(error).__name__}: {error}"[:500] + user_line(error)
     except Exception:
         return type(error).__name__
+
+
+def user_line(error: BaseException) -> str:
+    """Returns the last line outside of this repository's packages and of installed ones that an error came through."""
+    own = [str(ROOT / package) for package in ("core", "envs", "utils")]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    lines = [frame for frame in frames if not frame.filename.startswith((*own, sys.prefix, sys.base_prefix))]
+    return f" (line {lines[-1].lineno} of {lines[-1].filename})" if lines else ""
 
 
 def make_environment(name: str, options: Mapping[str, str | int | float | bool]) -> Env:

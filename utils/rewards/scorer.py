@@ -24,6 +24,7 @@ from typing import Self
 
 from utils.rewards.helper import STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
 from utils.rewards.processes import kill_tree
+from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"
@@ -80,6 +81,16 @@ class Scorer:
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
         return self.check_failures(jobs, self.request_outcomes(jobs))
+
+    def check_reward(self, jobs: list[Job]) -> None:
+        """Raises UserError where all of these jobs fail, unless `max_error_share` allows it: the reward is wrong."""
+        outcomes = self.request_outcomes(jobs)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if len(failures) == len(jobs) and self.settings.max_error_share < 1:
+            raise UserError(
+                f"{self.settings.env_name}: the reward fails for each of {len(jobs)} replies that were tried, "
+                f"{failures[0].reason}: correct it, or go on with --max_error_share 1"
+            )
 
     def check_failures(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> Scores:
         """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
