@@ -150,7 +150,7 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys):
     output = capsys.readouterr().out
     for seed, config in ((0, "configs/drgrpo.py"), (1, str(preset))):
         name = f"seed={seed}_config={Path(config).stem}"
-        assert f"[{name}] step 2 " in output
+        assert f"[{name}] step 2/" in output
         own = [f"--config={config}", f"--seed={seed}", f"--save_dir={tmp_path / name}", "--lora_merge=never"]
         grpo.main(parse(Config, [*arguments, *own, "--max_steps=1"]))  # which evaluates, too
         grpo.main(parse(Config, [*arguments, *own]))

@@ -720,7 +720,7 @@ MISTAKES = [
     ({"advantage": "best_k", "best_k": 5}, "--best_k 5 is more than the --group_size of 4"),
     ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss"),
     ({"do_group_normalization": 0, "advantage": "group_mean"}, "contradicts --advantage group_mean"),
-    ({"env_name": "cuntdown"}, "there is no environment 'cuntdown'; there are countdown"),
+    ({"env_name": "cuntdown"}, "there is no environment 'cuntdown'; did you mean countdown? there are countdown"),
     ({"env_options": "colour=red"}, "no option 'colour'"),
     ({"model_dir": "/nowhere/model"}, "there is no folder /nowhere/model"),
     ({"force_answer_at": 12}, "--force_answer_at 12 must be below the 12 tokens"),
