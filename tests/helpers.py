@@ -112,7 +112,10 @@ def depth(model: Decoder, num_columns: int) -> int:
     mlp = 2 * D + model.intermediate_size
     if model.num_experts:  # norm, router, softmax, projection, sums over the width of an expert and over experts
         mlp = 3 * D + 2 * model.num_experts + model.moe_intermediate_size
-    return model.num_hidden_layers * (attention + mlp) + 2 * D + model.vocab_size  # then norm, head, softmax
+    total = model.num_hidden_layers * (attention + mlp) + 2 * D + model.vocab_size  # then norm, head, softmax
+    if model.delta:  # for each token a product of the state with its key, and the state's update
+        total += model.kinds.count(LINEAR) * num_columns * (model.delta.key_channels + 3)
+    return total
 
 
 def gradient_depth(model: Decoder, num_columns: int, num_tokens: int) -> int:

@@ -59,7 +59,9 @@ def test_logits_equal_those_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
     reference = expected(name)
     tokens = reference["tokens"]
-    assert_close(logits(model, params, tokens), reference["logits"], depth(model, tokens.shape[1]))
+    # The norm of a Gated DeltaNet multiplies the error of an output near 0, as HYBRID in helpers.py says.
+    size = np.abs(reference["logits"]).max() * (2 if model.delta else 1)
+    assert_close(logits(model, params, tokens), reference["logits"], depth(model, tokens.shape[1]), size)
 
 
 FEW = (
