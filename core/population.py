@@ -29,8 +29,7 @@ from core.grpo import make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
 from core.rollout import RolloutWorker
-from core.sampling import Sampler
-from core.shared_sampler import MemberSampler, SharedSampler
+from core.shared_sampler import MemberSampler, SharedSampler, settings_of
 from models.checkpoint import load_policy
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
@@ -252,8 +251,8 @@ def make_member(
 
 def share_sampler(worker: RolloutWorker, name: str, signals: Signals, shared: SharedSampler) -> RolloutWorker:
     """Returns a worker that draws together with those of the other members."""
-    settings = {setting: getattr(worker.sampler, setting) for setting in Sampler.__dataclass_fields__}
-    return replace(worker, sampler=MemberSampler(**settings, member=name, signals=signals, shared=shared))
+    sampler = MemberSampler(**settings_of(worker.sampler), member=name, signals=signals, shared=shared)
+    return replace(worker, sampler=sampler)
 
 
 def train_members(members: Sequence[Member], shared: SharedSampler) -> None:

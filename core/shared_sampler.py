@@ -45,8 +45,12 @@ class MemberSampler(Sampler):
 
     def alone(self) -> Sampler:
         """Returns a sampler with the same settings that waits for nobody, and calls nobody."""
-        settings = {setting.name: getattr(self, setting.name) for setting in fields(Sampler)}
-        return Sampler(**settings | {"on_segment": None})
+        return Sampler(**settings_of(self) | {"on_segment": None})
+
+
+def settings_of(sampler: Sampler) -> dict[str, object]:
+    """Returns the fields that every sampler has, by name."""
+    return {setting.name: getattr(sampler, setting.name) for setting in fields(Sampler)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,13 @@
 """The table of environments. To add one: write envs/yours.py with a subclass of Env, and a line below."""
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
 
 from envs.base import Env
 from envs.style import Style, Styled
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, most_similar
 
 Value = int | float | bool | str
 Options = dict[str, Value]
@@ -63,8 +62,8 @@ def find_class(name: str) -> tuple[type[Env], Options]:
     """Returns the class of an environment and the options that its name sets. Raises UserError for an unknown name."""
     base_name, _ = split_name(name)
     if base_name not in ENVS:
-        close = difflib.get_close_matches(base_name, ENVS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        close = most_similar(base_name, ENVS)
+        hint = f"did you mean {close}? " if close else ""
         every = ", ".join(ENVS)
         raise UserError(f"there is no environment {name!r}; {hint}there are {every}, and each of them with -test")
     module, class_name, preset = ENVS[base_name]

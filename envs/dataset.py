@@ -3,15 +3,15 @@
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
 where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's form,
-`def reward(completions, **columns) -> list[float]`. With `--episode FILE.py:CLASS`
-each row is an episode of several turns: see envs/adapters.py.
+`def reward(completions, **columns) -> list[float]`. With `--episode FILE.py:CLASS` each row is an episode of several
+turns: see envs/adapters.py.
 """
 
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -136,10 +136,15 @@ class Dataset(Env):
         value = parts.get("return", sum(parts.values()))
         return {"return": value, "correct_answer": float(value >= 1)} | parts
 
+    @cached_property
+    def takes_lists(self) -> bool:
+        """True if the user's reward has TRL's form: lists of all arguments, and a list back."""
+        return "completions" in inspect.signature(self.reward).parameters
+
     def call_reward(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the parts of the user's reward. Raises: TypeError where it returns neither a number nor a dict."""
         row = {column: value for column, value in problem.answer.items() if column not in ("completion", "completions")}
-        if "completions" in inspect.signature(self.reward).parameters:  # TRL's form: lists of all arguments
+        if self.takes_lists:
             prompt = row.pop(self.columns[0])
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             lists = {column: [value] for column, value in row.items()}

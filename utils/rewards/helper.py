@@ -514,9 +514,10 @@ def describe_failure(error: BaseException) -> str:
 def user_line(error: BaseException) -> str:
     """Returns the last line outside of this repository's packages and of installed ones that an error came through."""
     own = [str(ROOT / package) for package in ("core", "envs", "utils")]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    lines = [frame for frame in frames if not frame.filename.startswith((*own, sys.prefix, sys.base_prefix))]
-    return f" (line {lines[-1].lineno} of {lines[-1].filename})" if lines else ""
+    # Not by extract_tb, which reads the files: a reward may raise for many replies.
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [line for line in lines if not line[0].startswith((*own, sys.prefix, sys.base_prefix, "<"))]
+    return " (line {1} of {0})".format(*lines[-1]) if lines else ""
 
 
 def make_environment(name: str, options: Mapping[str, str | int | float | bool]) -> Env:

@@ -22,11 +22,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
-from utils.rewards.helper import STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
+from utils.rewards.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
 from utils.rewards.processes import kill_tree
 from utils.settings.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"
 MAX_WRITTEN = 100  # failures that are written to a file
 

@@ -165,8 +165,9 @@ class Run:
             write_json(self.directory / "data.json", self.fingerprints)
         sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
         num_steps = 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
-        log = {"enabled": is_main, "resume_step": resume_step, "num_steps": num_steps, "sinks": sinks}
-        self.logger = Logger(self.directory, **log)
+        self.logger = Logger(
+            self.directory, enabled=is_main, resume_step=resume_step, num_steps=num_steps, sinks=sinks
+        )
         self.compilations = Compilations(self.directory / "programs.jsonl" if is_main else None)
         return self
 

@@ -1,12 +1,11 @@
 """Reads a command line and its presets as assignments of values to names; rewrites flags of other programs."""
 
-import difflib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, most_similar
 from utils.settings.presets import read_preset
 
 Value: TypeAlias = bool | int | float | str
@@ -158,5 +157,5 @@ def rewrite(
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the end of a sentence about an unknown name: what it is called here, or the most similar one."""
     names = list(names)
-    close = [TRL_NAMES[name]] if TRL_NAMES.get(name) in names else difflib.get_close_matches(str(name), names, n=1)
-    return f"; did you mean {close[0]}?" if close else " (--help lists all options)."
+    close = TRL_NAMES[name] if TRL_NAMES.get(name) in names else most_similar(str(name), names)
+    return f"; did you mean {close}?" if close else " (--help lists all options)."

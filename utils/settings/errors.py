@@ -1,8 +1,9 @@
 """Errors of the user, and the end of a command that has one. Imports nothing, so that everything may import it."""
 
 import contextlib
+import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 MAX_MESSAGE = 4000  # characters of an error message
@@ -21,6 +22,12 @@ def fail(message: str) -> NoReturn:
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def most_similar(name: str, names: Iterable[str]) -> str:
+    """Returns the one of these names that is most like an unknown one; empty if none is like it."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return close[0] if close else ""
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,12 +1,11 @@
 """Presets: files of options, as Python with get_config(), YAML or JSON."""
 
-import difflib
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs"
@@ -43,8 +42,8 @@ def find_file(path: str) -> Path:
         if candidate.is_file():
             return candidate
     presets = {name.removesuffix(".py"): f"configs/{name}" for name in list_presets()}
-    close = difflib.get_close_matches(Path(path).stem, presets, n=1)
-    hint = f"; did you mean {presets[close[0]]}?" if close else "."
+    close = most_similar(Path(path).stem, presets)
+    hint = f"; did you mean {presets[close]}?" if close else "."
     raise UserError(f"there is no preset {path} (looked here and in {ROOT}){hint}")
 
 
