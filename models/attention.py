@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Int8
 
 from models.names import Array
-from utils.devices.sharding import ROWS
+from utils.devices.sharding import ROWS, on_devices
 from utils.settings.errors import UserError
 from utils.training.batching import round_up
 
@@ -87,7 +87,7 @@ def train_attention(
     heads = PartitionSpec(ROWS, None, "tp")
     in_specs = (heads, heads, heads)
     compute = partial(KERNELS[kernel], view=view)
-    per_device = jax.shard_map(compute, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    per_device = on_devices(mesh, compute, in_specs, heads)
     out = per_device(q, k, v)
     return rearrange(out, "B T H C -> B T (H C)")
 

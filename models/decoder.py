@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.extend.core import Primitive
 from jaxtyping import Bool, Float, Int, PyTree
 
 from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, is_spec
@@ -63,7 +64,7 @@ from models.packing import (
     unpack,
 )
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
-from utils.devices.sharding import constrain, on_each
+from utils.devices.sharding import constrain, gather, is_on_each, on_each
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]
@@ -275,12 +276,34 @@ def head_name(model: Decoder) -> str:
     return EMBED if model.tie_word_embeddings else HEAD
 
 
+# What makes a weight whole, and what it goes through on its way into a product. Kept for the backward pass, it would be
+# kept whole; of activations these are cheap to compute again. `gather` is a custom_vjp_call.
+OF_GATHERED = ("custom_vjp_call", "reduce_precision", "convert_element_type", "transpose", "reshape")
+
+
+def keep_all(layer: Callable[..., Hidden]) -> Callable[..., Hidden]:
+    """Returns a layer that recomputes hardly anything in the backward pass, but gathers its weights again."""
+
+    def is_kept(primitive: Primitive, *_, **__) -> bool:
+        return primitive.name not in OF_GATHERED
+
+    return jax.checkpoint(layer, policy=is_kept) if is_on_each() else layer
+
+
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = {
-    "none": lambda layer: layer,
+    "none": keep_all,
     "dots": partial(jax.checkpoint, policy=SAVE_DOTS),
     "full": jax.checkpoint,
 }
+
+
+class LayerInputs(NamedTuple):
+    """Embedded tokens of rows, with what layers need to know about them."""
+
+    hidden: Float[Array, "S M D"]
+    routes: Int[Array, "S M L k"] | None
+    packing: Packing | None
 
 
 def forward(
@@ -295,13 +318,27 @@ def forward(
     `routes` are experts that were recorded; None: routers are free to choose. With a packing, only its tokens are
     computed, and returned in its order [S, M, D].
     """
-    angles = rotary_by_kind(model, packed_positions(tokens.shape[1], packing))
+    params = with_adapters(model, params)
+    layers = params[LAYERS]
+    if routes is not None:
+        routes = pack_ids(routes, packing)
+    inputs = LayerInputs(embed(model, params, pack_ids(tokens, packing)), routes, packing)
+    table = None if isinstance(layers, list) else model.parameter_table()[LAYERS]  # below adapters nothing is cut
+    return on_each(model.mesh, partial(apply_layers, model), layers, inputs, table)
+
+
+def apply_layers(model: Decoder, layers: LayerParams | list[LayerParams], inputs: LayerInputs) -> Hidden:
+    """Applies all layers to the rows of a device."""
+    x, routes, packing = inputs
+    num_rows, num_columns = x.shape[:2] if packing is None else packing.numbers.shape
+    angles = rotary_by_kind(model, packed_positions(num_columns, packing))
+    if routes is not None:
+        routes = rearrange(routes, "B T L k -> L B T k")
     remat = REMAT[model.remat]
-    num_rows = len(tokens)
 
     def apply_layer(x: Hidden, layers: LayerParams | list[LayerParams], route: Route | None, number: int) -> Hidden:
         kind = model.kinds[number]
-        layer = select_layer(model, layers, number)
+        layer = gather_layer(model, layers, number)
         if kind == LINEAR:
             state = init_state(model.delta, num_rows, x.dtype)
             mixer = partial(gated_deltanet, model, state, packing=packing)
@@ -310,7 +347,7 @@ def forward(
             mixer = partial(attend, model, angles[kind], attention)
         return decoder_layer(model, layer, x, mixer, route)[0]
 
-    def apply_layers(
+    def apply_in_order(
         x: Hidden, layers: LayerParams | list[LayerParams], routes: Array | None, numbers: range
     ) -> Hidden:
         for i in numbers:
@@ -319,20 +356,24 @@ def forward(
             x = remat(partial(apply_layer, number=i))(x, layers, route)
         return x
 
-    params = with_adapters(model, params)
-    layers = params[LAYERS]
-    x = embed(model, params, pack_ids(tokens, packing))
-    if routes is not None:
-        routes = rearrange(pack_ids(routes, packing), "B T L k -> L B T k")
     num_scanned = 0
     if not isinstance(layers, list):  # below adapters they are held one by one, as sampling reads them
-        x, num_scanned = scan_periods(model, apply_layers, x, layers, routes)
-    return apply_layers(x, layers, routes, range(num_scanned, model.num_hidden_layers))
+        x, num_scanned = scan_periods(model, apply_in_order, x, layers, routes)
+    return apply_in_order(x, layers, routes, range(num_scanned, model.num_hidden_layers))
+
+
+def gather_layer(model: Decoder, layers: LayerParams | list[LayerParams], i: int) -> LayerParams:
+    """Returns the arrays of a layer, those that fsdp cuts gathered."""
+    layer = select_layer(model, layers, i)
+    if isinstance(layers, list):
+        return layer
+    table = model.layer_table(model.kinds[i])
+    return {name: gather(x, table[name].shape, model.dtype) for name, x in layer.items()}
 
 
 def scan_periods(
     model: Decoder,
-    apply_layers: Callable[[Hidden, LayerParams, Array | None, range], Hidden],
+    apply_in_order: Callable[[Hidden, LayerParams, Array | None, range], Hidden],
     x: Hidden,
     stacked: LayerParams,
     routes: Array | None,
@@ -345,7 +386,7 @@ def scan_periods(
         routes = rearrange(routes[:num_layers], "(n p) B T k -> n p B T k", p=model.period)
 
     def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
-        return apply_layers(x, *period, range(model.period)), None
+        return apply_in_order(x, *period, range(model.period)), None
 
     x, _ = jax.lax.scan(apply_period, x, (periods, routes), unroll=model.unroll or 1)
     return x, num_layers
@@ -548,12 +589,14 @@ def score_tokens(
         support = scored_ids(support, packing)
     hidden = forward(model, params, tokens, routes, packing)
     rows = HeadInputs(scored_states(hidden, packing), scored_ids(tokens, packing), support)
-    weights = {name: params[name] for name in (NORM, head_name(model))}
+    names = NORM, head_name(model)
+    weights = {name: params[name] for name in names}
     values = None
     if CRITIC in params:
         values = scored_states(state_values(model, params[CRITIC], tokens, packing), packing)
     score_rows = partial(score_in_chunks, model, distribution)
-    logprobs, entropies = on_each(model.mesh, score_rows, weights, rows)
+    table = {name: model.parameter_table()[name] for name in names}
+    logprobs, entropies = on_each(model.mesh, score_rows, weights, rows, table)
     scores = TokenScores(logprobs, entropies, values)
     return jax.tree.map(partial(scores_of_columns, packing=packing), scores)
 
@@ -562,6 +605,9 @@ def score_in_chunks(
     model: Decoder, distribution: Distribution, weights: PolicyParams, rows: HeadInputs
 ) -> tuple[ColumnScores, ColumnScores]:
     """Returns log-probabilities and entropies, from the logits of LOGIT_ELEMENTS at a time."""
+    name = head_name(model)
+    whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
+    weights = weights | {name: whole}
     num_rows, num_columns = rows.targets.shape
     most_columns = LOGIT_ELEMENTS // (num_rows * model.vocab_size)
     width = max(1, min(num_columns, most_columns))

@@ -99,7 +99,7 @@ class Distribution:
         logits = logits / (self.temperature or 1.0)
         if support is not None:
             logits, tokens = _truncate(logits, tokens, support)
-        return log_softmax_at(logits, tokens), entropy(logits)
+        return score_softmax(logits, tokens)
 
 
 def sampling_uniforms(keys: Key, steps: Int[Array, "A R"]) -> Float[Array, "A R 2"]:
@@ -170,8 +170,17 @@ def log_softmax_at(logits: Logits, tokens: Tokens) -> Nats:
     return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
-def entropy(logits: Logits) -> Nats:
-    """Returns the entropy of the softmax, nats."""
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-    mean_logit = (jax.nn.softmax(logits) * logits).sum(-1)
-    return normalizer - mean_logit
+def score_softmax(logits: Logits, tokens: Tokens) -> tuple[Nats, Nats]:
+    """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
+
+    From sums over the logits less their largest, which one pass computes: with m the largest, e = exp(l - m), s the sum
+    of e and u that of e (l - m), log p = l - m - log s and H = log s - u / s.
+    """
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    shifted = logits - top
+    mass = jnp.exp(shifted)
+    total = mass.sum(-1)
+    mean = (mass * shifted).sum(-1) / total
+    chosen = jnp.take_along_axis(shifted, tokens[..., None], axis=-1)[..., 0]
+    normalizer = jnp.log(total)
+    return chosen - normalizer, normalizer - mean

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from models.names import EXPERT, LORA_A, LORA_B, TRANSPOSED, Array, LayerParams, decode_axes
-from utils.devices.sharding import ROWS, num_shards
+from utils.devices.sharding import ROWS, on_devices
 
 Tokens = Float[Array, "B T D"]
 Activation = Callable[[Array], Array]
@@ -112,19 +112,22 @@ def mix_experts(
     experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: str, mesh: Mesh | None
 ) -> Tokens:
     """Computes the weighted sum of the outputs of each token's experts with the product that was chosen."""
-    shards = num_shards(mesh, "rows") if mesh else 1
-    num_tokens = x.shape[0] * x.shape[1] // shards
-    num_pairs = num_tokens * routing.ids.shape[2]
-    num_experts = len(experts.down)
-    if num_pairs <= num_experts // 2:
-        compute = partial(separate_experts, activation=activation, is_loop=product == "ragged")
-    elif product == "dense" or num_tokens <= FEW_TOKENS:
-        compute = partial(dense_experts, activation=activation)
-    else:
-        compute = partial(grouped_experts, activation=activation, product=PRODUCTS[product])
+    compute = partial(local_experts, activation=activation, product=product)
     if mesh is None:
         return compute(experts, x, routing)
     return partitioned_experts(experts, x, routing, compute, mesh)
+
+
+def local_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: str) -> Tokens:
+    """Computes the experts of one device's tokens in the way that reads and multiplies least for so many."""
+    num_tokens = x.shape[0] * x.shape[1]
+    num_pairs = num_tokens * routing.ids.shape[2]
+    num_experts = len(experts.down)
+    if num_pairs <= num_experts // 2:
+        return separate_experts(experts, x, routing, activation, is_loop=product == "ragged")
+    if product == "dense" or num_tokens <= FEW_TOKENS:
+        return dense_experts(experts, x, routing, activation)
+    return grouped_experts(experts, x, routing, activation, PRODUCTS[product])
 
 
 def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: Computation, mesh: Mesh) -> Tokens:
@@ -147,7 +150,7 @@ def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: 
     specs = Experts(cut, cut, cut, adapted_inputs, adapted_inputs, adapted_outputs)
     specs = Experts(*(None if x is None else spec for x, spec in zip(experts, specs, strict=True)))
     in_specs = specs, rows, rows
-    per_device = jax.shard_map(compute_shard, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
+    per_device = on_devices(mesh, compute_shard, in_specs, rows)
     return per_device(experts, x, routing)
 
 

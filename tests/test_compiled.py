@@ -4,8 +4,8 @@ Programs for accelerators need compilers that bench/compiled.py tells how to ins
 """
 
 import math
+import re
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -180,13 +180,11 @@ def test_moments_lie_where_their_parameters_do():
     assert len(moments) == 2 and all(x.sharding == o.sharding for x in moments)
 
 
-@cache
-def train_step(**sizes) -> compiled.Program:
-    layout = compiled.imagine("h200", **sizes)
-    model = replace(FEW, remat="dots", mesh=layout.mesh, attention="plain")
+def train_step(model: Decoder, layout: compiled.Imagined, num_rows: int, num_columns: int) -> compiled.Program:
+    """Compiles an update of rows on each device."""
     jaxtyping.config.update("jaxtyping_disable", True)  # a batch of shapes is no batch of arrays
     try:
-        return compiled.train_step(model, layout, ROWS, T)
+        return compiled.train_step(replace(model, mesh=layout.mesh), layout, num_rows, num_columns)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -195,7 +193,8 @@ def train_step(**sizes) -> compiled.Program:
 @pytest.mark.parametrize("sizes", [{}, *MESHES.values()], ids=["one", *MESHES])
 def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
     """Nor of more than a chunk of them; and eight devices send each other no logits, and the head's weight once."""
-    program = train_step(**sizes)
+    model = replace(FEW, remat="dots", attention="plain")
+    program = train_step(model, compiled.imagine("h200", **sizes), ROWS, T)
     num_devices, vocabulary = math.prod(sizes.values()), MODEL.vocab_size
     largest = max(
         each.elements for lines in hlo.computations(program.hlo).values() for each in lines if each.op not in hlo.FREE
@@ -204,3 +203,24 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
     assert ROWS * T * vocabulary > 2 * largest, "the rows of a device are too few to tell"
     gathered = [each.elements for each in hlo.collectives(program.hlo)]
     assert max(gathered, default=0) < vocabulary * MODEL.hidden_size / num_devices / 4
+
+
+@needs_tpu
+def test_tpus_gather_weights_and_sum_gradients_in_float32():
+    """By itself XLA sends pieces of weights around, and sums their products in bfloat16: a windowed einsum."""
+    model = replace(MODEL, num_hidden_layers=2, vocab_size=2048, remat="full")
+    text = train_step(model, compiled.imagine("v5e", fsdp=8), 8, T).hlo
+    assert "windowed_dot_general" not in text
+    summed = re.findall(r"= (\w+)\[\S* (?:reduce-scatter|all-reduce)\(", text)
+    assert set(summed) == {"f32"}
+
+
+@needs_h200
+def test_gathered_weights_are_not_kept_for_the_backward_pass():
+    """Though nothing else is recomputed: those of all layers are a whole model on each device."""
+    layout = compiled.imagine("h200", fsdp=8)
+    few, more = (
+        replace(MODEL, num_hidden_layers=n, vocab_size=2048, remat="none", attention="plain") for n in (2, 6)
+    )
+    added = train_step(more, layout, 1, 32).temporaries - train_step(few, layout, 1, 32).temporaries
+    assert added < 2 * (more.num_parameters - few.num_parameters)

@@ -148,7 +148,8 @@ def measure_sizes(
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
     summed = params // 4 * gradient_item
     gradients = params + summed
-    if model.num_experts and layout.mesh.shape["fsdp"] > 1:
+    if layout.mesh.shape["fsdp"] > 1:  # the head is gathered, and its gradient summed before it is cut
+        gradients += (item + 4) * model.vocab_size * model.hidden_size // tp
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
         gradients += GATHERED_EXPERTS * layer * item // tp
     has_copy = LAYERS in state.params or model.merges_adapters

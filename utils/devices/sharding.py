@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from utils.metrics.jsonl import JSON
@@ -190,24 +190,100 @@ def bytes_on_device(tree: PyTree) -> int:
     return total
 
 
-def on_each(mesh: Mesh | None, f: Callable[[PyTree, PyTree], PyTree], weights: PyTree, rows: PyTree) -> PyTree:
-    """Returns f(weights, rows) where each device has its rows and whole weights (but for `tp`), inside of jit.
+def on_each(
+    mesh: Mesh | None,
+    f: Callable[[PyTree, PyTree], PyTree],
+    weights: PyTree,
+    rows: PyTree,
+    table: PyTree = None,
+) -> PyTree:
+    """Returns f(weights, rows) where each device has its rows and what fsdp left of the weights, inside of jit.
 
-    Weights are gathered once for all of f, and their gradients summed once: XLA by itself does either in every
-    iteration of a loop in f.
+    f calls `gather` where it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
+    summed: for TPU it sends pieces of weights around and keeps running sums of their products in bfloat16, and the
+    gradient of the head was summed whole on every device.
+
+    `table`: shapes and logical axes of the weights; None: they are whole. What concerns `tp` is left to XLA.
     """
-    if mesh is None or all(mesh.shape[axis] == 1 for axis in ROWS):
+    if mesh is None or num_shards(mesh, "rows") == 1:
         return f(weights, rows)
     by_rows = PartitionSpec(ROWS)
     mapped = jax.shard_map(
         f,
         mesh=mesh,
-        in_specs=(PartitionSpec(), by_rows),
+        in_specs=(cut_by_fsdp(mesh, table), by_rows),
         out_specs=by_rows,
         axis_names=set(ROWS),
         check_vma=False,
     )
     return mapped(weights, rows)
+
+
+def cut_by_fsdp(mesh: Mesh | AbstractMesh, table: PyTree) -> PyTree:
+    """Returns how fsdp cuts the arrays of a table of shapes and logical axes."""
+
+    def cut(spec: tuple[tuple[int, ...], tuple[str | None, ...]]) -> PartitionSpec:
+        names = sharding_of(mesh, *spec).spec
+        return PartitionSpec(*(name if name == "fsdp" else None for name in names))
+
+    return PartitionSpec() if table is None else jax.tree.map(cut, table, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def is_on_each() -> bool:
+    """True inside of `on_each` on a mesh that cuts rows."""
+    return "fsdp" in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def gather(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Returns a float32 weight of this shape that fsdp cuts whole, rounded to this dtype, inside of `on_each`.
+
+    In that dtype it is sent. It is float32 again, so that its gradients are summed in float32: those of a device, then
+    those of all devices, each of which keeps its part. A weight that is whole stays as it is.
+    """
+    is_cut = [size != whole for size, whole in zip(x.shape, shape, strict=True)]
+    return gather_along(x, is_cut.index(True), dtype) if any(is_cut) else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_along(x: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
+    """Returns a float32 weight whole that fsdp cuts along an axis, rounded to this dtype."""
+    return jax.lax.all_gather(x.astype(dtype), "fsdp", axis=axis, tiled=True).astype(x.dtype)
+
+
+def gather_forward(x: jax.Array, axis: int, dtype: DTypeLike) -> tuple[jax.Array, None]:
+    """Returns what `gather_along` does; its gradient needs nothing more."""
+    return gather_along(x, axis, dtype), None
+
+
+def gather_backward(axis: int, dtype: DTypeLike, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    """Returns this device's part of the sum of all devices' gradients."""
+    return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True),)
+
+
+gather_along.defvjp(gather_forward, gather_backward)
+
+
+def on_devices(mesh: Mesh, f: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
+    """Returns f of each device's parts of its arguments, for what XLA cannot partition, also inside of `on_each`.
+
+    There rows are cut already.
+    """
+    axis_names = set(MESH_AXES)
+    if is_on_each():
+        mesh = jax.sharding.get_abstract_mesh()
+        axis_names = {"tp"}
+        in_specs, out_specs = jax.tree.map(without_rows, (in_specs, out_specs), is_leaf=is_partition)
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
+
+
+def is_partition(x: PyTree) -> bool:
+    """True if this is the partition of one array."""
+    return isinstance(x, PartitionSpec)
+
+
+def without_rows(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the partition of what is cut by rows already."""
+    return PartitionSpec(*(None if name == ROWS else name for name in spec))
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
