@@ -215,10 +215,8 @@ KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-appr
 class ObjectiveConfig:
     """Objective."""
 
-    advantage: str = option(
-        "group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES), essential=True
-    )
-    objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
+    advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
+    objective: str = option("ppo", "Policy loss", list(OBJECTIVES))
     loss_normalization: str = option(
         "token_mean",
         "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"

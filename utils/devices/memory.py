@@ -47,7 +47,6 @@ class MemoryConfig:
         "that its rows share once, and hardly any padding; another number changes the "
         "order of sums, so results differ by rounding; 0: as many as fit in memory",
         resumable=True,
-        essential=True,
     )
     offload: str = option(
         "",

@@ -71,7 +71,7 @@ class RunConfig(SinkConfig):
         resumable=True,
     )
     save_interval: int = option(
-        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True, essential=True
+        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True
     )
     save_best: bool = option(
         False,
