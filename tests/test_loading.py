@@ -339,7 +339,7 @@ DATA = {
     "CSV long line": ("csv", rows_with(f"{LONG},5", "csv"), ":5 ", 0),
     "CSV quote closed elsewhere": ("csv", rows_with('"x,5\ny"z,5', "csv"), ":5 ", 0),
     "CSV other columns": ("csv", CSV.replace("prompt,answer", "q,a").encode(), "'q', 'a'", 0),
-    "CSV semicolons": ("csv", CSV.replace(",", ";").encode(), "'prompt;answer'", 0),
+    "CSV semicolons": ("csv", CSV.replace(",", ";").encode(), "';' between", 0),
     "CSV utf-16": ("csv", CSV.encode("utf-16"), "", 0),
     "JSONL utf-16": ("jsonl", JSONL.encode("utf-16"), "", 0),
     "JSONL other columns": ("jsonl", JSONL.replace("answer", "solution").encode(), "'prompt', 'solution'", 0),
