@@ -106,7 +106,7 @@ class Dataset(Env):
     def read_row(self, row: RawRow) -> Row:
         column, answer = self.find_prompt(row), self.answer_column
         prompt = check_prompt(row[column])
-        if column == "messages" and prompt and prompt[-1]["role"] == "assistant":
+        if isinstance(prompt, list) and column == "messages" and prompt[-1]["role"] == "assistant":
             row = {answer: prompt[-1]["content"], **row, column: prompt[:-1]}
             prompt = row[column]
         if not self.has_reward and row[answer] in (None, ""):

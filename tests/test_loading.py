@@ -343,7 +343,6 @@ DATA = {
     "CSV utf-16": ("csv", CSV.encode("utf-16"), "", 0),
     "JSONL utf-16": ("jsonl", JSONL.encode("utf-16"), "", 0),
     "JSONL other columns": ("jsonl", JSONL.replace("answer", "solution").encode(), "'prompt', 'solution'", 0),
-    "JSONL messages": ("jsonl", JSONL.replace("prompt", "messages").encode(), "'messages', 'answer'", 0),
     "JSON nested": ("json", NESTED.encode(), "", 0),
     "JSON object": ("json", b'{"a": 1, "b": []}', "", 0),
     "JSON number": ("json", b"5", "", 0),
