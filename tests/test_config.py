@@ -240,6 +240,10 @@ def test_help_describes_the_options_needed_most_often_and_names_the_others(setti
     assert described == {"group_size"} and "lmpo's spellings" not in text
 
 
+def test_all_is_also_the_value_of_options():
+    assert read("--ckpt_dir all").loop.ckpt_dir == "all"
+
+
 @pytest.mark.parametrize("command", [grpo.Config, eval.Command, chat.Command])
 def test_few_options_are_needed_most_often(command):
     assert len([known for known in options_of(command).values() if known.essential]) <= 12

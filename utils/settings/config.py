@@ -35,8 +35,8 @@ PARSERS = {
     float: flags.FloatParser,
     str: flags.ArgumentParser,
 }  # fmt: skip
-HELP_FLAGS = {"-h", "--help", "--helpfull"}
-ALL_HELP = {"all", "--help=all", "--helpfull"}
+HELP_FLAGS = {"-h", "--help", "--help=all", "--helpfull"}
+ALL_HELP = {"all", "--help=all", "--helpfull"}  # of HELP_FLAGS, or behind one
 SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
 CONFIG_HELP = (
     "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
@@ -172,7 +172,7 @@ def parse(
     program with `fail`.
     """
     flag_values = make_flags(config_class)
-    if (HELP_FLAGS | ALL_HELP) & set(argv):
+    if HELP_FLAGS & set(argv):
         print_help(help_text(config_class, description, spellings, is_complete=bool(ALL_HELP & set(argv))))
         raise SystemExit(0)
     if default_preset and not argv:
