@@ -305,7 +305,7 @@ class Run:
         num_tokens = num_rollouts * self.environments["env"].max_new_tokens
         rollouts = f"{num_rollouts:,} rollouts ({num_prompts} prompts x {group_size})"
         lines = [f"{self.settings['max_steps']:,} steps of {rollouts}, up to {num_tokens:,} tokens each"]
-        if self.layout.is_cpu and num_tokens > MANY_TOKENS_ON_CPU:
+        if self.layout.is_cpu and num_tokens >= MANY_TOKENS_ON_CPU:
             lines.append(f"such steps take long on a CPU: --config {CPU_PRESET} makes them smaller, and fewer")
         return lines
 
