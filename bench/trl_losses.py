@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -148,7 +149,7 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
         "token_mean": rollouts.mask[rows].sum() / rollouts.mask.sum(),
     }[config.loss_normalization]
     value, gradient = value / share, gradient[rows] / share
-    batch = batch.replace(advantages=np.where(batch.mask, trainer.advantages[rows, None], 0.0))
+    batch = replace(batch, advantages=np.where(batch.mask, trainer.advantages[rows, None], 0.0))
     batch = set_loss_denominators(batch, B, LIMIT, config)
     ours = jax.value_and_grad(lambda x: scale * policy_loss(x, jnp.zeros_like(x), batch, config)[0])(new[rows])
     has_all = len(rows) == B or not config.kl_coef

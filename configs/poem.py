@@ -1,4 +1,7 @@
-"""models/tiny learns to write long poems: the reward is the number of characters, 256 at most. A minute on a CPU."""
+"""lmpo's sanity check for models/tiny: the reward is the number of characters, 256 at most, whatever they are.
+
+The reward is not for poems: noise of 256 characters, cut off at the limit, has full marks. Two minutes on a CPU.
+"""
 
 
 def get_config():

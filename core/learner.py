@@ -99,14 +99,14 @@ class Learner:
         with self.out_of_memory():
             if self.has_old_logprobs:
                 scores = self.token_scores(self.policy(params), batch)
-                batch = batch.replace(
-                    old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy
+                batch = replace(
+                    batch, old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy
                 )
             if self.config.update.do_inference_logprobs:
-                batch = batch.replace(old_logprobs=batch.sample_logprobs)
+                batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
-                scores = self.token_scores(self.reference, batch.replace(routes=None))  # its own routers choose
-                batch = batch.replace(ref_logprobs=scores.logprobs)
+                scores = self.token_scores(self.reference, replace(batch, routes=None))  # its own routers choose
+                batch = replace(batch, ref_logprobs=scores.logprobs)
         return batch
 
     def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
@@ -145,7 +145,7 @@ class Learner:
                 parts.append(metrics)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
-            state = state.replace(opt_state=in_memory(DEVICE, state.opt_state))
+            state = replace(state, opt_state=in_memory(DEVICE, state.opt_state))
             state, metrics = apply_gradients(self.optimizer, warmup_steps, state, *sums, factor)
             state = self.between_updates(state)
         num_tokens = sum(packing.num_tokens for packing in packings)
@@ -157,7 +157,7 @@ class Learner:
         """Returns the state as it is held until the next update: under --offload the optimiser's by the host."""
         if not self.config.memory.offload:
             return state
-        return state.replace(opt_state=in_memory(HOST, state.opt_state))
+        return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
     def microbatches(self, batch: Batch, max_rows: int) -> Iterator[tuple[np.ndarray, Batch, Packing]]:
         """Yields rows of similar length: their numbers (EMPTY: none), their micro-batch, and its packing, on the host.
@@ -168,7 +168,7 @@ class Learner:
         shards = self.layout.row_shards
         settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.has_fixed_shapes
         plan = plan_microbatches(sizes, *settings)
-        batch = batch.replace(entropies=None, row=None)  # read by no loss
+        batch = replace(batch, entropies=None, row=None)  # read by no loss
         for rows, *shape in track(plan, "micro-batches"):
             width = shape[0]
             microbatch = select_rows(batch, rows, width)
@@ -393,7 +393,7 @@ def apply_gradients(
         "skipped_in_a_row": num_skipped + 0,  # a copy, since the state is donated to the next update
         "lr_multiplier": multiplier,
     }
-    return state.replace(num_skipped=num_skipped), metrics
+    return replace(state, num_skipped=num_skipped), metrics
 
 
 def make_learner(

@@ -9,6 +9,7 @@ Letters: N prompts, G completions of each (a group), B = N G rows, T columns, V 
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def make_batch(
     )
     kept = compute_advantages(batch, OBJECTIVE)
     # Rows that leave are masked instead: with all rows in each batch, only one program is compiled.
-    batch = batch.replace(mask=np.zeros_like(mask), advantages=np.zeros(mask.shape, np.float32))
+    batch = replace(batch, mask=np.zeros_like(mask), advantages=np.zeros(mask.shape, np.float32))
     batch.mask[kept.row] = kept.mask
     batch.advantages[kept.row] = kept.advantages
     return set_loss_denominators(batch, len(tokens), MAX_NEW_TOKENS, OBJECTIVE)
@@ -197,4 +198,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("error: core/minimal.py has no options: change its constants, or run core/grpo.py")
     main()

@@ -9,7 +9,7 @@ B = N G rows, T row length, S ids of a truncated distribution, R bins of log rat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
@@ -215,10 +215,8 @@ KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-appr
 class ObjectiveConfig:
     """Objective."""
 
-    advantage: str = option(
-        "group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES), essential=True
-    )
-    objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
+    advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
+    objective: str = option("ppo", "Policy loss", list(OBJECTIVES))
     loss_normalization: str = option(
         "token_mean",
         "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"
@@ -388,7 +386,7 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     if config.do_truncation_filter:
         keep &= batch.finished
     whole = batch  # rows that leave stay in their group's baseline
-    batch = batch.replace(mask=batch.mask & keep[:, None], token_rewards=None)
+    batch = replace(batch, mask=batch.mask & keep[:, None], token_rewards=None)
     if config.credit == "turn" and whole.token_rewards is not None and whole.mask.any():
         advantages = turn_advantages(whole, batch, config)
     else:
@@ -397,14 +395,14 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     keep &= np.isfinite(advantages).all(axis=1)
     if config.advantage == "best_k":
         keep &= advantages[:, 0] > 0
-    batch = batch.replace(mask=batch.mask & keep[:, None])
+    batch = replace(batch, mask=batch.mask & keep[:, None])
     advantages = np.where(signal[:, None], advantages, 0)
     advantages = shape_advantages(advantages, keep, batch, config)
     advantages = np.where(batch.mask & signal[:, None], advantages, 0)
-    batch = batch.replace(advantages=np.float32(advantages))
+    batch = replace(batch, advantages=np.float32(advantages))
     if config.has_critic:
         returns = generalised_advantages(batch, config) + batch.values
-        batch = batch.replace(returns=returns)
+        batch = replace(batch, returns=returns)
     return select_rows(batch, np.flatnonzero(keep))
 
 
@@ -520,7 +518,7 @@ def set_loss_denominators(
         "sequence_mean": len(batch) * np.maximum(row_tokens, 1),
         "constant": np.full_like(row_tokens, num_rollouts * num_generation_tokens),
     }
-    return batch.replace(denominator=denominators[config.loss_normalization], num_tokens=num_tokens)
+    return replace(batch, denominator=denominators[config.loss_normalization], num_tokens=num_tokens)
 
 
 def policy_loss(
@@ -561,7 +559,7 @@ def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
     """Returns the batch with masked log-probabilities; the old ones are the new ones where this update is the first."""
     old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
     sampled = zero_outside_mask(batch.sample_logprobs, batch)
-    return batch.replace(old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)
+    return replace(batch, old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)
 
 
 def sum_over_rows(

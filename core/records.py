@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import jax
 import numpy as np
-from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from models.names import Array
@@ -21,7 +21,8 @@ Message = dict[str, str]  # role and content
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Completions:
     """Prompts with their completions, right-padded; rows of one prompt are adjacent."""
 
@@ -108,7 +109,8 @@ def add_up(counts: Sequence[dict[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Batch:
     """Rows to learn from; arrays that are None are not computed yet, or not needed by these settings."""
 
@@ -132,7 +134,7 @@ class Batch:
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
     num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimiser batch where the mask is True
     # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
-    group_size: int = struct.field(pytree_node=False, default=1)
+    group_size: int = field(default=1, metadata={"static": True})
 
     def __len__(self) -> int:
         return len(self.rewards)

@@ -93,7 +93,7 @@ class TurnChain(Chain):
                 self.observe()
         drawn.lengths = self.num_tokens
         completions = drawn.completions(self.prompts, self.owner)
-        return completions.replace(finished=self.finished, num_observed=self.num_observed)
+        return replace(completions, finished=self.finished, num_observed=self.num_observed)
 
     def draw_segment(self) -> None:
         """Draws the next tokens of all rows whose turn it is, and hands over turns that have ended."""

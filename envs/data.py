@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,7 +17,10 @@ READERS = ".jsonl, .json, .csv and .parquet; the first three also .gz"
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
 MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
-
+NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
+ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
+QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
+ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 RawRow = dict[str, JSON]  # of a file, by column
@@ -75,7 +78,7 @@ def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_b
             row = convert(raw)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
-                raise UserError(f"{place} is malformed: {explain_bad_row(error, raw)}") from error
+                raise UserError(explain_bad_row(place, error, raw)) from error
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
@@ -102,7 +105,9 @@ def check_text(value: JSON) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"it holds {value[error.start]!a}, which is not UTF-8") from error
+            character = value[error.start]
+            is_byte = ESCAPED_BYTES[0] <= character <= ESCAPED_BYTES[1]
+            raise UserError(f"it holds {character!a}, which is {NOT_UTF8 if is_byte else 'not UTF-8'}") from error
     elif isinstance(value, dict):
         check_text([*value, *value.values()])
     elif isinstance(value, list):
@@ -110,14 +115,22 @@ def check_text(value: JSON) -> None:
             check_text(item)
 
 
-def explain_bad_row(error: Exception, row: RawRow | Exception) -> str:
-    """Returns the reason why a row is malformed, and advice."""
+def explain_bad_row(place: str, error: Exception, row: RawRow | Exception) -> str:
+    """Returns why a row cannot be used, and advice: of a missing column, the names of those that are there."""
     skip = "or leave such rows out with --env_options skip_bad_rows=true"
     if not isinstance(error, KeyError):
-        return f"{error}. Correct it, {skip}"
+        return f"{place} is malformed: {error}. Correct it, {skip}"
     columns = ", ".join(map(repr, row))[:200]
-    name_them = "for the environment dataset, name them by --env_options prompt=COLUMN,answer=COLUMN"
-    return f"it has no {error}; its columns are {columns}. Correct it; {name_them}; {skip}"
+    prompt, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
+    reward = "" if answer else " (a --reward needs no answer)"
+    names = f"prompt={prompt or 'COLUMN'},answer={answer or 'COLUMN'}{reward}"
+    name_them = f"the environment dataset takes their names by --env_options {names}"
+    return f"{place} has no column {error}, only {columns}: {name_them}. Name them, correct the row, {skip}"
+
+
+def first_of(names: Sequence[str], row: RawRow) -> str:
+    """Returns the first of these names that is a column of a row, "" where none is."""
+    return next((name for name in names if name in row), "")
 
 
 def has_file(source: Source, data_dir: str) -> bool:
@@ -189,6 +202,8 @@ def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     with open_file(path) as file:
         try:
             rows = json.loads(file.read().decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is {NOT_UTF8}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not JSON ({error})") from error
     if isinstance(rows, dict) and len(rows) == 1:
@@ -217,8 +232,20 @@ def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
             continue
         if names is None:
             names = values
+            check_names(path, names)
         elif values:
             yield f"{path}:{first}", check_csv_row(names, values)
+
+
+def check_names(path: Path, names: list[str]) -> None:
+    """Raises UserError where the line of names has other separators than commas."""
+    separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
+    if separator:
+        convert = f"pandas.read_csv({str(path)!r}, sep={separator!r}).to_csv('commas.csv', index=False)"
+        raise UserError(
+            f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c \"import "
+            f'pandas; {convert}"`, and take commas.csv'
+        )
 
 
 def csv_lines(path: Path) -> Iterator[str]:
@@ -260,7 +287,7 @@ def parse_json(line: bytes) -> RawRow | Exception:
     try:
         return check_row(json.loads(line.decode("utf-8-sig")))
     except UnicodeDecodeError as error:
-        return ValueError(f"it is not UTF-8 ({error.reason} at byte {error.start})")
+        return ValueError(f"it is {NOT_UTF8} ({error.reason} at byte {error.start})")
     except (ValueError, RecursionError) as error:
         return ValueError(f"not JSON ({error})")
 

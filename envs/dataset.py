@@ -24,15 +24,17 @@ from envs.splits import select_split
 from envs.tools import ToolSettings
 from utils.settings.errors import UserError, describe_error
 
+PROMPTS = ("prompt", "question", "messages")  # columns that hold the prompt, if the option names none
 ROLES = ("system", "user", "assistant", "tool")
 
 
 class Dataset(Env):
     """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
 
-    The column `prompt` holds text or a list of messages. Without a `reward`, replies are compared with the column
-    `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and, without a `test_path`, one
-    in ten for the test split. Rows of `path` whose prompt stands in a held-out split are removed.
+    The column `prompt` (else `question`) holds text or a list of messages; of `messages`, the last one of the assistant
+    is the answer. Without a `reward`, replies are compared with the column `answer` as mathematics, 1.0 or 0.0. One in
+    twenty rows is kept for the valid split and, without a `test_path`, one in ten for the test split. Rows of `path`
+    whose prompt stands in a held-out split are removed.
 
     With an `episode` a row is a conversation with an object of that class, which may pay rewards itself.
     """
@@ -46,7 +48,7 @@ class Dataset(Env):
         test_path: str = "",
         hub_split: str = "train",
         test_hub_split: str = "test",  # of test_path
-        prompt: str = "prompt",  # column
+        prompt: str = "",  # column; "": prompt, question or messages
         answer: str = "answer",  # column; need not be there when a reward is given
         form: str = "any",  # in which the answer stands: tags, boxed, hash or any
         reward: str = "",  # FILE.py:FUNCTION
@@ -61,7 +63,7 @@ class Dataset(Env):
             raise UserError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
         check_form(form)
         self.form = form
-        self.columns = (prompt, answer)
+        self.prompt_column, self.answer_column = prompt, answer
         self.tokens_per_action = tokens_per_action
         self.reward = load_object(reward, "--reward", "function") if reward else None
         self.has_reward = bool(reward)
@@ -78,6 +80,8 @@ class Dataset(Env):
             rows = self.load(find_source(path, hub_split), skip_bad_rows)
             self.rows, selected = select_split(rows, split, 10, tests)
             self.note += selected
+        if reward:
+            self.note += "; a reply is correct from a return of 1 on, where the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
 
     def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
@@ -100,10 +104,18 @@ class Dataset(Env):
         self.has_reward = self.has_reward or pays
 
     def read_row(self, row: RawRow) -> Row:
-        prompt, answer = self.columns
+        column, answer = self.find_prompt(row), self.answer_column
+        prompt = check_prompt(row[column])
+        if isinstance(prompt, list) and column == "messages" and prompt[-1]["role"] == "assistant":
+            row = {answer: prompt[-1]["content"], **row, column: prompt[:-1]}
+            prompt = row[column]
         if not self.has_reward and row[answer] in (None, ""):
-            return Row(row[prompt], None)
-        return Row(check_prompt(row[prompt]), row)
+            return Row(prompt, None)
+        return Row(prompt, row)
+
+    def find_prompt(self, row: RawRow) -> str:
+        """Returns the name of the column that holds the prompt."""
+        return self.prompt_column or next((name for name in PROMPTS if name in row), PROMPTS[0])
 
     def problem(self, index: int) -> Problem:
         prompt, row = self.rows[index]
@@ -145,7 +157,7 @@ class Dataset(Env):
         """Returns the parts of the user's reward. Raises: TypeError where it returns neither a number nor a dict."""
         row = {column: value for column, value in problem.answer.items() if column not in ("completion", "completions")}
         if self.takes_lists:
-            prompt = row.pop(self.columns[0])
+            prompt = row.pop(self.find_prompt(row))
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             lists = {column: [value] for column, value in row.items()}
             (value,) = self.reward(completions=[completion], prompts=[prompt], **lists)
@@ -158,7 +170,7 @@ class Dataset(Env):
         raise TypeError(f"{self.reward.__name__}() in {file} returned {value!r}: return a number or a dict of numbers")
 
     def reference(self, problem: Problem) -> str:
-        return str(problem.answer.get(self.columns[1], ""))
+        return str(problem.answer.get(self.answer_column, ""))
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, self.reference(problem))

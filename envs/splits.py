@@ -5,6 +5,8 @@ import re
 import zlib
 from collections.abc import Iterable
 
+import numpy as np
+
 from envs.data import Row
 from utils.settings.errors import UserError
 
@@ -26,31 +28,46 @@ def choose_split(identity: str, one_in: int) -> str:
     return "valid" if digest % (2 * one_in) == 1 else "train"
 
 
+def split_rows(rows: list[Row], one_in: int, tests: list[Row] | None) -> dict[str, list[Row]]:
+    """Returns the rows of each split in their order: those with the smallest digests of their prompts are held out.
+
+    One in `one_in` is for test, unless `tests` are, and half as many are for valid: the nearest whole number, at least
+    one, as long as one is left to train on.
+    """
+    digests = [zlib.crc32(json.dumps(row.prompt).encode()) for row in rows]
+    ranked = np.argsort(digests, kind="stable").tolist()
+    divisors = {"test": one_in, "valid": 2 * one_in}
+    by_split = {}
+    if tests is not None:
+        by_split["test"] = tests
+        del divisors["test"]
+    for name, divisor in divisors.items():
+        size = max(round(len(rows) / divisor), 1)
+        size = min(size, len(ranked) - 1)
+        held_out, ranked = ranked[:size], ranked[size:]
+        by_split[name] = [rows[i] for i in sorted(held_out)]
+    return by_split | {"train": [rows[i] for i in sorted(ranked)]}
+
+
 def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | None = None) -> tuple[list[Row], str]:
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
     `tests`: the rows of a test file; without one, some of `rows` are for test.
     Raises: UserError where no row is left.
     """
-    by_split = {"train": [], "valid": [], "test": []}
-    for row in rows:
-        name = choose_split(json.dumps(row.prompt), one_in)
-        if name == "test" and tests is not None:
-            name = "train"
-        by_split[name].append(row)
-    if tests is not None:
-        by_split["test"] = tests
+    by_split = split_rows(rows, one_in, tests)
     held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}
     selected, num_removed = remove_overlap(by_split[split], held_out[split])
     note = f"; {len(selected):,} in the {split} split"
+    if split == "train":
+        note = f"; {len(selected):,} to train on"
+        for name in ("valid", "test"):
+            size = len(by_split[name])
+            note += f", {size:,} for the {name} split" if size else ""
     if num_removed:
         note += f", {num_removed:,} removed that a held-out split has, too"
     if not selected:
-        for_test = "none" if tests is not None else f"one in {one_in}"
-        raise UserError(
-            f"no row is left for the {split} split{note}: of {len(rows):,} rows, one in {2 * one_in} is for valid, and "
-            f"{for_test} for test"
-        )
+        raise UserError(f"of {len(rows):,} rows none is left for the {split} split{note}: add rows")
     return selected, note
 
 

@@ -84,7 +84,7 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class TrainComputeConfig(ComputeConfig):
-    """Model computation."""
+    """Model computation in training."""
 
     attention: str = option(
         "auto",

@@ -12,7 +12,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from absl import app, flags
-from huggingface_hub import snapshot_download
 
 from utils.settings.errors import UserError
 
@@ -24,6 +23,8 @@ def download(hub_id: str, folder: Path | None = None) -> Path:
 
     Raises: UserError when that fails.
     """
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:  # no network, no such model, no permission; not an id

@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
 from jaxtyping import Int
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
 
 from utils.devices.runtime import limited
 from utils.settings.errors import UserError, describe_error
+
+if TYPE_CHECKING:
+    import transformers  # which takes longer than JAX: an error of the options does not wait for it
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -52,7 +53,7 @@ Schema = Mapping[str, object]  # of a tool, JSON
 class Tokenizer:
     """A tokenizer with its chat template and stop ids; `Tokenizer(hf)` wraps one that is in memory already."""
 
-    hf: PreTrainedTokenizerBase
+    hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved unchanged
 
     @property
@@ -235,6 +236,8 @@ class Tokenizer:
 
 def tool_schema(tool: Tool) -> Schema:
     """Returns the JSON schema of a function. Raises: UserError where it has no type hints or no docstring for one."""
+    from transformers.utils import get_json_schema
+
     try:
         return get_json_schema(tool)
     except Exception as error:  # of several classes, and what the evaluation of type hints raises
@@ -324,6 +327,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
     Raises: UserError when the folder holds none, or one that is malformed or of another model.
     """
+    from transformers import AutoTokenizer
+
     folder = Path(os.path.expanduser(folder))
     names = [name for name in FILES if (folder / name).is_file()]
     if "tokenizer.json" not in names and "vocab.json" not in names:

@@ -225,18 +225,41 @@ def test_mistakes_in_a_preset_name_the_file(text, words, tmp_path, capsys):
     assert words in message and "wrong.yaml" in message
 
 
-@both
-def test_help_lists_each_option_once_under_the_class_that_introduces_it(settings, capsys):
+def help_text(line: str, capsys, settings: type) -> str:
     with pytest.raises(SystemExit) as end:
-        read("--help", settings)
+        read(line, settings)
     assert end.value.code == 0
-    text = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+@both
+def test_help_describes_the_options_needed_most_often_and_names_the_others(settings, capsys):
+    text = help_text("--help", capsys, settings)
+    assert "\n  --group_size int = 8\n" in text and "\n  The training loop: --lr --do_group_filter --ckpt_dir\n" in text
+    described = {name for name in options_of(settings) if f"\n  --{name} " in text}
+    assert described == {"group_size"} and "lmpo's spellings" not in text
+
+
+def test_all_is_also_the_value_of_options():
+    assert read("--ckpt_dir all").loop.ckpt_dir == "all"
+
+
+@pytest.mark.parametrize("command", [grpo.Config, eval.Command, chat.Command])
+def test_few_options_are_needed_most_often(command):
+    assert len([known for known in options_of(command).values() if known.essential]) <= 12
+
+
+@both
+@pytest.mark.parametrize("line", ["--help all", "--help=all", "--helpfull"])
+def test_help_lists_each_option_once_under_the_class_that_introduces_it(settings, line, capsys):
+    text = help_text(line, capsys, settings)
     order = [
         "Trains.", "Options needed most often", "--group_size int = 8", "The training", "--lr float = 1e-06",
         "How replies", "--temperature", "--sharding str = 'dp'", "lmpo's spellings", "--greedy",
     ]  # fmt: skip
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
     assert all(text.count(f"\n  --{name} ") == 1 for name in options_of(settings))
+    assert "--use_flash" not in text, "an option that is always refused"
     assert "of the parameters [dp | fsdp]" in text, "a new default keeps the help and the choices"
 
 

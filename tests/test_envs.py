@@ -18,7 +18,8 @@ import envs
 from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem, Reply
 from envs.countdown import Countdown, share_right_arithmetic, solve
-from envs.splits import normal_form
+from envs.data import Row
+from envs.splits import normal_form, split_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -193,7 +194,7 @@ def test_training_rows_that_stand_in_the_test_file_are_removed(tmp_path):
     assert prompts[0] | prompts[1] == {f"What is {i} + 1?" for i in range(60) if i not in (7, 8)}
     assert not prompts[0] & prompts[1] and prompts[1] and len(prompts[2]) == 3
     assert ", 2 removed that a held-out split has, too" in made[0].note
-    with pytest.raises(ValueError, match="no row is left for the train split; 0 in the train split, 2 removed"):
+    with pytest.raises(ValueError, match="none is left for the train split; 0 to train on, .*, 2 removed"):
         envs.make_env("dataset", path=test, test_path=test)
 
 
@@ -227,10 +228,11 @@ def test_references_of_local_rows_are_right(name, step):
 def test_deepscaler_as_it_is():
     train, test = environment("deepscaler", DATA), environment("deepscaler-test", DATA)
     assert train.note == (
-        "deepscaler: 39,381 problems of 40,315 rows; left out: 928 repeated, 6 empty; 38,455 in the train split, 26 "
-        "removed that a held-out split has, too; 8 removed that aime, aime25, amc, amc23, math500 have, too"
+        "deepscaler: 39,381 problems of 40,315 rows; left out: 928 repeated, 6 empty; 38,433 to train on, 308 for the "
+        "valid split, 615 for the test split, 25 removed that a held-out split has, too; 8 removed that aime, aime25, "
+        "amc, amc23, math500 have, too"
     )
-    assert train.num_tasks == 38_455 - 8 and test.num_tasks == 598
+    assert train.num_tasks == 38_433 - 8 and test.num_tasks == 615
     assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
     for env in (train, test):
         for i in range(0, env.num_tasks, 97):
@@ -242,7 +244,7 @@ def test_deepscaler_as_it_is():
 def test_sizes_and_answers_of_the_data_sets():
     sizes = {name: environment(name, DATA).num_tasks for name in LOCAL if name != "deepscaler"}
     assert sizes == {
-        "countdown34": 9212, "gsm8k": 7236, "aime": 30, "aime25": 30, "amc": 83, "amc23": 40, "math500": 500,
+        "countdown34": 9212, "gsm8k": 7239, "aime": 30, "aime25": 30, "amc": 83, "amc23": 40, "math500": 500,
     }  # fmt: skip
     assert environment("gsm8k-test", DATA).num_tasks == 1319
     assert [environment("amc", DATA).problem(i).answer for i in range(2)] == ["142", "144"]
@@ -348,7 +350,8 @@ def test_kinds_of_files(tmp_path, kind):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         case "jsonl.gz":
             path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    made = [envs.make_env(name, path=str(path), prompt="q", answer="a") for name in ("dataset", "dataset-test")]
+    names = ("dataset", "dataset-valid", "dataset-test")
+    made = [envs.make_env(name, path=str(path), prompt="q", answer="a") for name in names]
     assert sum(env.num_tasks for env in made) == 30
     assert {env.problem(i).answer["a"] for env in made for i in range(env.num_tasks)} == {row["a"] for row in rows}
 
@@ -358,7 +361,6 @@ def test_kinds_of_files(tmp_path, kind):
     [
         ("{broken", "not JSON"),
         ("[1, 2]", "not an object"),
-        ('{"prompt": "x"}', "it has no 'answer'"),
         ('{"prompt": 5, "answer": "5"}', "neither text nor a list of messages"),
         ('{"prompt": "\\ud800', "not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -371,6 +373,49 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         envs.make_env("dataset", **options)
     env = envs.make_env("dataset", **options, skip_bad_rows=True)
     assert env.note.startswith("dataset: 30 problems of 33 rows; left out: 1 malformed, 1 repeated, 1 empty; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("other.csv", b"question,solution\nx,1\n", "other.csv:2 has no column 'answer', .* prompt=question,answer=sol"),
+        ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
+        ("semi.csv", b"prompt;answer\nx;1\n", r"';' between its columns, .*read_csv\(.*semi.csv', sep=';'\)"),
+        ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
+        ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl:1 .*not UTF-8; .*`iconv -f latin1"),
+        ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),
+    ],
+)
+def test_other_columns_separators_and_encodings_come_with_their_remedy(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        envs.make_env("dataset", path=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "What?", "answer": "5"},
+        {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "5"}]},
+        {"messages": [{"role": "user", "content": "What?"}], "answer": "5"},
+    ],
+)
+def test_usual_names_of_columns_are_recognised(tmp_path, row):
+    env = envs.make_env("dataset", **write(tmp_path / "rows.jsonl", json.dumps(row)))
+    problem = env.problem(0)
+    assert problem.messages == [{"role": "user", "content": "What?"}]
+    assert env.score(problem, "it is 5")["return"] == 1.0 and env.score(problem, "it is 4")["return"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "sizes"), [(1, (1, 0, 0)), (2, (1, 0, 1)), (3, (1, 1, 1)), (20, (17, 1, 2)), (200, (170, 10, 20))]
+)
+def test_one_row_in_ten_is_one_in_ten(num_rows, sizes):
+    rows = [Row(f"What is {i} + 1?", "1") for i in range(num_rows)]
+    splits = split_rows(rows, 10, None)
+    assert tuple(len(splits[name]) for name in ("train", "valid", "test")) == sizes
+    shuffled = split_rows(rows[::-1], 10, None)
+    assert {name: set(part) for name, part in splits.items()} == {name: set(part) for name, part in shuffled.items()}
 
 
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):

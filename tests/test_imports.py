@@ -65,8 +65,8 @@ LAW = {
 }
 # And of everything else, where that is limited too. envs: the standard library, numpy, what loads and grades data.
 OTHERS = {
-    "core.records": {"dataclasses", "collections", "typing", "flax", "jaxtyping", "numpy"},
-    "core.objectives": {"dataclasses", "collections", "functools", "typing", "jax", "flax", "jaxtyping", "numpy"},
+    "core.records": {"dataclasses", "collections", "typing", "jax", "jaxtyping", "numpy"},
+    "core.objectives": {"dataclasses", "collections", "functools", "typing", "jax", "jaxtyping", "numpy"},
     "envs": {
         *sys.stdlib_module_names,
         *("numpy", "jaxtyping", "datasets", "pandas", "pyarrow", "huggingface_hub"),
@@ -164,6 +164,13 @@ def test_envs_import_no_jax_and_no_environment_before_it_is_made():
         "assert not {'math_verify', 'datasets', 'reasoning_gym', 'pyarrow'} & set(sys.modules)\n"
     )
     run(code)
+
+
+@pytest.mark.parametrize("command", ["core.grpo", "core.eval", "core.chat", "core.population"])
+def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs(command):
+    """Options are read after the imports; bench/startup.py measures them."""
+    late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "datasets"}
+    assert run(f"import sys, {command}; print(sorted({late} & set(sys.modules)))") == "[]\n"
 
 
 IMPORT_ALL = """

@@ -82,19 +82,33 @@ def test_other_processes_write_nothing(tmp_path, capsys):
 def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
     with Logger(tmp_path) as logger:
         logger.line(7, {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan})
-    assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.250 correct 50.0% entropy nan"
+    assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
 
 
 def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
-    nothing = {"approx_kl": 0.0, "times/score": 0.04, "times/logprobs": 0.0}
     with Logger(tmp_path, num_steps=40) as logger:
-        logger.line(1, nothing | {"times/step": 500.0, "times/update": 0.0})
+        logger.line(1, {"approx_kl": 0.0, "times/step": 500.0})
         for step in (2, 3):
             logger.line(step, {"approx_kl": 1e-5, "times/step": 60.0})
         logger.line(40, {"times/step": 60.0})
     first, _, third, last = capsys.readouterr().out.splitlines()
-    assert first == "step  1/40  update 0.0s  5.4h left"
-    assert third == "step  3/40  kl 1e-05  37m left" and last == "step 40/40"
+    assert first == "step  1/40  500.0s    5h left"
+    assert third == "step  3/40  kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
+
+
+def test_lines_are_aligned_and_fit_into_110_columns(tmp_path, capsys):
+    training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
+    other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
+    with Logger(tmp_path, num_steps=10_000) as logger:
+        logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
+        logger.line(9, training | {"times/step": 1.0, "test_env/return": 0.5})
+        logger.line(10, other | {"times/step": 123.4})
+        logger.line(11, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+    first, ninth, held_out, tenth, full = capsys.readouterr().out.splitlines()
+    assert first == "test     0/10000  return    0.5  correct  50.0%" and held_out == "test     9/10000  return    0.5"
+    for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
+        assert ninth.index(word) == tenth.index(word), word
+    assert max(map(len, (ninth, tenth, full))) <= 110 and "kl" in full
 
 
 def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):

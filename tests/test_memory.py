@@ -112,6 +112,7 @@ def test_what_does_not_fit_is_said():
     assert "lower --tokens_per_microbatch to 131072" in plan.notes[1]
     plan, _ = fit("Qwen3-8B", 80)
     assert any("--optimizer adafactor" in note for note in plan.notes)
+    assert not fit("Qwen3-0.6B", 1000)[0].notes, "where there is plenty, nothing is said"
 
 
 def test_optimizers_and_dtypes_count():

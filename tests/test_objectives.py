@@ -6,6 +6,7 @@ Letters: N prompts, G rollouts of each, B = N G rows, T row length.
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -293,7 +294,7 @@ def credited(config: ObjectiveConfig, seed: int) -> tuple[Batch, np.ndarray]:
     rows = np.flatnonzero(keep)
     assert batch.row.tolist() == rows.tolist()
     assert_close(batch.advantages, expected[rows], B * T, SURPRISE)
-    return batch.replace(returns=None), expected[rows]
+    return replace(batch, returns=None), expected[rows]
 
 
 def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], seed: int) -> None:
@@ -312,7 +313,7 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
     (new, entropy, batch), expected = concatenate(inputs), concatenate(expected)
 
     def loss(new, entropy, weight):
-        weighted = batch.replace(denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
+        weighted = replace(batch, denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
         return policy_loss(new, entropy, weighted, config)[0]
 
     value, found = jax.value_and_grad(loss, argnums=(0, 1, 2))(new, entropy, jnp.ones(len(new)))
@@ -440,8 +441,8 @@ def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_gr
         do_truncation_filter=do_truncation_filter,
     )  # fmt: skip
     rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
-    batch = random_batch(8, rewards).replace(old_logprobs=None, values=None, ref_logprobs=None)
-    batch = batch.replace(tokens=np.tile(np.arange(6 * G)[:, None], T))  # tokens say which row they are from
+    batch = replace(random_batch(8, rewards), old_logprobs=None, values=None, ref_logprobs=None)
+    batch = replace(batch, tokens=np.tile(np.arange(6 * G)[:, None], T))  # tokens say which row they are from
     found, sizes, expected = np.zeros((6 * G, T)), [], np.zeros((6 * G, T))
     for minibatch in split_minibatches(compute_advantages(batch, config.objective), config, 1, 0):
         sizes.append(len(minibatch.rewards))
@@ -576,7 +577,7 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
     batch.rewards[failed] = np.nan
     others = np.setdiff1d(np.arange(len(rewards)), failed)
     found = compute_advantages(batch, config)
-    expected = compute_advantages(select_rows(batch, others).replace(group_size=G - 1), config)
+    expected = compute_advantages(replace(select_rows(batch, others), group_size=G - 1), config)
     assert np.isfinite(found.advantages).all()
     assert found.row.tolist() == expected.row.tolist()
     assert_close(found.advantages, expected.advantages, B * T, SURPRISE)
@@ -621,7 +622,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
 def test_value_loss(value_clip):
     config, batch, rng = ObjectiveConfig("gae", value_clip=value_clip), random_batch(7), np.random.default_rng(7)
     returns = np.float32(oracle_gae(batch, config) + batch.values)
-    batch = set_loss_denominators(batch.replace(returns=returns), ROLLOUTS, LIMIT, config)
+    batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
     num_tokens, expected, sides = int(batch.mask.sum()), np.zeros(batch.mask.shape), set()
 
@@ -649,7 +650,7 @@ def test_without_old_logprobs_the_ratio_is_one(objective):
     config, batch = ObjectiveConfig(objective=objective, entropy_coef=0.0), credited(ObjectiveConfig("gae"), 3)[0]
     batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config)
     for old in (None, batch.old_logprobs):
-        grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), batch.replace(old_logprobs=old), config)
+        grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), replace(batch, old_logprobs=old), config)
         assert_close(grad, -batch.advantages / batch.mask.sum(), B * T)
         assert metrics["approx_kl"] == 0
         assert_close(metrics["importance_ratio"], 1, B * T)
@@ -702,7 +703,7 @@ def test_metrics(objective, kl):
 def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
     config = ObjectiveConfig("gae", objective, normalization, kl_coef=0.1, entropy_coef=0.1)
     batch = set_loss_denominators(credited(ObjectiveConfig("gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
-    batch = batch.replace(returns=oracle_gae(batch, config))
+    batch = replace(batch, returns=oracle_gae(batch, config))
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
     expected_grad, whole = learn(new, entropy, batch, config)

@@ -211,9 +211,10 @@ PLAYS = [
 def test_the_test_environment_is_played_as_training_is(name, test, flags, expected):
     training, tester = settings_of(name, test, **flags)
     problem = tester.env.problem(0)
-    found = (tester.max_new_tokens, tester.force_answer_at, tester.env.form, problem.thinking, tester.split)
+    split = split_name(tester.name)[1]
+    found = (tester.max_new_tokens, tester.force_answer_at, tester.env.form, problem.thinking, split)
     assert found == expected, tester.describe()
-    assert training.split == "train" and training.name == name
+    assert split_name(training.name)[1] == "train" and training.name == name
     if not flags.get("test_env_options"):
         assert tester.max_new_tokens == training.max_new_tokens
     assert make_env(tester.name, **tester.options).problem(0) == problem, "what scores it is made from the same options"
@@ -252,8 +253,8 @@ def test_options_that_no_environment_takes_are_refused(name, test, flags, messag
 def test_how_it_is_played_is_one_line():
     _, tester = settings_of("gsm8k", "math500", data_dir=DATA, env_options="form=boxed,system=\x1b[2J")
     assert tester.describe() == (
-        "math500-test: test split, completions of at most 512 tokens, \\boxed{ forced 50 tokens before it, "
-        "form boxed, thinking on, no prefix, system prompt '\\x1b[2J'"
+        "math500-test: completions of at most 512 tokens, \\boxed{ forced 50 tokens before it, "
+        "form boxed, thinking on, system prompt '\\x1b[2J'"
     )
 
 

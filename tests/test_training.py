@@ -160,7 +160,8 @@ def with_garbage(batch: Batch) -> Batch:
     padding = np.arange(90) >= batch.lengths[:, None]
     noise = {name: rng.normal(0, 50, padding.shape) for name in ("old_logprobs", "sample_logprobs")}
     noise["tokens"] = rng.integers(0, MODEL.vocab_size, padding.shape)
-    return batch.replace(
+    return replace(
+        batch,
         **{
             name: np.where(padding, x, getattr(batch, name)).astype(getattr(batch, name).dtype)
             for name, x in noise.items()
@@ -196,7 +197,7 @@ FAMILY = {  # losses that look beyond their own token: at rows, at the whole bat
 def with_reference(batch: Batch) -> Batch:
     rng = np.random.default_rng(2)
     noise = [np.where(batch.mask, rng.normal(0, 0.2, batch.mask.shape), 0).astype(np.float32) for _ in range(2)]
-    return batch.replace(ref_logprobs=batch.old_logprobs + noise[0], sample_logprobs=batch.old_logprobs + noise[1])
+    return replace(batch, ref_logprobs=batch.old_logprobs + noise[0], sample_logprobs=batch.old_logprobs + noise[1])
 
 
 @pytest.mark.parametrize("name", ["cispo", *slow("gspo", "dppo")])
@@ -259,7 +260,7 @@ def assert_ratio_is_one(metrics) -> None:
 
 def test_before_the_first_update_the_ratio_is_one():
     learner = make_learner(optimizer=NO_STEPS)
-    _, metrics, _ = train_step(learner, first_state(learner), random_batch().replace(old_logprobs=None))
+    _, metrics, _ = train_step(learner, first_state(learner), replace(random_batch(), old_logprobs=None))
     assert metrics["num_updates"] == 4
     assert_ratio_is_one(metrics)
 
@@ -275,7 +276,7 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
         assert_ratio_is_one(metrics)
         assert_close(metrics["inference_recompute/logprob_diff_max"], 0, SCORES, SURPRISE / 0.6)
         assert metrics["grad_norm"] > 0.01
-    whole = learner.token_scores(random_params(), batch.replace(support=None)).logprobs
+    whole = learner.token_scores(random_params(), replace(batch, support=None)).logprobs
     assert np.abs(whole - batch.sample_logprobs)[batch.mask].max() > 0.01, "without the support it would not be"
 
 
@@ -289,7 +290,7 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
     ],
 )
 def test_old_logprobs(flags, expected):
-    batch = random_batch().replace(old_logprobs=None)
+    batch = replace(random_batch(), old_logprobs=None)
     scored = make_learner(**flags).score(random_params(), batch)
     if expected is None:
         assert scored.old_logprobs is None
@@ -299,7 +300,7 @@ def test_old_logprobs(flags, expected):
 
 def test_the_best_of_each_group_are_learnt_from_alone():
     learner = make_learner(advantage="best_k", best_k=1, objective="reinforce", ppo_minibatch=2, ppo_epochs=1)
-    _, metrics, updates = train_step(learner, first_state(learner), random_batch().replace(old_logprobs=None))
+    _, metrics, updates = train_step(learner, first_state(learner), replace(random_batch(), old_logprobs=None))
     assert metrics["num_rows"] == 2 and metrics["num_updates"] == len(updates) == 1
     minibatch = updates[0].minibatch
     assert sorted(minibatch.lengths.tolist()) == sorted(random_batch().lengths[[1, 4]].tolist())
@@ -309,7 +310,7 @@ def test_the_best_of_each_group_are_learnt_from_alone():
 def test_epochs_end_when_the_policy_has_moved_far_enough():
     for target, epochs in ((0.0, 2), (1e-6, 1), (1e6, 2)):
         learner = make_learner(target_kl=target)
-        _, metrics, updates = train_step(learner, first_state(learner), random_batch().replace(old_logprobs=None))
+        _, metrics, updates = train_step(learner, first_state(learner), replace(random_batch(), old_logprobs=None))
         assert len(updates) == metrics["num_updates"] == len(metrics["updates/approx_kl"]) == 2 * epochs
         assert metrics["approx_kl"] == pytest.approx(np.mean(metrics["updates/approx_kl"]))
 
@@ -319,7 +320,7 @@ def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_c
     learner = make_learner(do_inference_logprobs=True, ppo_epochs=1, max_skipped_updates=3)
     learner = replace(learner, on_skipped=skipped.append)
     batch = random_batch()
-    bad = batch.replace(sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite
+    bad = replace(batch, sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite
     state, _, updates = train_step(learner, first_state(learner), bad, step=1)
     assert len(skipped) == len(updates) == 2 and int(state.num_skipped) == 2
     assert (skipped[0].tokens == updates[0].minibatch.tokens).all()
@@ -405,7 +406,7 @@ def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(lr_sche
     """Groups that leave the batch and epochs that --target_kl ends make updates fewer, not the schedule longer."""
     target_kl = 1e-9 if is_early_end else 0.0
     learner = make_learner(optimizer=optax.sgd(0.1), lr_schedule=lr_schedule, ppo_epochs=3, target_kl=target_kl)
-    batch = random_batch().replace(old_logprobs=None)
+    batch = replace(random_batch(), old_logprobs=None)
     batch.rewards[num_live:] = 0.0  # the second group has no signal
     state, rates = first_state(learner), []
     for step in range(1, 4):

@@ -21,6 +21,7 @@ from utils.settings.config import option
 from utils.settings.errors import UserError, fail
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
+TIGHT = 0.8  # share of the usable memory from which on the start of a run speaks of it
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
@@ -47,7 +48,6 @@ class MemoryConfig:
         "that its rows share once, and hardly any padding; another number changes the "
         "order of sums, so results differ by rounding; 0: as many as fit in memory",
         resumable=True,
-        essential=True,
     )
     offload: str = option(
         "",
@@ -210,10 +210,12 @@ def fit_memory(
 def describe_memory(
     sizes: Sizes, model: Decoder, remat: str, num_tokens: int, row_length: int, num_sampled_rows: int
 ) -> list[str]:
-    """Returns the bytes of sampling and update in words, and what to lower where they do not fit."""
+    """Returns, where memory is tight, the bytes of sampling and update in words, and what to lower."""
     fixed = sizes.held + sizes.sampling_copy
     sampling = fixed + num_sampled_rows * sizes.kv_row
     update = update_bytes(sizes, model, remat, num_tokens, row_length)
+    if max(sampling, update) < TIGHT * sizes.available:
+        return []
     notes = [
         f"memory of a device: {gigabytes(sizes.available)} GB to use, {gigabytes(sizes.held)} held; sampling "
         f"{gigabytes(sampling)} with {num_sampled_rows} rows, update {gigabytes(update)} with --remat {remat} "
@@ -249,4 +251,5 @@ def out_of_memory(flag: str, value: int, more: str = "") -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         what = f"lower --{flag} from {value} to {value // 2}" if value > 1 else SMALLER
-        fail(f"a device ran out of memory: {what}{more}; the same command then goes on from what was saved last")
+        resume = "with the folder of this run as --save_dir it then goes on from what was saved last"
+        fail(f"a device ran out of memory: {what}{more}; {resume}")

@@ -26,24 +26,21 @@ from models.names import Array
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, read_lines
 from utils.metrics.sinks import Sink
+from utils.reporting.plots import format_value
 
-SUMMARY = (  # (metric, its name in the line of a step, its format)
-    ("env/return", "return", "{:.3f}"),
-    ("env/correct_answer", "correct", "{:.1%}"),
-    ("env/length", "length", "{:.0f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("approx_kl", "kl", "{:.2g}"),
-    ("value/explained_variance", "critic", "{:.2f}"),
-    ("grad_norm", "grad", "{:.2g}"),
-    ("rollout/tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("times/rollout", "rollout", "{:.1f}s"),
-    ("times/score", "score", "{:.1f}s"),
-    ("times/logprobs", "logprobs", "{:.1f}s"),
-    ("times/update", "update", "{:.1f}s"),
-    ("test_env/return", "test return", "{:.3f}"),
-    ("test_env/correct_answer", "test correct", "{:.1%}"),
-)
-SMALL = {"approx_kl": 0.0, "times/score": 0.05, "times/logprobs": 0.05}  # values up to this are left out of the line
+TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
+    "env/return": ("return", 6),
+    "env/correct_answer": ("correct", 6),
+    "env/length": ("length", 4),
+    "entropy": ("entropy", 6),
+    "approx_kl": ("kl", 8),
+    "value/explained_variance": ("critic", 6),
+    "grad_norm": ("grad", 6),
+}
+HELD_OUT = {"test_env/return": ("return", 6), "test_env/correct_answer": ("correct", 6)}  # in a line of their own
+LINE_WIDTH = 110
+TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
+UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left
 NUM_TIMES = 20  # last steps, by whose median time the time that is left is estimated
 Value = JSON | Shaped[Array, "..."]
 PATIENCE = 10  # seconds to wait for a full pipe
@@ -102,26 +99,30 @@ class Logger:
             print(*lines, sep="\n", flush=True)
 
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the metrics of SUMMARY in one line, and warnings of the health checks."""
+        """Prints a line of the step, one of the held-out problems where they were evaluated, and warnings."""
         if not self.enabled:
             return
-        cells = [f"step {step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"step {step:<5d}"]
-        for metric, label, form in SUMMARY:
-            value = float(metrics.get(metric, 0.0))
-            if metric in metrics and not abs(value) <= SMALL.get(metric, -1.0):
-                cells.append(f"{label} {form.format(value)}")
-        cells += self.time_left(step, metrics)
-        print("  ".join(cells), flush=True)
+        place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
+        training = summary(f"step {place}", TRAINING, metrics)
+        held_out = summary(f"test {place}", HELD_OUT, metrics)
+        if training or not held_out:
+            print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]), flush=True)
+        if held_out:
+            print(held_out, flush=True)
         for warning in self.health_checks.find_warnings(step, metrics):
             print(paint(f"warning: {warning}", "33"), flush=True)
 
-    def time_left(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Returns an estimate of the time until the last step, as a cell of the line; none where it is not known."""
-        if "times/step" not in metrics or step >= self.num_steps:
+    def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Returns the seconds of a step, and an estimate of the time until the last one, where these are known."""
+        if "times/step" not in metrics:
             return []
+        cells = [f"{metrics['times/step']:>5.1f}s"]
         self.step_times.append(metrics["times/step"])
-        minutes = (self.num_steps - step) * statistics.median(self.step_times) / 60
-        return [f"{minutes:.0f}m left" if minutes < 100 else f"{minutes / 60:.1f}h left"]
+        seconds = (self.num_steps - step) * statistics.median(self.step_times)
+        size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
+        if step < self.num_steps:
+            cells.append(f"{seconds / size:3.0f}{unit} left")
+        return cells
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: the prompt, the completion, and its reward."""
@@ -155,6 +156,22 @@ class Logger:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def summary(start: str, columns: Mapping[str, tuple[str, int]], metrics: Mapping[str, float]) -> str:
+    """Returns metrics in one line, with numbers as in the report; empty where there are none.
+
+    A KL of exactly 0 is that of the only update of a step, and left out.
+    """
+    line = start
+    for metric, (label, width) in columns.items():
+        value = float(metrics.get(metric, 0.0))
+        if metric not in metrics or (metric == "approx_kl" and value == 0):
+            continue
+        cell = f"  {label} {format_value(metric, value):>{width}}"
+        if len(line + cell) <= LINE_WIDTH - TIME_WIDTH:
+            line += cell
+    return line if line != start else ""
 
 
 def truncate(path: Path, last_step: int | None) -> None:

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, TypeVar
@@ -22,6 +23,7 @@ import numpy as np
 
 from utils.metrics.jsonl import JSON
 from utils.settings.config import option
+from utils.settings.errors import UserError
 
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
@@ -52,6 +54,11 @@ class SinkConfig:
         "Address of an MLflow store to log to, for example sqlite:///mlflow.db or http://host:5000; empty: none",
         resumable=True,
     )
+
+    def __post_init__(self):
+        for flag, package in (("tensorboard", "tensorboardX"), ("mlflow", "mlflow")):
+            if getattr(self, flag) and find_spec(package) is None:
+                raise UserError(f"--{flag} needs a package that is not installed: `pip install {package}`")
 
 
 class Sink(Protocol):
@@ -131,12 +138,13 @@ class Wandb:
             print("wandb: no login found (`wandb login`), so this run is recorded offline.")
             mode = "offline"
         # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
-        limits = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60)
+        # quiet: no table of all metrics below the summary of the run.
+        settings_of_wandb = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60, quiet=True)
         self.table = wandb.Table
         self.run = wandb.init(
             config=dict(settings),
             mode=mode,
-            settings=limits,
+            settings=settings_of_wandb,
             resume="allow",
             group=config.wandb_group or None,
             dir=str(directory),

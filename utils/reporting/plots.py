@@ -6,13 +6,15 @@ strong as a running mean.
 
 import itertools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from utils.metrics.jsonl import read_lines
+
+if TYPE_CHECKING:
+    import matplotlib.axes
 
 MAIN = (  # (held out, training)
     ("test_env/correct_answer", "env/correct_answer"),
@@ -102,6 +104,8 @@ def format_value(name: str, value: float) -> str:
 
 def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     """Draws one large panel for the score and small ones for other metrics; each run has a colour."""
+    from matplotlib.figure import Figure
+
     logged = set().union(*runs.values())
     held_out, training = choose_score(logged)
     side = [name for name in SIDE if name in logged and name != training]
@@ -142,7 +146,7 @@ def arrange_panels(side: list[str]) -> list[list[str]]:
 
 
 def plot_held_out(
-    axis: Axes,
+    axis: "matplotlib.axes.Axes",
     run: Metrics,
     name: str,
     colour: str,
@@ -165,7 +169,7 @@ def plot_held_out(
     )
 
 
-def format_axis(axis: Axes, title: str) -> None:
+def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
     """Sets the title, the grid and the ticks of a panel."""
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axis.spines[["top", "right"]].set_visible(False)
@@ -174,7 +178,7 @@ def format_axis(axis: Axes, title: str) -> None:
     axis.set_axisbelow(True)
 
 
-def format_main_axis(axis: Axes, is_share: bool) -> None:
+def format_main_axis(axis: "matplotlib.axes.Axes", is_share: bool) -> None:
     """Sets the labels and the legend of the large panel; a share has percents."""
     axis.set_xlabel("step")
     if is_share:
@@ -185,7 +189,7 @@ def format_main_axis(axis: Axes, is_share: bool) -> None:
 
 
 def plot_curve(
-    axis: Axes,
+    axis: "matplotlib.axes.Axes",
     series: Series | None,
     colour: str,
     label: str,

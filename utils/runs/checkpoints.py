@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Protocol
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
@@ -37,6 +36,8 @@ class CheckpointManager:
     """
 
     def __init__(self, folder: epath.PathLike, keep: int, layout: Layout):
+        import orbax.checkpoint as ocp  # here: an error of the options does not wait for it
+
         silence_orbax()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(folder, options=options)
@@ -49,6 +50,8 @@ class CheckpointManager:
 
     def save(self, step: int, state: PyTree, progress: Progress) -> None:
         """Starts to write a state and its progress."""
+        import orbax.checkpoint as ocp
+
         progress = progress | {"checksum": self.checksum(state, progress)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
         with write_errors():
@@ -95,6 +98,8 @@ class CheckpointManager:
 
     def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, Progress] | None, str]:
         """Returns the state and the progress of a step, or None and the reason why they cannot be used."""
+        import orbax.checkpoint as ocp
+
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
         restored = None
         reason = "another process cannot read it"

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -50,6 +51,8 @@ from utils.settings.errors import UserError
 from utils.training.state import TrainState
 
 PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
+CPU_PRESET = "configs/cpu.py"
+MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
 
 
@@ -71,7 +74,7 @@ class RunConfig(SinkConfig):
         resumable=True,
     )
     save_interval: int = option(
-        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True, essential=True
+        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True
     )
     save_best: bool = option(
         False,
@@ -89,6 +92,7 @@ class RunConfig(SinkConfig):
     profile: bool = option(False, "jax.profiler trace of the run's third step, in <save_dir>/profile", resumable=True)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
             raise UserError("--save_interval and --sample_interval must not be negative, --keep at least 1")
 
@@ -205,7 +209,7 @@ class Run:
     def exit_on(self, error: BaseException | None) -> None:
         """Prints how the run ended, and what is saved. Raises: SystemExit, see __exit__."""
         steps = self.checkpoints.steps
-        saved = f"step {steps[0]} is saved: the same command goes on from there" if steps else "no step is saved"
+        saved = f"step {steps[0]} is saved: {self.resuming_command} goes on from there" if steps else "no step is saved"
         if isinstance(error, OSError):
             print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
             raise SystemExit(1) from error
@@ -213,6 +217,15 @@ class Run:
             if self.layout.is_main:
                 print(f"stopped by {self.stopped_by}; {saved}")
             raise SystemExit(128 + self.signals.received)
+
+    @property
+    def resuming_command(self) -> str:
+        """Returns the command that resumes the run, in words where it is the one that began it."""
+        if self.config.save_dir:
+            return "the same command"
+        folder = str(self.directory)
+        arguments = ["python", sys.argv[0], "--config", f"{folder}/config.json", "--save_dir", folder]
+        return f"`{shlex.join(arguments)}`"
 
     @property
     def stopped_by(self) -> str:
@@ -275,12 +288,26 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Returns lines for people: how each environment is played, what it left out, and where the run is written."""
+        """Returns lines for people: the work, how environments are played, what they left out, and the run folder."""
         environments = self.environments.values()
-        lines = [played.describe() for played in environments]
+        names: dict[str, list[str]] = {}
+        for played in environments:
+            names.setdefault(played.manner, []).append(played.name)
+        lines = [f"{' and '.join(alike)}: {manner}" for manner, alike in names.items()]
         lines += [played.env.note for played in environments if played.env.note]
         verb = f"resuming at step {self.resumed.step} in" if self.resumed else "writing to"
-        return [*lines, f"{verb} {self.directory}"]
+        return [*self.describe_work(), *lines, f"{verb} {self.directory}"]
+
+    def describe_work(self) -> list[str]:
+        """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice where these are many."""
+        num_prompts, group_size = self.settings["groups_per_batch"], self.settings["group_size"]
+        num_rollouts = num_prompts * group_size
+        num_tokens = num_rollouts * self.environments["env"].max_new_tokens
+        rollouts = f"{num_rollouts:,} rollouts ({num_prompts} prompts x {group_size})"
+        lines = [f"{self.settings['max_steps']:,} steps of {rollouts}, up to {num_tokens:,} tokens each"]
+        if self.layout.is_cpu and num_tokens >= MANY_TOKENS_ON_CPU:
+            lines.append(f"such steps take long on a CPU: --config {CPU_PRESET} makes them smaller, and fewer")
+        return lines
 
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""

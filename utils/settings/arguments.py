@@ -158,4 +158,4 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the end of a sentence about an unknown name: what it is called here, or the most similar one."""
     names = list(names)
     close = TRL_NAMES[name] if TRL_NAMES.get(name) in names else most_similar(str(name), names)
-    return f"; did you mean {close}?" if close else " (--help lists all options)."
+    return f"; did you mean {close}?" if close else " (--help all lists the options)."

@@ -35,7 +35,8 @@ PARSERS = {
     float: flags.FloatParser,
     str: flags.ArgumentParser,
 }  # fmt: skip
-HELP_FLAGS = {"-h", "--help", "--helpfull"}
+HELP_FLAGS = {"-h", "--help", "--help=all", "--helpfull"}
+ALL_HELP = {"all", "--help=all", "--helpfull"}  # of HELP_FLAGS, or behind one
 SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
 CONFIG_HELP = (
     "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
@@ -71,7 +72,7 @@ def option(
 ) -> Default:
     """Returns a dataclass field that is an option: its default, its meaning with its unit, and the values it may have.
 
-    resumable: it may change when a run is resumed; essential: --help lists it first.
+    resumable: it may change when a run is resumed; essential: --help describes it, and names the others only.
     """
     metadata = {"help": help, "choices": choices, "resumable": resumable, "essential": essential}
     return dataclasses.field(default=default, metadata=metadata)
@@ -172,10 +173,10 @@ def parse(
     """
     flag_values = make_flags(config_class)
     if HELP_FLAGS & set(argv):
-        print_help(help_text(config_class, description, spellings))
+        print_help(help_text(config_class, description, spellings, is_complete=bool(ALL_HELP & set(argv))))
         raise SystemExit(0)
     if default_preset and not argv:
-        print(f"No options given: using --config {default_preset} (--help lists all options).")
+        print(f"No options given: using --config {default_preset} (--help: the options).")
         argv = ["--config", default_preset]
     types = {name: known.type for name, known in options_of(config_class).items()}
     types |= {name: str for name in spellings.names}
@@ -238,18 +239,25 @@ def print_help(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def help_text(config_class: type, description: str, spellings: Spellings = NO_SPELLINGS) -> str:
-    """Returns each option once with type, default and meaning: the essential ones, then those of each class."""
+def help_text(config_class: type, description: str, spellings: Spellings, is_complete: bool) -> str:
+    """Returns the essential options with type, default and meaning, then the names of the others, by class.
+
+    is_complete: the others in full, too, and flags of another program.
+    """
     lines = [description.strip(), "", SYNTAX, ""]
     presets = ", ".join(list_presets())
     lines += describe_flag("config FILE", CONFIG_HELP + presets)
     options = options_of(config_class).values()
     essential = [known for known in options if known.essential]
     lines += help_section("Options needed most often", essential)
+    if not is_complete:
+        lines += ["", "Further options, which --help all describes", ""]
     for owner in owners_of(config_class):
         members = [known for known in options if known.owner is owner and not known.essential]
-        lines += help_section(first_line(owner), members)
-    lines += spellings_section(spellings)
+        section = help_section if is_complete else names_section
+        lines += section(first_line(owner), members)
+    if is_complete:
+        lines += spellings_section(spellings)
     return "\n".join(lines).strip()
 
 
@@ -274,12 +282,17 @@ def help_section(title: str, options: Sequence[OptionField]) -> list[str]:
     return lines
 
 
+def names_section(title: str, options: Sequence[OptionField]) -> list[str]:
+    names = " ".join(f"--{known.name}" for known in options)
+    text = f"{title.removesuffix('.')}: {names}"
+    lines = textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
+    return lines if options else []
+
+
 def spellings_section(spellings: Spellings) -> list[str]:
     lines = ["", f"{spellings.program}'s spellings"] if spellings.names else []
     for flag, (name, on, off) in spellings.rewrites.items():
         lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
-    for flag, reason in spellings.refused.items():
-        lines += describe_flag(flag, f"refused: {reason}")
     return lines
 
 

@@ -113,24 +113,24 @@ class RolloutSettings:
     force_answer_at: int  # tokens before the limit at which an unfinished reply gets `forced_answer`; 0: never
     forced_answer: ForcedAnswer
 
-    @property
-    def split(self) -> str:
-        return split_name(self.name)[1]
-
     def describe(self) -> str:
         """Returns one line for people."""
+        return f"{self.name}: {self.manner}"
+
+    @property
+    def manner(self) -> str:
+        """Returns how it is played, in words."""
         problem = self.env.problem(0)
         system = " ".join(system_prompt(problem.messages).split())
         is_forced = self.force_answer_at > 0
         forced = f"{self.forced_answer.start.strip()} forced {self.force_answer_at} tokens before it"
         facts = [
-            f"{self.name}: {self.split} split",
             f"completions of at most {self.max_new_tokens} tokens",
-            forced if is_forced else "no forced answer",
+            forced if is_forced else "",
             f"form {self.env.form}",
             f"thinking {'on' if problem.thinking else 'off'}",
-            f"prefix {problem.prefix!r}" if problem.prefix else "no prefix",
-            f"system prompt {shorten(system, 60)}" if system else "no system prompt",
+            f"prefix {problem.prefix!r}" if problem.prefix else "",
+            f"system prompt {shorten(system, 60)}" if system else "",
             "no chat template" if problem.plain else "",
         ]
         return ", ".join(filter(None, facts))

@@ -1,9 +1,10 @@
 """Training state: parameters, optimiser state and step."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree, UInt
 
@@ -13,7 +14,8 @@ from utils.settings.errors import UserError
 DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TrainState:
     """Parameters and the optimiser's state; donated to each update, which replaces it."""
 
