@@ -31,7 +31,7 @@ from core.sampling import SamplingConfig, decode_weights
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, lay_out_adapters, load_model
 from models.decoder import init_params, logits
-from models.distribution import Distribution, entropy, log_softmax_at
+from models.distribution import Distribution, score_softmax
 from models.lora import init_adapters
 from models.names import Adapters, Array, Params
 from utils.devices.sharding import Layout
@@ -166,8 +166,7 @@ def naive_accumulate(
         scaled = logits(model, params, batch.tokens)[:, :-1] / distribution.temperature
         targets = batch.tokens[:, 1:]
         first_column = ((0, 0), (1, 0))
-        logprobs = jnp.pad(log_softmax_at(scaled, targets), first_column)
-        entropies = jnp.pad(entropy(scaled), first_column)
+        logprobs, entropies = (jnp.pad(scores, first_column) for scores in score_softmax(scaled, targets))
         return policy_loss(logprobs, entropies, batch, objective)
 
     (_, metrics), new = jax.value_and_grad(loss_of, has_aux=True)(params)

@@ -216,7 +216,7 @@ class ObjectiveConfig:
     """Objective."""
 
     advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
-    objective: str = option("ppo", "Policy loss", list(OBJECTIVES))
+    objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
     loss_normalization: str = option(
         "token_mean",
         "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"

@@ -64,9 +64,7 @@ class SamplingConfig:
         "other kind is an error",
     )
     temperature: float = option(
-        1.0,
-        "Softmax temperature of sampling, and of the policy that is trained; 0: greedy (evaluation only)",
-        essential=True,
+        1.0, "Softmax temperature of sampling, and of the policy that is trained; 0: greedy (evaluation only)"
     )
     top_k: int = option(0, f"Number of likeliest tokens that are sampled from, up to {MAX_SUPPORT}; 0: all")
     top_p: float = option(
