@@ -44,7 +44,7 @@ def photograph(run: Path, out: Path) -> None:
             page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
             page.get((Path(folder) / "report.html").as_uri())
             page.implicitly_wait(30)
-            page.find_element("css selector", ".plot .main-svg")
+            page.find_element("css selector", ".plot svg")
             day = page.get_screenshot_as_png()
             page.execute_script(
                 """document.getElementById("theme").click();

@@ -64,9 +64,9 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
     run = {f"test_env/{name}": (steps, np.array(column, float)) for name, column in values.items()}
     table = card_of(**HELD_OUT).render(Progress(23), run).splitlines()[-2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    correct = ["0.123 [0.100, 0.150] (step 0)", "0.750 [0.700, 0.800] (step 20)"]
+    correct = ["12.3% [10.0%, 15.0%] (step 0)", "75.0% [70.0%, 80.0%] (step 20)"]
     assert cells[0] == ["countdown-test", "64", "2", "correct_answer", *correct]
-    assert cells[1] == ["countdown-test", "64", "2", "return", "-1 ± 0.25 (step 0)", "3 ± 0.5 (step 20)"]
+    assert cells[1] == ["countdown-test", "64", "2", "return", "-1 [-1.25, -0.75] (step 0)", "3 [2.5, 3.5] (step 20)"]
     assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
 
 

@@ -149,5 +149,5 @@ def test_the_table_at_the_end_compares_first_and_last(tmp_path):
         logger.log(1, {"env/length": 150.0})
         logger.log(2, {"env/length": 100.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.04})
     _, score, length = before_and_after(tmp_path / "metrics.jsonl").splitlines()
-    assert score.split() == "held out: Correct answers 25.0% ± 5.0% 50.0% ± 4.0%".split()
+    assert score.split() == "held out: Correct answers 25.0% [20.0%, 30.0%] 50.0% [46.0%, 54.0%]".split()
     assert length.split()[-2:] == ["150", "100"]

@@ -18,7 +18,7 @@ from core.records import Progress
 from models.checkpoint import ROOT, find_local
 from models.files import CARD_MARK
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import Metrics, format_point
+from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.settings.arguments import Value
 from utils.settings.config import options_of
 from utils.settings.environments import RolloutSettings
@@ -113,7 +113,7 @@ class ModelCard:
             logged = [score for score in SCORES if f"{role}/{score}" in run]
             for score in logged:
                 last_step = run[f"{role}/{score}"][0][-1]
-                counts = [value_at(run, f"{role}/{name}", last_step) for name in COUNTS]
+                counts = [by_steps(run, f"{role}/{name}").get(last_step, math.nan) for name in COUNTS]
                 estimates = [format_cell(run, f"{role}/{score}", index) for index in (0, -1)]
                 cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
                 rows.append(f"| {' | '.join(cells)} |")
@@ -166,18 +166,6 @@ def to_yaml(value: Mapping[str, JSON]) -> str:
 
 
 def format_cell(run: Metrics, name: str, index: int) -> str:
-    """Returns a score with its interval (the ends where they are logged, else half the width) and its step."""
-    steps, values = run[name]
-    step = steps[index]
-    low = value_at(run, f"{name}_low", step)
-    high = value_at(run, f"{name}_high", step)
-    score = f"{values[index]:.3f} [{low:.3f}, {high:.3f}]"
-    if math.isnan(low + high):
-        score = format_point(run, name, index)
-    return f"{score} (step {step:.0f})"
-
-
-def value_at(run: Metrics, name: str, step: float) -> float:
-    """Returns a metric at a step, NaN where none was logged."""
-    steps, values = run.get(name, ((), ()))
-    return dict(zip(steps, values, strict=True)).get(step, math.nan)
+    """Returns a score with its interval and its step."""
+    steps, _ = run[name]
+    return f"{format_point(run, name, index)} (step {steps[index]:.0f})"

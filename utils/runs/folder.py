@@ -1,6 +1,7 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
-config.json  data.json  metrics.jsonl  plot.png  report.html  rollouts/step_N.jsonl and .npz
+config.json  data.json  metrics.jsonl  events.jsonl  plot.png  report.html
+rollouts/step_N.jsonl and .npz, held_out_N.jsonl
 state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
@@ -33,7 +34,7 @@ from utils.evaluation.tables import find_checkpoints
 from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.metrics.terminal import waiting
-from utils.reporting.page import write_report
+from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
 from utils.runs.bucket import Bucket, is_bucket, local_folder
@@ -42,6 +43,7 @@ from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
 from utils.runs.lock import FolderLock
+from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.config import option, options_of, to_dict
@@ -51,6 +53,7 @@ from utils.training.state import TrainState
 
 PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
+NUM_HELD_OUT = 4  # held-out problems whose rollouts are written
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,10 @@ class Run:
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
+        before = read_settings(self.directory / "config.json") if self.resumed else None
+        self.origin = Origin(self.card.version, self.layout.device_kinds, (before or {}).get("run") or {})
         if is_main:
-            write_json(self.directory / "config.json", self.settings)
+            self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)
         sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
         num_steps = 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
@@ -196,6 +201,9 @@ class Run:
                 if is_stopped or kind is None or not self.layout.mesh.is_multi_process:
                     self.save_newest()
                 self.checkpoints.close()
+                if is_stopped or kind is None:
+                    self.write_config(is_ended=True)
+                    self.draw()
                 if is_stopped:
                     self.layout.broadcast("saved")  # before one process leaves, which would end the others
             except OSError as failure:
@@ -282,6 +290,12 @@ class Run:
         verb = f"resuming at step {self.resumed.step} in" if self.resumed else "writing to"
         return [*lines, f"{verb} {self.directory}"]
 
+    def write_config(self, is_ended: bool = False) -> None:
+        """Writes config.json: the settings, and under "run" where the run comes from and how long it has taken."""
+        if self.layout.is_main:
+            origin = self.origin.record(is_ended)
+            write_json(self.directory / "config.json", self.settings | {"run": origin})
+
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""
         self.logger.say(*lines)
@@ -291,10 +305,13 @@ class Run:
         text = "compiled ahead: {compile/num_programs} programs, {compile/num_from_cache} more were in the cache"
         self.print(text.format_map(self.compilations.take_metrics()))
 
-    def log_start(self, metrics: dict[str, float], state: TrainState, progress: Progress) -> Progress:
+    def log_start(
+        self, metrics: dict[str, float], examples: Episodes, state: TrainState, progress: Progress
+    ) -> Progress:
         """Logs the evaluation before the first step; returns the progress with its score as the best one."""
         self.logger.log(0, metrics)
         self.logger.line(0, metrics)
+        self.write_held_out(0, examples)
         if self.config.save_best:
             self.save_model("best", state.params, progress)
         return replace(progress, best=selection_score(metrics))
@@ -334,7 +351,8 @@ class Run:
         self.newest = state, progress
         self.check_lock()
         self.checkpoints.check_errors()
-        if is_saved or time.monotonic() > self.next_drawing:
+        if not is_last and (is_saved or time.monotonic() > self.next_drawing):
+            self.write_config()
             self.draw()
         if is_saved:
             self.save_newest()
@@ -375,8 +393,16 @@ class Run:
         if self.config.save_rollouts == "all":
             np.savez_compressed(folder / f"step_{step}.npz", **rollout_arrays(episodes, group_size))
             first_rows = rows
-        lines = [json.dumps(row, default=json_value) + "\n" for row in first_rows]
-        (folder / f"step_{step}.jsonl").write_text("".join(lines))
+        write_rows(folder / f"step_{step}.jsonl", first_rows)
+
+    def write_held_out(self, step: int, episodes: Episodes) -> None:
+        """Writes the rollouts of the first held-out problems, which are the same at each evaluation."""
+        if not self.layout.is_main or self.config.save_rollouts == "none":
+            return
+        rows = rollout_rows(episodes, self.settings["num_eval_samples"], self.tokenizer, num_groups=NUM_HELD_OUT)
+        folder = self.directory / "rollouts"
+        folder.mkdir(exist_ok=True)
+        write_rows(folder / f"held_out_{step}.jsonl", [row for row in rows if row["group"] < NUM_HELD_OUT])
 
     def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
@@ -387,7 +413,8 @@ class Run:
         path = folder / f"{len(list(folder.iterdir()))}.npz"
         arrays = {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)}
         np.savez(path, **arrays)
-        print(f"warning: an update was skipped, since its loss or gradient is not finite; its batch: {path}")
+        text = f"an update was skipped, since its loss or gradient is not finite; its batch: {path}"
+        self.logger.warn(self.logger.step + 1, "loss", text)
 
     def draw(self) -> None:
         """Draws plot.png and report.html anew, so seldom that it costs a run a hundredth of its time at most."""
@@ -463,6 +490,12 @@ def write_json(file: Path, value: Mapping[str, object]) -> None:
     draft = file.with_name(file.name + ".new")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(draft, file)
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Writes one JSON object a line."""
+    lines = [json.dumps(row, default=json_value) + "\n" for row in rows]
+    file.write_text("".join(lines))
 
 
 def is_due(step: int, interval: int) -> bool:
