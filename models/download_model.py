@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 
 from utils.settings.errors import UserError
 
-FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja")
+FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "README.md")
 
 
 def download(hub_id: str, folder: Path | None = None) -> Path:

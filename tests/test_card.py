@@ -39,6 +39,15 @@ def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model):
     assert data.tags == ["grpo", "reinforcement-learning", "lmpo"]
 
 
+def test_the_licence_is_that_of_the_base(tmp_path):
+    def license_of(text):
+        (tmp_path / "README.md").write_text(text)
+        return HubCard(card_of(model_dir=str(tmp_path)).render(Progress(3), {})).data.get("license")
+
+    assert license_of("---\nlicense: apache-2.0\n---\n# Model") == "apache-2.0"
+    assert license_of("---\nlicense: [x\n---\n") is license_of("# Model") is None
+
+
 @pytest.mark.parametrize("prefix", ["Well: ", "it's\n```\n# Title\n````", '"$HOME" `id` <think>\n---\n', "\udcff"])
 def test_the_command_trains_the_same_whatever_is_in_it(prefix):
     style = {"env_options": f"prefix={prefix},numbers=3", "do_group_filter": True, "lr": 3e-7, "wandb_name": "private"}

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.repocard import metadata_load
 
 from core.records import Progress
 from models.checkpoint import ROOT, find_local
-from models.files import CARD_MARK
+from models.files import CARD, CARD_MARK
 from utils.metrics.jsonl import JSON
 from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.settings.arguments import Value
@@ -26,7 +28,8 @@ from utils.settings.environments import RolloutSettings
 TAGS = ("grpo", "reinforcement-learning", "lmpo")
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "stop_strings")
+DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
+LICENSE = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TEMPLATE = """\
 ---
@@ -81,7 +84,8 @@ class ModelCard:
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(TAGS)}
         base_model = str(self.settings["model_dir"])
         is_hub_id = HUB_ID.fullmatch(base_model) and not find_local(base_model)
-        return {"base_model": base_model} | metadata if is_hub_id else metadata
+        base = {"base_model": base_model} if is_hub_id else {}
+        return base | find_license(base_model) | metadata
 
     def facts(self, progress: Progress) -> dict[str, JSON]:
         """Returns what was trained on what, and how completions are sampled, in training and in evaluations."""
@@ -89,7 +93,7 @@ class ModelCard:
             "base_model": self.settings["model_dir"],
             "steps": progress.step,
             "completions": progress.num_rollouts,
-            "sampling": {name: self.settings[name] for name in SAMPLING},
+            "sampling": {name: self.settings[name] for name in (*DISTRIBUTION, "stop_strings")},
         }
         for role, played in self.environments.items():
             problem = played.env.problem(0)
@@ -138,6 +142,24 @@ def training_command(config_class: type, settings: Mapping[str, Value]) -> str:
         if not known.resumable and value != known.default:
             words.append(f"--{name}={value}")
     return shlex.join(words)
+
+
+def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> dict[str, JSON]:
+    """Returns how completions were sampled, in the names of generation_config.json; 0 is greedy, and top_k 0 is all."""
+    limit = {"max_new_tokens": max_new_tokens}
+    if settings["temperature"] == 0:
+        return limit | {"do_sample": False}
+    return limit | {"do_sample": True} | {name: settings[name] for name in DISTRIBUTION}
+
+
+def find_license(base_model: str) -> dict[str, JSON]:
+    """Returns the licence that the base model's own card states, in the hub's fields; nothing where it states none."""
+    folder = find_local(base_model)
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        file = folder / CARD if folder else try_to_load_from_cache(base_model, CARD)
+        card = metadata_load(str(file)) or {}
+        return {name: str(card[name]) for name in LICENSE if name in card}
+    return {}
 
 
 def find_version() -> str:

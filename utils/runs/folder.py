@@ -38,7 +38,7 @@ from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
 from utils.runs.bucket import Bucket, is_bucket, local_folder
-from utils.runs.card import make_card
+from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
@@ -79,6 +79,13 @@ class RunConfig(SinkConfig):
     save_best: bool = option(
         False,
         "Copy of the model with the best held-out return so far, in <save_dir>/best; step 0 counts",
+        resumable=True,
+    )
+    save_dtype: str = option(
+        "",
+        "Data type of the weights in saved models; bfloat16 takes half the space of float32, and rounds; empty: that "
+        "of training",
+        ["", "float32", "bfloat16", "float16"],
         resumable=True,
     )
     keep: int = option(2, "Number of training states kept, the latest", resumable=True)
@@ -262,21 +269,22 @@ class Run:
             self.stack.callback(stop_trace)
 
     def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:
-        """Writes a Hugging Face folder of this name: its template has the thinking of training, its card the scores.
+        """Writes a Hugging Face folder of this name: its template has the prompts of training, its card the scores.
 
         Of adapters it is a folder of PEFT, which names their base.
         """
-        layout = self.layout
-        problem = self.environments["env"].env.problem(0)
-        tokenizer = self.tokenizer
+        layout, played = self.layout, self.environments["env"]
+        problem = played.env.problem(0)
+        tokenizer = self.tokenizer.with_generation(generation_settings(self.settings, played.max_new_tokens))
         if not problem.plain:
-            tokenizer = tokenizer.with_default_thinking(problem.thinking)
+            tokenizer = tokenizer.with_training_prompts(problem.thinking, problem.prefix)
         card = ""
         if layout.is_main:
             card = self.card.render(progress, read_metrics(self.directory / "metrics.jsonl"))
         folder = self.directory / name
         if LAYERS in params:
-            save_model(folder, self.model, params, tokenizer, "", layout.fetch, layout.is_main, card)
+            dtype = self.config.save_dtype
+            save_model(folder, self.model, params, tokenizer, dtype, layout.fetch, layout.is_main, card)
         else:
             base = base_name(self.model_dir)
             save_adapters(folder, self.model, params, tokenizer, base, layout.fetch, layout.is_main, card)
