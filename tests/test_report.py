@@ -7,7 +7,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 import time
 from types import SimpleNamespace
 
@@ -250,23 +249,6 @@ def test_tokens_are_written_with_what_is_known_of_each():
 
 
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if not binary or not driver:
-        pytest.skip("there is no Chromium, or no chromedriver (apt-get install chromium chromium-driver)")
-    options = selenium.ChromeOptions()
-    options.binary_location = binary
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
-    yield browser
-    browser.quit()
 
 
 class Page:

@@ -73,8 +73,8 @@ def assert_same(folder: Path, whole: Path) -> None:
     before, after = (record for record in records(whole) if record["global_step"] in (0, STEPS))
     for record in (before, after):
         name = "test_env/correct_answer"
-        interval = f"[{record[name + '_low']:.3f}, {record[name + '_high']:.3f}]"
-        assert f"| {record[name]:.3f} {interval} (step {record['global_step']}) |" in card
+        interval = f"[{record[name + '_low']:.1%}, {record[name + '_high']:.1%}]"
+        assert f"| {record[name]:.1%} {interval} (step {record['global_step']}) |" in card
     assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
 
 
