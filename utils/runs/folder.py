@@ -343,6 +343,7 @@ class Run:
         metrics |= self.compilations.take_metrics()
         metrics["rollout/total_rollouts"] = progress.num_rollouts
         metrics["times/step"] = time.perf_counter() - self.step_start
+        metrics["times/run"] = self.origin.seconds
         metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
         self.logger.log(step, metrics)
         self.logger.line(step, metrics)
