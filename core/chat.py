@@ -58,7 +58,9 @@ class PromptConfig:
     env_options: str = option("", "Options of --env_name as name=value with commas between")
     task: int = option(0, "Number of the problem of --env_name")
     raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
-    thinking: bool = option(False, "Thinking mode of Qwen3's chat template")
+    thinking: bool = option(
+        False, "Thinking mode of Qwen3's chat template; a model that was trained here in that mode has it in any case"
+    )
     num_samples: int = option(1, "Completions of each prompt")
     web: int = option(
         0, "Port of a page for a chat with the models of --ckpt_dir side by side, for this machine only; 0: none"
@@ -101,7 +103,13 @@ def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int
     if config.raw and "prompt" in row:
         return tokenizer.encode(row["prompt"])
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    return tokenizer.chat(messages, config.thinking)
+    return encode_messages(messages, tokenizer, config.thinking)
+
+
+def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool) -> list[int]:
+    """Returns the prompt of a conversation, token ids, as the model was trained where that was here."""
+    was_thinking, prefix = tokenizer.training_prompts
+    return tokenizer.chat(messages, thinking or was_thinking, prefix)
 
 
 def sample_rows(
@@ -147,7 +155,7 @@ class ChatModel:
     def reply(self, messages: list[Message], show_text: ShowText) -> str:
         """Returns the reply to a conversation; `show_text` gets what there is of it after each segment."""
         tokenizer = self.sampler.tokenizer
-        prompt = tokenizer.chat(messages, self.thinking)
+        prompt = encode_messages(messages, tokenizer, self.thinking)
         number = next(self.numbers)
         return tokenizer.decode(stream_reply(self.sampler, self.weights, prompt, number, self.key, show_text))
 

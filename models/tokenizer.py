@@ -28,6 +28,7 @@ FILES = (
 )  # fmt: skip
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
+PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
@@ -202,6 +203,16 @@ class Tokenizer:
             raise UserError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
         return text
 
+    @property
+    def training_prompts(self) -> tuple[bool, str]:
+        """Thinking and prefix of the prompts that this model was trained on here; without a record False and ""."""
+        template = self.hf.chat_template
+        if not isinstance(template, str):
+            return False, ""
+        prefix = PREFIX_PATTERN.search(template)
+        is_thinking = template.startswith(THINKING_DEFAULT.replace("VALUE", "true"))
+        return is_thinking, json.loads(prefix[1]) if prefix else ""
+
     def with_training_prompts(self, thinking: bool, prefix: str) -> Self:
         """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.
 
@@ -255,9 +266,7 @@ def default_thinking(template: str, thinking: bool) -> str:
 
 def default_prefix(template: str, prefix: str) -> str:
     """Returns a chat template that begins the assistant's turn with `prefix` where `assistant_prefix` is not passed."""
-    literal = r'"(?:[^"\\]|\\.)*"'
-    pattern = literal.join(map(re.escape, PREFIX_DEFAULT.split("VALUE")))
-    template = re.sub(rf"{pattern}\Z", "", template)
+    template = PREFIX_PATTERN.sub("", template)
     if not prefix:
         return template
     # Jinja drops a newline at the end of a template, but not before what is appended here.

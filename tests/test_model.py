@@ -629,6 +629,7 @@ def test_a_saved_template_renders_the_prompts_of_training_by_default(template, i
         load_tokenizer(tmp_path).with_training_prompts(thinking, "").save(tmp_path)
         saved = load_tokenizer(tmp_path)
         assert saved.hf.apply_chat_template([USER], add_generation_prompt=True, tokenize=False) == prompts[thinking]
+        assert saved.training_prompts == (thinking, "")
         for explicit, prompt in prompts.items():
             assert saved.render([USER], explicit) == prompt
     assert saved.hf.chat_template.count("is not defined %}") == 1
@@ -656,6 +657,7 @@ def test_the_pipeline_of_transformers_prompts_a_saved_model_as_training_did(temp
         assert saved.decode(prompt) == tokenizer.decode(tokenizer.chat([USER], False, prefix))
         assert prompt == tokenizer.encode(tokenizer.render([USER], False) + prefix), "ids of the whole text"
         assert saved.chat([USER], False, prefix) == tokenizer.chat([USER], False, prefix), "the prefix comes once"
+        assert saved.training_prompts == (False, prefix)
 
 
 def test_generation_config_holds_the_sampling_of_the_run(tmp_path):
