@@ -79,14 +79,17 @@ class Logger:
         self.files: dict[str, TextIO] = {}
         if not enabled:
             return
-        directory = Path(directory)
+        self.open_files(Path(directory), resume_step)
+
+    def open_files(self, directory: Path, resume_step: int | None) -> None:
+        """Opens the files to append to; the health checks see the steps that are there."""
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             truncate(directory / name, resume_step)
             self.files[name] = (directory / name).open("a")
         for _, record in read_lines(directory / FILES[0], key="global_step"):
             self.step = record["global_step"]
-            self.health_checks.find_warnings(self.step, record)  # so that they know the steps before
+            self.health_checks.find_warnings(self.step, record)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""

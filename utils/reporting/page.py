@@ -66,12 +66,12 @@ PANELS = (
     Panel(
         "Length",
         "Tokens of a completion: growth may be longer thought or padding, which the rollouts below tell apart.",
-        {"env/length": "training", "test_env/length": "held out"},
+        {"test_env/length": "held out", "env/length": "training"},
     ),
     Panel(
         "Finished",
         "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer.",
-        {"env/finished": "training", "test_env/finished": "held out"}, "%",
+        {"test_env/finished": "held out", "env/finished": "training"}, "%",
     ),
     Panel(
         "Entropy",
@@ -110,9 +110,9 @@ PANELS = (
     ),
     Panel(
         "Sampler against trainer",
-        "KL between the probabilities that sampling and training give the same tokens: rounding keeps it tiny, so "
-        "growth points to a defect.",
-        {"inference_recompute/kl": "training"},
+        "Mean difference of the log-probabilities that sampling and training give the same tokens, nats: rounding "
+        "keeps it tiny, so growth points to a defect.",
+        {"inference_recompute/logprob_diff": "training"},
     ),
     Panel(
         "Critic",
