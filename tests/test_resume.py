@@ -565,7 +565,9 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
         assert train(bucket, max_steps=max_steps) == 0
     assert_same(bucket, whole)
     assert records(tmp_path / "there") == records(whole) and not (tmp_path / "there" / "state").exists()
-    assert len([*(bucket / "rollouts").iterdir()]) == STEPS
+    assert len([*(bucket / "rollouts").glob("step_*")]) == STEPS
+    config = json.loads((bucket / "config.json").read_text())
+    assert config["run"]["end"], "what is written at the end is there, too"
 
 
 @pytest.fixture

@@ -211,6 +211,7 @@ class Run:
                 if is_stopped or kind is None:
                     self.write_config(is_ended=True)
                     self.draw()
+                    self.upload()
                 if is_stopped:
                     self.layout.broadcast("saved")  # before one process leaves, which would end the others
             except OSError as failure:
@@ -381,9 +382,13 @@ class Run:
         state, progress = newest
         if any(x.is_deleted() for x in jax.tree.leaves(state)):
             return  # donated to an update that did not end
+        self.upload()
+        self.checkpoints.save(progress.step, state, asdict(progress))
+
+    def upload(self) -> None:
+        """Copies what is new to the bucket, if there is one."""
         if self.bucket and self.layout.is_main:
             self.bucket.upload()
-        self.checkpoints.save(progress.step, state, asdict(progress))
 
     def write_rollouts(self, step: int, episodes: Episodes, batch: Batch, is_last: bool) -> None:
         """Writes one JSON object per rollout, of all with their arrays or of two groups; prints an example when due."""
