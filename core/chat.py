@@ -1,4 +1,7 @@
-"""The command of core/sampling.py: a chat or an episode on a terminal, or completions of prompts from a file."""
+"""The command of core/sampling.py: a chat or an episode on a terminal, or completions of prompts from a file.
+
+    python core/sampling.py --ckpt_dir models/tiny,runs/demo/step50 --web 8000    # a chat with both, in a browser
+"""
 
 import json
 import sys
@@ -14,13 +17,16 @@ from jaxtyping import Int
 
 from core.records import Completions
 from core.sampling import Sampler, SamplingConfig, make_sampler
+from models.architecture import Decoder
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Key, Params, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.memory import out_of_memory
+from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.chat import Message, ShowText, converse
 from utils.evaluation.tables import find_checkpoints
+from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import group, option
@@ -38,7 +44,8 @@ class PromptConfig:
 
     ckpt_dir: str = option(
         "models/tiny",
-        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step)",
+        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step); with --web several, with "
+        "commas between",
         essential=True,
     )
     prompts: str = option(
@@ -51,8 +58,13 @@ class PromptConfig:
     env_options: str = option("", "Options of --env_name as name=value with commas between")
     task: int = option(0, "Number of the problem of --env_name")
     raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
-    thinking: bool = option(False, "Thinking mode of Qwen3's chat template")
+    thinking: bool = option(
+        False, "Thinking mode of Qwen3's chat template; a model that was trained here in that mode has it in any case"
+    )
     num_samples: int = option(1, "Completions of each prompt")
+    web: int = option(
+        0, "Port of a page for a chat with the models of --ckpt_dir side by side, for this machine only; 0: none"
+    )
     seed: int = option(0, "Seed of sampling")
 
 
@@ -91,7 +103,13 @@ def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int
     if config.raw and "prompt" in row:
         return tokenizer.encode(row["prompt"])
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    return tokenizer.chat(messages, config.thinking)
+    return encode_messages(messages, tokenizer, config.thinking)
+
+
+def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool) -> list[int]:
+    """Returns the prompt of a conversation, token ids, as the model was trained where that was here."""
+    was_thinking, prefix = tokenizer.training_prompts
+    return tokenizer.chat(messages, thinking or was_thinking, prefix)
 
 
 def sample_rows(
@@ -126,17 +144,35 @@ def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) ->
     }
 
 
-def chat(sampler: Sampler, params: Params, key: Key, thinking: bool) -> None:
-    """Holds a conversation with the model of a sampler; text is printed after each segment of the sampler."""
-    tokenizer = sampler.tokenizer
-    weights = sampler.load_weights(params)
-    numbers = count()  # each reply is drawn with a number of its own under the key
+class ChatModel:
+    """A model that one can talk to; each reply is drawn with a number of its own under the key."""
 
-    def reply(messages: list[Message], show_text: ShowText) -> str:
-        prompt = tokenizer.chat(messages, thinking)
-        return tokenizer.decode(stream_reply(sampler, weights, prompt, next(numbers), key, show_text))
+    def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, thinking: bool):
+        self.name, self.sampler, self.key, self.thinking = name, sampler, key, thinking
+        self.weights = sampler.load_weights(params)
+        self.numbers = count()
 
-    converse(reply)
+    def reply(self, messages: list[Message], show_text: ShowText) -> str:
+        """Returns the reply to a conversation; `show_text` gets what there is of it after each segment."""
+        tokenizer = self.sampler.tokenizer
+        prompt = encode_messages(messages, tokenizer, self.thinking)
+        number = next(self.numbers)
+        return tokenizer.decode(stream_reply(self.sampler, self.weights, prompt, number, self.key, show_text))
+
+    def change(self, name: str, value: str) -> None:
+        """Changes a setting of the distribution that is drawn from. Raises: UserError."""
+        settings = vars(self.sampler.distribution)
+        if name not in settings:
+            raise UserError(f"/set {name}: there are {', '.join(settings)}")
+        try:
+            number = type(settings[name])(value)
+        except ValueError as error:
+            raise UserError(f"/set {name} {value}: it is a number, now {settings[name]}") from error
+        self.sampler = replace(self.sampler, distribution=replace(self.sampler.distribution, **{name: number}))
+
+    def describe(self) -> str:
+        """Returns the settings of sampling, in words."""
+        return ", ".join(f"{name} {value:g}" for name, value in vars(self.sampler.distribution).items())
 
 
 def stream_reply(
@@ -159,10 +195,16 @@ def stream_reply(
 def main(config: Command) -> None:
     layout = make_layout(config.devices)
     rows = read_prompts(config.prompts.prompts)
-    _, folder = find_checkpoints(config.prompts.ckpt_dir, find_model)[-1]  # the last one of a run folder
-    model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
     limit = config.sampling.num_generation_tokens
     key = jax.random.key(config.prompts.seed)
+    if config.prompts.web:
+        names = config.prompts.ckpt_dir.split(",")
+        return serve([load_chat_model(name, config, layout) for name in names], config.prompts.web)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    has_files = config.prompts.prompts or config.prompts.json
+    if is_terminal and not has_files and not config.prompts.env_name:
+        return converse(load_chat_model(config.prompts.ckpt_dir, config, layout))
+    model, params, tokenizer = load_last(config.prompts.ckpt_dir, config, layout)
     if config.prompts.env_name:
         from core.play import play_episode  # which streams replies by this file
 
@@ -172,12 +214,7 @@ def main(config: Command) -> None:
         sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
         sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
         return play_episode(sampler, params, settings, config.prompts.task, key)
-    limit = 256 if limit < 0 else limit
-    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, max(0, config.sampling.force_answer_at))
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if is_terminal and not config.prompts.prompts and not config.prompts.json:
-        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
-        return chat(sampler, params, key, config.prompts.thinking)
+    sampler = make_text_sampler(config, model, tokenizer, layout)
     prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
     rows_per_call = config.sampling.inference_batch_per_device * layout.row_shards
     written = []
@@ -187,6 +224,28 @@ def main(config: Command) -> None:
             written.append(row | completion_fields(completions, b, tokenizer))
     if layout.is_main:
         write_rows(written, config.prompts.json, tokenizer)
+
+
+def load_last(name: str, config: Command, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:
+    """Loads a model: of a run folder the one of the last step."""
+    _, folder = find_checkpoints(name, find_model)[-1]
+    return load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
+
+
+def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, layout: Layout) -> Sampler:
+    """Returns the sampler of replies without an environment, of 256 tokens where nothing else is said."""
+    limit = config.sampling.num_generation_tokens
+    limit = 256 if limit < 0 else limit
+    return make_sampler(config.sampling, model, tokenizer, layout, limit, max(0, config.sampling.force_answer_at))
+
+
+def load_chat_model(name: str, config: Command, layout: Layout) -> ChatModel:
+    """Loads a model to talk to, whose replies are shown in short segments."""
+    model, params, tokenizer = load_last(name, config, layout)
+    sampler = make_text_sampler(config, model, tokenizer, layout)
+    sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+    key = jax.random.key(config.prompts.seed)
+    return ChatModel(name, sampler, params, key, config.prompts.thinking)
 
 
 def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:

@@ -86,8 +86,9 @@ def train(
     with_greedy = config.held_out.test_greedy
     if held_out and progress.step == 0:
         with run.interruptible():
-            metrics = evaluate_held_out(held_out, learner.policy(state.params), config.eval, config.seed, with_greedy)
-        progress = run.log_start(metrics, state, progress)
+            policy = learner.policy(state.params)
+            metrics, examples = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy)
+        progress = run.log_start(metrics, examples, state, progress)
 
     while (fraction := fraction_done(config, worker, progress)) < 1:
         step = progress.step + 1
@@ -118,15 +119,16 @@ def train(
             update_metrics = learner.metrics(batch, updates)  # which waits for the devices
 
         # Log, evaluate, save.
-        metrics = run.times | rollout_metrics(episodes, config.update.group_size)
-        metrics |= update_metrics
+        metrics = run.times | rollout_metrics(episodes, config.update.group_size) | update_metrics
         metrics |= speed_metrics(learner.model, learner.layout, episodes, metrics)
         metrics["env/epochs"] = cursor / worker.num_tasks
         progress = progress.after_step(cursor, len(episodes))
         is_last = fraction_done(config, worker, progress) >= 1
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
             policy = learner.policy(state.params)
-            metrics |= evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
+            scores, examples = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
+            run.write_held_out(step, examples)
+            metrics |= scores
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
     run.print_summary(progress)
 

@@ -68,7 +68,9 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         rows = dict(arrays)
     if not 0 <= row < len(rows["tokens"]):
         raise UserError(f"--row {row}: {file} has rows 0 to {len(rows['tokens']) - 1}")
-    config = make_config(Config, **json.loads((run / "config.json").read_text()))
+    settings = json.loads((run / "config.json").read_text())
+    settings.pop("run", None)  # where it comes from
+    config = make_config(Config, **settings)
     step = int(file.stem.removeprefix("step_"))
     length = rows["lengths"][row]
     stored = Stored(

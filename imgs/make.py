@@ -6,7 +6,7 @@
     python imgs/make.py --games runs/tictactoe runs/calculator runs/gridworld    # GAME=tictactoe, ... runs/games.sh
     python imgs/make.py --lora runs/lora    # adapters beside full training: docs/lora.md
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
-    python imgs/make.py --report runs/demo-0    # of a run with --recompute_logprobs; Chromium, chromedriver, selenium
+    python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
 """
 
 import argparse
@@ -25,11 +25,15 @@ from utils.reporting.page import label_runs, write_report
 
 HERE = Path(__file__).resolve().parent
 RANKS = ("full", "rank1", "rank4", "rank16")
-SIZE = (1120, 1040)  # of each half of the report's picture, pixels
+WIDTHS, HEIGHT = (1000, 1000, 400), 900  # of the parts of the report's picture, pixels
+NIGHT = """
+  document.getElementById("theme").click();
+  document.getElementById("rollouts-title").scrollIntoView();
+"""
 
 
 def photograph(run: Path, out: Path) -> None:
-    """The curves by day, and beside them the last step's rollouts by night, their tokens coloured by entropy."""
+    """Draws the report side by side: its top by day, its rollouts by night, and its top on a phone."""
     from PIL import Image
     from selenium import webdriver
 
@@ -37,31 +41,18 @@ def photograph(run: Path, out: Path) -> None:
     options.binary_location = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars"):
         options.add_argument(argument)
+    picture = Image.new("RGB", (sum(WIDTHS), HEIGHT))
     with tempfile.TemporaryDirectory() as folder:
         write_report([run], Path(folder) / "report.html")
         with webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))) as page:
-            metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
-            page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-            page.get((Path(folder) / "report.html").as_uri())
-            page.implicitly_wait(30)
-            page.find_element("css selector", ".plot .main-svg")
-            day = page.get_screenshot_as_png()
-            page.execute_script(
-                """document.getElementById("theme").click();
-                for (const [name, value] of [["step", null], ["colour", "entropy"]]) {
-                  const select = document.getElementById(name);
-                  select.value = value ?? select.options[select.options.length - 1].value;
-                  select.dispatchEvent(new Event("input", { bubbles: true }));
-                }
-                document.documentElement.style.scrollBehavior = "auto";
-                document.getElementById("rollouts-title").scrollIntoView();"""
-            )
-            page.find_element("css selector", "#rollouts pre span")
-            night = page.get_screenshot_as_png()
-    picture = Image.new("RGB", (2 * SIZE[0], SIZE[1]))
-    for i, png in enumerate((day, night)):
-        picture.paste(Image.open(io.BytesIO(png)), (i * SIZE[0], 0))
-    picture.save(out, optimize=True)
+            for i, width in enumerate(WIDTHS):
+                metrics = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+                page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+                page.get((Path(folder) / "report.html").as_uri())
+                if i == 1:
+                    page.execute_script(NIGHT)
+                picture.paste(Image.open(io.BytesIO(page.get_screenshot_as_png())), (sum(WIDTHS[:i]), 0))
+    picture.quantize(256).save(out, optimize=True)  # a third of the bytes
 
 
 def main() -> None:

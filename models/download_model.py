@@ -15,7 +15,7 @@ from absl import app, flags
 
 from utils.settings.errors import UserError
 
-FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja")
+FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "README.md")
 
 
 def download(hub_id: str, folder: Path | None = None) -> Path:

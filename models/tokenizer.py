@@ -28,6 +28,8 @@ FILES = (
     CHAT_TEMPLATE, GENERATION_CONFIG,
 )  # fmt: skip
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
+PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
+PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
@@ -191,6 +193,7 @@ class Tokenizer:
                 tools=list(tools) or None,
                 add_generation_prompt=is_open,
                 enable_thinking=thinking,
+                assistant_prefix="",  # `chat` adds it, in ids
                 tokenize=False,
             )
         except Exception as error:  # the template is a program: it can fail in any way
@@ -201,23 +204,42 @@ class Tokenizer:
             raise UserError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
         return text
 
-    def with_default_thinking(self, thinking: bool) -> Self:
-        """Returns a tokenizer that saves a chat template in which `enable_thinking` is this where it is not passed.
-
-        So others render the prompts of training without an argument. Templates that do not read it, and those that are
-        one of several by name, are saved as they are.
-        """
+    @property
+    def training_prompts(self) -> tuple[bool, str]:
+        """Thinking and prefix of the prompts that this model was trained on here; without a record False and ""."""
         template = self.hf.chat_template
-        if not self.files or not isinstance(template, str) or "enable_thinking" not in template:
+        if not isinstance(template, str):
+            return False, ""
+        prefix = PREFIX_PATTERN.search(template)
+        is_thinking = template.startswith(THINKING_DEFAULT.replace("VALUE", "true"))
+        return is_thinking, json.loads(prefix[1]) if prefix else ""
+
+    def with_training_prompts(self, thinking: bool, prefix: str) -> Self:
+        """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.
+
+        So others render the prompts of training without an argument. A template that does not read `enable_thinking`
+        gets no default of it; those that are one of several by name are saved as they are.
+        """
+        before = self.hf.chat_template
+        if not self.files or not isinstance(before, str):
             return self
-        for value in ("true", "false"):
-            template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
-        template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
+        template = default_prefix(default_thinking(before, thinking), prefix)
+        if template == before:
+            return self
         if CHAT_TEMPLATE in self.files:
             return replace(self, files={**self.files, CHAT_TEMPLATE: template.encode()})
         config = json.loads(self.files[TOKENIZER_CONFIG]) | {"chat_template": template}
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         return replace(self, files={**self.files, TOKENIZER_CONFIG: text.encode()})
+
+    def with_generation(self, settings: Mapping[str, object]) -> Self:
+        """Returns a tokenizer that saves these settings of sampling in generation_config.json."""
+        if not self.files:
+            return self
+        ids = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        generation = ids | json.loads(self.files.get(GENERATION_CONFIG, b"{}")) | settings
+        text = json.dumps(generation, indent=2) + "\n"
+        return replace(self, files={**self.files, GENERATION_CONFIG: text.encode()})
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files and generation_config.json into a folder.
@@ -232,6 +254,24 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def default_thinking(template: str, thinking: bool) -> str:
+    """Returns a chat template in which `enable_thinking` is this where it is not passed, if the template reads it."""
+    if "enable_thinking" not in template:
+        return template
+    for value in ("true", "false"):
+        template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
+    return THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
+
+
+def default_prefix(template: str, prefix: str) -> str:
+    """Returns a chat template that begins the assistant's turn with `prefix` where `assistant_prefix` is not passed."""
+    template = PREFIX_PATTERN.sub("", template)
+    if not prefix:
+        return template
+    # Jinja drops a newline at the end of a template, but not before what is appended here.
+    return template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
 
 
 def tool_schema(tool: Tool) -> Schema:

@@ -6,6 +6,7 @@ workers and the next time. `make test-all` compiles them as they are used.
 
 import importlib.metadata
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,21 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A headless Chromium; where it, its chromedriver or selenium is missing, the test is skipped."""
+    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("there is no Chromium, or no chromedriver (apt-get install chromium chromium-driver)")
+    options = selenium.ChromeOptions()
+    options.binary_location = binary
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
+    yield browser
+    browser.quit()

@@ -32,12 +32,12 @@ def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
         changed = {metric: value} if step in (5, 6, 6 + QUIET + 1) else {}
         told[step] = health_checks.find_warnings(step, WELL | changed)
     assert [step for step, found in told.items() if found] == [5, 6 + QUIET + 1]
-    (sentence,) = told[5]
+    (sentence,) = told[5].values()
     assert words in sentence and "--" in sentence, "and what to try"
 
 
 def test_what_was_not_logged_is_no_symptom():
-    assert HealthChecks().find_warnings(1, {"env/finished": 0.9}) == [] == HealthChecks().find_warnings(1, {})
+    assert HealthChecks().find_warnings(1, {"env/finished": 0.9}) == {} == HealthChecks().find_warnings(1, {})
 
 
 def test_the_terminal_says_it(tmp_path, capsys):

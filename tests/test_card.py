@@ -39,6 +39,15 @@ def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model):
     assert data.tags == ["grpo", "reinforcement-learning", "lmpo"]
 
 
+def test_the_licence_is_that_of_the_base(tmp_path):
+    def license_of(text):
+        (tmp_path / "README.md").write_text(text)
+        return HubCard(card_of(model_dir=str(tmp_path)).render(Progress(3), {})).data.get("license")
+
+    assert license_of("---\nlicense: apache-2.0\n---\n# Model") == "apache-2.0"
+    assert license_of("---\nlicense: [x\n---\n") is license_of("# Model") is None
+
+
 @pytest.mark.parametrize("prefix", ["Well: ", "it's\n```\n# Title\n````", '"$HOME" `id` <think>\n---\n', "\udcff"])
 def test_the_command_trains_the_same_whatever_is_in_it(prefix):
     style = {"env_options": f"prefix={prefix},numbers=3", "do_group_filter": True, "lr": 3e-7, "wandb_name": "private"}
@@ -64,9 +73,9 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
     run = {f"test_env/{name}": (steps, np.array(column, float)) for name, column in values.items()}
     table = card_of(**HELD_OUT).render(Progress(23), run).splitlines()[-2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    correct = ["0.123 [0.100, 0.150] (step 0)", "0.750 [0.700, 0.800] (step 20)"]
+    correct = ["12.3% [10.0%, 15.0%] (step 0)", "75.0% [70.0%, 80.0%] (step 20)"]
     assert cells[0] == ["countdown-test", "64", "2", "correct_answer", *correct]
-    assert cells[1] == ["countdown-test", "64", "2", "return", "-1 ± 0.25 (step 0)", "3 ± 0.5 (step 20)"]
+    assert cells[1] == ["countdown-test", "64", "2", "return", "-1 [-1.25, -0.75] (step 0)", "3 [2.5, 3.5] (step 20)"]
     assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
 
 

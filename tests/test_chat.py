@@ -1,58 +1,102 @@
-"""The conversation on the terminal."""
+"""The conversation on the terminal and in a browser."""
 
+import fcntl
+import http.client
+import json
 import os
+import signal
 import subprocess
 import sys
+import termios
+import threading
+import time
 
 import pytest
 from helpers import ROOT
 
 from envs import make_env
 from utils.evaluation.chat import StreamPrinter, converse
+from utils.evaluation.web import ChatServer
+from utils.settings.errors import UserError
+
+
+class Scripted:
+    """A model whose replies are functions of the last message; it remembers the conversations."""
+
+    name = "scripted"
+
+    def __init__(self, replies):
+        self.replies, self.seen, self.changes = replies, [], []
+
+    def reply(self, messages, show_text):
+        self.seen.append([message["content"] for message in messages])
+        return self.replies.get(messages[-1]["content"], lambda show: "yes")(show_text)
+
+    def change(self, name, value):
+        if value == "hot":
+            raise UserError("it is a number")
+        self.changes.append((name, value))
+
+    def describe(self):
+        return f"settings {self.changes}"
+
+
+def talk(monkeypatch, lines, replies=()):
+    """Holds a conversation of these lines; an exception among them is raised where it would be read."""
+    model, rest = Scripted(dict(replies)), iter(lines)
+
+    def read(prompt):
+        line = next(rest, EOFError)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    converse(model)
+    return model
 
 
 def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
-    lines, seen = iter(["hello", "", "more", "/new", "again"]), []
-
-    def read(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    def reply(messages, show):
-        seen.append([message["content"] for message in messages])
+    def part(show):
         show("par")
         return "part"
 
-    monkeypatch.setattr("builtins.input", read)
-    converse(reply)
-    assert seen == [["hello"], ["hello", "part", "more"], ["again"]]
+    lines = ["hello", "", "more", "/new", KeyboardInterrupt, "again", "exit", "not read"]
+    model = talk(monkeypatch, lines, {line: part for line in lines[:6] if isinstance(line, str)})
+    assert model.seen == [["hello"], ["hello", "part", "more"], ["again"]]
     assert capsys.readouterr().out.count("part\n") == 3
 
 
+def test_commands_are_no_messages(monkeypatch, capsys):
+    model = talk(monkeypatch, ["/help", "/set temperature 0.7", "/set temperature hot", "/set", "/sett", "/quit", "x"])
+    assert model.seen == [] and model.changes == [("temperature", "0.7")]
+    out = capsys.readouterr().out
+    assert out.count("/new ") == 3 and "it is a number" in out and out.count("settings [(") == 2
+
+
 def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(monkeypatch, capsys):
-    lines, seen = iter(["one", "two", "three"]), []
+    def stop(show):
+        show("half a tho")
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # once more does no harm
+        show("half a thought")
+        raise AssertionError("it goes on")
 
-    def reply(messages, show):
-        seen.append([message["content"] for message in messages])
-        if messages[-1]["content"] == "one":
-            show("half a tho")
-            raise KeyboardInterrupt
-        if messages[-1]["content"] == "two":
-            raise ValueError("prompt of task 1 has 9999 tokens")
-        return "yes"
+    def stop_at_once(show):
+        signal.raise_signal(signal.SIGINT)
+        show("")
+        raise AssertionError("it goes on")
 
-    def read(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
+    def fail(show):
+        raise UserError("prompt of task 1 has 9999 tokens")
 
-    monkeypatch.setattr("builtins.input", read)
-    converse(reply)
-    assert seen == [["one"], ["one", "half a tho", "two"], ["one", "half a tho", "three"]]
-    assert "[stopped]" in (out := capsys.readouterr().out) and "9999 tokens; /new begins another" in out
+    before = signal.getsignal(signal.SIGINT)
+    model = talk(monkeypatch, ["none", "one", "two", "three"], {"none": stop_at_once, "one": stop, "two": fail})
+    kept = ["one", "half a thought"]
+    assert model.seen == [["none"], ["one"], [*kept, "two"], [*kept, "three"]], "without an empty reply"
+    out = capsys.readouterr().out
+    assert out.count("[stopped]") == 2 and "9999 tokens; /new begins another" in out
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
@@ -62,19 +106,31 @@ def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
     assert capsys.readouterr().out == "a\u2713red!"
 
 
+def take_terminal():
+    """Makes standard input the terminal whose Ctrl-C goes to this process; runs in the child."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_the_command_talks_on_a_terminal():
     command = [sys.executable, ROOT / "core" / "sampling.py", "--ckpt_dir", ROOT / "models" / "tiny"]
     ours, theirs = os.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    process = subprocess.Popen([*command, "--num_generation_tokens", "8"], **streams)
-    said, answers = b"", [b"Use 3 7 12 to make 24.\n", b"\x04"]
+    limit = ["--num_generation_tokens", "8"]
+    process = subprocess.Popen([*command, *limit], **streams, start_new_session=True, preexec_fn=take_terminal)
+    # Ctrl-C while the first reply compiles; up, for the line before; a setting; the end.
+    said, answers = b"", [b"Use 3 7 12 to make 24.\n", b"\x1b[A\n", b"/set top_k 5\n", b"\x04"]
+    prompts = 0
     while answers:
         said += os.read(ours, 4096)
-        if said.count(b"\n> ") == 3 - len(answers):
+        if said.count(b"> ") > prompts:
+            prompts = said.count(b"> ")
             os.write(ours, answers.pop(0))
+            if prompts == 1:
+                os.write(ours, b"\x03")
+            prompts = max(prompts, said.count(b"> "))
     assert process.wait(60) == 0
-    assert b"Ctrl-D ends" in said
+    assert b"Ctrl-C stops a reply" in said and b"top_k 5, " in said
 
 
 def test_an_episode_is_played_by_hand_or_by_the_model():
@@ -98,3 +154,81 @@ def test_what_cannot_be_played_is_named(arguments, message):
     command = [sys.executable, ROOT / "core" / "sampling.py", *arguments]
     process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert process.returncode == 2 and message in process.stderr
+
+
+# The page in a browser
+
+
+@pytest.fixture
+def server():
+    def hostile(show):
+        show("<img src=x")
+        return "<img src=x onerror='window.ran = 1'>"
+
+    def slow(show):
+        for i in range(1000):
+            show(f"{i} ")
+            time.sleep(0.02)
+
+    models = [Scripted({"hostile": hostile, "slow": slow}), Scripted({})]
+    models[1].name = "</script><b>trained"
+    with ChatServer(models, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def post(server, body, **headers):
+    """Returns the status and the objects of an answer to a request for a reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    origin = {"Host": f"localhost:{server.server_port}", "Origin": f"http://localhost:{server.server_port}"}
+    connection.request("POST", "/reply", json.dumps(body), origin | headers)
+    answer = connection.getresponse()
+    lines = answer.read().splitlines() if answer.status == 200 else []
+    return answer.status, [json.loads(line) for line in lines]
+
+
+def test_the_server_answers_its_own_page_alone(server):
+    body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+    status, lines = post(server, body)
+    assert status == 200 and [line["text"][:10] for line in lines] == ["<img src=x"] * 2
+    assert server.models[0].changes == [("temperature", "0.5")]
+    assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
+    assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 404
+    for wrong in ({"model": 2}, {"model": True}, {"messages": 1}, {"messages": [{"role": "system", "content": ""}]}):
+        assert post(server, body | wrong)[0] == 400
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium):
+    def wait(script):
+        end = time.monotonic() + 30
+        while not chromium.execute_script(f"return {script}"):
+            assert time.monotonic() < end, f"never true: {script}"
+            time.sleep(0.05)
+
+    def say(text):
+        chromium.execute_script("find('text').value = arguments[0]; find('send').click()", text)
+
+    def texts(selector):
+        return [element.text for element in chromium.find_elements("css selector", selector)]
+
+    chromium.get(f"http://localhost:{server.server_port}/")
+    assert texts("h2") == ["scripted", "</script><b>trained"]
+    say("hostile")
+    wait("stopping === null")
+    assert texts(".message") == ["hostile", "<img src=x onerror='window.ran = 1'>", "hostile", "yes"]
+    say("slow")
+    wait("document.querySelector('.waiting').textContent !== ''")
+    chromium.execute_script("find('stop').click()")
+    wait("stopping === null")
+    say("more")
+    wait("stopping === null")
+    first, second = (model.seen[-1] for model in server.models)
+    assert first[3].strip().isdigit() and first[2::2] == ["slow", "more"] and second[-1] == "more"
+    chromium.execute_script("find('new').click()")
+    assert texts(".message") == []
+    assert chromium.execute_script("return window.ran") is None
+    assert [line for line in chromium.get_log("browser") if "favicon" not in line["message"]] == []

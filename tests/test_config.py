@@ -181,7 +181,7 @@ def test_preset_overrides_defaults_and_flags_override_the_preset(tmp_path, name,
 @both
 def test_the_settings_of_a_run_are_a_preset(settings, tmp_path):
     config = read("--lr 1e-7 --nodo_group_filter --group_size 2 --greedy 1", settings)
-    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config) | {"run": {"host": "here"}}))
     assert read(f"--config {tmp_path / 'config.json'}", settings) == config
 
 

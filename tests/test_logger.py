@@ -163,5 +163,20 @@ def test_the_table_at_the_end_compares_first_and_last(tmp_path):
         logger.log(1, {"env/length": 150.0})
         logger.log(2, {"env/length": 100.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.04})
     _, score, length = before_and_after(tmp_path / "metrics.jsonl").splitlines()
-    assert score.split() == "held out: Correct answers 25.0% ± 5.0% 50.0% ± 4.0%".split()
+    assert score.split() == "held out: Correct answers 25.0% [20.0%, 30.0%] 50.0% [46.0%, 54.0%]".split()
     assert length.split()[-2:] == ["150", "100"]
+
+
+def test_warnings_are_kept_and_a_resumed_run_knows_the_steps_before(tmp_path):
+    steps = {step: {"entropy": 1.0 if step < 5 else 0.1} for step in range(1, 9)}
+    for resume_step, first in ((None, 1), (3, 4), (6, 7)):
+        with Logger(tmp_path, resume_step=resume_step) as logger:
+            for step in range(first, 9):
+                logger.log(step, steps[step])
+                logger.line(step, steps[step])
+        (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+        assert (event["global_step"], event["metric"]) == (5, "entropy")
+        assert event["warning"].startswith("entropy has fallen from 1 to 0.1 nats")
+    with Logger(tmp_path, resume_step=4) as logger:
+        logger.warn(logger.step + 1, "loss", "not finite")
+    assert json.loads((tmp_path / "events.jsonl").read_text())["global_step"] == 5, "later ones will come again"

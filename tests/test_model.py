@@ -5,6 +5,7 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_equal
 from helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
+from transformers import GenerationConfig
+from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
 from core.sampling import gather_cache
 from models import architecture, attention, checkpoint, decoder
@@ -21,6 +24,7 @@ from models.families import COMMON, read_config, text_config
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import MESH_AXES, single_device
+from utils.runs.card import generation_settings
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))
@@ -622,9 +626,10 @@ def test_a_saved_template_renders_the_prompts_of_training_by_default(template, i
     if is_file:
         (tmp_path / "chat_template.jinja").write_text(template)
     for thinking in (False, True, False):  # also one that was saved before, after training with the other
-        load_tokenizer(tmp_path).with_default_thinking(thinking).save(tmp_path)
+        load_tokenizer(tmp_path).with_training_prompts(thinking, "").save(tmp_path)
         saved = load_tokenizer(tmp_path)
         assert saved.hf.apply_chat_template([USER], add_generation_prompt=True, tokenize=False) == prompts[thinking]
+        assert saved.training_prompts == (thinking, "")
         for explicit, prompt in prompts.items():
             assert saved.render([USER], explicit) == prompt
     assert saved.hf.chat_template.count("is not defined %}") == 1
@@ -633,7 +638,38 @@ def test_a_saved_template_renders_the_prompts_of_training_by_default(template, i
 
 def test_a_template_without_a_switch_is_saved_unchanged(tmp_path):
     tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5]))
-    assert tokenizer.with_default_thinking(False) is tokenizer
+    assert tokenizer.with_training_prompts(False, "") is tokenizer
+
+
+@pytest.mark.parametrize("template", [QWEN3, SMOLLM2], ids=["qwen3", "smollm2"])
+def test_the_pipeline_of_transformers_prompts_a_saved_model_as_training_did(template, tmp_path):
+    """Its own code prepares the prompt, without torch: only the class of the arrays differs."""
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, template, [5]))
+    for prefix in ("<think>\n", 'say "{{ x }}"', "", "="):  # the folder is that of the model before
+        load_tokenizer(tmp_path).with_training_prompts(False, prefix).save(tmp_path)
+        saved = load_tokenizer(tmp_path)
+
+        def render(messages, return_tensors, saved=saved, **arguments):
+            return saved.hf.apply_chat_template(messages, **arguments)
+
+        pipeline = SimpleNamespace(tokenizer=SimpleNamespace(apply_chat_template=render))
+        prompt = TextGenerationPipeline.preprocess(pipeline, Chat([USER]))["input_ids"]
+        assert saved.decode(prompt) == tokenizer.decode(tokenizer.chat([USER], False, prefix))
+        assert prompt == tokenizer.encode(tokenizer.render([USER], False) + prefix), "ids of the whole text"
+        assert saved.chat([USER], False, prefix) == tokenizer.chat([USER], False, prefix), "the prefix comes once"
+        assert saved.training_prompts == (False, prefix)
+
+
+def test_generation_config_holds_the_sampling_of_the_run(tmp_path):
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5, 6]))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20}')
+    settings = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+    load_tokenizer(tmp_path).with_generation(generation_settings(settings, 64)).save(tmp_path)
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 0, 0.9)
+    assert (saved.max_new_tokens, saved.eos_token_id) == (64, [5, 6])
+    assert generation_settings(settings | {"temperature": 0}, 64) == {"max_new_tokens": 64, "do_sample": False}
+    assert tokenizer.with_generation({}).files.keys() >= tokenizer.files.keys()
 
 
 def test_every_id_of_generation_config_ends_a_completion(tmp_path):

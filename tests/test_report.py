@@ -7,7 +7,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 import time
 from types import SimpleNamespace
 
@@ -15,11 +14,14 @@ import numpy as np
 import pytest
 
 from core.records import Batch, Completions, Episodes
-from utils.reporting.page import PANELS, embed_json, main, read_rollouts, run_data, thin, write_report
-from utils.reporting.plots import running_mean
+from utils.evaluation.estimates import mean_and_ci
+from utils.metrics.logger import Logger
+from utils.reporting.page import PANELS, embed_json, first_and_last, main, read_rollouts, run_data, thin, write_report
+from utils.reporting.plots import WINDOW, intervals, read_metrics, running_mean
 from utils.reporting.rollouts import rollout_rows
+from utils.reporting.verdict import judge
 
-MEGABYTE = "🙂" * 250_000  # in UTF-8
+LONG = "🙂" * 25_000
 HOSTILE = {
     "script": "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>",
     "textarea": "</textarea></pre></title>--></style><svg onload='window.ran = 1'>",
@@ -28,7 +30,7 @@ HOSTILE = {
     "nul": "a\0b\x1b[31m\r\x7f",
     "surrogate": "a\ud800b\udc00c",
     "right to left": "\u202egnp.exe\u202c שלום עולם \u2066x\u2028y\u2029z",
-    "emoji": MEGABYTE,
+    "emoji": LONG,
 }
 
 
@@ -100,12 +102,77 @@ def test_thinning_keeps_the_ends_and_the_extremes(size):
     assert np.isnan(values[kept]).any() == np.isnan(values).any(), "a gap stays one"
 
 
-def test_running_mean_is_that_of_the_finite_neighbours():
-    values = np.random.default_rng(0).normal(size=100)
-    values[30:50] = np.nan
-    near = [values[max(0, i - 5) : i + 6] for i in range(100)]
-    expected = [np.mean(part[np.isfinite(part)]) if np.isfinite(part).any() else np.nan for part in near]
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_running_mean_is_that_of_the_finite_neighbours_and_keeps_gaps(size):
+    values = np.random.default_rng(0).normal(size=size)
+    values[size // 3 : size // 2] = np.nan
+    near = [values[max(0, i - WINDOW) : i + WINDOW + 1] for i in range(size)]
+    expected = [np.nan if np.isnan(x) else np.nanmean(part) for x, part in zip(values, near, strict=True)]
     np.testing.assert_allclose(running_mean(values), expected, atol=1e-12)
+
+
+def test_steps_without_an_update_are_gaps_and_held_out_scores_are_joined(tmp_path):
+    with Logger(tmp_path) as logger:
+        for step in range(7):
+            update = {"entropy": 1.0} if step in (2, 5) else {}
+            held_out = {"test_env/return": 0.5} if step in (0, 6) else {}
+            logger.log(step, {"env/return": 1.0} | update | held_out)
+    run = read_metrics(tmp_path / "metrics.jsonl")
+    np.testing.assert_array_equal(run["entropy"], [[2, 3, 4, 5], [1, np.nan, np.nan, 1]])
+    np.testing.assert_array_equal(run["test_env/return"], [[0, 6], [0.5, 0.5]])
+
+
+def test_intervals_are_those_that_were_logged_and_stay_within_0_and_1(tmp_path):
+    with Logger(tmp_path) as logger:
+        logger.log(0, {f"test_env/{name}": x for name, x in mean_and_ci("correct_answer", np.eye(1, 64)[0]).items()})
+        logger.log(1, {"test_env/correct_answer": 2.0, "test_env/correct_answer_ci": 0.5})
+    run = read_metrics(tmp_path / "metrics.jsonl")
+    ends = intervals(run, "test_env/correct_answer")
+    assert 0 < ends[0][0] < 1 / 64 < ends[0][1] < 0.1 and ends[1] == (1.5, 2.5)
+    series = run_data("run", tmp_path / "metrics.jsonl", 0)["metrics"]["test_env/correct_answer"]
+    assert [series["low"][0], series["high"][0]] == pytest.approx(ends[0], rel=1e-4)
+
+
+SCORES = {  # of evaluations: what the verdict says
+    "better": ([0.2, 0.4, 0.6, 0.8], "Learnt: ", None),
+    "flat at last": ([0.2, 0.8, 0.8, 0.8], "Learnt: ", 10),
+    "same": ([0.5, 0.52, 0.5, 0.51], "Nothing learnt", 0),
+    "worse": ([0.5, 0.4, 0.1, 0.1], "Worse than before", None),
+    "lost again": ([0.2, 0.8, 0.7, 0.4], "Learnt, then lost again", None),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_verdict_compares_intervals(name):
+    values, opening, flat = SCORES[name]
+    steps, values = np.arange(4.0) * 10, np.array(values)
+    run = {"test_env/correct_answer": (steps, values)}
+    run |= {f"test_env/correct_answer_{end}": (steps, values + by) for end, by in (("low", -0.05), ("high", 0.05))}
+    text = judge(run)["text"]
+    assert text.startswith(opening) and (f"since step {flat}." in text) == (flat is not None)
+    change, width = values[-1] - values[0], 0.05 * 2**0.5  # of two independent errors
+    assert f"a change of {change:.1%} [{change - width:.1%}, {change + width:.1%}]" in text
+
+
+def test_without_held_out_problems_blocks_of_training_are_compared():
+    steps = np.arange(1.0, 41)
+    noise = np.random.default_rng(0).normal(size=40)
+    assert judge({"env/return": (steps, noise + steps)})["kind"] == "better"
+    assert judge({"env/return": (steps, noise)})["kind"] == "same"
+    assert judge({"env/return": (steps[:6], steps[:6])})["kind"] == "open", "one block"
+
+
+def test_the_first_and_the_last_rollouts_of_the_same_problems_are_paired(tmp_path):
+    rows = {name: [row(i, task=task) for i, task in enumerate(tasks)] for name, tasks in
+            {"step_1": [1, 1, 2, 3], "step_9": [3, 1, 1, 1], "held_out_0": [8, 9], "held_out_9": [8, 9]}.items()}
+    for name in rows:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows[name]))
+    pairs = [(each["step"], each["task"]) for each in first_and_last(tmp_path)["rows"]]
+    assert pairs == [(0, 8), (9, 8), (0, 9), (9, 9)]
+    for file in tmp_path.glob("held_out*"):
+        file.unlink()
+    pairs = [(each["step"], each["task"]) for each in first_and_last(tmp_path)["rows"]]
+    assert pairs == [(1, 1), (9, 1), (1, 3), (9, 3), (1, 1), (9, 1)], "one of each problem first"
 
 
 def test_rollouts_fit_their_budget(tmp_path):
@@ -135,7 +202,7 @@ def test_half_lines_and_missing_files_are_no_obstacle(tmp_path):
     described = run_data("run", run / "metrics.jsonl", 10_000)
     assert described["config"] is None and described["metrics"]["env/return"]["x"][-1] == 30
     assert described["metrics"]["entropy"]["y"][2] is None
-    assert described["metrics"]["test_env/return"]["bars"] == [0.05] * 3
+    assert described["metrics"]["test_env/return"]["low"] == [0.28333, 0.61667, 0.95]
     assert [row.get("valid", 0) for row in described["rollouts"]["rows"]] == [0, 0, None]
     write_report([run], tmp_path / "report.html")
     assert not (tmp_path / "report.html.new").exists()
@@ -184,23 +251,6 @@ def test_tokens_are_written_with_what_is_known_of_each():
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if not binary or not driver:
-        pytest.skip("there is no Chromium, or no chromedriver (apt-get install chromium chromium-driver)")
-    options = selenium.ChromeOptions()
-    options.binary_location = binary
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
-    yield browser
-    browser.quit()
-
-
 class Page:
     """A report in a browser."""
 
@@ -209,7 +259,7 @@ class Page:
         self.browser, clock = browser, time.perf_counter()
         browser.get(out.as_uri())
         self.seconds = time.perf_counter() - clock
-        self.wait("return [...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))")
+        self.wait("return [...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg'))")
 
     def run(self, script, *arguments):
         return self.browser.execute_script(script, *arguments)
@@ -241,10 +291,13 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     page = Page(
         chromium, [write_run(tmp_path / name, lr=lr) for name, lr in (("a", 1), ("<b>b", 2))], tmp_path / "r.html"
     )
-    count = "return [...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('.scatterlayer .trace').length)"
+    count = (
+        "const lines = (plot) => plot.querySelectorAll('path.strong, path.held-out').length;"
+        "return [...document.querySelectorAll('.plot')].map(lines)"
+    )
     drawn = page.run(count)
     assert len(drawn) >= 10 and min(drawn) >= 2, "a trace for each run in each panel"
-    assert page.run("return document.querySelectorAll('.plot .errorbar').length") == 6
+    assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
     assert page.texts("#curves h3")[0] == "Return" and all(page.texts("#curves .note"))
     assert page.texts("#runs .run") == ["a", "<b>b"] and len(page.texts("#summary tbody tr")) == 2
     assert page.texts("#settings .differs th") == ["lr"]
@@ -260,6 +313,10 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
 def test_filters_and_colours(chromium, tmp_path):
     rollouts = {1: [row(i) for i in range(8)], 2: [coloured_row(i) for i in range(16)]}
     page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
+    assert page.texts("#place") == ["1 to 10 of 16"], "the first and the last step, side by side"
+    assert page.run("return [...document.querySelectorAll('#rollouts details')].every(prompt => prompt.open)")
+    assert "log-prob" in page.run("return document.getElementById('colour').value")
+    page.choose("step", "2")
     assert len(page.texts()) == 20, "ten completions of the last step, and their prompts"
     assert page.texts()[:2] == ["<b>Count.</b>", "<think>0</think>"]
     page.run("document.getElementById('next').click()")
@@ -303,7 +360,7 @@ def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
     assert shown["right to left"] == "⟨202E⟩gnp.exe⟨202C⟩ שלום עולם ⟨2066⟩x\u2028y\u2029z"
     assert shown["emoji"] == "🙂" * 2000, "the beginning, until one asks for all"
     page.run("document.querySelector('#rollouts pre + button').click()")
-    assert page.texts()[list(HOSTILE).index("emoji")] == MEGABYTE
+    assert page.texts()[list(HOSTILE).index("emoji")] == LONG
     page.choose("colour", "log-prob")
     page.run("document.getElementById('next').click()")
     assert page.texts("#place") == ["11 to 19 of 19"]
@@ -318,5 +375,65 @@ def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
     assert page.seconds < 5 and len(page.texts()) == 10
     assert page.run("return document.querySelectorAll('#rollouts *').length") < 500, "only what is seen"
     page.choose("step", "")
-    assert int(page.texts("#place")[0].split()[-1].replace(",", "")) > 30_000
+    assert int(page.texts("#place")[0].split()[-1].replace(",", "")) > 3_000
+    page.check()
+
+
+PROVOKED = {  # held-out score and metrics of a step: the opening of the verdict, and of the first warning
+    "good": (lambda step: step / 40, lambda step: {}, "Learnt: ", None),
+    "flat rewards": (
+        lambda step: 0.0,
+        lambda step: {"env/groups_without_signal": 1.0},
+        "Nothing learnt",
+        "step 1 100% of the groups have equal rewards",
+    ),
+    "collapse by a high rate": (
+        lambda step: 1.0 if step == 10 else 0.1,
+        lambda step: {"approx_kl": 1e-3 if step < 12 else 0.4},
+        "Learnt, then lost again",
+        "step 12 the policy moves by a KL of 0.4 within a step",
+    ),
+    "cut-off completions": (
+        lambda step: 0.5,
+        lambda step: {"env/finished": 1 - step / 40},
+        "Nothing learnt",
+        "step 21 only 48% of the completions end before the limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, name, capsys):
+    score, metrics, opening, warning = PROVOKED[name]
+    run = write_run(tmp_path / "run", num_steps=0, rollouts={step: [row(0), row(1)] for step in range(1, 41)})
+    for resume_step in (-1, 20):  # which hardly changes what is warned of
+        with Logger(run, resume_step=resume_step) as logger:
+            for step in range(resume_step + 1, 41):
+                logged = metrics(step) if step else {}
+                logged |= {"test_env/return": score(step), "test_env/return_ci": 0.05} if step % 10 == 0 else {}
+                logger.log(step, logged)
+                logger.line(step, logged)
+    page = Page(chromium, [run], tmp_path / "report.html")
+    assert page.texts(".verdict")[0].startswith(opening)
+    events = page.texts(".events li")
+    if warning is None:
+        assert not events and page.texts("svg .mark-head") == []
+        return page.check()
+    assert events[0].startswith(warning) and warning.split(maxsplit=2)[2] in capsys.readouterr().out
+    assert f"What went wrong first, at step {warning.split()[1]}:" in page.texts("#verdict p")
+    marks = page.texts("svg g title")
+    assert len(marks) == len(events) and events[0].startswith(marks[0].replace(":", "", 1))
+    page.run("document.querySelector('.events li a:last-child').click()")
+    assert page.texts("#rollouts article:first-child .facts span:nth-child(2)") == [f"step {warning.split()[1]}"]
+    page.check()
+
+
+def test_a_page_of_40_steps_is_light_and_says_where_it_comes_from(chromium, tmp_path):
+    rows = [coloured_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
+    run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
+    (run / "config.json").write_text(json.dumps({"lr": 1.0, "run": {"host": "<b>here", "end": None, "seconds": 7400}}))
+    page = Page(chromium, [run], tmp_path / "report.html")
+    assert page.seconds < 2 and (tmp_path / "report.html").stat().st_size < 2e6
+    assert page.texts("#origin tr") == ["host<b>here", "endnot yet, or it was killed", "total time2 h 3 min"]
+    assert "loads itself again" in page.texts("#live")[0] and page.texts("#settings th") == ["lr"]
     page.check()

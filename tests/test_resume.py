@@ -73,8 +73,8 @@ def assert_same(folder: Path, whole: Path) -> None:
     before, after = (record for record in records(whole) if record["global_step"] in (0, STEPS))
     for record in (before, after):
         name = "test_env/correct_answer"
-        interval = f"[{record[name + '_low']:.3f}, {record[name + '_high']:.3f}]"
-        assert f"| {record[name]:.3f} {interval} (step {record['global_step']}) |" in card
+        interval = f"[{record[name + '_low']:.1%}, {record[name + '_high']:.1%}]"
+        assert f"| {record[name]:.1%} {interval} (step {record['global_step']}) |" in card
     assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
 
 
@@ -565,7 +565,9 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
         assert train(bucket, max_steps=max_steps) == 0
     assert_same(bucket, whole)
     assert records(tmp_path / "there") == records(whole) and not (tmp_path / "there" / "state").exists()
-    assert len([*(bucket / "rollouts").iterdir()]) == STEPS
+    assert len([*(bucket / "rollouts").glob("step_*")]) == STEPS
+    config = json.loads((bucket / "config.json").read_text())
+    assert config["run"]["end"], "what is written at the end is there, too"
 
 
 @pytest.fixture

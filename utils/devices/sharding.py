@@ -37,13 +37,17 @@ class Layout:
 
     mesh: Mesh
 
-    def describe_devices(self, params: PyTree) -> str:
-        """Returns devices, mesh, and the size of the parameters on each device, in words."""
+    @property
+    def device_kinds(self) -> str:
+        """Kind and number of the devices, in words."""
         devices = self.mesh.devices.flat
         num_processes = jax.process_count()
-        text = f"{devices[0].device_kind} x {len(devices)}"
-        if num_processes > 1:
-            text += f" of {num_processes} processes"
+        processes = f" of {num_processes} processes" if num_processes > 1 else ""
+        return f"{devices[0].device_kind} x {len(devices)}{processes}"
+
+    def describe_devices(self, params: PyTree) -> str:
+        """Returns devices, mesh, and the size of the parameters on each device, in words."""
+        text = self.device_kinds
         axes = [f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1]
         if not axes:
             return text

@@ -1,16 +1,42 @@
 """Chat on the terminal with a model that was just trained."""
 
+import contextlib
+import signal
 from collections.abc import Callable
-
-import numpy as np
-from jaxtyping import Int
+from types import FrameType
+from typing import Protocol
 
 from utils.metrics.logger import printable
+from utils.metrics.terminal import waiting
+from utils.settings.errors import UserError
 
 Message = dict[str, str]
-Tokens = Int[np.ndarray, "B A"]
-ShowText = Callable[[str], None]  # called with all of a reply so far
-MakeReply = Callable[[list[Message], ShowText], str]
+ShowText = Callable[[str], None]  # called with all of a reply so far; what it raises ends the reply
+HELP = """\
+/new               begins another conversation
+/set               shows the settings of sampling, /set temperature 0.7 changes one
+/help              shows this
+/quit, exit        ends, as Ctrl-D does; Ctrl-C stops a reply"""
+ENDS = ("/quit", "/exit", "exit", "quit")
+
+
+class Model(Protocol):
+    """A model that one can talk to."""
+
+    name: str
+
+    def reply(self, messages: list[Message], show_text: ShowText) -> str:
+        """Returns the reply to a conversation. Raises: UserError where it is too long."""
+
+    def change(self, name: str, value: str) -> None:
+        """Changes a setting of sampling. Raises: UserError."""
+
+    def describe(self) -> str:
+        """Returns the settings of sampling, in words."""
+
+
+class Stopped(Exception):
+    """Raised in a reply that the user has stopped."""
 
 
 class StreamPrinter:
@@ -26,30 +52,99 @@ class StreamPrinter:
             self.shown = text
 
 
-def converse(reply: MakeReply) -> None:
-    """Reads messages until the end of input, and prints the replies as they grow."""
-    print("Ctrl-D ends the conversation, /new begins another, Ctrl-C stops a reply.")
-    messages: list[Message] = []
-    while True:
+class Interrupts:
+    """Ctrl-C: an empty line where a line is read; elsewhere it is remembered in `requested`.
+
+    So nothing ends in the middle of a compilation, whose threads would still run when Python ends.
+    """
+
+    def __init__(self):
+        self.is_reading = False
+        self.requested = False
+
+    def __enter__(self) -> "Interrupts":
+        self.previous = signal.signal(signal.SIGINT, self.handle)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self.previous)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Receives the signal."""
+        if self.is_reading:
+            self.is_reading = False
+            raise KeyboardInterrupt
+        if not self.requested:
+            print(" [stopping]", end="", flush=True)
+        self.requested = True
+
+    def read_line(self) -> str:
+        """Returns a line of input. Raises: EOFError."""
         try:
-            text = input("\n> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            return print()
-        if text == "/new":
-            messages = []
-        if not text or text == "/new":
-            continue
-        messages.append({"role": "user", "content": text})
-        stream = StreamPrinter()
-        try:
-            answer = reply(messages, stream)
-            stream(answer)
-            print()
+            self.is_reading = True
+            return input("> ").strip()
         except KeyboardInterrupt:
-            answer = stream.shown
-            print(" [stopped]")
+            print()
+            return ""
+        finally:
+            self.is_reading = False
+            self.requested = False
+
+
+def converse(model: Model) -> None:
+    """Reads messages until the end of input, and prints the replies as they grow."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (gives `input` editing and history; not on every system)
+    print(f"{HELP}\n")
+    messages: list[Message] = []
+    with Interrupts() as interrupts:
+        while True:
+            try:
+                text = interrupts.read_line()
+            except EOFError:
+                return print()
+            if text in ENDS:
+                return
+            if text == "/new":
+                messages = []
+            elif text.startswith("/"):
+                print(run_command(model, text))
+            elif text:
+                messages = answer(model, [*messages, {"role": "user", "content": text}], interrupts)
+
+
+def run_command(model: Model, text: str) -> str:
+    """Changes a setting, if that is the command; returns what to print."""
+    name, *arguments = text.split()
+    if name != "/set" or len(arguments) not in (0, 2):
+        return HELP
+    try:
+        if arguments:
+            model.change(*arguments)
+    except UserError as error:
+        return str(error)
+    return model.describe()
+
+
+def answer(model: Model, messages: list[Message], interrupts: Interrupts) -> list[Message]:
+    """Prints the reply to the last message; returns the conversation, without that message if there is no reply."""
+    stream = StreamPrinter()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(waiting("thinking"))  # which also shows what is compiled
+
+        def show_text(text: str) -> None:
+            stack.close()
+            stream(text)
+            if interrupts.requested:
+                raise Stopped
+
+        try:
+            stream(model.reply(messages, show_text))
+        except Stopped:
+            print(" [stopped]", end="")
         except ValueError as error:  # too long a conversation
             print(f"{error}; /new begins another")
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
+            return messages[:-1]
+    print("\n")
+    reply = {"role": "assistant", "content": stream.shown}
+    return [*messages, reply] if stream.shown else messages[:-1]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from utils.metrics.jsonl import JSON
+
 START = 3  # steps whose median is the run's beginning
 QUIET = 10  # steps without a symptom after which it is reported again
 
@@ -47,11 +49,11 @@ class HealthChecks:
         self.history: dict[str, list[float]] = {symptom.metric: [] for symptom in symptoms}
         self.last_seen: dict[str, int] = {}
 
-    def find_warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Returns a sentence for each symptom that is new, or back after QUIET steps."""
-        warnings = []
+    def find_warnings(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
+        """Returns a sentence for each symptom that is new, or back after QUIET steps, by its metric."""
+        warnings = {}
         for metric, is_present, words in self.symptoms:
-            if metric not in metrics:
+            if metrics.get(metric) is None:
                 continue
             now = float(metrics[metric])
             past = self.history[metric]
@@ -60,7 +62,7 @@ class HealthChecks:
             if is_present(now, start, recent):
                 last_seen = self.last_seen.get(metric, -QUIET - 1)
                 if step - last_seen > QUIET:
-                    warnings.append(words.format(now=now, start=start, recent=recent))
+                    warnings[metric] = words.format(now=now, start=start, recent=recent)
                 self.last_seen[metric] = step
             past.append(now)
         return warnings

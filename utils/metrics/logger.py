@@ -1,6 +1,6 @@
-"""Log of a run: metrics.jsonl always, one line a step and sample completions on the terminal, sinks when asked.
+"""Log of a run: metrics.jsonl and events.jsonl, one line a step and completions on the terminal, sinks when asked.
 
-Only the main process logs. The file belongs to the run, so a full disk stops it; a sink never stops it.
+Only the main process logs. The files belong to the run, so a full disk stops it; a sink never stops it.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ HELD_OUT = {"test_env/return": ("return", 6), "test_env/correct_answer": ("corre
 LINE_WIDTH = 110
 TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
 UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left
+FILES = ("metrics.jsonl", "events.jsonl")  # a line for each step, and for each warning
 NUM_TIMES = 20  # last steps, by whose median time the time that is left is estimated
 Value = JSON | Shaped[Array, "..."]
 PATIENCE = 10  # seconds to wait for a full pipe
@@ -50,11 +51,11 @@ ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of ot
 class Logger:
     """Records the metrics of a run in `directory`, and in the `sinks`.
 
-    `resume_step` is the step that a resumed run continues from: later lines of metrics.jsonl are dropped, since those
+    `resume_step` is the step that a resumed run continues from: later lines of both files are dropped, since those
     steps will be run again. `num_steps`: of the run, 0 where it may end before. With `enabled` false (every process but
     the main one) all methods do nothing.
 
-    Raises: OSError when metrics.jsonl cannot be written.
+    Raises: OSError when a file cannot be written.
     """
 
     def __init__(
@@ -71,27 +72,48 @@ class Logger:
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
         self.sinks = sinks
         self.health_checks = HealthChecks()
-        self.file = None
+        self.step = 0  # last one that was logged
+        self.files: dict[str, TextIO] = {}
         if not enabled:
             return
-        self.path = Path(directory) / "metrics.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        truncate(self.path, resume_step)
-        self.file = self.path.open("a")
+        self.open_files(Path(directory), resume_step)
+
+    def open_files(self, directory: Path, resume_step: int | None) -> None:
+        """Opens the files to append to; the health checks see the steps that are there."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            truncate(directory / name, resume_step)
+            self.files[name] = (directory / name).open("a")
+        for _, record in read_lines(directory / FILES[0], key="global_step"):
+            self.step = record["global_step"]
+            self.health_checks.find_warnings(self.step, record)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
         if not self.enabled:
             return
-        record = {"global_step": int(step)}
+        self.step = int(step)
+        record = {"global_step": self.step}
         record |= {name: json_value(value) for name, value in metrics.items()}
-        try:
-            self.file.write(json.dumps(record, allow_nan=False) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise OSError(f"Cannot write {self.path} ({error.strerror}).") from error
+        self.write("metrics.jsonl", record)
         for sink in self.sinks:
-            sink.log(int(step), record)
+            sink.log(self.step, record)
+
+    def write(self, name: str, record: Mapping[str, JSON]) -> None:
+        """Appends a line to a file of the run. Raises: OSError."""
+        file = self.files[name]
+        try:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+        except OSError as error:
+            raise OSError(f"Cannot write {file.name} ({error.strerror}).") from error
+
+    def warn(self, step: int, metric: str, text: str) -> None:
+        """Prints a warning about a metric, and keeps it in events.jsonl."""
+        if not self.enabled:
+            return
+        print(paint(f"warning: {text}", "33"), flush=True)
+        self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
 
     def say(self, *lines: str) -> None:
         """Prints lines as they are."""
@@ -109,8 +131,8 @@ class Logger:
             print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]), flush=True)
         if held_out:
             print(held_out, flush=True)
-        for warning in self.health_checks.find_warnings(step, metrics):
-            print(paint(f"warning: {warning}", "33"), flush=True)
+        for metric, warning in self.health_checks.find_warnings(step, metrics).items():
+            self.warn(step, metric, warning)
 
     def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Returns the seconds of a step, and an estimate of the time until the last one, where these are known."""
@@ -144,10 +166,10 @@ class Logger:
             sink.log_rollouts(step, rows)
 
     def close(self) -> None:
-        """Closes the file and the sinks; a slow network delays this by a minute at most."""
-        if self.file:
-            with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `log` raised for
-                self.file.close()
+        """Closes the files and the sinks; a slow network delays this by a minute at most."""
+        for file in self.files.values():
+            with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `write` raised for
+                file.close()
         for sink in self.sinks:
             sink.close()
 

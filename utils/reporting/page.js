@@ -5,6 +5,12 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const { runs, panels, colours } = data;
 const hidden = new Set(); // numbers of the runs that the curves leave out
 const redraw = []; // functions that draw each panel anew
+const redrawAll = () => redraw.forEach((draw) => draw());
+/** A colour of the day, and a lighter one for the night. */
+const colourOf = (i) => {
+  const colour = colours[i % colours.length];
+  return `light-dark(${colour}, color-mix(in oklab, ${colour} 60%, white))`;
+};
 const find = (id) => document.getElementById(id);
 
 /** An element with these properties and children; strings become text. */
@@ -41,7 +47,7 @@ function drawHeader() {
       chip.onclick = () => {
         hidden.has(i) ? hidden.delete(i) : hidden.add(i);
         chip.setAttribute("aria-pressed", String(!hidden.has(i)));
-        redraw.forEach((draw) => draw());
+        redrawAll();
       };
       find("runs").append(chip);
     });
@@ -64,30 +70,73 @@ function drawHeader() {
 
 const dot = (i) => {
   const element = make("span", { className: "dot" });
-  element.style.background = colours[i % colours.length];
+  element.style.background = colourOf(i);
   return element;
 };
 
-/** "first → last", of the running mean where there is one. */
+/** "first → last", with their intervals. */
 function change(series, unit) {
   if (!series) return "–";
   const [first, last] = [0, -1].map((i) => {
-    const bar = series.bars?.at(i);
-    const value = short((series.bars ? series.y : series.mean).at(i), unit);
-    return value + (bar == null ? "" : ` ± ${unit ? short(bar, unit) : +bar.toPrecision(2)}`);
+    const [value, low, high] = ["y", "low", "high"].map((name) => short(series[name]?.at(i), unit));
+    return series.low?.at(i) == null ? value : `${value} [${low}, ${high}]`;
   });
   return `${first} → ${last}`;
 }
 
-// Curves: Plotly draws, the style sheet gives it the page's colours
+// The verdict: in words, with the warnings of the run, each with its step and a way to rollouts that show it
 
-const DASHES = ["solid", "dash", "dot", "dashdot"];
-const isHeldOut = (metric) => metric.startsWith("test_");
+const MANY = 12; // warnings of a run that are listed
+const SHOWS = { // what of the rollouts shows the reason of a warning
+  "env/finished": { order: "long" }, "env/groups_without_signal": { order: "worst" }, entropy: { colour: "entropy" },
+};
+
+function drawVerdict() {
+  runs.forEach((run, r) => {
+    const name = runs.length > 1 ? make("b", {}, dot(r), visible(run.name)) : null;
+    const text = make("p", { className: `verdict ${run.verdict.kind}` }, run.verdict.text);
+    const first = run.events.length ? `What went wrong first, at step ${run.events[0].step}:` : "No warnings.";
+    const events = run.events.slice(0, MANY).map((event) => make("li", {}, ...eventParts(event, r)));
+    const rest = run.events.length - events.length;
+    const more = rest > 0 ? make("p", { className: "note" }, `${rest} more are in events.jsonl.`) : null;
+    const list = make("ul", { className: "events" }, ...events);
+    find("verdict").append(make("div", { className: "card" }, name, text, make("p", {}, first), list, more));
+  });
+  const isLive = runs.some((run) => run.origin && run.origin.end === null);
+  find("live").textContent = isLive ? "The run goes on: this page loads itself again every minute while it is left alone." : "";
+  if (isLive) reloadWhenIdle();
+}
+
+/** A warning: its step, the sentence, a link to the panel of its metric, and one to rollouts of about that step. */
+function eventParts(event, r) {
+  const panel = panels.findIndex(({ metrics }) => event.metric in metrics);
+  const toPanel = panel < 0 ? null : make("a", { href: `#panel-${panel}` }, "curve");
+  const steps = [...new Set(runs[r].rollouts.rows.map((row) => row.step))];
+  const nearest = steps.reduce((a, b) => (Math.abs(b - event.step) < Math.abs(a - event.step) ? b : a), steps[0]);
+  const toRollouts = steps.length ? make("a", { href: "#rollouts-title" }, `rollouts of step ${nearest}`) : null;
+  if (toRollouts) toRollouts.onclick = () => showRollouts(r, nearest, SHOWS[event.metric] ?? {});
+  const links = [toPanel, toRollouts].filter(Boolean).flatMap((link) => [" · ", link]);
+  return [make("b", {}, `step ${event.step}`), ` ${visible(event.text)}`, ...links];
+}
+
+/** Loads the page again after a minute in which nobody used it. */
+function reloadWhenIdle() {
+  let last = Date.now();
+  for (const name of ["pointermove", "keydown", "scroll", "input"]) {
+    addEventListener(name, () => { last = Date.now(); }, { passive: true });
+  }
+  setInterval(() => { if (Date.now() - last > 60_000) location.reload(); }, 5_000);
+}
+
+// Curves: curves.js draws
+
+const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
+const isHeldOut = (metric) => /^(test|valid)_/.test(metric);
 
 function drawCurves() {
   const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics)));
   const shown = panels.filter((panel) => Object.keys(panel.metrics).some((metric) => logged.has(metric)));
-  shown.forEach((panel) => addPanel(() => panel, make("h3", {}, panel.title)));
+  shown.forEach((panel) => addPanel(() => panel, make("h3", { id: `panel-${panels.indexOf(panel)}` }, panel.title)));
   const isOther = (name) => !/_(ci|low|high)$/.test(name) && shown.every((panel) => !(name in panel.metrics));
   const others = [...logged].filter(isOther).sort();
   if (!others.length) return;
@@ -110,18 +159,12 @@ function addPanel(panelOf, heading) {
     key.replaceChildren(...(metrics.size > 1 ? [...metrics.values()].map(keyOf) : []));
     const told = curves.map((curve) => `${curve.name} ${change(curve.series, panel.unit)}`);
     plot.ariaLabel = `${panel.title ?? heading.value}: ${told.join("; ")}`;
-    const isPositive = curves.every((curve) => curve.series.y.every((y) => y >= 0)); // null too
-    const numbers = { minexponent: 5, separatethousands: true, exponentformat: "e" };
-    const axis = { automargin: true, zeroline: false, nticks: 6, ...numbers };
-    Plotly.react(plot, curves.flatMap((curve) => traces(curve, panel)), {
-      margin: { l: 46, r: 10, t: 8, b: 28 }, showlegend: false, hovermode: "x unified",
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { size: 11 },
-      xaxis: { ...axis, showgrid: false },
-      yaxis: { ...axis, tickformat: panel.unit && ".2~%", rangemode: isPositive ? "nonnegative" : "normal" },
-    }, { displayModeBar: false, responsive: true });
+    const marks = runs.flatMap((run, r) => (hidden.has(r) ? [] : run.events))
+      .filter((event) => event.metric in panel.metrics).map(({ step, text }) => ({ step, text: visible(text) }));
+    drawPlot(plot, curves, marks, (value) => short(value, panel.unit), redrawAll);
   };
   redraw.push(draw);
-  setTimeout(draw); // one at a time, so that the page answers in between
+  draw();
   return draw;
 }
 
@@ -132,36 +175,18 @@ function curvesOf(panel) {
     if (!run.metrics[metric] || hidden.has(r)) return;
     const one = runs.length === 1;
     const isPair = Object.keys(panel.metrics).some(isHeldOut); // held out is dots: both may have one colour
-    const colour = colours[(one ? (isPair ? 0 : m) : r) % colours.length];
-    const dash = isPair && isHeldOut(metric) ? "dot" : one || isPair ? "solid" : DASHES[m % DASHES.length];
+    const colour = colourOf(one ? (isPair ? 0 : m) : r);
+    const dash = one || isPair ? "" : DASHES[m % DASHES.length];
     const name = [one ? "" : visible(run.name), label].filter(Boolean).join(", ");
-    curves.push({ series: run.metrics[metric], metric, label, name, colour, dash });
+    curves.push({ series: run.metrics[metric], metric, isHeldOut: isHeldOut(metric), label, name, colour, dash });
   }));
   return curves;
 }
 
-/** Plotly's lines of a curve: dots with intervals, or a pale line under its running mean. */
-function traces({ series, metric, name, colour, dash }, panel) {
-  const safe = name.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // Plotly reads some markup in names
-  const form = panel.unit === "%" ? "%{y:.1%}" : "%{y:.4~g}";
-  const base = { x: series.x, type: "scatter", name: safe || " ", hovertemplate: `${form}<extra>${safe}</extra>` };
-  if (isHeldOut(metric)) {
-    const bars = series.bars && { type: "data", array: series.bars, width: 3, thickness: 1.2 };
-    const look = { mode: "lines+markers", marker: { size: 6 }, line: { color: colour, width: 1.4, dash } };
-    return [{ ...base, ...look, y: series.y, ...(bars && { error_y: bars }) }];
-  }
-  const smooth = series.y.some((y, i) => y !== series.mean[i]);
-  const mode = series.x.length > 1 ? "lines" : "markers";
-  const look = { line: { color: colour, width: 1.9, dash }, marker: { color: colour } };
-  const strong = { ...base, ...look, mode, y: series.mean };
-  const pale = { x: series.x, y: series.y, mode, opacity: 0.28, line: { color: colour, width: 1 }, hoverinfo: "skip" };
-  return smooth ? [pale, strong] : [strong];
-}
-
 /** The sign of a metric beside its name. */
-function keyOf({ label, metric, colour, dash }) {
-  const sign = make("i", { className: isHeldOut(metric) ? "held-out" : "" });
-  sign.style.borderTop = `2px ${{ dot: "dotted", solid: "solid" }[dash] ?? "dashed"} currentColor`;
+function keyOf({ label, isHeldOut, colour, dash }) {
+  const sign = make("i", { className: isHeldOut ? "held-out" : "" });
+  sign.style.borderTop = `2px ${isHeldOut ? "dotted" : dash ? "dashed" : "solid"} currentColor`;
   if (runs.length === 1) sign.style.color = colour;
   return make("span", {}, sign, label);
 }
@@ -180,8 +205,8 @@ const constant = (row) => // a completion's advantage is that of each of its tok
 
 // What colours tokens, blue above 0 and orange below; `reach` is where the scale ends (null: at the page's largest)
 const COLOURINGS = {
-  advantage: { label: "advantage", reach: null, values: (row) => perToken(row, "advantage") ?? constant(row) },
   "log-prob": { label: "log-probability (nats)", reach: 2, values: (row) => perToken(row, "logprobs") },
+  advantage: { label: "advantage", reach: null, values: (row) => perToken(row, "advantage") ?? constant(row) },
   ratio: { label: "log of the ratio trainer / sampler", reach: 0.5, values: logRatios },
   entropy: { label: "entropy (nats)", reach: 2, values: (row) => perToken(row, "entropies") },
 };
@@ -203,7 +228,7 @@ function fillSelect(select, options, keep) {
 }
 
 function startRollouts() {
-  const withRows = runs.map((run, i) => i).filter((i) => runs[i].rollouts.rows.length);
+  const withRows = runs.map((run, i) => i).filter((i) => runs[i].rollouts.rows.length || runs[i].pairs.rows.length);
   find("run-label").hidden = withRows.length < 2;
   if (!withRows.length) {
     find("rollouts-note").textContent = "No rollouts were written.";
@@ -231,35 +256,54 @@ function startRollouts() {
 }
 
 const chosenRun = () => runs[+find("run").value];
+const PAIRS = "pairs"; // in the place of a step: rollouts of the first and the last one, side by side
+
+/** Shows rollouts of a step, in an order and a colour that the fields of `fields` name. */
+function showRollouts(r, step, fields) {
+  find("run").value = r;
+  chooseRun();
+  for (const [id, value] of Object.entries({ step, group: "", order: "", ...fields })) {
+    if ([...find(id).options].some((option) => option.value === String(value))) find(id).value = value;
+  }
+  listGroups();
+  filter();
+  drawPage();
+}
 
 function chooseRun() {
-  const { rows, note } = chosenRun().rollouts;
+  const { rollouts: { rows, note }, pairs } = chosenRun();
   const whose = runs.length > 1 ? `${visible(chosenRun().name)}: ` : "";
   const about = "Completions of a group answer one problem; advantages compare them.";
-  find("rollouts-note").textContent = `${whose}${note}. ${about}`;
+  const beginning = pairs.note && `First and last: ${pairs.note}`;
+  find("rollouts-note").textContent = [`${whose}${note}.`, about, beginning].join(" ");
   const steps = [...new Set(rows.map((row) => row.step))];
-  fillSelect(find("step"), [["all", ""], ...steps.map((step) => [step, step])], String(steps.at(-1)));
-  const names = Object.keys(COLOURINGS);
-  const has = names.map((name) => rows.some((row) => COLOURINGS[name].values(row)));
-  const options = names.map((name, i) => [has[i] ? name : `${name} (not recorded)`, name]);
-  fillSelect(find("colour"), [["none", ""], ...options], find("colour").value || names[has.indexOf(true)]);
-  for (const option of find("colour").options) option.disabled = has[names.indexOf(option.value)] === false;
+  const choices = [["all", ""], ...steps.map((step) => [step, step])];
+  if (pairs.rows.length) choices.unshift(["first and last", PAIRS]);
+  fillSelect(find("step"), choices, pairs.rows.length ? PAIRS : String(steps.at(-1)));
+  const names = Object.keys(COLOURINGS).filter((name) => rows.some((row) => COLOURINGS[name].values(row)));
+  const options = [["none", ""], ...names.map((name) => [name, name])];
+  fillSelect(find("colour"), options, find("colour").value || names[0]);
   listGroups();
 }
 
 function listGroups() {
   const step = find("step").value;
-  const inStep = chosenRun().rollouts.rows.filter((row) => step === "" || String(row.step) === step);
+  const inStep = rowsOf(step);
   const groups = [...new Set(inStep.map((row) => row.group ?? 0))].sort((a, b) => a - b);
   fillSelect(find("group"), [["all", ""], ...groups.map((group) => [group, group])], find("group").value);
+}
+
+/** The rollouts of a step, of all ("") or of the pairs. */
+function rowsOf(step) {
+  if (step === PAIRS) return chosenRun().pairs.rows;
+  return chosenRun().rollouts.rows.filter((row) => step === "" || String(row.step) === step);
 }
 
 function filter() {
   const [step, group, least, most, order] = ["step", "group", "least", "most", "order"].map((id) => find(id).value);
   const words = find("search").value.toLowerCase();
   state.page = 0;
-  state.rows = chosenRun().rollouts.rows.filter((row) =>
-    (step === "" || String(row.step) === step) && (group === "" || String(row.group ?? 0) === group)
+  state.rows = rowsOf(step).filter((row) => (group === "" || String(row.group ?? 0) === group)
     && (least === "" || row.return >= +least) && (most === "" || row.return <= +most)
     && (words === "" || String(row.text).toLowerCase().includes(words)));
   const sorts = { best: ["return", -1], worst: ["return", 1], long: ["length", -1], short: ["length", 1] };
@@ -305,7 +349,10 @@ function drawRow(row, values, reach) {
     typeof row.advantage === "number" ? fact("advantage", row.advantage) : null,
     ...parts.map((name) => fact(name, row[name])));
   const card = make("article", { className: "card" }, facts);
-  if (row.prompt) card.append(make("details", {}, make("summary", {}, "prompt"), box(visible(row.prompt))));
+  const isPair = find("step").value === PAIRS;
+  if (row.prompt) {
+    card.append(make("details", { open: isPair }, make("summary", {}, "prompt"), box(visible(row.prompt))));
+  }
   const isColoured = Array.isArray(row.tokens) && values?.length === row.tokens.length;
   const messages = Array.isArray(row.conversation) ? row.conversation : null;
   const tokens = isColoured ? row.tokens : messages?.map((message) => `${message.content}\n`) ?? [row.text ?? ""];
@@ -351,7 +398,26 @@ function describe(row, i) {
   return known.map(([name, value]) => `${name} ${short(value)}`).join("\n");
 }
 
-// Settings
+// Settings, and where a run comes from
+
+function drawOrigins() {
+  const origins = runs.map((run) => run.origin ?? {});
+  const names = [...new Set(origins.flatMap(Object.keys))];
+  const heads = runs.length > 1 ? [make("tr", {}, make("th"), ...runs.map((run, r) => make("th", {}, dot(r), visible(run.name))))] : [];
+  const rows = names.map((name) => {
+    const cells = origins.map((origin) => make("td", {}, originText(name, origin[name])));
+    return make("tr", {}, make("th", { scope: "row" }, name === "seconds" ? "total time" : visible(name)), ...cells);
+  });
+  find("origin").hidden = !names.length;
+  find("origin").append(make("table", {}, ...heads, ...rows));
+}
+
+function originText(name, value) {
+  if (value == null) return name === "end" ? "not yet, or it was killed" : "–";
+  if (name !== "seconds") return visible(value);
+  const minutes = Math.round(value / 60);
+  return value < 600 ? `${Math.round(value)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
 
 function drawSettings() {
   const configs = runs.map((run) => run.config ?? {});
@@ -378,6 +444,8 @@ find("theme").onclick = () => { look.colorScheme = look.colorScheme === "dark" ?
 find("only-label").hidden = runs.length < 2;
 find("setting").oninput = find("only").onchange = drawSettings;
 drawHeader();
+drawVerdict();
+drawOrigins();
 drawSettings();
 startRollouts();
 drawCurves();

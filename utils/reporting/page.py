@@ -3,9 +3,9 @@
     python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --html compare.html    # open it with any browser
     python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --out compare.png      # the picture of plots.py
 
-The page is template.html with page.js, which draws; this file adds the data, thinned to what a browser opens at
-once. Models write hostile text: the data is JSON in which nothing can end its element, the script shows text as text
-only, and the page's own policy lets no other script run and nothing be loaded from anywhere.
+The page is template.html with curves.js and page.js, which draw; this file adds the data, thinned to what a browser
+opens at once. Models write hostile text: the data is JSON in which nothing can end its element, the scripts show text
+as text only, and the page's own policy lets no other script run and nothing be loaded from anywhere.
 """
 
 import argparse
@@ -15,8 +15,10 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -26,11 +28,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from utils.metrics.jsonl import JSON, parse_json, read_lines
-from utils.reporting.plots import COLOURS, plot_runs, read_metrics, running_mean
+from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
+from utils.reporting.verdict import judge
 
 POINTS = 1000  # of a curve
-ROLLOUT_BYTES = 20_000_000  # of rollouts in one report, as JSON lines
+ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
 ROLLOUT_STEPS = (10, 1000)  # steps whose rollouts are shown: at least, at most
+PAIRS = 8  # rollouts of the first step that are shown beside those of the last
 FOLDER = Path(__file__).resolve().parent
 
 Values = Float[np.ndarray, "N"]  # of a metric, by step
@@ -62,12 +66,12 @@ PANELS = (
     Panel(
         "Length",
         "Tokens of a completion: growth may be longer thought or padding, which the rollouts below tell apart.",
-        {"env/length": "training", "test_env/length": "held out"},
+        {"test_env/length": "held out", "env/length": "training"},
     ),
     Panel(
         "Finished",
         "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer.",
-        {"env/finished": "training", "test_env/finished": "held out"}, "%",
+        {"test_env/finished": "held out", "env/finished": "training"}, "%",
     ),
     Panel(
         "Entropy",
@@ -106,9 +110,9 @@ PANELS = (
     ),
     Panel(
         "Sampler against trainer",
-        "KL between the probabilities that sampling and training give the same tokens: rounding keeps it tiny, so "
-        "growth points to a defect.",
-        {"inference_recompute/kl": "training"},
+        "Mean difference of the log-probabilities that sampling and training give the same tokens, nats: rounding "
+        "keeps it tiny, so growth points to a defect.",
+        {"inference_recompute/logprob_diff": "training"},
     ),
     Panel(
         "Critic",
@@ -127,8 +131,8 @@ PANELS = (
     ),
     Panel(
         "Memory",
-        "Most that was in use so far, in GB, on the fullest device (on CPU, by the process): a level just below the "
-        "limit is fine, a rise without end is a leak.",
+        "Most in use since the process began, in GB, on the fullest device (on CPU, by the process), so a resumed run "
+        "begins anew: a level just below the limit is fine, a rise without end is a leak.",
         {"memory/peak_gb": "peak"},
     ),
 )  # fmt: skip
@@ -164,15 +168,30 @@ def label_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     """Returns the data of a run for the page: metrics, configuration and about `budget` bytes of rollouts."""
+    folder = metrics_jsonl.parent
     logged = read_metrics(metrics_jsonl)
     logged.pop("global_step", None)
-    config = metrics_jsonl.parent / "config.json"
+    config = read_settings(folder / "config.json")
+    events = read_events(folder / "events.jsonl")
+    steps = [event["step"] for event in events]
     return {
         "name": label,
-        "metrics": {name: curve_data(*logged[name], *logged.get(f"{name}_ci", ())) for name in logged},
-        "config": read_settings(config),
-        "rollouts": read_rollouts(metrics_jsonl.parent / "rollouts", budget),
+        "verdict": judge(logged),
+        "events": events,
+        "metrics": {name: curve_data(*series, intervals(logged, name)) for name, series in logged.items()},
+        "origin": config.pop("run", None) if config else None,
+        "config": config,
+        "pairs": first_and_last(folder / "rollouts"),
+        "rollouts": read_rollouts(folder / "rollouts", budget, steps),
     }
+
+
+def read_events(events_jsonl: Path) -> list[dict[str, JSON]]:
+    """Returns the warnings of a run: their step, the metric that they are about, and the sentence."""
+    if not events_jsonl.exists():
+        return []
+    lines = [line for _, line in read_lines(events_jsonl, key="global_step")]
+    return [{"step": line["global_step"], "metric": line.get("metric"), "text": line.get("warning")} for line in lines]
 
 
 def read_settings(config_json: Path) -> dict[str, JSON] | None:
@@ -185,17 +204,14 @@ def read_settings(config_json: Path) -> dict[str, JSON] | None:
 
 
 def curve_data(
-    steps: Values,
-    values: Values,
-    interval_steps: Sequence[float] | Values = (),
-    half_widths: Sequence[float] | Values = (),
+    steps: Values, values: Values, ends: Mapping[float, Interval] = MappingProxyType({})
 ) -> dict[str, list[float | None]]:
-    """Returns a metric as it is drawn: `x`, `y`, its running `mean`, half the height of its `bars`."""
+    """Returns a metric as it is drawn: `x`, `y`, its running `mean`, the ends of its intervals, `low` and `high`."""
     chosen = thin(values, POINTS)
     columns = {"x": steps[chosen], "y": values[chosen], "mean": running_mean(values)[chosen]}
-    bars = dict(zip(interval_steps, half_widths, strict=True))
-    if bars:
-        columns["bars"] = np.array([bars.get(step, np.nan) for step in steps[chosen]])
+    if ends:
+        pairs = [ends.get(step, (np.nan, np.nan)) for step in steps[chosen]]
+        columns["low"], columns["high"] = np.array(pairs).T
     return {name: [rounded(x) for x in column] for name, column in columns.items()}
 
 
@@ -223,23 +239,61 @@ def thin(values: Values, limit: int) -> Int[np.ndarray, "K"]:
     return np.array(sorted(chosen))
 
 
-def read_rollouts(folder: Path, budget: int) -> dict[str, JSON]:
-    """Returns rollouts of steps evenly spread over the run, about `budget` bytes of them, and a note on those left out.
+def first_and_last(folder: Path) -> dict[str, JSON]:
+    """Returns rollouts of the first and of the last step in turn, of the same problems where both have some.
+
+    Those of held-out problems come first: each evaluation has the same ones.
+    """
+    for prefix in ("held_out", "step"):
+        files = rollout_files(folder, prefix)
+        if len(files) < 2:
+            continue
+        first, last = ([{"step": step} | row for _, row in read_lines(file)] for step, file in (files[0], files[-1]))
+        pairs = pair_rows(first, last)
+        if pairs:
+            kind = "held-out problems" if prefix == "held_out" else "problems"
+            return {"rows": pairs, "note": f"the same {kind} at steps {files[0][0]} and {files[-1][0]}, side by side."}
+    return {"rows": [], "note": ""}
+
+
+def pair_rows(first: Sequence[Row], last: Sequence[Row]) -> list[Row]:
+    """Returns rows of the same tasks in turn, the n-th of `first` and of `last`; one of each task comes first."""
+    by_task: dict[JSON, list[Row]] = {}
+    for row in last:
+        by_task.setdefault(row.get("task"), []).append(row)
+    pairs = []
+    taken = Counter()
+    for row in first:
+        task = row.get("task")
+        others = by_task.get(task, [])
+        if taken[task] < len(others):
+            pairs.append((taken[task], row, others[taken[task]]))
+            taken[task] += 1
+    pairs.sort(key=lambda pair: pair[0])
+    return [row for _, *pair in pairs[:PAIRS] for row in pair]
+
+
+def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[str, JSON]:
+    """Returns rollouts of steps evenly spread over the run and of these `steps`, and a note on those left out.
+
+    They are about `budget` bytes.
 
     A row has `text`, `return` and other scores, `group`, `task`, `length`, `finished`; and, where they were written,
     `prompt`, `advantage` (one, or one for each token) and the lists `tokens` (text), `logprobs` (of the sampler),
     `old_logprobs` (before the update) or `ratios` of the two, and `entropies`.
     """
-    files = rollout_files(folder)
+    files = rollout_files(folder, "step")
     if not files:
         return {"rows": [], "note": ""}
     mean_size = sum(file.stat().st_size for _, file in files) / len(files)
     num_steps = int(np.clip(budget // max(mean_size, 1), *ROLLOUT_STEPS))
     num_steps = min(num_steps, len(files))
-    places = np.linspace(0, len(files) - 1, num_steps)
+    spread = np.linspace(0, len(files) - 1, num_steps).round().astype(int)
+    places = sorted({*spread.tolist(), *(place for place, (step, _) in enumerate(files) if step in steps)})
+    num_steps = len(places)
     rows = []
     num_written = 0
-    for place in places.round().astype(int):
+    for place in places:
         step, file = files[place]
         sized_rows = [(len(line), row) for line, row in read_lines(file)]
         num_written += len(sized_rows)
@@ -252,11 +306,11 @@ def read_rollouts(folder: Path, budget: int) -> dict[str, JSON]:
     return {"rows": rows, "note": f"{note} steps"}
 
 
-def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    """Returns the files step_N.jsonl of a folder with their steps, in order."""
+def rollout_files(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """Returns the files of a folder that are named by this prefix and a step, with their steps, in order."""
     files = []
     for path in folder.glob("*.jsonl"):
-        match = re.fullmatch(r"step_(\d+)", path.stem)
+        match = re.fullmatch(rf"{prefix}_(\d+)", path.stem)
         if match:
             files.append((int(match[1]), path))
     return sorted(files)
@@ -285,15 +339,12 @@ def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
 
 
 def render_page(runs: Sequence[Mapping[str, JSON]]) -> str:
-    """Returns the page: template, library, data and script, and a policy that names the two scripts by their hashes."""
-    from plotly.offline import get_plotlyjs  # only here: nothing else of a run needs it
-
+    """Returns the page: template, data and scripts, and a policy that names the two scripts by their hashes."""
     panels = [panel._asdict() for panel in PANELS]
-    library = get_plotlyjs()
-    script = (FOLDER / "page.js").read_text(encoding="utf-8")
-    hashes = [f"'sha256-{sha256(text)}'" for text in (library, script)]
+    curves, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("curves.js", "page.js"))
+    hashes = [f"'sha256-{sha256(text)}'" for text in (curves, script)]
     sections = {
-        "library": library,
+        "curves": curves,
         "script": script,
         "hashes": " ".join(hashes),
         "data": embed_json({"runs": runs, "panels": panels, "colours": COLOURS}),

@@ -1,7 +1,7 @@
 """Draws plot.png of a run, or of several runs in one picture, from what metrics.jsonl holds.
 
 Dots with bars are held-out scores and their 95 % intervals; lines are of the training batches, pale as they are and
-strong as a running mean.
+strong as a running mean, with gaps at steps without a value. report.html draws them alike.
 """
 
 import itertools
@@ -35,6 +35,8 @@ COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#c
 
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
 Metrics = dict[str, Series]
+Interval = tuple[float, float]  # its ends
+WINDOW = 2  # steps on each side of a running mean: fixed, so that runs of different lengths are smoothed alike
 
 
 def plot_run(metrics_jsonl: str | Path, out_png: str | Path) -> None:
@@ -44,33 +46,53 @@ def plot_run(metrics_jsonl: str | Path, out_png: str | Path) -> None:
 
 
 def read_metrics(metrics_jsonl: str | Path) -> Metrics:
-    """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped."""
-    columns: dict[str, list[tuple[int, float]]] = {}
+    """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped.
+
+    A step of training without a value, as one without an update, is NaN too; held-out scores are of some steps only.
+    """
+    columns: dict[str, dict[int, float]] = {}
     for _, record in read_lines(metrics_jsonl, key="global_step"):
         step = record["global_step"]
         for name, value in record.items():
             number = np.nan if value is None else value
             if isinstance(number, int | float):
-                column = columns.setdefault(name, [])
-                column.append((step, number))
+                column = columns.setdefault(name, {})
+                column[step] = number
+    all_steps = sorted({step for column in columns.values() for step in column})
     run = {}
     for name, column in columns.items():
-        steps, values = np.array(column, float).T
-        run[name] = (steps, values)
+        steps = list(column)
+        if not is_held_out(name):
+            steps = [step for step in all_steps if steps[0] <= step <= steps[-1]]
+        values = [column.get(step, np.nan) for step in steps]
+        run[name] = np.array(steps, float), np.array(values, float)
     return run
 
 
-def interval_by_step(run: Metrics, name: str) -> dict[float, float]:
-    """Returns half the width of a metric's 95% interval, by step; empty where none was logged."""
-    steps, half_widths = run.get(f"{name}_ci", ((), ()))
-    return dict(zip(steps, half_widths, strict=True))
+def is_held_out(name: str) -> bool:
+    """True for metrics of held-out problems."""
+    return name.startswith(("test_", "valid_"))
+
+
+def intervals(run: Metrics, name: str) -> dict[float, Interval]:
+    """Returns the ends of a metric's 95% interval by step: as logged, else from half its width; empty without both."""
+    by_step = by_steps(run, name)
+    ends = {step: (by_step[step] - half, by_step[step] + half) for step, half in by_steps(run, f"{name}_ci").items()}
+    highs = by_steps(run, f"{name}_high")
+    return ends | {step: (low, highs[step]) for step, low in by_steps(run, f"{name}_low").items()}
+
+
+def by_steps(run: Metrics, name: str) -> dict[float, float]:
+    """Returns the values of a metric by step; none where it was never logged."""
+    steps, values = run.get(name, ((), ()))
+    return dict(zip(steps, values, strict=True))
 
 
 def before_and_after(metrics_jsonl: str | Path) -> str:
     """Returns a table of the first and the last held-out scores and training metrics; empty where none was logged."""
     run = read_metrics(metrics_jsonl)
     held_out_names = [held_out for held_out, _ in MAIN]
-    lines = [f"{'':<30}{'first':>16}{'last':>16}"]
+    lines = [f"{'':<30}{'first':>22}{'last':>22}"]
     for name in (*held_out_names, *SIDE[:3]):
         if name not in run:
             continue
@@ -79,18 +101,22 @@ def before_and_after(metrics_jsonl: str | Path) -> str:
             title = f"held out: {title}"
         first = format_point(run, name, 0)
         last = format_point(run, name, -1)
-        lines.append(f"{title:<30}{first:>16}{last:>16}")
+        lines.append(f"{title:<30}{first:>22}{last:>22}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def format_point(run: Metrics, name: str, index: int) -> str:
-    """Returns one value of a metric as text, with half the width of its interval where there is one."""
+    """Returns one value of a metric as text, with its 95% interval where there is one."""
     steps, values = run[name]
-    half_width = interval_by_step(run, name).get(steps[index])
     text = format_value(name, values[index])
-    if half_width is not None:
-        text += f" ± {format_value(name, half_width)}"
-    return text
+    ends = intervals(run, name).get(steps[index])
+    return text if ends is None else f"{text} {format_interval(name, ends)}"
+
+
+def format_interval(name: str, ends: Interval) -> str:
+    """Returns an interval of a metric as text."""
+    low, high = (format_value(name, end) for end in ends)
+    return f"[{low}, {high}]"
 
 
 def format_value(name: str, value: float) -> str:
@@ -114,7 +140,7 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     colours = itertools.cycle(COLOURS)
     for label, run in runs.items():
         colour = next(colours)
-        plot_curve(axes["main"], run.get(training), colour, f"{label} (training)", "--")
+        plot_curve(axes["main"], run.get(training), colour, f"{label} (training)")
         if held_out in run:
             plot_held_out(axes["main"], run, held_out, colour, f"{label} (held out)")
         for name in side:
@@ -154,15 +180,16 @@ def plot_held_out(
 ) -> None:
     """Draws a held-out score as dots with bars, its 95% intervals."""
     steps, values = run[name]
-    half_widths = interval_by_step(run, name)
-    heights = [half_widths.get(step, np.nan) for step in steps]
+    ends = intervals(run, name)
+    lows, highs = np.array([ends.get(step, (np.nan, np.nan)) for step in steps]).T
+    heights = np.maximum([values - lows, highs - values], 0.0)  # below 0 by rounding
     axis.errorbar(
         steps,
         values,
         heights,
         color=colour,
         label=label,
-        fmt="o-",
+        fmt="o:",
         ms=5,
         lw=1.5,
         capsize=3,
@@ -193,28 +220,25 @@ def plot_curve(
     series: Series | None,
     colour: str,
     label: str,
-    style: str = "-",
 ) -> None:
     """Draws a metric of each step: pale as it is, and strong as a running mean."""
     if series is None:
         return
     steps, values = series
     axis.plot(steps, values, color=colour, alpha=0.25, lw=1)
-    axis.plot(steps, running_mean(values), color=colour, lw=1.6, ls=style, label=label)
+    axis.plot(steps, running_mean(values), color=colour, lw=1.6, label=label)
 
 
 def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns the mean of each value and its neighbours, a twentieth of all on each side; NaN where none is finite."""
+    """Returns the mean of each value and its finite neighbours, WINDOW on each side; NaN where the value is."""
     count = len(values)
-    width = count // 20
     places = np.arange(count)
-    start = np.maximum(places - width, 0)
-    end = np.minimum(places + width + 1, count)
+    start = np.maximum(places - WINDOW, 0)
+    end = np.minimum(places + WINDOW + 1, count)
     is_finite = np.isfinite(values)
     finite_values = np.where(is_finite, values, 0)
     sums = np.append(0, np.cumsum(finite_values))
     counts = np.append(0, np.cumsum(is_finite))
     window_sums = sums[end] - sums[start]
     window_counts = counts[end] - counts[start]
-    with np.errstate(invalid="ignore"):
-        return window_sums / window_counts
+    return np.where(is_finite, window_sums / np.maximum(window_counts, 1), np.nan)

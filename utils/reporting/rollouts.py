@@ -14,11 +14,15 @@ Row: TypeAlias = dict[str, object]
 
 
 def rollout_rows(
-    episodes: Episodes, group_size: int, tokenizer: Tokenizer | None = None, batch: Batch | None = None
+    episodes: Episodes,
+    group_size: int,
+    tokenizer: Tokenizer | None = None,
+    batch: Batch | None = None,
+    num_groups: int = NUM_GROUPS,
 ) -> list[Row]:
     """Returns what rollouts/step_N.jsonl holds of each rollout.
 
-    With a tokenizer, rows of the first NUM_GROUPS also hold what report.html colours: prompt, tokens and their
+    With a tokenizer, rows of the first `num_groups` also hold what report.html colours: prompt, tokens and their
     log-probabilities, and for rows of `batch` their advantages and what else it knows of them.
     """
     completions = episodes.completions
@@ -35,7 +39,7 @@ def rollout_rows(
             row["stop_reason"] = episodes.stops[i]
         if episodes.failed[i]:
             row["reward_failed"] = True
-        if tokenizer and row["group"] < NUM_GROUPS:
+        if tokenizer and row["group"] < num_groups:
             row |= token_fields(episodes, i, tokenizer, batch, place.get(i))
         rows.append(row)
     return rows

@@ -8,7 +8,10 @@ from etils import epath
 from utils.runs.checkpoints import write_errors
 from utils.settings.errors import UserError
 
-NEEDED = ("config.json", "data.json", "metrics.jsonl", "wandb_id", "mlflow_run_id")  # to resume on another machine
+NEEDED = (  # to resume on another machine
+    *("config.json", "data.json", "metrics.jsonl", "events.jsonl"),
+    *("wandb_id", "mlflow_run_id"),
+)
 
 
 class Bucket:

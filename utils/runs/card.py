@@ -16,9 +16,9 @@ import yaml
 
 from core.records import Progress
 from models.checkpoint import ROOT, find_local
-from models.files import CARD_MARK
+from models.files import CARD, CARD_MARK
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import Metrics, format_point
+from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.settings.arguments import Value
 from utils.settings.config import options_of
 from utils.settings.environments import RolloutSettings
@@ -26,7 +26,8 @@ from utils.settings.environments import RolloutSettings
 TAGS = ("grpo", "reinforcement-learning", "lmpo")
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "stop_strings")
+DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
+LICENSE = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TEMPLATE = """\
 ---
@@ -81,7 +82,8 @@ class ModelCard:
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(TAGS)}
         base_model = str(self.settings["model_dir"])
         is_hub_id = HUB_ID.fullmatch(base_model) and not find_local(base_model)
-        return {"base_model": base_model} | metadata if is_hub_id else metadata
+        base = {"base_model": base_model} if is_hub_id else {}
+        return base | find_license(base_model) | metadata
 
     def facts(self, progress: Progress) -> dict[str, JSON]:
         """Returns what was trained on what, and how completions are sampled, in training and in evaluations."""
@@ -89,7 +91,7 @@ class ModelCard:
             "base_model": self.settings["model_dir"],
             "steps": progress.step,
             "completions": progress.num_rollouts,
-            "sampling": {name: self.settings[name] for name in SAMPLING},
+            "sampling": {name: self.settings[name] for name in (*DISTRIBUTION, "stop_strings")},
         }
         for role, played in self.environments.items():
             problem = played.env.problem(0)
@@ -113,7 +115,7 @@ class ModelCard:
             logged = [score for score in SCORES if f"{role}/{score}" in run]
             for score in logged:
                 last_step = run[f"{role}/{score}"][0][-1]
-                counts = [value_at(run, f"{role}/{name}", last_step) for name in COUNTS]
+                counts = [by_steps(run, f"{role}/{name}").get(last_step, math.nan) for name in COUNTS]
                 estimates = [format_cell(run, f"{role}/{score}", index) for index in (0, -1)]
                 cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
                 rows.append(f"| {' | '.join(cells)} |")
@@ -138,6 +140,27 @@ def training_command(config_class: type, settings: Mapping[str, Value]) -> str:
         if not known.resumable and value != known.default:
             words.append(f"--{name}={value}")
     return shlex.join(words)
+
+
+def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> dict[str, JSON]:
+    """Returns how completions were sampled, in the names of generation_config.json; 0 is greedy, and top_k 0 is all."""
+    limit = {"max_new_tokens": max_new_tokens}
+    if settings["temperature"] == 0:
+        return limit | {"do_sample": False}
+    return limit | {"do_sample": True} | {name: settings[name] for name in DISTRIBUTION}
+
+
+def find_license(base_model: str) -> dict[str, JSON]:
+    """Returns the licence that the base model's own card states, in the hub's fields; nothing where it states none."""
+    from huggingface_hub import try_to_load_from_cache  # here: an error of the options does not wait for it
+    from huggingface_hub.repocard import metadata_load
+
+    folder = find_local(base_model)
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        file = folder / CARD if folder else try_to_load_from_cache(base_model, CARD)
+        card = metadata_load(str(file)) or {}
+        return {name: str(card[name]) for name in LICENSE if name in card}
+    return {}
 
 
 def find_version() -> str:
@@ -166,18 +189,6 @@ def to_yaml(value: Mapping[str, JSON]) -> str:
 
 
 def format_cell(run: Metrics, name: str, index: int) -> str:
-    """Returns a score with its interval (the ends where they are logged, else half the width) and its step."""
-    steps, values = run[name]
-    step = steps[index]
-    low = value_at(run, f"{name}_low", step)
-    high = value_at(run, f"{name}_high", step)
-    score = f"{values[index]:.3f} [{low:.3f}, {high:.3f}]"
-    if math.isnan(low + high):
-        score = format_point(run, name, index)
-    return f"{score} (step {step:.0f})"
-
-
-def value_at(run: Metrics, name: str, step: float) -> float:
-    """Returns a metric at a step, NaN where none was logged."""
-    steps, values = run.get(name, ((), ()))
-    return dict(zip(steps, values, strict=True)).get(step, math.nan)
+    """Returns a score with its interval and its step."""
+    steps, _ = run[name]
+    return f"{format_point(run, name, index)} (step {steps[index]:.0f})"

@@ -1,6 +1,7 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
-config.json  data.json  metrics.jsonl  plot.png  report.html  rollouts/step_N.jsonl and .npz
+config.json  data.json  metrics.jsonl  events.jsonl  plot.png  report.html
+rollouts/step_N.jsonl and .npz, held_out_N.jsonl
 state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
@@ -34,15 +35,16 @@ from utils.evaluation.tables import find_checkpoints
 from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.metrics.terminal import waiting
-from utils.reporting.page import write_report
+from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
 from utils.runs.bucket import Bucket, is_bucket, local_folder
-from utils.runs.card import make_card
+from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
 from utils.runs.lock import FolderLock
+from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.config import option, options_of, to_dict
@@ -54,6 +56,7 @@ PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "upd
 CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
+NUM_HELD_OUT = 4  # held-out problems whose rollouts are written
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,13 @@ class RunConfig(SinkConfig):
     save_best: bool = option(
         False,
         "Copy of the model with the best held-out return so far, in <save_dir>/best; step 0 counts",
+        resumable=True,
+    )
+    save_dtype: str = option(
+        "",
+        "Data type of the weights in saved models; bfloat16 takes half the space of float32, and rounds; empty: that "
+        "of training",
+        ["", "float32", "bfloat16", "float16"],
         resumable=True,
     )
     keep: int = option(2, "Number of training states kept, the latest", resumable=True)
@@ -164,8 +174,10 @@ class Run:
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
+        before = read_settings(self.directory / "config.json") if self.resumed else None
+        self.origin = Origin(self.card.version, self.layout.device_kinds, (before or {}).get("run") or {})
         if is_main:
-            write_json(self.directory / "config.json", self.settings)
+            self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)
         sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
         num_steps = 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
@@ -200,6 +212,10 @@ class Run:
                 if is_stopped or kind is None or not self.layout.mesh.is_multi_process:
                     self.save_newest()
                 self.checkpoints.close()
+                if is_stopped or kind is None:
+                    self.write_config(is_ended=True)
+                    self.draw()
+                    self.upload()
                 if is_stopped:
                     self.layout.broadcast("saved")  # before one process leaves, which would end the others
             except OSError as failure:
@@ -267,21 +283,22 @@ class Run:
             self.stack.callback(stop_trace)
 
     def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:
-        """Writes a Hugging Face folder of this name: its template has the thinking of training, its card the scores.
+        """Writes a Hugging Face folder of this name: its template has the prompts of training, its card the scores.
 
         Of adapters it is a folder of PEFT, which names their base.
         """
-        layout = self.layout
-        problem = self.environments["env"].env.problem(0)
-        tokenizer = self.tokenizer
+        layout, played = self.layout, self.environments["env"]
+        problem = played.env.problem(0)
+        tokenizer = self.tokenizer.with_generation(generation_settings(self.settings, played.max_new_tokens))
         if not problem.plain:
-            tokenizer = tokenizer.with_default_thinking(problem.thinking)
+            tokenizer = tokenizer.with_training_prompts(problem.thinking, problem.prefix)
         card = ""
         if layout.is_main:
             card = self.card.render(progress, read_metrics(self.directory / "metrics.jsonl"))
         folder = self.directory / name
         if LAYERS in params:
-            save_model(folder, self.model, params, tokenizer, "", layout.fetch, layout.is_main, card)
+            dtype = self.config.save_dtype
+            save_model(folder, self.model, params, tokenizer, dtype, layout.fetch, layout.is_main, card)
         else:
             base = base_name(self.model_dir)
             save_adapters(folder, self.model, params, tokenizer, base, layout.fetch, layout.is_main, card)
@@ -309,6 +326,12 @@ class Run:
             lines.append(f"such steps take long on a CPU: --config {CPU_PRESET} makes them smaller, and fewer")
         return lines
 
+    def write_config(self, is_ended: bool = False) -> None:
+        """Writes config.json: the settings, and under "run" where the run comes from and how long it has taken."""
+        if self.layout.is_main:
+            origin = self.origin.record(is_ended)
+            write_json(self.directory / "config.json", self.settings | {"run": origin})
+
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""
         self.logger.say(*lines)
@@ -318,10 +341,13 @@ class Run:
         text = "compiled ahead: {compile/num_programs} programs, {compile/num_from_cache} more were in the cache"
         self.print(text.format_map(self.compilations.take_metrics()))
 
-    def log_start(self, metrics: dict[str, float], state: TrainState, progress: Progress) -> Progress:
+    def log_start(
+        self, metrics: dict[str, float], examples: Episodes, state: TrainState, progress: Progress
+    ) -> Progress:
         """Logs the evaluation before the first step; returns the progress with its score as the best one."""
         self.logger.log(0, metrics)
         self.logger.line(0, metrics)
+        self.write_held_out(0, examples)
         if self.config.save_best:
             self.save_model("best", state.params, progress)
         return replace(progress, best=selection_score(metrics))
@@ -345,6 +371,7 @@ class Run:
         metrics |= self.compilations.take_metrics()
         metrics["rollout/total_rollouts"] = progress.num_rollouts
         metrics["times/step"] = time.perf_counter() - self.step_start
+        metrics["times/run"] = self.origin.seconds
         metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
         self.logger.log(step, metrics)
         self.logger.line(step, metrics)
@@ -361,7 +388,8 @@ class Run:
         self.newest = state, progress
         self.check_lock()
         self.checkpoints.check_errors()
-        if is_saved or time.monotonic() > self.next_drawing:
+        if not is_last and (is_saved or time.monotonic() > self.next_drawing):
+            self.write_config()
             self.draw()
         if is_saved:
             self.save_newest()
@@ -381,9 +409,13 @@ class Run:
         state, progress = newest
         if any(x.is_deleted() for x in jax.tree.leaves(state)):
             return  # donated to an update that did not end
+        self.upload()
+        self.checkpoints.save(progress.step, state, asdict(progress))
+
+    def upload(self) -> None:
+        """Copies what is new to the bucket, if there is one."""
         if self.bucket and self.layout.is_main:
             self.bucket.upload()
-        self.checkpoints.save(progress.step, state, asdict(progress))
 
     def write_rollouts(self, step: int, episodes: Episodes, batch: Batch, is_last: bool) -> None:
         """Writes one JSON object per rollout, of all with their arrays or of two groups; prints an example when due."""
@@ -402,8 +434,16 @@ class Run:
         if self.config.save_rollouts == "all":
             np.savez_compressed(folder / f"step_{step}.npz", **rollout_arrays(episodes, group_size))
             first_rows = rows
-        lines = [json.dumps(row, default=json_value) + "\n" for row in first_rows]
-        (folder / f"step_{step}.jsonl").write_text("".join(lines))
+        write_rows(folder / f"step_{step}.jsonl", first_rows)
+
+    def write_held_out(self, step: int, episodes: Episodes) -> None:
+        """Writes the rollouts of the first held-out problems, which are the same at each evaluation."""
+        if not self.layout.is_main or self.config.save_rollouts == "none":
+            return
+        rows = rollout_rows(episodes, self.settings["num_eval_samples"], self.tokenizer, num_groups=NUM_HELD_OUT)
+        folder = self.directory / "rollouts"
+        folder.mkdir(exist_ok=True)
+        write_rows(folder / f"held_out_{step}.jsonl", [row for row in rows if row["group"] < NUM_HELD_OUT])
 
     def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
@@ -414,7 +454,8 @@ class Run:
         path = folder / f"{len(list(folder.iterdir()))}.npz"
         arrays = {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)}
         np.savez(path, **arrays)
-        print(f"warning: an update was skipped, since its loss or gradient is not finite; its batch: {path}")
+        text = f"an update was skipped, since its loss or gradient is not finite; its batch: {path}"
+        self.logger.warn(self.logger.step + 1, "loss", text)
 
     def draw(self) -> None:
         """Draws plot.png and report.html anew, so seldom that it costs a run a hundredth of its time at most."""
@@ -490,6 +531,12 @@ def write_json(file: Path, value: Mapping[str, object]) -> None:
     draft = file.with_name(file.name + ".new")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(draft, file)
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Writes one JSON object a line."""
+    lines = [json.dumps(row, default=json_value) + "\n" for row in rows]
+    file.write_text("".join(lines))
 
 
 def is_due(step: int, interval: int) -> bool:

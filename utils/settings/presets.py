@@ -34,6 +34,7 @@ def read_preset(path: str) -> Preset:
     if file.suffix == ".py":
         return to_mapping(run_file(file, path), path)
     preset = to_mapping(read_yaml(file, path), path)
+    preset.pop("run", None)  # config.json of a run: where it comes from
     return expand_data_block(preset, file)
 
 

@@ -1,0 +1,126 @@
+"""Chat in a browser with several models side by side, such as a base model and what was trained from it.
+
+The server answers this machine only, and only its own page: other sites that a browser has open can reach it too.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from utils.evaluation.chat import Message, Model
+from utils.settings.errors import UserError
+
+PAGE = Path(__file__).with_name("web.html")
+ROLES = ("user", "assistant")
+MAX_BYTES = 10**7  # of a conversation
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Serves the page and the replies of models; they are computed one at a time."""
+
+    daemon_threads = True
+
+    def __init__(self, models: Sequence[Model], port: int):
+        self.models = models
+        self.lock = Lock()
+        super().__init__(("127.0.0.1", port), Handler)
+
+    @property
+    def hosts(self) -> set[str]:
+        """Names by which the page may be asked for: another one is that of a site which points to this machine."""
+        return {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    @cached_property
+    def page(self) -> tuple[str, str]:
+        """The page, and a policy under which its own script alone runs."""
+        names = json.dumps([model.name for model in self.models]).replace("<", "\\u003c")
+        text = PAGE.read_text(encoding="utf-8").replace("{{models}}", names)
+        script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
+        return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request."""
+
+    server: ChatServer
+
+    def do_GET(self) -> None:
+        """Sends the page."""
+        if self.headers["Host"] not in self.server.hosts or self.path != "/":
+            return self.send_error(404)
+        text, policy = self.server.page
+        self.begin("text/html; charset=utf-8", policy)
+        self.wfile.write(text.encode())
+
+    def do_POST(self) -> None:
+        """Streams a reply: the text so far, again and again as it grows, each as an object on a line."""
+        is_page = self.headers["Origin"] in {f"http://{host}" for host in self.server.hosts}
+        if self.headers["Host"] not in self.server.hosts or not is_page or self.path != "/reply":
+            return self.send_error(404)
+        try:
+            size = min(int(self.headers["Content-Length"] or 0), MAX_BYTES)
+            model, messages, temperature = read_request(self.rfile.read(size), self.server.models)
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            return self.send_error(400, explain="".join(filter(str.isprintable, str(error))))
+        self.begin("text/plain; charset=utf-8")
+        with self.server.lock:
+            try:
+                model.change("temperature", temperature)
+                self.send_line("text", model.reply(messages, partial(self.send_line, "text")))
+            except UserError as error:
+                self.send_line("error", str(error))
+            except OSError:
+                self.close_connection = True  # the page has stopped the reply
+
+    def begin(self, kind: str, policy: str = "default-src 'none'") -> None:
+        """Sends the head of an answer, whose end is that of the connection."""
+        self.send_response(200)
+        headers = {"Content-Type": kind, "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        for name, value in (headers | {"Cache-Control": "no-store"}).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_line(self, kind: str, text: str) -> None:
+        """Sends one object of a line. Raises: OSError when the page has gone."""
+        self.wfile.write(json.dumps({kind: text}).encode() + b"\n")
+        self.wfile.flush()
+
+    def log_message(self, *_) -> None:
+        """Prints nothing: the page shows what happens."""
+
+
+def read_request(body: bytes, models: Sequence[Model]) -> tuple[Model, list[Message], str]:
+    """Returns the model, the conversation and the temperature of a request. Raises: ValueError, KeyError, TypeError."""
+    request = json.loads(body)
+    messages = []
+    for message in request["messages"]:
+        if message["role"] not in ROLES or not isinstance(message["content"], str):
+            raise ValueError(f"a message has a role of {', '.join(ROLES)}, and text")
+        messages.append({"role": message["role"], "content": message["content"]})
+    number = request["model"]
+    if type(number) is not int or not 0 <= number < len(models):
+        raise ValueError(f"there are models 0 to {len(models) - 1}")
+    return models[number], messages, str(request["temperature"])
+
+
+def serve(models: Sequence[Model], port: int) -> None:
+    """Serves the page until Ctrl-C. Raises: UserError where the port is taken."""
+    try:
+        server = ChatServer(models, port)
+    except OSError as error:
+        raise UserError(f"--web {port}: the port cannot be opened ({error.strerror}): name another one") from error
+    print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends)", flush=True)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            with server.lock:  # a reply that is being computed ends first: see Interrupts
+                print()

@@ -1,0 +1,109 @@
+"""Verdict on a run in words: what it has learnt, by how much, and since when nothing has changed.
+
+It compares held-out scores by their 95% intervals; a run without any is judged by the returns of its training batches,
+blocks of steps in the place of evaluations.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.evaluation.estimates import mean_over_runs
+from utils.metrics.jsonl import JSON
+from utils.reporting.plots import MAIN, Metrics, format_interval, format_value, intervals
+
+BLOCK = 5  # steps of training that make one point
+TITLES = {
+    "test_env/correct_answer": "held-out correct answers",
+    "test_env/return": "the held-out return",
+    "env/return": "the return of the training batches (means of 5 steps)",
+}
+
+
+class Point(NamedTuple):
+    """A score at a step, with the ends of its 95% interval."""
+
+    step: int
+    value: float
+    low: float
+    high: float
+
+
+def judge(run: Metrics) -> dict[str, JSON]:
+    """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
+
+    It is that of the correct answers, where they are logged and have changed, else that of the return.
+    """
+    held_out = [name for name, _ in MAIN if name in run]
+    verdicts = [judge_points(name, held_out_points(run, name)) for name in held_out]
+    verdicts = verdicts or [judge_points("env/return", training_points(run, "env/return"))]
+    return next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
+
+
+def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
+    """Returns the verdict on the points of a metric: see `judge`."""
+    if len(points) < 2:
+        return {"kind": "open", "text": "Too early to tell: there are no two scores to compare yet."}
+    first, last = points[0], points[-1]
+    best = max(points, key=lambda point: point.value)
+    low, high = difference(first, last)
+    kind = "better" if low > 0 else "worse" if high < 0 else "same"
+    opening = {"better": "Learnt", "worse": "Worse than before", "same": "Nothing learnt that can be shown"}[kind]
+    if kind != "worse" and difference(last, best)[0] > 0:
+        kind, opening = "worse", "Learnt, then lost again"
+    sentences = [f"{opening}: {describe_change(name, first, last)}."]
+    if kind == "worse" and best is not first:
+        sentences.append(f"The best score was {format_value(name, best.value)} at step {best.step}.")
+    flat = flat_since(points)
+    if flat is not None:
+        sentences.append(f"No change beyond the interval of the last score since step {flat}.")
+    return {"kind": kind, "text": " ".join(sentences)}
+
+
+def held_out_points(run: Metrics, name: str) -> list[Point]:
+    """Returns the held-out scores of a metric."""
+    ends = intervals(run, name)
+    scores = zip(*run[name], strict=True)
+    return [Point(int(step), x, *ends.get(step, (x, x))) for step, x in scores if math.isfinite(x)]
+
+
+def training_points(run: Metrics, name: str) -> list[Point]:
+    """Returns the means of blocks of BLOCK steps, with Student's intervals; steps that fill none are left out."""
+    steps, values = run.get(name, (np.zeros(0), np.zeros(0)))
+    is_finite = np.isfinite(values)
+    steps, values = steps[is_finite], values[is_finite]
+    points = []
+    for end in range(BLOCK, len(values) + 1, BLOCK):
+        estimate = mean_over_runs(name, values[end - BLOCK : end])
+        mean, half_width = estimate[name], estimate.get(f"{name}_ci", 0.0)
+        points.append(Point(int(steps[end - 1]), mean, mean - half_width, mean + half_width))
+    return points
+
+
+def difference(first: Point, last: Point) -> tuple[float, float]:
+    """Returns the 95% interval of last - first, taken as independent: wider than that of a paired comparison.
+
+    Source: Newcombe 1998, Interval Estimation for the Difference Between Independent Proportions, method 10.
+    """
+    change = last.value - first.value
+    down = math.hypot(last.value - last.low, first.high - first.value)
+    up = math.hypot(last.high - last.value, first.value - first.low)
+    return change - down, change + up
+
+
+def describe_change(name: str, first: Point, last: Point) -> str:
+    """Returns the first and the last score and their difference in words."""
+    before, after = (format_value(name, point.value) for point in (first, last))
+    change = format_value(name, last.value - first.value)
+    interval = format_interval(name, difference(first, last))
+    steps = f"{before} at step {first.step} to {after} at step {last.step}"
+    return f"{TITLES[name]} went from {steps}, a change of {change} {interval}"
+
+
+def flat_since(points: list[Point]) -> int | None:
+    """Returns the step from which all scores lie in the interval of the last; None where fewer than three do."""
+    last = points[-1]
+    outside = [i for i, point in enumerate(points) if not last.low <= point.value <= last.high]
+    start = outside[-1] + 1 if outside else 0
+    return points[start].step if len(points) - start >= 3 else None

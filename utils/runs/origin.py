@@ -1,0 +1,61 @@
+"""Origin of a run: commit, command, machine, versions and times, kept in config.json beside the settings."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from utils.metrics.jsonl import JSON
+
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "transformers")
+
+
+class Origin:
+    """Facts about a run, and the time that it takes; `before` holds those of the run that is resumed."""
+
+    def __init__(self, version: str, devices: str, before: Mapping[str, JSON]):
+        self.clock = time.monotonic()
+        self.seconds_before = float(before.get("seconds") or 0.0)
+        self.facts = {
+            "lmpo": version,
+            "command": shlex.join(["python", *sys.argv]),
+            "host": platform.node(),
+            "cpu": f"{find_cpu()}, {os.cpu_count()} cores",
+            "devices": devices,
+            "versions": find_versions(),
+            "start": before.get("start") or now(),
+        }
+
+    def record(self, is_ended: bool) -> dict[str, JSON]:
+        """Returns the facts as they are now; "end" is None while the run goes on, and after a process was killed."""
+        return self.facts | {"end": now() if is_ended else None, "seconds": round(self.seconds, 1)}
+
+    @property
+    def seconds(self) -> float:
+        """Time that the run has taken, of all its processes one after the other."""
+        return self.seconds_before + time.monotonic() - self.clock
+
+
+def find_cpu() -> str:
+    """Returns the name of the CPU."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return names[0] if names else platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def find_versions() -> str:
+    """Returns the versions of Python and of the packages that a result depends on."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    return ", ".join([f"python {platform.python_version()}", *versions])
+
+
+def now() -> str:
+    """Returns the time of day with its distance from UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
