@@ -5,7 +5,8 @@
 
 --stop_share S makes completions end at random: so much of the vocabulary are stop tokens, and to a random model all
 tokens are about equally likely, so that lengths are geometric with mean 1 / S. Then the same is measured without
-compaction.
+compaction. --lengths 100,1024 draws the lengths of prompts and completions from this range, all equally likely: with
+256 groups of one, the work that nano-vllm's benchmark gives to vLLM.
 """
 
 import sys
@@ -17,6 +18,8 @@ if __name__ == "__main__":
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,10 +27,11 @@ from jaxtyping import Int
 
 from bench.common import BenchConfig, RowsConfig, environment, load, make_prompts, report, seconds_of, spread
 from core.records import Completions
-from core.sampling import Sampler
+from core.sampling import Chain, Sampler
 from models.names import Params
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import group, option, parse
+from utils.settings.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,54 @@ class Command:
     """Rollout."""
 
     stop_share: float = option(0.0, "Share of the vocabulary that ends a completion")
+    lengths: str = option("", "Range of the tokens of prompts and of completions, as 100,1024; empty: all are equal")
     dtype: str = option("", "Data type of matmuls and cache; empty: bfloat16, float32 on CPU")
     bench: BenchConfig = group(BenchConfig)
     rows: RowsConfig = group(RowsConfig)
     devices: DeviceConfig = group(DeviceConfig)
+
+
+class FixedLengths(Chain):
+    """Completions that end after numbers of tokens that are given, whatever is drawn."""
+
+    def __init__(self, limits: Int[np.ndarray, "B"], *arguments: Any):
+        super().__init__(*arguments)
+        self.limits = limits[self.row_offset :][: len(self.keys)]
+
+    def decode(self, start: int, steps: int) -> None:
+        super().decode(start, steps)
+        drawn = self.drawn
+        has_ended = ~drawn.done & (self.limits <= start + steps)
+        drawn.lengths[has_ended] = self.limits[has_ended]
+        drawn.done |= has_ended
+
+
+class Work(NamedTuple):
+    """Prompts, the most tokens of a completion, and what draws them."""
+
+    prompts: list[list[int]]
+    limit: int
+    make_chain: Callable[..., Chain]
+
+
+def make_work(config: Command, vocab_size: int) -> Work:
+    """Returns prompts and completions of equal lengths, or of random ones with --lengths.
+
+    Raises: UserError for --lengths that cannot be read.
+    """
+    bench, rows = config.bench, config.rows
+    if not config.lengths:
+        prompts = make_prompts(vocab_size, rows.groups_per_batch, bench.prompt_tokens)
+        return Work(prompts, rows.num_generation_tokens, Chain)
+    try:
+        low, high = map(int, config.lengths.split(","))
+        lengths = np.random.default_rng(0).integers(low, high, (2, rows.groups_per_batch), endpoint=True)
+    except ValueError:
+        raise UserError(f"--lengths {config.lengths} is no range like 100,1024") from None
+    prompts = make_prompts(vocab_size, rows.groups_per_batch, high)
+    prompts = [prompt[:length] for prompt, length in zip(prompts, lengths[0], strict=True)]
+    limits = np.repeat(lengths[1], rows.group_size)
+    return Work(prompts, int(limits.max()), partial(FixedLengths, limits))
 
 
 def make_rollout(
@@ -63,12 +111,12 @@ def main(config: Command) -> None:
     bench, rows = config.bench, config.rows
     layout = make_layout(config.devices)
     model, params = load(rows.model_dir, bench.shape, layout, config.dtype)
-    prompts = make_prompts(model.vocab_size, rows.groups_per_batch, bench.prompt_tokens)
-    limit = rows.num_generation_tokens
+    prompts, limit, make_chain = make_work(config, model.vocab_size)
     num_stop_ids = int(config.stop_share * model.vocab_size)
     table = []
     for is_compact in (True, False) if num_stop_ids else (True,):
-        sampler = Sampler(model, limit, tuple(range(num_stop_ids)), layout=layout, compact=is_compact)
+        stop_ids = tuple(range(num_stop_ids))
+        sampler = Sampler(model, limit, stop_ids, layout=layout, compact=is_compact, make_chain=make_chain)
         rollout = make_rollout(sampler, params, prompts, rows.group_size)
         start = time.perf_counter()
         num_tokens = int(completion_lengths(rollout()).sum())

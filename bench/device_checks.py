@@ -1,0 +1,133 @@
+"""Results of this device against references: kernels against plain attention, sampler against trainer, float32 on CPU.
+
+    python bench/device_checks.py                            # heads of 128 channels, as kernels need them
+    python bench/device_checks.py --layers 28 --vocabulary 151936
+
+Differences are of log-probabilities in nats, and of a gradient as a fraction of its norm. The command ends with status
+1 where one is above its limit.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jaxtyping import Float, Int
+
+from bench.common import Figure, environment, make_prompts, report, shape
+from core.sampling import Sampler
+from models.architecture import Decoder, is_spec
+from models.decoder import init_params, score_tokens
+from models.names import Array, Params
+from utils.devices.sharding import MESH_AXES, Layout
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.settings.config import group, option, parse
+
+NUM_ROWS, NUM_COLUMNS = 8, 256  # of training rows; of sampled ones a quarter is prompt
+NATS = 0.01  # mean difference of log-probabilities in bfloat16
+GRADIENT = 0.03  # difference of gradients in bfloat16
+ROUNDING = 1e-4  # of float32, whose products are summed in another order
+Result = tuple[Float[np.ndarray, "B T"], Float[np.ndarray, "n"]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """Device checks."""
+
+    shape: str = option("Qwen3-0.6B", "Shape of the random model")
+    layers: int = option(2, "Layers of the model")
+    vocabulary: int = option(4096, "Ids of the model's vocabulary")
+    json: str = option("", "File for the figures; empty: not written")
+    devices: DeviceConfig = group(DeviceConfig)
+
+
+def cpu_layout() -> Layout:
+    """Returns a mesh of this machine's CPU alone."""
+    device = np.array(jax.devices("cpu")[:1])
+    return Layout(Mesh(device.reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+
+
+def lay_out(model: Decoder, params: Params, layout: Layout) -> Params:
+    """Returns parameters that the host holds on the devices, as training has them."""
+
+    def put(spec: tuple, x: np.ndarray) -> jax.Array:
+        return jax.device_put(x, layout.sharding(*spec))
+
+    return jax.tree.map(put, model.parameter_table(), params, is_leaf=is_spec)
+
+
+def train(model: Decoder, params: Params, layout: Layout, tokens: Int[np.ndarray, "B T"]) -> Result:
+    """Returns log-probabilities, and the gradient of their sum with a random sign for each row, on the host."""
+    model = replace(model, mesh=layout.mesh)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (len(tokens), 1)).astype(np.float32)
+
+    def loss(params: Params, tokens: Array) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+        logprobs = score_tokens(model, params, tokens).logprobs
+        return (signs * logprobs).sum(), logprobs
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    grads, logprobs = layout.fetch(gradient(lay_out(model, params, layout), layout.put(tokens)))
+    return logprobs, np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])
+
+
+def compare(name: str, found: Result, expected: Result, nats: float, gradient: float) -> list[tuple[Figure, ...]]:
+    """Returns a row of the table for log-probabilities, and one for gradients."""
+    logprobs = np.abs(found[0] - expected[0])
+    of_norm = np.linalg.norm(found[1] - expected[1]) / np.linalg.norm(expected[1])
+    return [
+        (f"{name}, log-probabilities", float(logprobs.mean()), float(logprobs.max()), nats),
+        (f"{name}, gradient", float(of_norm), float(of_norm), gradient),
+    ]
+
+
+def sampler_gap(model: Decoder, params: Params, layout: Layout, limit: float) -> tuple[Figure, ...]:
+    """Returns the row of |log p of the sampler - log p of the trainer| of drawn tokens."""
+    model = replace(model, mesh=layout.mesh)
+    prompts = make_prompts(model.vocab_size, NUM_ROWS, NUM_COLUMNS // 4)
+    sampler = Sampler(model, 3 * NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256)), layout=layout)
+    params = lay_out(model, params, layout)
+    drawn = sampler.generate(sampler.load_weights(params), prompts, np.arange(NUM_ROWS), 4, jax.random.key(0))
+    scores = jax.jit(partial(score_tokens, model))(params, layout.put(drawn.tokens))
+    gap = np.abs(drawn.logprobs - layout.fetch_array(scores.logprobs))[drawn.mask]
+    cache = model.kv_dtype or model.dtype
+    return f"sampler with a cache in {cache}, trainer in {model.dtype}", float(gap.mean()), float(gap.max()), limit
+
+
+def check(config: Command, layout: Layout) -> list[tuple[Figure, ...]]:
+    """Returns what was compared, mean and largest difference, and the limit of the mean."""
+    model = replace(shape(config.shape), num_hidden_layers=config.layers, vocab_size=config.vocabulary)
+    params = jax.device_get(jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)))
+    tokens = np.array(make_prompts(model.vocab_size, NUM_ROWS * layout.row_shards, NUM_COLUMNS), np.int32)
+    exact = replace(model, dtype="float32")
+    half = replace(model, dtype="bfloat16", mesh=layout.mesh)
+    plain = train(replace(half, attention="plain"), params, layout, tokens)
+    with jax.default_matmul_precision("highest"):
+        in_float32 = train(exact, params, layout, tokens)
+        on_cpu = train(exact, params, cpu_layout(), tokens)
+        rows = compare("float32 against CPU", in_float32, on_cpu, ROUNDING, ROUNDING)
+        rows.append(sampler_gap(exact, params, layout, ROUNDING))
+    rows += compare("bfloat16 against float32", plain, in_float32, NATS, GRADIENT)
+    by_kernel = train(half, params, layout, tokens)
+    rows += compare(f"attention by {half.kernel} against plain", by_kernel, plain, NATS, GRADIENT)
+    rows.append(sampler_gap(half, params, layout, NATS))
+    rows.append(sampler_gap(replace(half, kv_dtype="int8"), params, layout, 3 * NATS))
+    return rows
+
+
+def main(config: Command) -> None:
+    layout = make_layout(config.devices)
+    rows = [(*row, "yes" if row[1] <= row[3] else "NO") for row in check(config, layout)]
+    columns = ("compared", "mean", "largest", "limit of the mean", "within")
+    title = f"Checks of a device, {config.shape} with {config.layers} layers and {config.vocabulary:,} ids"
+    report(title, columns, rows, environment(), config.json)
+    sys.exit(any(row[-1] == "NO" for row in rows))
+
+
+if __name__ == "__main__":
+    main(parse(Command, sys.argv[1:], __doc__))

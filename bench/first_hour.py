@@ -1,0 +1,83 @@
+"""The page of bench/first_hour.sh: what its parts found, beside what is aimed at.
+
+    python bench/first_hour.py page FOLDER       # writes page.md and page.json there
+    python bench/first_hour.py target            # prints this device's name in bench/compiled.py, if it has one
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import jax
+
+from bench import compiled
+from bench.common import Figure
+
+PARTS = (
+    "checks", "decode_and_update", "lengths_100_to_1024", "update_1.7B", "step", "step_int8", "step_1.7B",
+    "step_1.7B_int8", "transformers", "predicted",
+)  # fmt: skip
+
+
+class Aim(NamedTuple):
+    """A figure that is aimed at: its place in the table of a part, and what it should be on an H200."""
+
+    text: str
+    part: str
+    row: int
+    column: str
+
+
+AIMS = (
+    Aim("sampler against trainer in bfloat16, nats: mean below 0.01", "checks", 7, "mean"),
+    Aim("decode, 256 rows of 1k tokens: 60% of the read bandwidth", "decode_and_update", 0, "of read bandwidth"),
+    Aim("update of 0.6B: 45% of the matmul rate", "decode_and_update", 1, "of matmul rate"),
+    Aim("update of 1.7B: 45% of the matmul rate", "update_1.7B", 1, "of matmul rate"),
+    Aim("256 prompts and completions of 100 to 1,024 tokens: 20,000 tokens/s", "lengths_100_to_1024", 0, "tokens/s"),
+)
+
+
+def find_target() -> str:
+    """Returns this device's name in bench/compiled.py; empty: it has none, or its compiler is not installed."""
+    kind = jax.devices()[0].device_kind
+    names = (name for name, target in compiled.TARGETS.items() if target.kind == kind and compiled.has_compiler(name))
+    return next(names, "")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Figure]]) -> list[str]:
+    """Returns the lines of a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(x if isinstance(x, str) else f"{x:,.4g}" for x in line) + " |" for line in lines]
+
+
+def write_page(folder: Path) -> None:
+    """Writes page.md and page.json from the files of the parts."""
+    found = {}
+    for name in PARTS:
+        file = folder / f"{name}.json"
+        if file.exists():
+            found[name] = json.loads(file.read_text())
+    aims = [(aim.text, found[aim.part]["rows"][aim.row][aim.column]) for aim in AIMS if aim.part in found]
+    lines = ["# The first hour", "", *table(("aimed at, on an H200", "found"), aims)]
+    for name, part in found.items():
+        facts = ", ".join(f"{key} {value}" for key, value in part["environment"].items())
+        rows = [list(row.values()) for row in part["rows"]]
+        lines += ["", f"## {name}", "", f"{part['title']}; {facts}", "", *table(list(part["rows"][0]), rows)]
+    for file in sorted(folder.glob("*.failed")):
+        lines += ["", f"## {file.stem} failed", "", "```", *file.read_text().splitlines()[-15:], "```"]
+    (folder / "page.md").write_text("\n".join(lines) + "\n")
+    (folder / "page.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["target"]:
+        print(find_target())
+    elif sys.argv[1:2] == ["page"] and len(sys.argv) == 3:
+        write_page(Path(sys.argv[2]))
+    else:
+        sys.exit(__doc__)
