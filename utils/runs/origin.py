@@ -12,7 +12,7 @@ from pathlib import Path
 
 from utils.metrics.jsonl import JSON
 
-PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "transformers")
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
 
 
 class Origin:
