@@ -34,6 +34,8 @@ class Packing(NamedTuple):
     @property
     def places(self) -> Int[Array, "S M"]:
         """Returns the places of all packed tokens."""
+        if not self.others.size:  # jaxlib 0.11.2 crashes where it partitions a concatenation with nothing
+            return self.scored
         return jnp.concatenate([self.scored, self.others], axis=1)
 
     @property
