@@ -26,8 +26,8 @@ PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 # Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
-# of their gradients. Fitted to programs of Qwen3-30B-A3B for eight H200 (11 copies) and eight v5p (16).
-GATHERED_EXPERTS = 13
+# of their gradients. Fitted to programs of Qwen3-30B-A3B for eight H200, with tokamax; eight v5p hold 2 copies.
+GATHERED_EXPERTS = 6
 LOGITS = 3 * 4 * (1 << 27)  # bytes of a chunk of the head, its softmax and its gradient: see LOGIT_ELEMENTS
 
 
@@ -148,10 +148,10 @@ def measure_sizes(
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
     summed = params // 4 * gradient_item
     gradients = params + summed
-    if layout.mesh.shape["fsdp"] > 1:  # the head is gathered, and its gradient summed before it is cut
-        gradients += (item + 4) * model.vocab_size * model.hidden_size // tp
+    if layout.mesh.shape["fsdp"] > 1:  # the head is gathered, and its gradient is summed before it is cut
+        head = (item + 4) * model.vocab_size * model.hidden_size
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
-        gradients += GATHERED_EXPERTS * layer * item // tp
+        gradients += max(head, GATHERED_EXPERTS * layer * item) // tp
     has_copy = LAYERS in state.params or model.merges_adapters
     held = bytes_on_device((state, others))
     step = 0
