@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT, slow, start_processes
 
 from core import grpo
-from utils.devices.startup import DeviceConfig, ending_together, make_layout, started_processes
+from utils.devices.startup import DeviceConfig, ending_together, join_processes, make_layout, started_processes
 from utils.settings.config import parse
-from utils.settings.errors import user_errors
+from utils.settings.errors import UserError, user_errors
 
 LIMIT = 600  # seconds until a process hangs
 FLAGS = {
@@ -47,6 +47,20 @@ def test_one_process_joins_nothing(monkeypatch):
     assert make_layout(DeviceConfig()).is_main
     with pytest.raises(ZeroDivisionError), ending_together():
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("error", [ValueError("coordinator_address should be defined"), ConnectionError("no route")])
+def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys):
+    def initialize(**_):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setenv("TPU_ML_PLATFORM", "JAX")
+    join_processes(DeviceConfig())
+    printed = capsys.readouterr().err
+    assert printed.startswith("one process, since no cluster is found") and str(error) in printed
+    with pytest.raises(UserError, match="give --coordinator_address host:port"):
+        join_processes(DeviceConfig(num_processes=2))
 
 
 def train(folder: str, address: str, process_id: int, ending: str) -> None:
