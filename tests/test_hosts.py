@@ -4,12 +4,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers import ROOT, slow, start_processes
 
 from core import grpo
+from utils.devices import runtime
 from utils.devices.startup import DeviceConfig, ending_together, join_processes, make_layout, started_processes
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
@@ -61,6 +63,24 @@ def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys)
     assert printed.startswith("one process, since no cluster is found") and str(error) in printed
     with pytest.raises(UserError, match="give --coordinator_address host:port"):
         join_processes(DeviceConfig(num_processes=2))
+
+
+def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: name == "libtpu")
+    monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=None))
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # of the kernel's module, with no device behind it
+    assert runtime.runs_on_cpu(tmp_path)
+    (tmp_path / "vfio" / "0").touch()
+    assert not runtime.runs_on_cpu(tmp_path)
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    assert runtime.runs_on_cpu(tmp_path)
+
+
+@pytest.mark.parametrize(("platforms", "expected"), [("cpu", True), ("cpu,tpu", True), ("cuda", False)])
+def test_a_platform_that_was_asked_for_is_the_one(platforms, expected, monkeypatch):
+    monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    assert runtime.runs_on_cpu() == expected
 
 
 def train(folder: str, address: str, process_id: int, ending: str) -> None:
