@@ -17,7 +17,7 @@ from utils.settings.errors import UserError
 
 FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and plenty
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
-ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPUs, NVIDIA's (WSL's too), AMD's
+ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
 
 
