@@ -113,15 +113,17 @@ def plain_attention(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> Float[
 
 
 def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels: int, num_key_heads: int) -> str:
-    """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, plain elsewhere.
+    """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, else plain.
 
     Raises: UserError for a kernel that cannot run on these devices, or with this model.
     """
-    device_kind = mesh.devices.flat[0].device_kind.lower() if mesh else ""
+    device = mesh.devices.flat[0] if mesh else None
+    device_kind = device.device_kind.lower() if mesh else ""
+    capability = float(getattr(device, "compute_capability", 0))  # of CUDA; other devices have none
     is_divisible = not mesh or num_key_heads % mesh.shape["tp"] == 0
     requirements = {
         "cudnn": {
-            "an NVIDIA GPU": "nvidia" in device_kind,
+            "an NVIDIA GPU of Ampere or later": "nvidia" in device_kind and capability >= 8,
             "--dtype bfloat16": dtype == jnp.bfloat16,
             "heads of at most 128 channels": num_channels <= 128 and num_channels % 8 == 0,
             "key heads that --mesh tp divides": is_divisible,
@@ -164,10 +166,10 @@ def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, interpret: bool = 
     def pad(x: Float[Array, "B T H C"]) -> Float[Array, "B H P C"]:
         return rearrange(jnp.pad(x, padding), "B T H C -> B H T C")
 
-    q = pad(q * view.scale)
+    q = pad((q.astype(jnp.float32) * view.scale).astype(q.dtype))  # the factor itself is not rounded
     k = pad(k)
     v = pad(v)
-    block = next(size for size in (512, 256, 128) if length % size == 0)
+    block = next(size for size in (512, 384, 256, 128) if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     block_sizes = pallas.BlockSizes(**{f"block_{name}": block for name in names})
     square = length, length

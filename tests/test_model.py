@@ -214,7 +214,7 @@ def heads(T: int, C: int) -> list[jax.Array]:
     return [jnp.float32(rng.standard_normal((2, T, num, C))) for num in (4, 2, 2, 4)]
 
 
-@pytest.mark.parametrize("case", [(150, 0), *slow((150, 40), (256, 0))], ids=str)  # in blocks of 128 or of 256
+@pytest.mark.parametrize("case", [(150, 0), *slow((150, 40), (256, 0), (300, 0))], ids=str)  # blocks of 128, 256, 384
 def test_splash_attention_is_the_plain_one(case):
     """Pallas' interpreter in the place of a TPU: results and gradients."""
     T, window = case
@@ -237,18 +237,21 @@ def test_kernels_are_chosen_by_device_and_heads():
     class Device:
         device_kind: str
         id: int
+        compute_capability: str
 
-    def choose(name, kind, dtype=jnp.bfloat16, channels=128, tp=1):
-        devices = np.array([Device(kind, i) for i in range(tp)]).reshape(1, 1, tp)
+    def choose(name, kind, dtype=jnp.bfloat16, channels=128, tp=1, capability="9.0"):
+        devices = np.array([Device(kind, i, capability) for i in range(tp)]).reshape(1, 1, tp)
         mesh = jax.sharding.Mesh(devices, MESH_AXES)
         return attention.choose_kernel(name, mesh, dtype, channels, 8)
 
     assert choose("auto", "NVIDIA H200") == "cudnn" and choose("auto", "TPU v5e") == "splash"
     assert choose("plain", "NVIDIA H200") == "plain" and choose("auto", "AMD MI300X") == "plain"
     assert choose("auto", "NVIDIA H200", dtype=jnp.float32) == choose("auto", "TPU v5e", channels=64) == "plain"
+    assert choose("auto", "NVIDIA TITAN V", capability="7.0") == "plain"
+    assert choose("auto", "NVIDIA B200", capability="10.0") == "cudnn"
     assert choose("auto", "NVIDIA H200", tp=16) == "plain", "heads are not cut that finely"
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
-    with pytest.raises(ValueError, match="--attention cudnn needs an NVIDIA GPU, --dtype bfloat16"):
+    with pytest.raises(ValueError, match="--attention cudnn needs an NVIDIA GPU of Ampere or later, --dtype bfloat16"):
         choose("cudnn", "cpu", jnp.float32)
 
 
