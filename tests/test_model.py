@@ -222,7 +222,7 @@ def test_splash_attention_is_the_plain_one(case):
     view = attention.View(0.1, window)
 
     def plain(q, k, v):
-        return attention.masked_attention(q, k, v, attention.causal_mask(T, window), view.scale)[0].reshape(q.shape)
+        return attention.masked_attention(q, k, v, attention.causal_mask(T, window), view.scale).reshape(q.shape)
 
     results = [
         jax.jit(jax.vjp(f, *qkv)[1])(direction) + (jax.jit(f)(*qkv),)
@@ -230,6 +230,26 @@ def test_splash_attention_is_the_plain_one(case):
     ]
     for result, expected in zip(*results, strict=True):
         assert_close(result, expected, 3 * (128 + 2 * T))  # forward and twice backward: channels, softmax, values
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_in_blocks_is_that_of_the_whole_row(window):
+    q, k, v, _ = heads(150, 32)
+    columns, starts = jnp.arange(150), jnp.array([[0], [101]])
+    is_token = columns >= starts
+    mask = attention.causal_mask(150, window) & is_token[:, None]
+    whole = attention.masked_attention(q, k, v, mask, 0.1)
+    found = attention.plain_attention(q, k, v, attention.View(0.1, window), is_token)
+    np.testing.assert_allclose(found[is_token], whole[is_token], atol=1e-6)
+
+
+def test_scores_in_bfloat16_are_not_rounded():
+    """Rounded to bfloat16, scores near 40 would be off by up to 0.1."""
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in heads(64, 32))
+    view = attention.View(2.0)
+    found = attention.plain_attention(q, k, v, view)
+    exact = attention.plain_attention(*(x.astype(jnp.float32) for x in (q, k, v)), view)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.02)
 
 
 def test_kernels_are_chosen_by_device_and_heads():
