@@ -646,4 +646,4 @@ def state_values(
     """Computes float32 values of the states that end with each token, in the order of the packing if there is one."""
     hidden = forward(model, critic, tokens, packing=packing).astype(jnp.float32)
     hidden = rms_norm(model, hidden, critic[NORM])
-    return hidden @ critic[VALUE_HEAD][0]
+    return jnp.matmul(hidden, critic[VALUE_HEAD][0], precision="highest")  # else in bfloat16 on TPU, and in TF32

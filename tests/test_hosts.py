@@ -83,6 +83,24 @@ def test_a_platform_that_was_asked_for_is_the_one(platforms, expected, monkeypat
     assert runtime.runs_on_cpu() == expected
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype", "before", "expected"),
+    [
+        ("tpu", "float32", None, "highest"),
+        ("tpu", "float32", "high", "high"),
+        ("gpu", "bfloat16", None, None),
+        ("cpu", "float32", None, None),
+    ],
+)
+def test_products_of_a_float32_model_are_float32(backend, dtype, before, expected, monkeypatch):
+    config = SimpleNamespace(jax_default_matmul_precision=before)
+    config.update = lambda name, value: setattr(config, name, value)
+    monkeypatch.setattr(runtime.jax, "config", config)
+    monkeypatch.setattr(runtime.jax, "default_backend", lambda: backend)
+    runtime.set_matmul_precision(dtype)
+    assert config.jax_default_matmul_precision == expected
+
+
 def train(folder: str, address: str, process_id: int, ending: str) -> None:
     """This process's part of a run on two, which process 1 leaves in its third step."""
     flags = FLAGS | {"save_dir": folder, "coordinator_address": address, "num_processes": 2, "process_id": process_id}

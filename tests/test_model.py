@@ -208,6 +208,15 @@ def test_the_backward_pass_reads_the_parameters_themselves(remat):
     assert not [shape for shape in kept if shape[-2:] in weights]
 
 
+def test_a_critic_s_values_are_products_in_float32():
+    model = replace(MODEL, dtype="bfloat16")
+    critic = decoder.make_critic(model, jax.tree.map(jnp.asarray, random_params(model)))
+    tokens = np.ones((2, 8), np.int32)
+    jaxpr = jax.make_jaxpr(lambda critic: decoder.state_values(model, critic, tokens))(critic)
+    products = [equation.params["precision"] for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+    assert products == [(jax.lax.Precision.HIGHEST,) * 2], "the layers' are inside of a scan"
+
+
 def heads(T: int, C: int) -> list[jax.Array]:
     """Queries, keys, values, and a direction."""
     rng = np.random.default_rng(0)

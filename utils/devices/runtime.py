@@ -89,6 +89,16 @@ def keep_memory() -> None:
             libc.mallopt(M_MMAP_MAX, 0)
 
 
+def set_matmul_precision(dtype: str) -> None:
+    """Makes products of a float32 model exact to float32; a precision that the user has set is kept.
+
+    By default TPUs multiply float32 matrices in one pass of bfloat16, and NVIDIA GPUs in TF32; CPUs in float32.
+    """
+    is_set = jax.config.jax_default_matmul_precision is not None
+    if dtype == "float32" and jax.default_backend() != "cpu" and not is_set:
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 @contextlib.contextmanager
 def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     """Limits the CPU seconds (TimeoutError) and the new memory (MemoryError) of untrusted code in the block.
