@@ -89,7 +89,7 @@ class TrainComputeConfig(ComputeConfig):
 
     attention: str = option(
         "auto",
-        "Attention kernel of the update; auto: cudnn on NVIDIA, splash on TPU, else plain",
+        "Attention kernel of the update; auto: cudnn on NVIDIA from Ampere on, splash on TPU, else plain",
         ["auto", "plain", "cudnn", "splash"],
         resumable=True,
     )
