@@ -425,7 +425,9 @@ def make_learner(
     others = base or reference
     plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows)
     notes = [*plan.notes, describe_objective(objective), describe_optimizer(config.optimizer, params)]
-    notes += filter(None, [config.sampling.distribution.describe(), describe_adapters(config, model, base)])
+    adapters = describe_adapters(config, model, base)
+    padding = describe_padding(config.minibatch_size, layout.row_shards)
+    notes += filter(None, [config.sampling.distribution.describe(), adapters, padding])
     learner = Learner(
         replace(model, remat=plan.remat),
         optimizer,
@@ -439,6 +441,17 @@ def make_learner(
         tuple(notes),
     )
     return learner, learner.between_updates(state)
+
+
+def describe_padding(num_rows: int, shards: int) -> str:
+    """Returns in one line how much of an update is padding where a minibatch has fewer rows than the mesh has parts."""
+    if num_rows >= shards:
+        return ""
+    return (
+        f"{1 - num_rows / shards:.0%} of each update is padding, since --mesh cuts rows into {shards} parts "
+        f"(data x fsdp) and a minibatch has {num_rows}: raise it to {shards} (--ppo_minibatch, --groups_per_batch), or "
+        "give tp more of the devices"
+    )
 
 
 def describe_adapters(config: Config, model: Decoder, base: Weights) -> str:

@@ -47,23 +47,21 @@ MASKED = -1e30  # finite: a padded row has no visible column, and its softmax mu
 
 def masked_attention(
     q: RowHeads, k: KeyHeads, v: KeyHeads, mask: Bool[Array, "*B T S"], scale: float
-) -> tuple[Float[Array, "B T H*C"], LayerCache]:
-    """Computes attention under `mask` (True: visible); also returns keys and values in the layout of the cache."""
+) -> Float[Array, "B T H*C"]:
+    """Computes attention under `mask` (True: visible)."""
     T = q.shape[1]
     K = k.shape[2]
     k = rearrange(k, "B S K C -> B K S C")
     v = rearrange(v, "B S K C -> B K S C")
     # The G queries of a key head share the time axis, so that both products are plain batched matmuls.
     q = rearrange(q, "B T (K G) C -> B K (G T) C", K=K)
-    scores = q @ k.swapaxes(2, 3)
-    scores = scores.astype(jnp.float32) * scale
+    scores = jnp.einsum("bkqc,bksc->bkqs", q, k, preferred_element_type=jnp.float32) * scale
     scores = rearrange(scores, "B K (G T) S -> B K G T S", T=T)
     scores = jnp.where(mask[..., None, None, :, :], scores, MASKED)
     probs = jax.nn.softmax(scores)
     probs = rearrange(probs, "B K G T S -> B K (G T) S")
     out = probs.astype(v.dtype) @ v
-    out = rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
-    return out, (k, v)
+    return rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
 
 
 def causal_mask(num_tokens: int, window: int = 0) -> Bool[Array, "T T"]:
@@ -92,13 +90,18 @@ def train_attention(
     return rearrange(out, "B T H C -> B T (H C)")
 
 
-def plain_attention(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> Float[Array, "B T H*C"]:
+def plain_attention(
+    q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, is_token: Bool[Array, "B T"] | None = None
+) -> Float[Array, "B T H*C"]:
     """Computes causal attention a quarter of the row at a time, over the columns that it sees.
 
-    That is three eighths less work than all of it at once.
+    That is three eighths less work than all of it at once, and a quarter of the scores in memory. `is_token`: the
+    columns of each row that are seen at all; None: all, as in right-padded rows.
     """
     T = q.shape[1]
     mask = causal_mask(T, view.window)
+    if is_token is not None:
+        mask = mask & is_token[:, None]
     num_blocks = max(1, min(4, T // 32))
     block_size = -(-T // num_blocks)
     outputs = []
@@ -107,21 +110,23 @@ def plain_attention(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> Float[
         block = slice(start, end)
         first_seen = max(0, start - view.window + 1) if view.window else 0
         seen = slice(first_seen, end)
-        out, _ = masked_attention(q[:, block], k[:, seen], v[:, seen], mask[block, seen], view.scale)
+        out = masked_attention(q[:, block], k[:, seen], v[:, seen], mask[..., block, seen], view.scale)
         outputs.append(out)
     return jnp.concatenate(outputs, axis=1)
 
 
 def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels: int, num_key_heads: int) -> str:
-    """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, plain elsewhere.
+    """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, else plain.
 
     Raises: UserError for a kernel that cannot run on these devices, or with this model.
     """
-    device_kind = mesh.devices.flat[0].device_kind.lower() if mesh else ""
+    device = mesh.devices.flat[0] if mesh else None
+    device_kind = device.device_kind.lower() if mesh else ""
+    capability = float(getattr(device, "compute_capability", 0))  # of CUDA; other devices have none
     is_divisible = not mesh or num_key_heads % mesh.shape["tp"] == 0
     requirements = {
         "cudnn": {
-            "an NVIDIA GPU": "nvidia" in device_kind,
+            "an NVIDIA GPU of Ampere or later": "nvidia" in device_kind and capability >= 8,
             "--dtype bfloat16": dtype == jnp.bfloat16,
             "heads of at most 128 channels": num_channels <= 128 and num_channels % 8 == 0,
             "key heads that --mesh tp divides": is_divisible,
@@ -164,10 +169,10 @@ def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, interpret: bool = 
     def pad(x: Float[Array, "B T H C"]) -> Float[Array, "B H P C"]:
         return rearrange(jnp.pad(x, padding), "B T H C -> B H T C")
 
-    q = pad(q * view.scale)
+    q = pad((q.astype(jnp.float32) * view.scale).astype(q.dtype))  # the factor itself is not rounded
     k = pad(k)
     v = pad(v)
-    block = next(size for size in (512, 256, 128) if length % size == 0)
+    block = next(size for size in (512, 384, 256, 128) if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     block_sizes = pallas.BlockSizes(**{f"block_{name}": block for name in names})
     square = length, length
@@ -205,13 +210,18 @@ def dequantize_kv(
     return operand, heads.scale[..., 0][:, :, None]
 
 
+def to_cache(k: NewHeads, v: NewHeads, kv_dtype: str) -> LayerCache:
+    """Returns keys and values as a cache of `kv_dtype` stores them, in its layout."""
+    keys = quantize_kv(rearrange(k, "B T K C -> B K T C"), kv_dtype)
+    values = quantize_kv(rearrange(v, "B T K C -> B K T C"), kv_dtype)
+    return keys, values
+
+
 def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, kv_dtype: str) -> LayerCache:
     """Writes the keys and values of new tokens into the cache, from `columns` on; what has no place is dropped.
 
     Where all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
     """
-    new_keys = quantize_kv(rearrange(k, "B T K C -> B K T C"), kv_dtype)
-    new_values = quantize_kv(rearrange(v, "B T K C -> B K T C"), kv_dtype)
 
     def write(old: Array, new: Array) -> Array:
         if columns.ndim == 0:
@@ -221,7 +231,7 @@ def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, k
         new = rearrange(new, "B K T C -> B T K C")
         return old.at[rows, :, places].set(new, mode="drop", unique_indices=True)
 
-    return jax.tree.map(write, cache, (new_keys, new_values))
+    return jax.tree.map(write, cache, to_cache(k, v, kv_dtype))
 
 
 def row_scores(q: Float[Array, "B K Q C"], keys: CachedHeads) -> Float[Array, "B K Q S"]:

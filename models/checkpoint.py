@@ -49,6 +49,7 @@ from models.names import (
 from models.peft import AdapterConfig, load_adapters, read_adapter_config
 from models.tokenizer import Tokenizer, load_tokenizer, read_json
 from utils.devices.memory import has_room_for_copy
+from utils.devices.runtime import set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option
 from utils.settings.errors import UserError
@@ -88,7 +89,7 @@ class TrainComputeConfig(ComputeConfig):
 
     attention: str = option(
         "auto",
-        "Attention kernel of the update; auto: cudnn on NVIDIA, splash on TPU, else plain",
+        "Attention kernel of the update; auto: cudnn on NVIDIA from Ampere on, splash on TPU, else plain",
         ["auto", "plain", "cudnn", "splash"],
         resumable=True,
     )
@@ -133,6 +134,7 @@ def open_model(
     architecture = read_config(config, folder / CONFIG)
     model = Decoder(**(architecture | settings))
     assert model.kernel  # which checks that it can run
+    set_matmul_precision(model.dtype)
     readers = open_tensors(folder, model)
     tokenizer = load_tokenizer(adapters.folder if adapters else folder, model.vocab_size)
     param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"

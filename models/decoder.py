@@ -23,10 +23,9 @@ from models.attention import (
     LayerCache,
     PromptCache,
     View,
-    causal_mask,
     decode_attention,
-    masked_attention,
-    quantize_kv,
+    plain_attention,
+    to_cache,
     train_attention,
 )
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
@@ -492,12 +491,8 @@ def prompt_attention(
     v: Float[Array, "B T K C"],
 ) -> tuple[Hidden, LayerCache]:
     """Computes attention of left-padded rows in a layer of this kind, and the cache."""
-    view = view_of(model, kind)
-    mask = causal_mask(q.shape[1], view.window) & is_token[:, None]
-    out, (keys, values) = masked_attention(q, k, v, mask, view.scale)
-    keys = quantize_kv(keys, model.kv_dtype)
-    values = quantize_kv(values, model.kv_dtype)
-    return out, (keys, values)
+    out = plain_attention(q, k, v, view_of(model, kind), is_token)
+    return out, to_cache(k, v, model.kv_dtype)
 
 
 def without_states(caches: list[PyTree]) -> list[PyTree]:
@@ -651,4 +646,4 @@ def state_values(
     """Computes float32 values of the states that end with each token, in the order of the packing if there is one."""
     hidden = forward(model, critic, tokens, packing=packing).astype(jnp.float32)
     hidden = rms_norm(model, hidden, critic[NORM])
-    return hidden @ critic[VALUE_HEAD][0]
+    return jnp.matmul(hidden, critic[VALUE_HEAD][0], precision="highest")  # else in bfloat16 on TPU, and in TF32

@@ -169,8 +169,8 @@ def chunked_rule(inputs: DeltaInputs, memory: Memory, chunk: int = CHUNK) -> tup
         memory = x.decay[..., None, None] * memory + x.k.swapaxes(-1, -2) @ values
         return memory, out
 
-    # On TPU the default is one pass of bfloat16 products.
-    with jax.default_matmul_precision("high"):
+    # On TPU the default is one pass of bfloat16 products, except below float32 models.
+    with jax.default_matmul_precision(jax.config.jax_default_matmul_precision or "high"):
         chunks = make_chunks(inputs, size)
         memory, out = jax.lax.scan(advance, memory, chunks)
     out = rearrange(out, "n B H s E -> B H (n s) E")

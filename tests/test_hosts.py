@@ -4,15 +4,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers import ROOT, slow, start_processes
 
 from core import grpo
-from utils.devices.startup import DeviceConfig, ending_together, make_layout, started_processes
+from utils.devices import runtime
+from utils.devices.startup import DeviceConfig, ending_together, join_processes, make_layout, started_processes
 from utils.settings.config import parse
-from utils.settings.errors import user_errors
+from utils.settings.errors import UserError, user_errors
 
 LIMIT = 600  # seconds until a process hangs
 FLAGS = {
@@ -47,6 +49,56 @@ def test_one_process_joins_nothing(monkeypatch):
     assert make_layout(DeviceConfig()).is_main
     with pytest.raises(ZeroDivisionError), ending_together():
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("error", [ValueError("coordinator_address should be defined"), ConnectionError("no route")])
+def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys):
+    def initialize(**_):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setenv("TPU_ML_PLATFORM", "JAX")
+    join_processes(DeviceConfig())
+    printed = capsys.readouterr().err
+    assert printed.startswith("one process, since no cluster is found") and str(error) in printed
+    with pytest.raises(UserError, match="give --coordinator_address host:port"):
+        join_processes(DeviceConfig(num_processes=2))
+
+
+def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: name == "libtpu")
+    monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=None))
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # of the kernel's module, with no device behind it
+    assert runtime.runs_on_cpu(tmp_path)
+    (tmp_path / "vfio" / "0").touch()
+    assert not runtime.runs_on_cpu(tmp_path)
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    assert runtime.runs_on_cpu(tmp_path)
+
+
+@pytest.mark.parametrize(("platforms", "expected"), [("cpu", True), ("cpu,tpu", True), ("cuda", False)])
+def test_a_platform_that_was_asked_for_is_the_one(platforms, expected, monkeypatch):
+    monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    assert runtime.runs_on_cpu() == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "before", "expected"),
+    [
+        ("tpu", "float32", None, "highest"),
+        ("tpu", "float32", "high", "high"),
+        ("gpu", "bfloat16", None, None),
+        ("cpu", "float32", None, None),
+    ],
+)
+def test_products_of_a_float32_model_are_float32(backend, dtype, before, expected, monkeypatch):
+    config = SimpleNamespace(jax_default_matmul_precision=before)
+    config.update = lambda name, value: setattr(config, name, value)
+    monkeypatch.setattr(runtime.jax, "config", config)
+    monkeypatch.setattr(runtime.jax, "default_backend", lambda: backend)
+    runtime.set_matmul_precision(dtype)
+    assert config.jax_default_matmul_precision == expected
 
 
 def train(folder: str, address: str, process_id: int, ending: str) -> None:

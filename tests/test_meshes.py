@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 from bench import hlo, scaling
 from core import grpo, sampling
 from core.config import Config
-from core.learner import accumulate, apply_gradients
+from core.learner import accumulate, apply_gradients, describe_padding
 from core.objectives import ObjectiveConfig
 from core.records import Batch
 from core.sampling import Sampler
@@ -285,6 +285,11 @@ def test_copies_stand_on_slices():
     assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbours first"
     with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
         arrange_devices({"data": 2, "fsdp": 2, "tp": 2}, devices)
+
+
+def test_more_parts_of_a_mesh_than_rows_are_reported():
+    assert describe_padding(num_rows=64, shards=64) == ""
+    assert describe_padding(num_rows=64, shards=256).startswith("75% of each update is padding")
 
 
 @pytest.mark.parametrize(

@@ -208,13 +208,22 @@ def test_the_backward_pass_reads_the_parameters_themselves(remat):
     assert not [shape for shape in kept if shape[-2:] in weights]
 
 
+def test_a_critic_s_values_are_products_in_float32():
+    model = replace(MODEL, dtype="bfloat16")
+    critic = decoder.make_critic(model, jax.tree.map(jnp.asarray, random_params(model)))
+    tokens = np.ones((2, 8), np.int32)
+    jaxpr = jax.make_jaxpr(lambda critic: decoder.state_values(model, critic, tokens))(critic)
+    products = [equation.params["precision"] for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+    assert products == [(jax.lax.Precision.HIGHEST,) * 2], "the layers' are inside of a scan"
+
+
 def heads(T: int, C: int) -> list[jax.Array]:
     """Queries, keys, values, and a direction."""
     rng = np.random.default_rng(0)
     return [jnp.float32(rng.standard_normal((2, T, num, C))) for num in (4, 2, 2, 4)]
 
 
-@pytest.mark.parametrize("case", [(150, 0), *slow((150, 40), (256, 0))], ids=str)  # in blocks of 128 or of 256
+@pytest.mark.parametrize("case", [(150, 0), *slow((150, 40), (256, 0), (300, 0))], ids=str)  # blocks of 128, 256, 384
 def test_splash_attention_is_the_plain_one(case):
     """Pallas' interpreter in the place of a TPU: results and gradients."""
     T, window = case
@@ -222,7 +231,7 @@ def test_splash_attention_is_the_plain_one(case):
     view = attention.View(0.1, window)
 
     def plain(q, k, v):
-        return attention.masked_attention(q, k, v, attention.causal_mask(T, window), view.scale)[0].reshape(q.shape)
+        return attention.masked_attention(q, k, v, attention.causal_mask(T, window), view.scale).reshape(q.shape)
 
     results = [
         jax.jit(jax.vjp(f, *qkv)[1])(direction) + (jax.jit(f)(*qkv),)
@@ -232,23 +241,46 @@ def test_splash_attention_is_the_plain_one(case):
         assert_close(result, expected, 3 * (128 + 2 * T))  # forward and twice backward: channels, softmax, values
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_in_blocks_is_that_of_the_whole_row(window):
+    q, k, v, _ = heads(150, 32)
+    columns, starts = jnp.arange(150), jnp.array([[0], [101]])
+    is_token = columns >= starts
+    mask = attention.causal_mask(150, window) & is_token[:, None]
+    whole = attention.masked_attention(q, k, v, mask, 0.1)
+    found = attention.plain_attention(q, k, v, attention.View(0.1, window), is_token)
+    np.testing.assert_allclose(found[is_token], whole[is_token], atol=1e-6)
+
+
+def test_scores_in_bfloat16_are_not_rounded():
+    """Rounded to bfloat16, scores near 40 would be off by up to 0.1."""
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in heads(64, 32))
+    view = attention.View(2.0)
+    found = attention.plain_attention(q, k, v, view)
+    exact = attention.plain_attention(*(x.astype(jnp.float32) for x in (q, k, v)), view)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.02)
+
+
 def test_kernels_are_chosen_by_device_and_heads():
     @dataclass(frozen=True)
     class Device:
         device_kind: str
         id: int
+        compute_capability: str
 
-    def choose(name, kind, dtype=jnp.bfloat16, channels=128, tp=1):
-        devices = np.array([Device(kind, i) for i in range(tp)]).reshape(1, 1, tp)
+    def choose(name, kind, dtype=jnp.bfloat16, channels=128, tp=1, capability="9.0"):
+        devices = np.array([Device(kind, i, capability) for i in range(tp)]).reshape(1, 1, tp)
         mesh = jax.sharding.Mesh(devices, MESH_AXES)
         return attention.choose_kernel(name, mesh, dtype, channels, 8)
 
     assert choose("auto", "NVIDIA H200") == "cudnn" and choose("auto", "TPU v5e") == "splash"
     assert choose("plain", "NVIDIA H200") == "plain" and choose("auto", "AMD MI300X") == "plain"
     assert choose("auto", "NVIDIA H200", dtype=jnp.float32) == choose("auto", "TPU v5e", channels=64) == "plain"
+    assert choose("auto", "NVIDIA TITAN V", capability="7.0") == "plain"
+    assert choose("auto", "NVIDIA B200", capability="10.0") == "cudnn"
     assert choose("auto", "NVIDIA H200", tp=16) == "plain", "heads are not cut that finely"
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
-    with pytest.raises(ValueError, match="--attention cudnn needs an NVIDIA GPU, --dtype bfloat16"):
+    with pytest.raises(ValueError, match="--attention cudnn needs an NVIDIA GPU of Ampere or later, --dtype bfloat16"):
         choose("cudnn", "cpu", jnp.float32)
 
 

@@ -19,7 +19,7 @@ from models.architecture import Decoder
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import single_device
-from utils.metrics.speed import sampling_bytes, speed_metrics, training_flops
+from utils.metrics.speed import PEAKS, sampling_bytes, shares_of_peak, speed_metrics, training_flops
 
 MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
@@ -80,6 +80,12 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
     speed = speed_metrics(model, single_device(), episodes, {"times/rollout": 2.0})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
     assert set(speed) == {"speed/occupancy", "speed/decode_gb_per_second"}  # nothing is known of this device's limits
+
+
+def test_a_chip_of_tpu7x_is_two_devices():
+    rates = {"speed/decode_gb_per_second": 7380, "speed/update_tflops": 2307}  # of a chip, at its peaks
+    shares = shares_of_peak(rates, *PEAKS["TPU7x"], num_devices=2)
+    np.testing.assert_allclose(list(shares.values()), 1)
 
 
 def test_compilations_are_counted_once():

@@ -17,6 +17,7 @@ from utils.settings.errors import UserError
 
 FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and plenty
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
+ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
 
 
@@ -33,8 +34,16 @@ def prepare() -> None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if sys.platform == "linux" and not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu"))):
+    if sys.platform == "linux" and runs_on_cpu():
         keep_memory()
+
+
+def runs_on_cpu(devices: Path = Path("/dev")) -> bool:
+    """True if JAX will compute on the CPU: it was told to, or there is no accelerator, or no plugin for one."""
+    if jax.config.jax_platforms:
+        return jax.config.jax_platforms.startswith("cpu")
+    has_plugin = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    return not has_plugin or not any(path for name in ACCELERATORS for path in devices.glob(name))
 
 
 def open_closed_streams() -> None:
@@ -78,6 +87,16 @@ def keep_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         if not libc.mallopt(M_MMAP_THRESHOLD, LARGE):  # which older releases of glibc refuse
             libc.mallopt(M_MMAP_MAX, 0)
+
+
+def set_matmul_precision(dtype: str) -> None:
+    """Makes products of a float32 model exact to float32; a precision that the user has set is kept.
+
+    By default TPUs multiply float32 matrices in one pass of bfloat16, and NVIDIA GPUs in TF32; CPUs in float32.
+    """
+    is_set = jax.config.jax_default_matmul_precision is not None
+    if dtype == "float32" and jax.default_backend() != "cpu" and not is_set:
+        jax.config.update("jax_default_matmul_precision", "highest")
 
 
 @contextlib.contextmanager

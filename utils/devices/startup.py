@@ -61,9 +61,9 @@ def make_layout(config: DeviceConfig) -> Layout:
 
     Raises: UserError when there is no device of the type, or the mesh does not fit the devices.
     """
-    prepare()
     if config.device_type:
         jax.config.update("jax_platforms", platform_of(config.device_type))
+    prepare()
     join_processes(config)
     devices = find_devices(config.device_type)
     num_slices = len(group_by_slice(devices))
@@ -99,6 +99,8 @@ def find_devices(device_type: str) -> list[jax.Device]:
 def join_processes(config: DeviceConfig) -> None:
     """Joins the other processes of the job: those of the flags, or those that JAX finds in the cluster's variables.
 
+    A TPU host that no cluster knows is a process of its own.
+
     Raises: UserError when flags and cluster together do not give all that is needed.
     """
     flags = {"coordinator_address": config.coordinator_address or None}
@@ -108,8 +110,8 @@ def join_processes(config: DeviceConfig) -> None:
         flags["process_id"] = config.process_id
     num_started, num_here = started_processes()
     on_tpu = "TPU_ML_PLATFORM" in os.environ and config.device_type in ("", "tpu")  # set by JAX where it finds chips
-    has_flags = len(flags) > 1 or bool(config.coordinator_address)
-    if not has_flags and num_started == 1 and not on_tpu:
+    has_others = len(flags) > 1 or bool(config.coordinator_address) or num_started > 1
+    if not has_others and not on_tpu:
         return
     if num_here == 1:
         flags["local_device_ids"] = []  # all devices of the host; JAX gives a process of Slurm or Open MPI only one
@@ -119,9 +121,12 @@ def join_processes(config: DeviceConfig) -> None:
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         )
-    except ValueError as error:
-        message = f"{error} Give --coordinator_address host:port, --num_processes and --process_id, or start the "
-        raise UserError(message + "processes by srun, mpirun or Kubernetes") from None
+    except (ValueError, OSError) as error:  # OSError: Google's metadata server is not there to be asked
+        reason = describe_error(error).rstrip(".")
+        advice = "give --coordinator_address host:port, --num_processes and --process_id"
+        if has_others:
+            raise UserError(f"{reason}: {advice}, or start the processes by srun, mpirun or Kubernetes") from None
+        print(f"one process, since no cluster is found ({reason}); on several hosts, {advice}", file=sys.stderr)
 
 
 def started_processes() -> tuple[int, int]:

@@ -14,17 +14,28 @@ from models.architecture import Decoder
 from models.names import Array
 from utils.devices.sharding import Layout
 
-PEAKS = {  # of a device, by its kind: bfloat16 FLOP/s without sparsity, bytes/s of its memory. Source: data sheets
+# Of a device, by its kind: bfloat16 FLOP/s without sparsity and with sums in float32, bytes/s of its memory. Source:
+# NVIDIA's data sheets and architecture papers, of the A10G AWS's, and cloud.google.com/tpu/docs.
+PEAKS = {
+    "NVIDIA GB200": (2500e12, 8e12),
+    "NVIDIA B200": (2250e12, 8e12),
     "NVIDIA H200": (989e12, 4.8e12),
     "NVIDIA H100 80GB HBM3": (989e12, 3.35e12),
+    "NVIDIA H100 NVL": (835e12, 3.9e12),
+    "NVIDIA H100 PCIe": (756e12, 2e12),
     "NVIDIA A100-SXM4-80GB": (312e12, 2.04e12),
     "NVIDIA A100-SXM4-40GB": (312e12, 1.56e12),
     "NVIDIA L40S": (362e12, 0.864e12),
+    "NVIDIA L4": (121e12, 0.3e12),
+    "NVIDIA A10G": (70e12, 0.6e12),
+    "NVIDIA GeForce RTX 5090": (209.5e12, 1.79e12),
     "NVIDIA GeForce RTX 4090": (165e12, 1.01e12),
+    "NVIDIA GeForce RTX 3090": (71e12, 0.936e12),
     "TPU v4": (275e12, 1.2e12),
     "TPU v5 lite": (197e12, 0.82e12),
     "TPU v5": (459e12, 2.77e12),
     "TPU v6 lite": (918e12, 1.64e12),
+    "TPU7x": (1153.5e12, 3.69e12),  # half a chip, which JAX shows as two devices
 }
 
 

@@ -82,6 +82,8 @@ def muon(config: "OptimizerConfig") -> optax.GradientTransformation:
     Momentum 0.95 with Nesterov's look-ahead, orthogonalised in each layer by 5 steps of Newton-Schulz, times
     max(1, rows / columns)^0.5. Source: kellerjordan.github.io/posts/muon.
     """
+    # Newton-Schulz needs little precision: its source runs in bfloat16. Its products here have the default one of their
+    # float32 operands (a pass of bfloat16 on TPU, TF32 on NVIDIA), with sums and what is between them in float32.
     matrices = optax.contrib.muon(
         peak_rate(config, "matrix_lr"),
         weight_decay=config.weight_decay,
