@@ -156,6 +156,18 @@ def environment(*packages: str) -> dict[str, str | int]:
     return facts
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Figure]]) -> list[str]:
+    """Returns the lines of a Markdown table."""
+    cells = [[x if isinstance(x, str) else f"{x:,.4g}" for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    rule = ["-" * width for width in widths]
+    lines = []
+    for row in (columns, rule, *cells):
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(padded) + " |")
+    return lines
+
+
 def report(
     title: str,
     columns: Sequence[str],
@@ -165,14 +177,9 @@ def report(
     **more: JSON,
 ) -> None:
     """Prints a Markdown table below what it was measured on; with `file`, writes all of it as JSON too."""
-    cells = [[x if isinstance(x, str) else f"{x:,.4g}" for x in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     print(f"\n{title}\n{facts}\n")
-    rule = ["-" * width for width in widths]
-    for row in (columns, rule, *cells):
-        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("| " + " | ".join(padded) + " |")
+    print(*markdown_table(columns, rows), sep="\n")
     if file:
         objects = [dict(zip(columns, row, strict=True)) for row in rows]
         content = {"title": title, "environment": machine, "rows": objects} | more

@@ -9,7 +9,6 @@ Differences are of log-probabilities in nats, and of a gradient as a fraction of
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -17,15 +16,15 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 from jaxtyping import Float, Int
 
 from bench.common import Figure, environment, make_prompts, report, shape
+from bench.sampler_gap import token_gaps
 from core.sampling import Sampler
 from models.architecture import Decoder, is_spec
 from models.decoder import init_params, score_tokens
 from models.names import Array, Params
-from utils.devices.sharding import MESH_AXES, Layout
+from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import group, option, parse
 
@@ -45,12 +44,6 @@ class Command:
     vocabulary: int = option(4096, "Ids of the model's vocabulary")
     json: str = option("", "File for the figures; empty: not written")
     devices: DeviceConfig = group(DeviceConfig)
-
-
-def cpu_layout() -> Layout:
-    """Returns a mesh of this machine's CPU alone."""
-    device = np.array(jax.devices("cpu")[:1])
-    return Layout(Mesh(device.reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 def lay_out(model: Decoder, params: Params, layout: Layout) -> Params:
@@ -91,10 +84,7 @@ def sampler_gap(model: Decoder, params: Params, layout: Layout, limit: float) ->
     model = replace(model, mesh=layout.mesh)
     prompts = make_prompts(model.vocab_size, NUM_ROWS, NUM_COLUMNS // 4)
     sampler = Sampler(model, 3 * NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256)), layout=layout)
-    params = lay_out(model, params, layout)
-    drawn = sampler.generate(sampler.load_weights(params), prompts, np.arange(NUM_ROWS), 4, jax.random.key(0))
-    scores = jax.jit(partial(score_tokens, model))(params, layout.put(drawn.tokens))
-    gap = np.abs(drawn.logprobs - layout.fetch_array(scores.logprobs))[drawn.mask]
+    gap = token_gaps(sampler, lay_out(model, params, layout), prompts, group_size=4)
     cache = model.kv_dtype or model.dtype
     return f"sampler with a cache in {cache}, trainer in {model.dtype}", float(gap.mean()), float(gap.max()), limit
 
@@ -109,7 +99,7 @@ def check(config: Command, layout: Layout) -> list[tuple[Figure, ...]]:
     plain = train(replace(half, attention="plain"), params, layout, tokens)
     with jax.default_matmul_precision("highest"):
         in_float32 = train(exact, params, layout, tokens)
-        on_cpu = train(exact, params, cpu_layout(), tokens)
+        on_cpu = train(exact, params, single_device("cpu"), tokens)
         rows = compare("float32 against CPU", in_float32, on_cpu, ROUNDING, ROUNDING)
         rows.append(sampler_gap(exact, params, layout, ROUNDING))
     rows += compare("bfloat16 against float32", plain, in_float32, NATS, GRADIENT)

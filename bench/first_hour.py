@@ -6,7 +6,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ if __name__ == "__main__":
 import jax
 
 from bench import compiled
-from bench.common import Figure
+from bench.common import markdown_table
 
 PARTS = (
     "checks", "decode_and_update", "lengths_100_to_1024", "update_1.7B", "step", "step_int8", "step_1.7B",
@@ -49,12 +48,6 @@ def find_target() -> str:
     return next(names, "")
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Figure]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(x if isinstance(x, str) else f"{x:,.4g}" for x in line) + " |" for line in lines]
-
-
 def write_page(folder: Path) -> None:
     """Writes page.md and page.json from the files of the parts."""
     found = {}
@@ -63,11 +56,11 @@ def write_page(folder: Path) -> None:
         if file.exists():
             found[name] = json.loads(file.read_text())
     aims = [(aim.text, found[aim.part]["rows"][aim.row][aim.column]) for aim in AIMS if aim.part in found]
-    lines = ["# The first hour", "", *table(("aimed at, on an H200", "found"), aims)]
+    lines = ["# The first hour", "", *markdown_table(("aimed at, on an H200", "found"), aims)]
     for name, part in found.items():
         facts = ", ".join(f"{key} {value}" for key, value in part["environment"].items())
         rows = [list(row.values()) for row in part["rows"]]
-        lines += ["", f"## {name}", "", f"{part['title']}; {facts}", "", *table(list(part["rows"][0]), rows)]
+        lines += ["", f"## {name}", "", f"{part['title']}; {facts}", "", *markdown_table(list(part["rows"][0]), rows)]
     for file in sorted(folder.glob("*.failed")):
         lines += ["", f"## {file.stem} failed", "", "```", *file.read_text().splitlines()[-15:], "```"]
     (folder / "page.md").write_text("\n".join(lines) + "\n")

@@ -8,6 +8,7 @@ mixture with the experts that the sampler took. Both compute in one of --dtypes,
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from bench.common import ROOT, environment, make_prompts, report
 from core.sampling import Sampler
 from models.checkpoint import load_model
 from models.decoder import score_tokens
+from models.names import Params
 from utils.settings.config import option, parse
 
 
@@ -52,10 +54,18 @@ def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "tokens"
     prompts = make_prompts(model.vocab_size, config.num_prompts, 24)
     num_stop_ids = max(1, model.vocab_size // 50)
     sampler = Sampler(model, config.num_generation_tokens, tuple(range(num_stop_ids)), segment=16)
+    return token_gaps(sampler, params, prompts, config.group_size)
+
+
+def token_gaps(
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], group_size: int
+) -> Float[np.ndarray, "tokens"]:
+    """Returns |log p of the sampler - log p of the trainer| of each token that it draws."""
     weights = sampler.load_weights(params)
-    drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), config.group_size, jax.random.key(0))
-    scores = jax.jit(partial(score_tokens, model))(params, drawn.tokens, routes=drawn.routes)
-    return np.abs(drawn.logprobs - np.asarray(scores.logprobs))[drawn.mask]
+    drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), group_size, jax.random.key(0))
+    rows = sampler.layout.put({"tokens": drawn.tokens, "routes": drawn.routes})
+    scores = jax.jit(partial(score_tokens, sampler.model))(params, **rows)
+    return np.abs(drawn.logprobs - sampler.layout.fetch_array(scores.logprobs))[drawn.mask]
 
 
 def main(config: Command) -> None:

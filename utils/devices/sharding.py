@@ -328,8 +328,8 @@ def copy_to_all(x: jax.Array, replicated: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, replicated)
 
 
-def single_device() -> Layout:
-    """Returns a mesh of the first device alone."""
-    device = np.array(jax.local_devices()[:1])
+def single_device(platform: str | None = None) -> Layout:
+    """Returns a mesh of the first device alone, of this platform if one is named."""
+    device = np.array(jax.local_devices(backend=platform)[:1])
     mesh = Mesh(device.reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Layout(mesh)
