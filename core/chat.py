@@ -21,7 +21,7 @@ from models.architecture import Decoder
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Key, Params, Weights
 from models.tokenizer import Tokenizer
-from utils.devices.memory import out_of_memory
+from utils.devices.memory import out_of_memory, rows_that_fit, sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.chat import Message, ShowText, converse
@@ -32,6 +32,7 @@ from utils.metrics.terminal import waiting
 from utils.settings.config import group, option
 from utils.settings.environments import EnvConfig, resolve_settings
 from utils.settings.errors import UserError
+from utils.training.batching import bucket
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 Tokens = Int[np.ndarray, "B A"]
@@ -113,18 +114,23 @@ def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, thinking:
 
 
 def sample_rows(
-    sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: Command, rows_per_call: int
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: Command
 ) -> list[Completions]:
     """Returns the completions of all prompts, a call's together."""
+    num_rows = config.sampling.inference_batch_per_device
+    if not num_rows:
+        row_length = bucket(max(map(len, prompts)) + sampler.max_new_tokens)
+        room = sampling_room(sampler.model, sampler.layout, params)
+        num_rows = rows_that_fit(room, sampler.model, sampler.layout, row_length)
     weights = sampler.load_weights(params)
     num_samples = config.prompts.num_samples
-    per_call = max(1, rows_per_call // num_samples)
+    per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
     key = jax.random.key(config.prompts.seed)
     parts = []
     for start in range(0, len(prompts), per_call):
         calls = prompts[start : start + per_call]
         ids = start + np.arange(len(calls))
-        memory = out_of_memory("inference_batch_per_device", config.sampling.inference_batch_per_device)
+        memory = out_of_memory("inference_batch_per_device", num_rows)
         with waiting("sampling", len(ids) * num_samples, "rows") as wait, memory:
             watched = replace(sampler, on_segment=partial(wait.on_segment, start * num_samples))
             parts.append(watched.generate(weights, calls, ids, num_samples, key))
@@ -216,9 +222,8 @@ def main(config: Command) -> None:
         return play_episode(sampler, params, settings, config.prompts.task, key)
     sampler = make_text_sampler(config, model, tokenizer, layout)
     prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
-    rows_per_call = config.sampling.inference_batch_per_device * layout.row_shards
     written = []
-    for completions in sample_rows(sampler, params, prompts, config, rows_per_call):
+    for completions in sample_rows(sampler, params, prompts, config):
         for b in range(len(completions.lengths)):
             row = rows[len(written) // config.prompts.num_samples]
             written.append(row | completion_fields(completions, b, tokenizer))

@@ -26,6 +26,7 @@ from core.sampling import SamplingConfig
 from envs import test_name
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Params
+from utils.devices.memory import sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.estimates import mean_and_ci, task_estimates
@@ -155,6 +156,7 @@ def evaluate_checkpoint(
     results = []
     for settings in environments:
         with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+            worker = worker.with_room(sampling_room(model, layout, params))  # noqa: PLW2901
             if layout.is_main:
                 for note in worker.notes:
                     print(note, flush=True)

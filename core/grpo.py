@@ -62,6 +62,7 @@ def main(config: Config) -> None:
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
+    workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)

@@ -68,6 +68,7 @@ class Learner:
     base: Weights = field(default_factory=dict)  # below adapters, which are then what is trained; else empty
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
+    sampling_room: int = 0  # bytes on a device that are left for the rows that are sampled at once
     has_fixed_shapes: bool = False  # one program for all micro-batches of a width; --precompile sets it
 
     def policy(self, params: Params | Adapters) -> Policy:
@@ -439,6 +440,7 @@ def make_learner(
         base,
         on_skipped,
         tuple(notes),
+        plan.sampling_room,
     )
     return learner, learner.between_updates(state)
 

@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> None:
         )
     folder = config.run.save_dir or make_default_folder("population", layout)
     configs = {name: with_options(own, save_dir=f"{folder}/{name}") for name, own in configs.items()}
-    shared = SharedSampler(list(configs), first.sampling.inference_batch_per_device)
+    shared = SharedSampler(list(configs))
     with lossy_output(), labelled_output(configs):
         members = make_members(configs, layout, shared)
         train_members(members, shared)
@@ -245,6 +245,8 @@ def make_member(
     workers = {role: share_sampler(worker, name, run.signals, shared) for role, worker in workers.items()}
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
+    workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
+    shared.rows_per_call = workers["env"].rows_per_call
     state, progress = run.restore(state)
     return Member(name, config, run, workers, learner, tokenizer, state, progress)
 

@@ -23,7 +23,7 @@ from models.distribution import Distribution
 from models.names import Array, Key, Params, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
-from utils.devices.memory import out_of_memory
+from utils.devices.memory import out_of_memory, rows_that_fit
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
@@ -48,7 +48,7 @@ class RolloutWorker:
     sampler: Sampler
     scorer: Scorer
     layout: Layout
-    rows_per_call: int  # completions that are sampled at once
+    rows_per_call: int  # completions that are sampled at once; 0: all, or as `with_room` says
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
 
     def __enter__(self) -> Self:
@@ -77,6 +77,15 @@ class RolloutWorker:
         num_columns = bucket(max_tokens - 1)
         return replace(self, sampler=replace(self.sampler, prompt_columns=num_columns))
 
+    def with_room(self, num_bytes: int) -> Self:
+        """Returns a worker that samples as many rows at once as fit in so much of each device, if that is left open."""
+        if self.rows_per_call:
+            return self
+        sampler = self.sampler
+        row_length = bucket(sampler.max_prompt_tokens + sampler.max_new_tokens)
+        num_rows = rows_that_fit(num_bytes, sampler.model, self.layout, row_length)
+        return replace(self, rows_per_call=num_rows * self.layout.row_shards)
+
     def load_weights(self, params: Params) -> Weights:
         """Returns the weights that `play` samples from: cast and laid out for decoding, once for many calls."""
         return self.sampler.load_weights(params)
@@ -86,8 +95,12 @@ class RolloutWorker:
         return encode_prompt(self.tokenizer, problem)
 
     def prompts_per_call(self, num_prompts: int, num_samples: int) -> int:
-        """Returns how many of the prompts are sampled from at once."""
-        return max(1, min(num_prompts, self.rows_per_call // num_samples))
+        """Returns how many of the prompts are sampled from at once, in calls of about the same size."""
+        if not self.rows_per_call or not num_prompts:
+            return max(1, num_prompts)
+        most = max(1, self.rows_per_call // num_samples)
+        num_calls = -(-num_prompts // most)
+        return -(-num_prompts // num_calls)
 
     def num_eval_tasks(self, num_tasks: int) -> int:
         """Returns the problems of an evaluation of `num_tasks`; 0: all, -1: as many as the environment suggests."""

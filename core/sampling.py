@@ -45,7 +45,7 @@ from utils.settings.config import option, parse
 from utils.settings.errors import UserError, user_errors
 from utils.training.batching import bucket, concatenate, live_slots, round_up
 
-SEGMENT = 32  # decode steps between two transfers of the drawn tokens to the host
+MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
 CHAIN_BYTES = 1 << 27  # a model with fewer bytes of weights is sampled faster by two chains than by one on a CPU
 
@@ -74,11 +74,15 @@ class SamplingConfig:
         0.0, "Least probability of a token that is sampled, as a share of the likeliest token's; 0: all"
     )
     stop_strings: str = option("", "Texts or special tokens that end a completion, with commas between")
-    inference_batch_per_device: int = option(64, "Rows sampled at a time on each device", resumable=True)
+    inference_batch_per_device: int = option(
+        0, "Rows sampled at a time on each device; 0: as many as fit in memory", resumable=True
+    )
 
     def __post_init__(self):
-        if min(self.prompt_length, self.inference_batch_per_device, abs(self.num_generation_tokens)) < 1:
-            raise UserError("--prompt_length, --inference_batch_per_device and --num_generation_tokens start at 1")
+        if min(self.prompt_length, abs(self.num_generation_tokens)) < 1:
+            raise UserError("--prompt_length and --num_generation_tokens start at 1")
+        if self.inference_batch_per_device < 0:
+            raise UserError("--inference_batch_per_device must not be negative; 0: as many rows as fit in memory")
         self.distribution.describe()  # it checks its own settings when it is made
 
     @property
@@ -248,11 +252,15 @@ class Sampler:
         return 2 if is_alone and is_small and num_prompts % 2 == 0 else 1
 
     def segments(self) -> list[int]:
-        """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit."""
+        """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit.
+
+        Where completions may get long they are longer: rows that end in one wait for its end.
+        """
+        most_steps = min(self.segment, max(MIN_SEGMENT, self.max_new_tokens // 64))
         lengths = []
         for num_tokens in (self.max_new_tokens - self.force_answer_at, self.force_answer_at):
             if num_tokens:
-                num_segments = -(-num_tokens // self.segment)
+                num_segments = -(-num_tokens // most_steps)
                 steps = -(-num_tokens // num_segments)
                 lengths += [min(steps, num_tokens - start) for start in range(0, num_tokens, steps)]
         return lengths

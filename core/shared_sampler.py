@@ -80,7 +80,7 @@ class Request:
 class SharedSampler:
     """Brings the requests of all members together; `rows_per_call` are drawn at once."""
 
-    def __init__(self, members: Sequence[str], rows_per_call: int):
+    def __init__(self, members: Sequence[str], rows_per_call: int = 0):
         self.members, self.rows_per_call = members, rows_per_call
         self.lock = Lock()
         self.running = set(members)

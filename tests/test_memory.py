@@ -9,7 +9,15 @@ import pytest
 from bench.common import shape
 from core.config import Config
 from models.architecture import Decoder, is_spec
-from utils.devices.memory import MemoryPlan, Sizes, fit_memory, measure_sizes, out_of_memory, update_bytes
+from utils.devices.memory import (
+    MemoryPlan,
+    Sizes,
+    fit_memory,
+    measure_sizes,
+    out_of_memory,
+    rows_that_fit,
+    update_bytes,
+)
 from utils.devices.sharding import Layout, single_device
 from utils.settings.config import make_config
 from utils.training.batching import bucket
@@ -94,6 +102,24 @@ def test_the_more_memory_the_less_is_recomputed():
         assert update_bytes(sizes, model, plan.remat, tokens, 1536) < 0.9 * memory * GB
         assert tokens == 32768 or update_bytes(sizes, model, plan.remat, 2 * tokens, 1536) > 0.9 * memory * GB
         assert not any("will not fit" in note for note in plan.notes[1:]) or "KV cache" in plan.notes[1]
+
+
+def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
+    monkeypatch.setattr(Device, "is_cpu", False)
+    model, layout = shape("Qwen3-0.6B", dtype="bfloat16"), single_device()
+    layout = Device(layout.mesh, 0)
+    found = []
+    for memory in (20, 40, 80, 140):
+        plan, sizes = fit("Qwen3-0.6B", memory, inference_batch_per_device=0)
+        num_rows = rows_that_fit(plan.sampling_room, model, layout, 1536)
+        logits = 12 * 151936
+        used = sizes.held + sizes.sampling_copy + num_rows * (sizes.kv_row + logits)
+        assert used <= sizes.available < used + sizes.kv_row + logits
+        assert not any("KV cache" in note for note in plan.notes)
+        found.append(num_rows)
+    assert found == sorted(found) and found[-1] > 300
+    assert rows_that_fit(0, model, layout, 1536) == 1
+    assert rows_that_fit(1 << 50, model, single_device(), 1536) == 512
 
 
 def test_what_the_user_says_is_done():

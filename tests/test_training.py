@@ -3,6 +3,7 @@
 Letters: N prompts, G rollouts of each, B = N G rows, T row length.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -514,6 +515,15 @@ def test_refilling_draws_about_what_is_missing():
                 missing -= int(rng.binomial(size, probability))
                 share = (256 - missing) / num_played
             assert num_played <= most * 256, (probability, largest)
+
+
+def test_calls_are_as_few_as_rows_allow_and_about_equal():
+    for num_prompts, most in itertools.product(range(1, 70), (1, 3, 8, 64)):
+        per_call = make_worker(num_prompts, most * G).prompts_per_call(num_prompts, G)
+        num_calls = -(-num_prompts // most)
+        assert per_call <= most and -(-num_prompts // per_call) == num_calls
+        assert per_call < num_prompts / num_calls + 1
+    assert make_worker(12, rows_per_call=0).prompts_per_call(12, G) == 12
 
 
 @pytest.mark.parametrize("max_resampling", [1.0, 3.0])

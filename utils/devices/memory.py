@@ -24,6 +24,8 @@ USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 TIGHT = 0.8  # share of the usable memory from which on the start of a run speaks of it
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
+MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of a CPU is not ours alone
+FEW_ROWS = 16  # sampled at once: with no more than these the start of a run speaks of it
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 # Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
 # of their gradients. Fitted to programs of Qwen3-30B-A3B: eight H200 take 0.89 of the estimate, eight v5p 1.12.
@@ -79,6 +81,11 @@ class Sizes(NamedTuple):
     kv_row: int  # cache and state of a row of full length, and those that they were gathered from
     available: int
     step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
+
+    @property
+    def sampling_room(self) -> int:
+        """Bytes that are left for the rows that are sampled at once."""
+        return max(0, self.available - self.held - self.sampling_copy)
 
 
 def activation_bytes(model: Decoder, remat: str, width: int) -> tuple[int, int]:
@@ -162,10 +169,29 @@ def measure_sizes(
         held,
         gradients,
         model.num_parameters * item // tp if has_copy else 0,
-        model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp,
+        kv_row_bytes(model, layout, row_length),
         int(USABLE * layout.device_memory),
         step,
     )
+
+
+def kv_row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
+    """Bytes on a device of the cache and state of a row of full length, and of those that they were gathered from."""
+    tp = layout.mesh.shape["tp"]
+    return model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp
+
+
+def rows_that_fit(room: int, model: Decoder, layout: Layout, row_length: int) -> int:
+    """Returns how many rows each device can sample at once in `room` bytes when all get long; 1 at least."""
+    logits = 3 * 4 * model.vocab_size // layout.mesh.shape["tp"]  # and what is drawn from them
+    num_rows = room // (kv_row_bytes(model, layout, row_length) + logits)
+    return max(1, min(num_rows // 2, MOST_ROWS_ON_CPU) if layout.is_cpu else num_rows)
+
+
+def sampling_room(model: Decoder, layout: Layout, params: PyTree) -> int:
+    """Bytes that are left on a device for the rows that are sampled at once, where nothing is trained."""
+    copy = model.num_parameters * jnp.dtype(model.dtype).itemsize // layout.mesh.shape["tp"]
+    return max(0, int(USABLE * layout.device_memory) - bytes_on_device(params) - copy)
 
 
 class MemoryPlan(NamedTuple):
@@ -173,6 +199,7 @@ class MemoryPlan(NamedTuple):
 
     remat: str
     tokens_per_microbatch: int
+    sampling_room: int  # bytes for the rows that are sampled at once
     notes: tuple[str, ...]
 
 
@@ -187,7 +214,8 @@ def fit_memory(
 ) -> MemoryPlan:
     """Decides what the settings leave open: --remat recomputes as little as leaves room for ENOUGH tokens at once.
 
-    `others`: arrays that are held besides the state: a reference, or the base below adapters.
+    `others`: arrays that are held besides the state: a reference, or the base below adapters. `num_sampled_rows`: 0 for
+    as many as fit.
     """
     sizes = measure_sizes(config, model, layout, state, others, row_length)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
@@ -203,8 +231,10 @@ def fit_memory(
     requested = min(config.tokens_per_microbatch or enough, plenty)
     remat = next((remat for remat in choices if fitting_tokens(remat) >= requested), choices[-1])
     num_tokens = config.tokens_per_microbatch or fitting_tokens(remat) or row_length
-    notes = describe_memory(sizes, model, remat, num_tokens, row_length, num_sampled_rows)
-    return MemoryPlan(remat, num_tokens, tuple(notes))
+    fitting_rows = rows_that_fit(sizes.sampling_room, model, layout, row_length)
+    num_rows = num_sampled_rows or min(fitting_rows, FEW_ROWS)
+    notes = describe_memory(sizes, model, remat, num_tokens, row_length, num_rows)
+    return MemoryPlan(remat, num_tokens, sizes.sampling_room, tuple(notes))
 
 
 def describe_memory(
@@ -222,7 +252,7 @@ def describe_memory(
         f"--tokens_per_microbatch {num_tokens}; attention: {model.kernel}"
     ]
     if sampling > sizes.available:
-        fitting = max(0, sizes.available - fixed) // sizes.kv_row
+        fitting = sizes.sampling_room // sizes.kv_row
         advice = (
             f"the KV cache of {num_sampled_rows} rows x {row_length} tokens will not fit when all are long: lower "
             f"--inference_batch_per_device to {fitting}"

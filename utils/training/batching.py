@@ -69,21 +69,28 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
 def live_slots(slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int) -> Int[np.ndarray, "K"] | None:
     """Returns the slots to continue with after compaction, -1 for an empty one; None while too many rows are live.
 
-    `slots` holds the row of each sampler slot (-1: empty), cut into equal shards; a row stays in its shard. All shards
-    keep half of their slots, rounded up to a power of two, and at least 8 stay in all: few sizes follow each other, so
-    that all of them can be compiled ahead.
+    `slots` holds the row of each sampler slot (-1: empty), cut into equal shards; a row stays in its shard. The sizes
+    of shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until 8 slots are left in all: few, so that all of them
+    can be compiled ahead.
     """
     size = len(slots) // shards
     is_live = slots >= 0
     is_live[is_live] = ~done[slots[is_live]]
     places = [shard * size + np.flatnonzero(live) for shard, live in enumerate(is_live.reshape(shards, size))]
-    half = power_above(size) // 2
-    if half < max(-(-8 // shards), *map(len, places)):
+    smaller = smaller_size(size)
+    if smaller < max(-(-8 // shards), *map(len, places)):
         return None
-    kept = np.full((shards, half), -1)
+    kept = np.full((shards, smaller), -1)
     for row, shard_places in zip(kept, places, strict=True):
         row[: len(shard_places)] = shard_places
     return kept.ravel()
+
+
+def smaller_size(size: int) -> int:
+    """Returns the next of ..., 256, 192, 128, 96, 64, 32, 16, ... below: steps of few rows cost hardly less."""
+    half = power_above(size) // 2
+    three_quarters = half * 3 // 2
+    return three_quarters if 64 < three_quarters < size else half
 
 
 class RowSizes(NamedTuple):
