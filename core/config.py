@@ -144,6 +144,10 @@ class Config:
                 "--temperature 0 always draws the same completion: training needs one above 0",
             ),
             (
+                self.precompile and self.sampling.num_speculative_tokens > 0,
+                "--precompile does not know the programs of --num_speculative_tokens: drop one",
+            ),
+            (
                 trusts_sampler and is_corrected,
                 "--do_inference_logprobs leaves --importance_correction nothing to correct: drop one",
             ),

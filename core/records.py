@@ -36,6 +36,8 @@ class Completions:
     num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
+    num_drafted: Int[Array, "B"] | None = None  # tokens that speculation proposed; None: there was none
+    num_accepted: Int[Array, "B"] | None = None  # of these, those that were drawn
 
 
 @dataclass(frozen=True)

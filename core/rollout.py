@@ -329,7 +329,7 @@ def make_worker(
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
     if env.max_turns > 1:
-        check_conversations(settings, model, tokenizer, sampler.stop_strings)
+        check_conversations(settings, model, tokenizer, sampler.stop_strings, sampling.num_speculative_tokens)
     tasks = find_tasks(sampling.prompt_length, settings.name, env, tokenizer, layout)
     scorer = Scorer(
         settings.name,

@@ -78,11 +78,20 @@ class SamplingConfig:
         0, "Rows sampled at a time on each device; 0: as many as fit in memory", resumable=True
     )
 
+    num_speculative_tokens: int = option(
+        0,
+        "Number of tokens drafted at a time for the last rows of a batch, from what followed the same tokens before; "
+        "the tokens drawn do not depend on it; 0: none",
+        resumable=True,
+    )
+
     def __post_init__(self):
         if min(self.prompt_length, abs(self.num_generation_tokens)) < 1:
             raise UserError("--prompt_length and --num_generation_tokens start at 1")
         if self.inference_batch_per_device < 0:
             raise UserError("--inference_batch_per_device must not be negative; 0: as many rows as fit in memory")
+        if self.num_speculative_tokens < 0:
+            raise UserError("--num_speculative_tokens must not be negative; 0: none")
         self.distribution.describe()  # it checks its own settings when it is made
 
     @property
@@ -342,6 +351,9 @@ class Sampler:
 class Chain:
     """The completions of some prompts while they are drawn: slots on the device, rows on the host."""
 
+    fewest_slots = 8  # that compaction leaves
+    tail_slots = 0  # so few are left to a subclass: see core/speculation.py
+
     def __init__(
         self,
         sampler: Sampler,
@@ -391,22 +403,30 @@ class Chain:
         return {} if self.members is None else {"members": self.layout.put(np.int32(self.members[prompts]))}
 
     def run(self, cancelled: Event) -> Completions:
-        """Draws segments until all rows are done."""
-        start = 0
+        """Draws all rows."""
         with self.lock:
-            for steps in self.sampler.segments():
-                if self.drawn.done.all() or cancelled.is_set():
-                    break
-                if self.sampler.compact:
-                    self.compact()
-                self.grow(start + steps)
-                self.decode(start, steps)
-                start += steps
+            self.draw_rows(cancelled)
         return self.drawn.completions(self.prompts, self.owner)
+
+    def draw_rows(self, cancelled: Event) -> int:
+        """Draws segments until all rows are done, or `tail_slots` are left; returns the tokens of each row."""
+        start = 0
+        for steps in self.sampler.segments():
+            if self.drawn.done.all() or cancelled.is_set():
+                break
+            if self.sampler.compact:
+                self.compact()
+            if len(self.slots) <= self.tail_slots:
+                break
+            self.grow(start + steps)
+            self.decode(start, steps)
+            start += steps
+        return start
 
     def compact(self) -> None:
         """Gives up the slots of rows that are done, as long as half of the slots hold the others."""
-        while (kept := live_slots(self.slots, self.drawn.done, self.layout.row_shards)) is not None:
+        limits = self.layout.row_shards, self.fewest_slots
+        while (kept := live_slots(self.slots, self.drawn.done, *limits)) is not None:
             # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
             slots_per_prompt = len(self.slots) // len(self.starts)
             owner = kept // slots_per_prompt
@@ -651,7 +671,7 @@ def make_sampler(
             f"--force_answer_at {force_answer_at} must be below the {max_new_tokens} tokens of a completion"
         )
     stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
-    return Sampler(
+    sampler = Sampler(
         model,
         max_new_tokens,
         stop_ids,
@@ -663,6 +683,11 @@ def make_sampler(
         tokenizer=tokenizer,
         layout=layout,
     )
+    if config.num_speculative_tokens:
+        from core.speculation import with_speculation  # which builds on this file
+
+        sampler = with_speculation(sampler, config.num_speculative_tokens)
+    return sampler
 
 
 def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:

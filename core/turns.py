@@ -215,7 +215,11 @@ class TurnChain(Chain):
 
 
 def check_conversations(
-    settings: RolloutSettings, model: Decoder, tokenizer: Tokenizer, stop_strings: Sequence[str]
+    settings: RolloutSettings,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    stop_strings: Sequence[str],
+    num_drafted: int = 0,
 ) -> None:
     """Raises UserError where conversations cannot be drawn as they are trained on."""
     if model.delta is not None and stop_strings:
@@ -223,6 +227,8 @@ def check_conversations(
             f"{settings.name} has several turns, and the state of a Gated DeltaNet cannot go back to where the text "
             "of a turn stops: leave --stop_strings out, or name special tokens"
         )
+    if num_drafted:
+        raise UserError(f"{settings.name} has several turns, in which nothing is drafted: --num_speculative_tokens 0")
     if settings.force_answer_at:
         raise UserError(f"{settings.name} has several turns, in which no answer can be forced: --force_answer_at 0")
     problem = settings.env.problem(0)

@@ -501,6 +501,14 @@ def without_states(caches: list[PyTree]) -> list[PyTree]:
 
 
 def decode(
+    model: Decoder, weights: Weights, *state: PyTree
+) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
+    """Computes logits after the last of some more tokens per row; arguments and other results as `decode_states`."""
+    hidden, caches, routes = decode_states(model, weights, *state)
+    return head(model, weights, hidden[:, -1]), caches, routes
+
+
+def decode_states(
     model: Decoder,
     weights: Weights,
     prompts: list[PromptCache | None],
@@ -509,11 +517,12 @@ def decode(
     columns: Columns,
     starts: Int[Array, "N"],
     is_token: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
-    """Computes logits after the last of some more tokens per row, written from `columns` of its cache on.
+) -> tuple[Hidden, list[Kept], Int[Array, "B T L k"]]:
+    """Computes hidden states, before the final norm, of some more tokens per row, written to its cache.
 
-    Also returns the tokens' experts. B / N adjacent rows share a prompt, which occupies columns [starts, P) of its
-    cache. States hold the prompt already; padding on the right (`is_token` False) leaves them as they are.
+    That is from `columns` on. Also returns the tokens' experts. B / N adjacent rows share a prompt, which occupies
+    columns [starts, P) of its cache. States hold the prompt already; padding on the right (`is_token` False) leaves
+    them as they are.
     """
     x = embed(model, weights, tokens)
     num_columns = prompt_columns(prompts)
@@ -532,7 +541,7 @@ def decode(
         x, new_cache, route = decoder_layer(model, layer, x, mixer)
         new_caches.append(new_cache)
         routes.append(route)
-    return head(model, weights, x[:, -1]), new_caches, jnp.stack(routes, axis=2)
+    return x, new_caches, jnp.stack(routes, axis=2)
 
 
 def prompt_columns(prompts: list[PromptCache | None]) -> int:

@@ -66,19 +66,21 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(join, *trees)
 
 
-def live_slots(slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int) -> Int[np.ndarray, "K"] | None:
+def live_slots(
+    slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int, fewest: int = 8
+) -> Int[np.ndarray, "K"] | None:
     """Returns the slots to continue with after compaction, -1 for an empty one; None while too many rows are live.
 
     `slots` holds the row of each sampler slot (-1: empty), cut into equal shards; a row stays in its shard. The sizes
-    of shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until 8 slots are left in all: few, so that all of them
-    can be compiled ahead.
+    of shards are ..., 256, 192, 128, 96, 64, 32, 16, and so on until `fewest` slots are left in all: few, so that all
+    of them can be compiled ahead.
     """
     size = len(slots) // shards
     is_live = slots >= 0
     is_live[is_live] = ~done[slots[is_live]]
     places = [shard * size + np.flatnonzero(live) for shard, live in enumerate(is_live.reshape(shards, size))]
     smaller = smaller_size(size)
-    if smaller < max(-(-8 // shards), *map(len, places)):
+    if smaller < max(-(-fewest // shards), *map(len, places)):
         return None
     kept = np.full((shards, smaller), -1)
     for row, shard_places in zip(kept, places, strict=True):

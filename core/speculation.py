@@ -1,0 +1,257 @@
+"""Speculative decoding of the last rows of a batch: tokens are drafted, computed in one pass, and kept where drawn.
+
+A draw is a function of the logits and of the uniform numbers at its address (seed, step, task, sample, token). So a
+draft is right where the token that is drawn in its place is the draft: tokens are those of `decode_segment`, without a
+rule of rejection or anything to correct. Log-probabilities differ by the rounding of products of more tokens.
+
+Drafts are what followed a row's last tokens where they occurred last, in its own text or before that in its group's
+(prompt look-up decoding). They are found on the device: a pass takes no longer than its products.
+
+S sampler slots, k drafted tokens, W tokens of the text behind which a row goes on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from threading import Event
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Int, UInt32
+
+from core.records import Completions
+from core.sampling import Cache, Chain, Columns, Sampler, empty_columns
+from models import decoder
+from models.architecture import Decoder
+from models.distribution import Distribution, sampling_uniforms
+from models.lora import with_members
+from models.names import Array, Weights
+from utils.settings.errors import UserError
+from utils.training.batching import bucket
+
+FEWEST_MATCHES, MOST_MATCHES = 2, 8  # last tokens of a row that are looked up
+TAIL_SLOTS, TAIL_SLOTS_ON_CPU = 16, 2  # of a shard: with so few, a pass is bound by the weights and not by its tokens
+PASSES = 8  # between two transfers to the host
+MIN_GAIN = 1.5  # tokens of a pass and row below which segments are taken to be faster
+PAUSE = 128  # tokens of a row that are then drawn in segments
+TEXT_TOKENS = 1 << 14  # of a group that are searched at most
+
+
+class SpeculativeChain(Chain):
+    """Completions whose tail is drawn several tokens at a time; each row there has its own length."""
+
+    fewest_slots = 1
+
+    def __init__(self, num_drafted: int, sampler: Sampler, *arguments: object):
+        super().__init__(sampler, *arguments)
+        self.draft_tokens = num_drafted  # of a row in a pass
+        of_shard = TAIL_SLOTS_ON_CPU if self.layout.is_cpu else TAIL_SLOTS
+        self.tail_slots = of_shard * self.layout.row_shards
+        num_rows = len(self.keys)
+        self.num_tokens = np.zeros(num_rows, int)  # of each row behind its prompt, once the tail has begun
+        self.reached_limit = np.zeros(num_rows, bool)
+        self.num_drafted = np.zeros(num_rows, int)
+        self.num_accepted = np.zeros(num_rows, int)
+        self.pause = 0  # tokens to draw before the next draft
+
+    def run(self, cancelled: Event) -> Completions:
+        """Draws all rows: see `Chain.run`."""
+        completions = super().run(cancelled)
+        finished = completions.finished & ~self.reached_limit
+        drafts = {"num_drafted": self.num_drafted, "num_accepted": self.num_accepted}
+        return replace(completions, finished=finished, **drafts)
+
+    def draw_rows(self, cancelled: Event) -> int:
+        """Draws segments, and then the tail."""
+        start = super().draw_rows(cancelled)
+        self.num_tokens[:] = start
+        self.last_tokens = self.last_tokens.copy()
+        is_tail = start < self.sampler.max_new_tokens
+        while is_tail and not (self.drawn.done.all() or cancelled.is_set()):
+            self.compact()
+            if self.pause:
+                self.draw_segment()
+            else:
+                self.draw_passes()
+            self.report()
+        return start
+
+    def draw_segment(self) -> None:
+        """Draws a segment of the rows, each from its own length on."""
+        steps = self.sampler.segments()[0]
+        self.grow_for(steps)
+        forced = np.full((len(self.slots), steps), -1, np.int32)
+        columns = self.draw(self.layout.put(self.next_columns()), forced)
+        self.add_columns(columns, np.full(len(self.slots), steps), num_passes=steps)
+        self.pause = max(0, self.pause - steps)
+
+    def draw_passes(self) -> None:
+        """Draws several passes of the rows, each over the last token of a row and its drafts."""
+        sampler = self.sampler
+        self.grow_for(PASSES * (1 + self.draft_tokens))
+        rows = np.maximum(self.slots, 0)
+        state = self.layout.put((self.starts, *self.texts(), self.next_columns(), self.keys[rows]))
+        settings = sampler.model, sampler.distribution, self.draft_tokens
+        arguments = self.weights, self.prompt_cache, self.cache, *state
+        self.cache, results = draw_with_drafts(*settings, *arguments, **self.members_of(self.owner[rows]))
+        counts, num_drafted, *columns = self.layout.fetch(results)
+        live = self.add_columns(columns, counts, num_passes=PASSES)
+        self.num_drafted[self.slots[live]] += num_drafted[live]
+        self.num_accepted[self.slots[live]] += counts[live] - PASSES
+        if counts[live].mean() < MIN_GAIN * PASSES:
+            self.pause = PAUSE
+
+    def texts(self) -> tuple[Int[np.ndarray, "S W"], Int[np.ndarray, "S"]]:
+        """Returns the text of each slot's group, its own row last, with room for what is drawn; and its length."""
+        texts = [self.text(int(row)) if row >= 0 else [0] for row in self.slots]
+        lengths = np.int32([len(text) for text in texts])
+        width = bucket(int(lengths.max()) + PASSES * (1 + self.draft_tokens))
+        padded = np.zeros((len(texts), width), np.int32)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        return padded, lengths
+
+    def text(self, row: int) -> list[int]:
+        """Returns the completions of a row's group, then its prompt and its own."""
+        tokens = []
+        siblings = np.flatnonzero(self.owner == self.owner[row])
+        for sibling in siblings[siblings != row]:
+            length = min(self.num_tokens[sibling], self.drawn.lengths[sibling])
+            tokens += self.drawn.tokens[sibling, :length].tolist()
+        own = self.drawn.tokens[row, : self.num_tokens[row]].tolist()
+        return [*tokens, *self.prompts[self.owner[row]], *own][-TEXT_TOKENS:]
+
+    def grow_for(self, num_tokens: int) -> None:
+        """Widens the cache for so many more tokens of the longest row."""
+        longest = int(self.num_tokens[~self.drawn.done].max()) + num_tokens
+        self.grow(min(longest, self.sampler.max_new_tokens))
+
+    def next_columns(self) -> Int[np.ndarray, "S"]:
+        """Returns the column of each slot's next token."""
+        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
+
+    def add_columns(
+        self, columns: Sequence[np.ndarray], counts: Int[np.ndarray, "S"], num_passes: int
+    ) -> Int[np.ndarray, "R"]:
+        """Adds the first `counts` tokens that were drawn for each live row; returns the slots of these rows."""
+        live = np.flatnonzero(self.slots >= 0)
+        live = live[~self.drawn.done[self.slots[live]]]
+        for slot in live.tolist():
+            row = int(self.slots[slot])
+            self.drawn.slot_steps[row] += len(self.slots) * num_passes / len(live)
+            self.add_drawn(row, [x[slot, : counts[slot]] for x in columns])
+        return live
+
+    def add_drawn(self, row: int, columns: Sequence[np.ndarray]) -> None:
+        """Adds tokens that were drawn for a row, up to its end."""
+        drawn, sampler = self.drawn, self.sampler
+        start = int(self.num_tokens[row])
+        stop = min(start + len(columns[0]), sampler.max_new_tokens)
+        arrays = drawn.tokens, drawn.logprobs, drawn.support, drawn.routes
+        for array, column in zip(arrays, columns, strict=True):
+            array[row, start:stop] = column[: stop - start]
+        end = sampler.completion_end(drawn.tokens[row], start, stop)
+        drawn.mask[row, start:stop] = True
+        self.num_tokens[row] = end or stop
+        self.last_tokens[row] = drawn.tokens[row, stop - 1]
+        if end or stop == sampler.max_new_tokens:
+            drawn.lengths[row] = end or stop
+            drawn.done[row] = True
+            self.reached_limit[row] = not end
+
+    def report(self) -> None:
+        """Calls the listener, to whom rows that are not done are longer than what is drawn."""
+        if self.sampler.on_segment:
+            drawn = self.drawn
+            longest = int(np.where(drawn.done, drawn.lengths, self.num_tokens).max())
+            lengths = np.where(drawn.done, drawn.lengths, longest + 1)
+            self.sampler.on_segment(self.row_offset, drawn.tokens, longest, lengths)
+
+
+def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
+    """Returns a sampler that drafts so many tokens at a time for the last rows of a batch.
+
+    Raises: UserError where tokens that were computed cannot be taken back, or are not drawn.
+    """
+    if sampler.model.delta is not None:
+        raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
+    if sampler.force_answer_at:
+        raise UserError("--num_speculative_tokens: drafts stand for draws, and answers are forced; --force_answer_at 0")
+    return replace(sampler, make_chain=partial(SpeculativeChain, num_drafted))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def draw_with_drafts(
+    model: Decoder,
+    distribution: Distribution,
+    num_drafted: int,
+    weights: Weights,
+    prompt_cache: Cache,
+    cache: Cache,
+    starts: Int[Array, "N"],
+    texts: Int[Array, "S W"],
+    lengths: Int[Array, "S"],
+    columns: Int[Array, "S"],
+    keys: UInt32[Array, "S 2"],
+    members: Int[Array, "S"] | None = None,
+) -> tuple[Cache, tuple[Int[Array, "S"], Int[Array, "S"], *Columns]]:
+    """Draws tokens behind texts, in PASSES over the last token and its drafts, from each slot's column on.
+
+    Returns the cache, then for each slot how many tokens were drawn and drafted, and what `decode_segment` returns.
+    """
+    weights = with_members(weights, members)
+    num_rows = len(texts)
+    width = 1 + num_drafted
+    rows = jnp.arange(num_rows)[:, None]
+    places = jnp.arange(width)
+
+    def draw_pass(_: int, state: tuple) -> tuple:
+        cache, texts, counts, num_looked_up, drawn = state
+        drafts = look_up(texts, lengths + counts, num_drafted)
+        last = texts[rows, (lengths + counts)[:, None] - 1]
+        tokens = jnp.concatenate([last, jnp.maximum(drafts, 0)], axis=1)
+        numbers = columns + counts
+        state = prompt_cache, cache, tokens, numbers, starts
+        hidden, cache, routes = decoder.decode_states(model, weights, *state)
+        logits = decoder.head(model, weights, hidden)
+        uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers + places[:, None])
+        flat = rearrange(logits, "S T V -> (S T) V"), rearrange(uniforms, "T S u -> (S T) u")
+        new = [rearrange(x, "(S T) ... -> S T ...", T=width) for x in distribution.draw(*flat)]
+        token = new[0].astype(jnp.int32)
+        # What follows a wrong draft is overwritten by the next pass.
+        texts = texts.at[rows, (lengths + counts)[:, None] + places].set(token, mode="drop")
+        new = token, *new[1:], routes
+        places_drawn = counts[:, None] + places
+        drawn = jax.tree.map(lambda column, x: column.at[rows, places_drawn].set(x, mode="drop"), drawn, new)
+        is_right = jnp.cumprod(token[:, :-1] == drafts, axis=1)
+        num_looked_up += num_drafted * (drafts[:, 0] >= 0)
+        return cache, texts, counts + 1 + is_right.sum(1), num_looked_up, drawn
+
+    none = jnp.zeros_like(lengths)
+    drawn = empty_columns(model, distribution, (num_rows, PASSES * width))
+    state = cache, texts, none, none, drawn
+    cache, _, counts, num_looked_up, drawn = jax.lax.fori_loop(0, PASSES, draw_pass, state)
+    return cache, (counts, num_looked_up, *drawn)
+
+
+def look_up(texts: Int[Array, "S W"], lengths: Int[Array, "S"], num_tokens: int) -> Int[Array, "S k"]:
+    """Returns what followed the last tokens of each text where most of them occurred before, the last such place.
+
+    It is repeated where the text ends; -1 where not even FEWEST_MATCHES tokens occurred.
+    """
+    ends = lengths[:, None]
+    columns = jnp.arange(texts.shape[1])
+    is_equal = columns < ends
+    num_equal = jnp.zeros_like(texts)
+    for n in range(1, MOST_MATCHES + 1):
+        before = jnp.where(columns >= n, jnp.roll(texts, n, axis=1), -1)
+        last = jnp.take_along_axis(texts, jnp.maximum(ends - n, 0), axis=1)
+        is_equal &= before == last
+        num_equal += is_equal
+    place = jnp.argmax(num_equal * len(columns) + columns * (num_equal > 0), axis=1)[:, None]
+    is_found = jnp.take_along_axis(num_equal, place, axis=1) >= FEWEST_MATCHES
+    period = jnp.maximum(ends - place, 1)
+    found = jnp.take_along_axis(texts, place + jnp.arange(num_tokens) % period, axis=1)
+    return jnp.where(is_found, found, -1)
