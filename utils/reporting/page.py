@@ -180,6 +180,7 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
         "events": events,
         "metrics": {name: curve_data(*series, intervals(logged, name)) for name, series in logged.items()},
         "origin": config.pop("run", None) if config else None,
+        "news": metrics_jsonl.stat().st_mtime,
         "config": config,
         "pairs": first_and_last(folder / "rollouts"),
         "rollouts": read_rollouts(folder / "rollouts", budget, steps),
