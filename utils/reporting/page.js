@@ -102,7 +102,7 @@ function drawVerdict() {
     const list = make("ul", { className: "events" }, ...events);
     find("verdict").append(make("div", { className: "card" }, name, text, make("p", {}, first), list, more));
   });
-  watch(runs.filter((run) => run.origin && run.origin.end === null));
+  watch(runs.filter((run) => run.origin.end === null));
 }
 
 const SILENCE = 3600; // seconds without a step, or as long as ten steps, after which a run is taken for killed
@@ -415,7 +415,7 @@ function describe(row, i) {
 // Settings, and where a run comes from
 
 function drawOrigins() {
-  const origins = runs.map((run) => run.origin ?? {});
+  const origins = runs.map((run) => run.origin);
   const names = [...new Set(origins.flatMap(Object.keys))];
   const heads = runs.length > 1 ? [make("tr", {}, make("th"), ...runs.map((run, r) => make("th", {}, dot(r), visible(run.name))))] : [];
   const rows = names.map((name) => {
