@@ -140,7 +140,7 @@ class Logger:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
         self.step_times.append(metrics["times/step"])
-        seconds = (self.num_steps - step) * statistics.median(self.step_times)
+        seconds = (self.num_steps - step) * statistics.median_low(self.step_times)  # the first step compiles
         size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
         if step < self.num_steps:
             cells.append(f"{seconds / size:3.0f}{unit} left")
