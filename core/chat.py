@@ -214,6 +214,8 @@ def main(config: Command) -> None:
         sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
         sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
         return play_episode(sampler, params, settings, config.prompts.task, key)
+    if layout.is_main and not config.prompts.prompts:
+        print("built-in prompts: --prompts FILE.jsonl names others, and on a terminal this is a chat", file=sys.stderr)
     sampler = make_text_sampler(config, model, tokenizer, layout)
     prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
     rows_per_call = config.sampling.inference_batch_per_device * layout.row_shards
