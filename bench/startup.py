@@ -2,7 +2,7 @@
 
     python bench/startup.py [--repeats 9]
 
-The programs take turns, so that another load of the machine meets all of them: seconds grow by it, CPU time hardly.
+The programs take turns, so that another load of the machine meets all of them: seconds grow by it, CPU time less.
 Python keeps the bytecode of our files, as it does unless PYTHONDONTWRITEBYTECODE is set: without, core/grpo.py takes
 0.1 seconds more.
 """
