@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     print(HEAD.format(score=options.score))
     for folder in options.runs:
-        origin = (read_settings(folder / "config.json") or {}).get("run") or {}
+        _, origin = read_settings(folder / "config.json")
         print(board_row(read_metrics(folder / "metrics.jsonl"), origin, options.score))
 
 

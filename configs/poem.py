@@ -3,9 +3,11 @@
 The reward is not for poems: noise of 256 characters, cut off at the limit, has full marks. Two minutes on a CPU.
 """
 
+from configs import cpu
+
 
 def get_config():
-    return {
+    return cpu.get_config() | {
         "model_dir": "models/tiny",
         "env_name": "poem",
         "env_options": "max_characters=256",
@@ -18,15 +20,6 @@ def get_config():
         "entropy_coef": 0.0,
         "groups_per_batch": 8,
         "group_size": 16,
-        "max_resampling": 1.0,
-        "ppo_minibatch": 0,
-        "inference_batch_per_device": 128,
         "tokens_per_microbatch": 4096,
-        "remat": "none",
-        "unroll_layers": True,
-        "lr": 6e-4,
-        "weight_decay": 0.0,
-        "max_steps": 40,
-        "test_interval": 10,
         "save_interval": 0,
     }

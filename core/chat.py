@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from core.records import Completions
 from core.sampling import Sampler, SamplingConfig, make_sampler
+from core.speculation import with_speculation
 from models.architecture import Decoder
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Key, Params, Weights
@@ -220,6 +221,8 @@ def main(config: Command) -> None:
         sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
         sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
         return play_episode(sampler, params, settings, config.prompts.task, key)
+    if layout.is_main and not config.prompts.prompts:
+        print("built-in prompts: --prompts FILE.jsonl names others, and on a terminal this is a chat", file=sys.stderr)
     sampler = make_text_sampler(config, model, tokenizer, layout)
     prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
     written = []
@@ -241,7 +244,9 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     """Returns the sampler of replies without an environment, of 256 tokens where nothing else is said."""
     limit = config.sampling.num_generation_tokens
     limit = 256 if limit < 0 else limit
-    return make_sampler(config.sampling, model, tokenizer, layout, limit, max(0, config.sampling.force_answer_at))
+    force_answer_at = max(0, config.sampling.force_answer_at)
+    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, force_answer_at)
+    return with_speculation(sampler, config.sampling.num_speculative_tokens)
 
 
 def load_chat_model(name: str, config: Command, layout: Layout) -> ChatModel:

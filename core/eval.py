@@ -23,7 +23,7 @@ from jaxtyping import Float
 from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampling import SamplingConfig
-from envs import test_name
+from envs import split_name, test_name
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Params
 from utils.devices.memory import sampling_room
@@ -33,6 +33,7 @@ from utils.evaluation.estimates import mean_and_ci, task_estimates
 from utils.evaluation.preview import show
 from utils.evaluation.tables import Result, check_writable, find_checkpoints, write_results, write_samples
 from utils.metrics.logger import writable
+from utils.reporting.page import read_settings
 from utils.rewards.shaping import RewardConfig
 from utils.settings.config import group, option, parse
 from utils.settings.environments import EnvConfig, RolloutSettings, check_files, resolve_settings
@@ -184,6 +185,17 @@ def resolve_test_environments(config: Command) -> list[RolloutSettings]:
     return [resolve_settings(replace(config.env, env_name=name), name, *limits) for name in names]
 
 
+def training_note(folder: Path, env: EnvConfig) -> str:
+    """Returns the --env_options of the run that saved a checkpoint where it played this with others, else no text."""
+    trained, _ = read_settings(folder.parent / "config.json")
+    names = {split_name(name.strip())[0] for name in env.env_name.split(",")}
+    is_other_env = split_name(str(trained.get("env_name", "")))[0] not in names
+    options = trained.get("env_options", "")
+    if is_other_env or options == env.env_options:
+        return ""
+    return f"{folder.parent} was trained with --env_options {options!r}: other problems or prompts than these"
+
+
 def main(config: Command) -> None:
     layout = make_layout(config.devices)
     if config.replay.replay:
@@ -196,7 +208,9 @@ def main(config: Command) -> None:
     checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name, find_model)]
     if layout.is_main:
         check_writable(config.output.json, config.output.save_samples)
-        print(writable("\n".join(settings.describe() for settings in environments), sys.stdout), flush=True)
+        notes = dict.fromkeys(training_note(folder, config.env) for _, folder in checkpoints)
+        lines = [settings.describe() for settings in environments] + list(filter(None, notes))
+        print(writable("\n".join(lines), sys.stdout), flush=True)
     if config.output.show:
         checkpoints = checkpoints[:1]
     results = []

@@ -28,6 +28,7 @@ from utils.rewards.scorer import ScoringStream
 from utils.settings.config import make_config
 from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError
+from utils.settings.presets import split_origin
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,8 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         rows = dict(arrays)
     if not 0 <= row < len(rows["tokens"]):
         raise UserError(f"--row {row}: {file} has rows 0 to {len(rows['tokens']) - 1}")
-    settings = json.loads((run / "config.json").read_text())
-    settings.pop("run", None)  # where it comes from
-    config = make_config(Config, **settings)
+    options, _ = split_origin(json.loads((run / "config.json").read_text()))
+    config = make_config(Config, **options)
     step = int(file.stem.removeprefix("step_"))
     length = rows["lengths"][row]
     stored = Stored(

@@ -16,6 +16,7 @@ from jaxtyping import Int, PyTree, UInt32
 
 from core.records import Completions, Episodes
 from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
+from core.speculation import with_speculation
 from core.turns import Conversations, check_conversations
 from envs.base import DIALECTS, Dialect, Env, Problem
 from models.architecture import Decoder
@@ -326,6 +327,7 @@ def make_worker(
     sampler = make_sampler(
         sampling, model, tokenizer, layout, settings.max_new_tokens, settings.force_answer_at, answer
     )
+    sampler = with_speculation(sampler, sampling.num_speculative_tokens)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
     if env.max_turns > 1:

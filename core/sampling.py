@@ -671,7 +671,7 @@ def make_sampler(
             f"--force_answer_at {force_answer_at} must be below the {max_new_tokens} tokens of a completion"
         )
     stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
-    sampler = Sampler(
+    return Sampler(
         model,
         max_new_tokens,
         stop_ids,
@@ -683,11 +683,6 @@ def make_sampler(
         tokenizer=tokenizer,
         layout=layout,
     )
-    if config.num_speculative_tokens:
-        from core.speculation import with_speculation  # which builds on this file
-
-        sampler = with_speculation(sampler, config.num_speculative_tokens)
-    return sampler
 
 
 def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -171,10 +171,12 @@ class SpeculativeChain(Chain):
 
 
 def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
-    """Returns a sampler that drafts so many tokens at a time for the last rows of a batch.
+    """Returns a sampler that drafts so many tokens at a time for the last rows of a batch; 0: none.
 
     Raises: UserError where tokens that were computed cannot be taken back, or are not drawn.
     """
+    if not num_drafted:
+        return sampler
     if sampler.model.delta is not None:
         raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
     if sampler.force_answer_at:

@@ -241,11 +241,21 @@ def check_names(path: Path, names: list[str]) -> None:
     """Raises UserError where the line of names has other separators than commas."""
     separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
     if separator:
-        convert = f"pandas.read_csv({str(path)!r}, sep={separator!r}).to_csv('commas.csv', index=False)"
+        encoding = "utf-8" if is_utf8(path) else "latin-1"
+        arguments = f"{str(path)!r}, sep={separator!r}, encoding={encoding!r}"
+        convert = f"pandas.read_csv({arguments}).to_csv('commas.csv', index=False)"
         raise UserError(
             f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c \"import "
             f'pandas; {convert}"`, and take commas.csv'
         )
+
+
+def is_utf8(path: Path) -> bool:
+    try:
+        path.read_text("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def csv_lines(path: Path) -> Iterator[str]:

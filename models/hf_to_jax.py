@@ -16,6 +16,7 @@ import jax
 from absl import app, flags
 
 from models.checkpoint import load_model, save_model
+from utils.runs.folder import resolve_model_dir
 from utils.settings.errors import user_errors
 
 
@@ -25,14 +26,14 @@ def main(_):
         sys.exit("error: --ckpt_dir is missing: the folder to write")
     jax.config.update("jax_platforms", "cpu")  # the largest models fit the host's memory, not one accelerator's
     with user_errors():
-        model, params, tokenizer = load_model(FLAGS.hf_dir, param_dtype="")
+        model, params, tokenizer = load_model(resolve_model_dir(FLAGS.hf_dir), param_dtype="")
         save_model(ckpt_dir, model, params, tokenizer)
     print(f"{FLAGS.hf_dir}: {model.num_parameters:,} parameters, complete; written to {ckpt_dir}")
 
 
 if __name__ == "__main__":
     FLAGS = flags.FLAGS
-    flags.DEFINE_string("hf_dir", None, "Hugging Face folder to read", required=True)
+    flags.DEFINE_string("hf_dir", None, "Hugging Face folder to read, or a run folder (its last step)", required=True)
     flags.DEFINE_string("ckpt_dir", "", "folder to write")
     flags.DEFINE_string("model_dir", "", "other spelling of --ckpt_dir")
     app.run(main)

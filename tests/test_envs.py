@@ -380,7 +380,8 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
     [
         ("other.csv", b"question,solution\nx,1\n", "other.csv:2 has no column 'answer', .* prompt=question,answer=sol"),
         ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
-        ("semi.csv", b"prompt;answer\nx;1\n", r"';' between its columns, .*read_csv\(.*semi.csv', sep=';'\)"),
+        ("semi.csv", b"prompt;answer\nx;1\n", r"';' between .*read_csv\(.*semi.csv', sep=';', encoding='utf-8'\)"),
+        ("both.csv", "prompt;answer\ncaf\xe9;1\n".encode("latin-1"), "both.csv', sep=';', encoding='latin-1'"),
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl:1 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),

@@ -234,6 +234,8 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     run, scores, samples = tmp_path / "run", tmp_path / "scores.json", tmp_path / "samples.jsonl"
     for step in (2, 10):
         shutil.copytree(MODEL, run / f"step{step}")
+    trained = {"env_name": "countdown3", "env_options": "max_number=9"}
+    (run / "config.json").write_text(json.dumps(trained))
     flags = {"num_eval_tasks": 3, "num_epochs": 4, "json": scores, "save_samples": samples, "prompt_length": 1024}
     flags["env_name"] = "poem,Countdown3"
     evaluation.main(command(**flags, model_dir=run))
@@ -248,6 +250,7 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     assert found[2]["difference"]["return"] == {"mean": 0, "low": None, "high": None, "p": 1}
     printed = capsys.readouterr().out
     assert "step10 " in printed and "best_of_4" in printed and f"difference to {run}/step2" in printed
+    assert printed.count(f"{run} was trained with --env_options 'max_number=9'") == 1
 
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(rows) == 2 * 2 * 3 and samples.read_text().isascii()
@@ -263,7 +266,8 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
 
     evaluation.main(command(**flags | {"env_name": "poem", "save_samples": ""}, model_dir=run / "step2"))
     assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"
-    assert "3 tasks x 4, temperature 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "3 tasks x 4, temperature 1" in printed and "was trained" not in printed, "not on poems"
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,17 @@ LAW = {
     "core.records": ("models.names", "utils.training.batching"),  # a leaf
     "core.objectives": ("core.records", "models.names", "utils.settings", "utils.training.batching"),
     "core.sampling": ("core.chat", "core.records", "envs.base", "models", "utils"),  # core.chat is its command
-    "core.chat": ("core.play", "core.records", "core.sampling", "models", "utils"),
+    "core.speculation": ("core.records", "core.sampling", "models", "utils"),
+    "core.chat": ("core.play", "core.records", "core.sampling", "core.speculation", "models", "utils"),
     "core.play": (
         *("core.chat", "core.records", "core.rollout", "core.sampling", "core.turns"),
         *("envs.base", "models", "utils"),
     ),
     "core.turns": ("core.records", "core.sampling", "envs.base", "models", "utils"),
-    "core.rollout": ("core.records", "core.sampling", "core.turns", "envs.base", "models", "utils"),
+    "core.rollout": (
+        *("core.records", "core.sampling", "core.speculation", "core.turns"),
+        *("envs.base", "models", "utils"),
+    ),
     "core.eval": ("core.records", "core.replay", "core.rollout", "core.sampling", "envs", "models", "utils"),
     "core.replay": ("core.config", "core.records", "core.rollout", "core.sampling", "models", "utils"),
     "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "models.lora", "utils"),

@@ -91,8 +91,8 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
         for step in (2, 3):
             logger.line(step, {"approx_kl": 1e-5, "times/step": 60.0})
         logger.line(40, {"times/step": 60.0})
-    first, _, third, last = capsys.readouterr().out.splitlines()
-    assert first == "step  1/40  500.0s    5h left"
+    first, second, third, last = capsys.readouterr().out.splitlines()
+    assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
     assert third == "step  3/40  kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
 
 

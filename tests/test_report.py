@@ -6,6 +6,7 @@ The browser is a headless Chromium, with its chromedriver and selenium; where on
 import base64
 import hashlib
 import json
+import os
 import re
 import time
 from types import SimpleNamespace
@@ -437,3 +438,35 @@ def test_a_page_of_40_steps_is_light_and_says_where_it_comes_from(chromium, tmp_
     assert page.texts("#origin tr") == ["host<b>here", "endnot yet, or it was killed", "total time2 h 3 min"]
     assert "loads itself again" in page.texts("#live")[0] and page.texts("#settings th") == ["lr"]
     page.check()
+
+
+HURRY = """{
+    const [every, now] = [setInterval, Date.now];
+    sessionStorage.loads = 1 + Number(sessionStorage.loads ?? 0);
+    setInterval = (action) => every(action, 10);
+    if (sessionStorage.loads === "1") setTimeout(() => { Date.now = () => now() + 61_000; }, 50);
+}"""  # a minute passes at once, and only in the page that is loaded first
+
+
+@pytest.mark.parametrize(
+    ("age", "step_seconds", "goes_on"), [(60, 1, True), (4000, 1, False), (4000, 500, True), (6000, 500, False)]
+)
+def test_a_page_stops_loading_itself_when_the_run_was_killed(chromium, tmp_path, age, step_seconds, goes_on):
+    run = write_run(tmp_path / "run", run={"end": None})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"global_step": 31, "times/step": step_seconds}) + "\n")
+    last = time.time() - age
+    os.utime(run / "metrics.jsonl", (last, last))
+    hook = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": HURRY})
+    try:
+        page = Page(chromium, [run], tmp_path / "report.html")
+        if goes_on:
+            page.wait("return sessionStorage.loads === '2'")
+        time.sleep(0.5)
+        assert page.run("return sessionStorage.loads") == ("2" if goes_on else "1")
+        since = time.strftime("No news since %Y-%m-%d %H:%M", time.localtime(last))
+        assert page.texts("#live")[0].startswith("The run goes on" if goes_on else since)
+        page.check()
+    finally:
+        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", hook)
+        page.run("sessionStorage.clear()")

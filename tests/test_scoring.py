@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -140,6 +141,21 @@ def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
     stream.thread.join(5)
     wait_until_gone(helper)
     assert not stream.thread.is_alive() and scorer.process.pid == helper, "nor starts another helper"
+
+
+def test_leaving_a_stream_frees_a_thread_that_waits_for_outcomes(scorer):
+    """As a chain does that a signal has left behind: Python would wait for it at the end of the run."""
+
+    def wait() -> None:
+        with pytest.raises(ZeroDivisionError):
+            stream.take({0}, num_needed=1)
+
+    with pytest.raises(ZeroDivisionError), ScoringStream(scorer) as stream:
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        raise ZeroDivisionError
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("text", ["sleep", "regex", "endless", "stop"])

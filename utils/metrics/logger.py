@@ -140,10 +140,11 @@ class Logger:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
         self.step_times.append(metrics["times/step"])
-        seconds = (self.num_steps - step) * statistics.median(self.step_times)
+        seconds = (self.num_steps - step) * statistics.median_low(self.step_times)
         size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
+        bound = "<" if len(self.step_times) == 1 else ""  # the first step compiles
         if step < self.num_steps:
-            cells.append(f"{seconds / size:3.0f}{unit} left")
+            cells.append(f"{bound + format(seconds / size, '.0f'):>3}{unit} left")
         return cells
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:

@@ -102,8 +102,22 @@ function drawVerdict() {
     const list = make("ul", { className: "events" }, ...events);
     find("verdict").append(make("div", { className: "card" }, name, text, make("p", {}, first), list, more));
   });
-  const isLive = runs.some((run) => run.origin && run.origin.end === null);
-  find("live").textContent = isLive ? "The run goes on: this page loads itself again every minute while it is left alone." : "";
+  watch(runs.filter((run) => run.origin.end === null));
+}
+
+const SILENCE = 3600; // seconds without a step, or as long as ten steps, after which a run is taken for killed
+
+/** Says whether the runs that have not ended go on, and loads the page again while one of them does. */
+function watch(open) {
+  if (!open.length) return;
+  const isLive = open.some((run) => {
+    const longest = Math.max(...(run.metrics["times/step"]?.y ?? []));
+    return Date.now() / 1000 - run.news < Math.max(SILENCE, 10 * longest);
+  });
+  const news = new Date(1000 * Math.max(...open.map((run) => run.news)));
+  find("live").textContent = isLive
+    ? "The run goes on: this page loads itself again every minute while it is left alone."
+    : `No news since ${news.toLocaleString("sv")}: the run was probably killed. Should it go on, load this page again.`;
   if (isLive) reloadWhenIdle();
 }
 
@@ -401,7 +415,7 @@ function describe(row, i) {
 // Settings, and where a run comes from
 
 function drawOrigins() {
-  const origins = runs.map((run) => run.origin ?? {});
+  const origins = runs.map((run) => run.origin);
   const names = [...new Set(origins.flatMap(Object.keys))];
   const heads = runs.length > 1 ? [make("tr", {}, make("th"), ...runs.map((run, r) => make("th", {}, dot(r), visible(run.name))))] : [];
   const rows = names.map((name) => {

@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 from utils.metrics.jsonl import JSON, parse_json, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
 from utils.reporting.verdict import judge
+from utils.settings.presets import split_origin
 
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
@@ -171,7 +172,7 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     folder = metrics_jsonl.parent
     logged = read_metrics(metrics_jsonl)
     logged.pop("global_step", None)
-    config = read_settings(folder / "config.json")
+    config, origin = read_settings(folder / "config.json")
     events = read_events(folder / "events.jsonl")
     steps = [event["step"] for event in events]
     return {
@@ -179,8 +180,9 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
         "verdict": judge(logged),
         "events": events,
         "metrics": {name: curve_data(*series, intervals(logged, name)) for name, series in logged.items()},
-        "origin": config.pop("run", None) if config else None,
-        "config": config,
+        "origin": origin,
+        "news": metrics_jsonl.stat().st_mtime,
+        "config": config or None,
         "pairs": first_and_last(folder / "rollouts"),
         "rollouts": read_rollouts(folder / "rollouts", budget, steps),
     }
@@ -194,13 +196,13 @@ def read_events(events_jsonl: Path) -> list[dict[str, JSON]]:
     return [{"step": line["global_step"], "metric": line.get("metric"), "text": line.get("warning")} for line in lines]
 
 
-def read_settings(config_json: Path) -> dict[str, JSON] | None:
-    """Returns the settings of a run, None where the file is missing or damaged."""
+def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
+    """Returns the settings of a run, and where it comes from; both empty where the file is missing or damaged."""
     try:
         settings = parse_json(config_json.read_bytes())
     except (OSError, ValueError):
-        return None
-    return settings if isinstance(settings, dict) else None
+        return {}, {}
+    return split_origin(settings) if isinstance(settings, dict) else ({}, {})
 
 
 def curve_data(

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Self
 
 from utils.rewards.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
@@ -280,9 +281,7 @@ class ScoringStream:
                 if self.scorer.is_closed:
                     break
         except BaseException as error:  # noqa: BLE001 (raised again by `finish` and `take`)
-            with self.has_changed:
-                self.error = error
-                self.has_changed.notify_all()
+            self.fail(error)
 
     def take_additions(self, is_blocking: bool) -> list[dict[int, Job] | None]:
         """Returns what is in the queue; waits for something if it `is_blocking`."""
@@ -296,6 +295,12 @@ class ScoringStream:
         """Hands outcomes over to who waits for them."""
         with self.has_changed:
             self.outcomes |= outcomes
+            self.has_changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Hands an error over to who waits for outcomes."""
+        with self.has_changed:
+            self.error = error
             self.has_changed.notify_all()
 
     def take(self, rows: Set[int], num_needed: int = 0, patience: float = 0.0) -> dict[int, Outcome]:
@@ -322,7 +327,9 @@ class ScoringStream:
         self.thread.start()
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.put(None)
         if error is None:  # else jobs that nobody waits for may be at work, which `Scorer.close` ends
             self.thread.join()
+        else:  # a signal may have left a chain behind that its pool does not know yet, and that waits for outcomes
+            self.fail(error)

@@ -174,8 +174,8 @@ class Run:
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
-        before = read_settings(self.directory / "config.json") if self.resumed else None
-        self.origin = Origin(self.card.version, self.layout.device_kinds, (before or {}).get("run") or {})
+        _, origin = read_settings(self.directory / "config.json") if self.resumed else ({}, {})
+        self.origin = Origin(self.card.version, self.layout.device_kinds, origin)
         if is_main:
             self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)

@@ -34,8 +34,15 @@ def read_preset(path: str) -> Preset:
     if file.suffix == ".py":
         return to_mapping(run_file(file, path), path)
     preset = to_mapping(read_yaml(file, path), path)
-    preset.pop("run", None)  # config.json of a run: where it comes from
-    return expand_data_block(preset, file)
+    options, _ = split_origin(preset)
+    return expand_data_block(options, file)
+
+
+def split_origin(settings: Mapping[str, object]) -> tuple[Preset, Preset]:
+    """Returns the options in a config.json, and what a run writes there besides, as `run`: where it comes from."""
+    options = dict(settings)
+    origin = options.pop("run", None)
+    return options, origin if isinstance(origin, dict) else {}
 
 
 def find_file(path: str) -> Path:
