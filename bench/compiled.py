@@ -169,6 +169,13 @@ class Imagined(Layout):
         """Returns the bytes that a program may use on each device."""
         return self.target.memory
 
+    @property
+    def slices(self) -> list[int]:
+        """Returns the slice of each TPU or the host of each GPU, in the order of the mesh."""
+        is_gpu = self.target.platform == "cuda"
+        devices = self.mesh.devices.flat
+        return [device.id // GPUS_OF_A_HOST if is_gpu else getattr(device, "slice_index", 0) for device in devices]
+
     def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
         return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
@@ -463,10 +470,10 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
 
 def measure_communication(model: Decoder, layout: Imagined, text: str) -> Communication:
     """Reads what the program of an update sends."""
-    slices = [getattr(device, "slice_index", 0) for device in layout.mesh.devices.flat]
+    slices = layout.slices
     transfers = hlo.transfers(text, slices)
-    num_slices = len(set(slices))
-    least_crossing = 2 * 4 * model.num_parameters * (num_slices - 1) / len(slices)
+    num_others = len(set(slices)) - 1
+    least_crossing = 2 * 4 * model.num_parameters * num_others / len(slices)
     return Communication(
         {kind: sum(x.times for x in transfers if x.kind == kind) for kind in KINDS},
         {kind: sum(x.sent for x in transfers if x.kind == kind) for kind in KINDS},
