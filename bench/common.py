@@ -159,9 +159,16 @@ def environment(*packages: str) -> dict[str, str | int]:
     return facts
 
 
+def format_figure(x: Figure) -> str:
+    """Returns a cell of a table: four digits of a number that is not whole."""
+    if isinstance(x, str):
+        return x
+    return f"{x:,}" if isinstance(x, int) else f"{x:,.4g}"
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Figure]]) -> list[str]:
     """Returns the lines of a Markdown table."""
-    cells = [[x if isinstance(x, str) else f"{x:,.4g}" for x in row] for row in rows]
+    cells = [[format_figure(x) for x in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * width for width in widths]
     lines = []

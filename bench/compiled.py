@@ -565,69 +565,81 @@ def extrapolate(
     return jax.tree.map(lambda a, b: a + factor * (b - a), few, more)
 
 
-def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
-    """Returns a row of the table, for the settings that a run would choose on these devices."""
+class Run(NamedTuple):
+    """What a run would choose on these devices."""
+
+    model: Decoder
+    layout: Imagined
+    state: TrainState
+    base: Weights
+    tokens: int  # of a micro-batch
+    rows: int  # sampled at a time on each device
+
+
+def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
+    """Returns what a run of a model would choose, and prints what it would say."""
     num_slices = count_slices(config.table, target, num_devices)
     sizes = mesh_sizes(config.devices, num_devices, num_slices)
     layout = imagine(target, config.table.memory, num_slices, **sizes)
-    name = name if "-" in name else f"Qwen3-{name}"
     model = shape(name, dtype="bfloat16", mesh=layout.mesh, adapts_experts=config.lora.lora_experts)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))
-    num_rows = rows_that_fit(config, model, layout, state, base)
-    plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_rows)
+    num_asked = config.sampling.inference_batch_per_device
+    plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_asked)
     print(*plan.notes, sep="\n")
-    model = replace(model, remat=plan.remat)
+    num_rows = min(num_asked, rows_that_fit(config, model, layout, state, base))
+    return Run(replace(model, remat=plan.remat), layout, state, base, plan.tokens_per_microbatch, num_rows)
 
-    def measure_update(model: Decoder) -> Training:
-        return measure_training(config, model, layout, plan.tokens_per_microbatch)
 
-    mesh = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: TrainState, base: Weights) -> int:
+    """Returns how many rows sampled at a time a run says will fit, in whole groups."""
+    sizes = measure_sizes(config.memory, model, layout, state, base, row_length(config))
+    fitting = max(0, sizes.available - sizes.held - sizes.sampling_copy) // sizes.kv_row
+    group_size = config.update.group_size
+    return fitting // group_size * group_size
+
+
+def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
+    """Returns a row of the table, for the settings that a run would choose on these devices."""
+    name = name if "-" in name else f"Qwen3-{name}"
+    run = plan_run(config, target, name, num_devices)
+    mesh = [f"{axis}={size}" for axis, size in run.layout.mesh.shape.items() if size > 1]
     row = {
         "model": name,
         "devices": f"{num_devices} {target}",
         "mesh": ",".join(mesh),
-        "--remat": plan.remat,
-        "tokens": plan.tokens_per_microbatch,
-        "rows": num_rows,
-        "there are": layout.target.memory / GB,
+        "--remat": run.model.remat,
+        "tokens": run.tokens,
+        "rows": run.rows,
+        "there are": run.layout.target.memory / GB,
     }
+
+    def measure_update(model: Decoder) -> Training:
+        return measure_training(config, model, run.layout, run.tokens)
+
     # All parameters are trained in a loop over layers, which compiles quickly; layers below adapters are a list.
-    training = extrapolate(config, model, measure_update) if base else measure_update(model)
+    training = extrapolate(config, run.model, measure_update) if run.base else measure_update(run.model)
     row |= training_figures(training)
-    if not num_rows:
-        return row
-    config = with_options(config, inference_batch_per_device=num_rows)
-    rollout = extrapolate(config, model, lambda model: measure_rollout(config, model, layout))
-    beside = bytes_on_device(held_state(state, config)) + (bytes_on_device(base) if model.merges_adapters else 0)
-    return row | {
-        "making weights": (training.held + rollout.copying) / GB,
-        "sampling": (beside + rollout.peak) / GB,
-        "decode step": rollout.step / GB,
-        "at least": rollout.least / GB,
-        "ratio": rollout.step / rollout.least,
-        "of experts": rollout.experts / GB,
-        "experts at least": rollout.least_experts / GB,
-        "collectives": rollout.num_collectives,
-        "they return": rollout.sent / GB,
-        "tokens/s at most": num_rows * layout.target.bandwidth / rollout.step,
-    }
+    return row | rollout_figures(config, run, training.held) if run.rows else row
 
 
-def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: TrainState, base: Weights) -> int:
-    """Returns the rows that are sampled at a time: as many as are asked for, or a run says will fit, in groups."""
-    sizes = measure_sizes(config.memory, model, layout, state, base, row_length(config))
-    fitting = max(0, sizes.available - sizes.held - sizes.sampling_copy) // sizes.kv_row
-    group_size = config.update.group_size
-    return min(config.sampling.inference_batch_per_device, fitting // group_size * group_size)
+def row_or_refusal(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
+    """Returns a row of the table, of what the compiler says does not fit no figures."""
+    try:
+        return table_row(config, target, name, num_devices)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(str(error).splitlines()[0])
+        return {"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"}
 
 
 def training_figures(training: Training) -> dict[str, Figure]:
     """Returns the columns of an update: its memory, and what it sends."""
     sent = training.communication
     total = sum(sent.sent.values())
-    kinds = {kind: f"{sent.counts[kind]:,.0f}: {sent.sent[kind] / GB:.3g}" for kind in KINDS}
+    kinds = {kind: f"{count:,.0f}: {sent.sent[kind] / GB:.3g}" for kind, count in sent.counts.items() if count}
     figures = kinds | {
         "held": training.held / GB,
         "update": training.update / GB,
@@ -639,6 +651,27 @@ def training_figures(training: Training) -> dict[str, Figure]:
         "their minimum": sent.least_crossing / GB,
     }
     return figures | {"sent / minimum": total / sent.least} if sent.least else figures
+
+
+def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]:
+    """Returns the columns of sampling: its memory beside what is held, and what a decode step moves."""
+    config = with_options(config, inference_batch_per_device=run.rows)
+    rollout = extrapolate(config, run.model, lambda model: measure_rollout(config, model, run.layout))
+    beside = bytes_on_device(held_state(run.state, config))
+    if run.model.merges_adapters:
+        beside += bytes_on_device(run.base)
+    return {
+        "making weights": (held + rollout.copying) / GB,
+        "sampling": (beside + rollout.peak) / GB,
+        "decode step": rollout.step / GB,
+        "at least": rollout.least / GB,
+        "ratio": rollout.step / rollout.least,
+        "of experts": rollout.experts / GB,
+        "experts at least": rollout.least_experts / GB,
+        "collectives": rollout.num_collectives,
+        "they return": rollout.sent / GB,
+        "tokens/s at most": round(run.rows * run.layout.target.bandwidth / rollout.step),
+    }
 
 
 SETTING = ("model", "devices", "mesh", "--remat", "tokens")
@@ -662,7 +695,7 @@ def main(config: Command) -> None:
     for name in config.table.models.split(","):
         for target in config.table.target.split(","):
             for num_devices in (config.table.devices or default).split(","):
-                table.append(table_row(config, target, name, int(num_devices)))
+                table.append(row_or_refusal(config, target, name, int(num_devices)))
                 print(table[-1], flush=True)
     facts = {"jax": jax.__version__}
     print(f"\nGB of one device; rows of {row_length(config)} tokens")

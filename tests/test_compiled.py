@@ -102,12 +102,12 @@ def test_collectives_are_counted_as_they_run():
     text = """
 %start (a: bf16[4,8]) -> bf16[16,8] {
   %a = bf16[4,8]{1,0} parameter(0)
-  ROOT %whole = bf16[16,8]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="3"}
+  ROOT %whole = bf16[16,8]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
 }
 
 %done (a.1: bf16[4,8]) -> bf16[16,8] {
   %a.1 = bf16[4,8]{1,0} parameter(0)
-  ROOT %whole.1 = bf16[16,8]{1,0} all-gather(%a.1), replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="3"}
+  ROOT %whole.1 = bf16[16,8]{1,0} all-gather(%a.1), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
 }
 
 %body (x: bf16[4,8]) -> bf16[4,8] {
