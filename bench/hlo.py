@@ -189,11 +189,14 @@ def transfers(hlo: str, slices: Sequence[int]) -> list[Transfer]:
 def transfers_of(parsed: Computations, name: str, slices: Sequence[int]) -> Iterator[tuple[str, Transfer]]:
     """Yields the collectives of one run of a computation, each with its name.
 
-    XLA for TPUs cuts an asynchronous one into a chain of fusions, all of which hold it: they give it one name.
+    XLA for TPUs cuts an asynchronous one into a chain of fusions, all of which hold it: they give it one name. And it
+    writes some reduce-scatters as a fusion of an all-reduce and a slice.
     """
     sources = {line.name: line for line in parsed[name]}
     for line in parsed[name]:
         kind = collective_kind(line)
+        if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
         if kind:
             num_bytes = sum(sources[operand].num_bytes for operand in line.operands)
             groups = transfer_groups(line, slices)

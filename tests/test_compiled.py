@@ -98,7 +98,10 @@ ENTRY %main (x: (s32[], f32[9,100])) -> (s32[], f32[9,100]) {
 
 
 def test_collectives_are_counted_as_they_run():
-    """In a loop as often as it runs, a chain of fusions once; and bytes that leave a slice are those of its border."""
+    """In a loop as often as it runs, a chain of fusions once, a sum that is cut in its fusion as a reduce-scatter.
+
+    And bytes that leave a slice are those of its border.
+    """
     text = """
 %start (a: bf16[4,8]) -> bf16[16,8] {
   %a = bf16[4,8]{1,0} parameter(0)
@@ -110,11 +113,17 @@ def test_collectives_are_counted_as_they_run():
   ROOT %whole.1 = bf16[16,8]{1,0} all-gather(%a.1), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
 }
 
+%all-reduce-scatter.1 (b: bf16[16,8]) -> bf16[4,8] {
+  %b = bf16[16,8]{1,0} parameter(0)
+  %all = bf16[16,8]{1,0} all-reduce(%b), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %own = bf16[4,8]{1,0} dynamic-slice(%all), dynamic_slice_sizes={4,8}
+}
+
 %body (x: bf16[4,8]) -> bf16[4,8] {
   %x = bf16[4,8]{1,0} parameter(0)
   %started = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%start
   %ended = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%done
-  ROOT %cut = bf16[4,8]{1,0} reduce-scatter(%ended), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=%add
+  ROOT %cut = bf16[4,8]{1,0} fusion(%ended), kind=kCustom, calls=%all-reduce-scatter.1
 }
 
 ENTRY %main (y: bf16[4,8]) -> bf16[4,8] {
