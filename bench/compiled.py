@@ -1,7 +1,7 @@
 """Compiles the sampler and an update for accelerators on a machine without any, and reads what the compiler made.
 
-    pip install --no-deps --target ~/compilers jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2 nvidia-cudnn-cu13 \
-        "libtpu==0.0.42.*"
+    pip install --no-deps --target ~/compilers jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2 nvidia-cudnn-cu13
+    pip install --no-deps --target ~/compilers "libtpu==0.0.42.*"
     export PYTHONPATH=~/compilers JAX_PLATFORMS=cpu
     python bench/compiled.py --target v5e,v6e,v5p,h100,h200 --models 0.6B,1.7B,8B     # 8 devices of each
     python bench/compiled.py --target h200,v5p --models Llama-3.2-3B --devices 1
@@ -9,10 +9,11 @@
     python bench/compiled.py --target v5e --models 1.7B --devices 32 --slices 2
     python bench/compiled.py --config configs/lora_8b.py --memory 23.7 --models 8B --devices 1 --layers 2,4
 
-The wheels (130 MB, 600 of cuDNN, 200) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; a
-mixture of experts on a GPU needs tokamax. Nothing is timed, and kernels of GPUs are not tuned: a matrix product may be
-another one on the device. What can be read is memory, and what each iteration of a loop does: copies, collectives,
-bytes. tests/test_compiled.py asserts it. A row takes minutes, most of them for TPUs' rollouts: see --layers.
+The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
+needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
+a matrix product may be another one on the device. What can be read is memory, and what each iteration of a loop does:
+copies, collectives, bytes. tests/test_compiled.py asserts it. A row takes minutes, most of them for rollouts on TPUs:
+see --layers, which is wrong there where the keys of a layer fit into the memory of the chip.
 """
 
 import sys
