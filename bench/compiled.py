@@ -603,7 +603,6 @@ def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: Trai
 
 def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
     """Returns a row of the table, for the settings that a run would choose on these devices."""
-    name = name if "-" in name else f"Qwen3-{name}"
     run = plan_run(config, target, name, num_devices)
     mesh = [f"{axis}={size}" for axis, size in run.layout.mesh.shape.items() if size > 1]
     row = {
@@ -693,7 +692,8 @@ def main(config: Command) -> None:
     asked = config.devices.mesh
     default = str(math.prod(parse_mesh(asked).values())) if asked else "8"
     table = []
-    for name in config.table.models.split(","):
+    for size in config.table.models.split(","):
+        name = size if "-" in size else f"Qwen3-{size}"
         for target in config.table.target.split(","):
             for num_devices in (config.table.devices or default).split(","):
                 table.append(row_or_refusal(config, target, name, int(num_devices)))
