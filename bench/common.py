@@ -34,7 +34,10 @@ SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels o
     "Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128),
     "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128),
     "Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128),
+    "Qwen3-14B": (151936, 5120, 17408, 40, 40, 8, 128),
+    "Qwen3-32B": (151936, 5120, 25600, 64, 64, 8, 128),
 }
+UNTIED = ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
 # config.json of published models, without fields that are not read. Sources: their pages on the hub; of Qwen3.5-4B
 # slime's scripts/models/qwen3.5-4B.sh, and transformers' defaults for the sizes of its DeltaNets.
 PUBLISHED = ROOT / "bench/shapes.json"
@@ -74,7 +77,7 @@ def shape(name: str, **more: Setting) -> Decoder:
         config = text_config(read_json(PUBLISHED)[name], PUBLISHED)
         return Decoder(**read_config(config, PUBLISHED), **more)
     vocabulary, width, mlp, layers, heads, key_heads, channels = SHAPES[name]
-    tied = name != "Qwen3-8B"
+    tied = name not in UNTIED
     return Decoder(vocabulary, width, mlp, layers, heads, key_heads, channels, tie_word_embeddings=tied, **more)
 
 
@@ -156,9 +159,16 @@ def environment(*packages: str) -> dict[str, str | int]:
     return facts
 
 
+def format_figure(x: Figure) -> str:
+    """Returns a cell of a table: four digits of a number that is not whole."""
+    if isinstance(x, str):
+        return x
+    return f"{x:,}" if isinstance(x, int) else f"{x:,.4g}"
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Figure]]) -> list[str]:
     """Returns the lines of a Markdown table."""
-    cells = [[x if isinstance(x, str) else f"{x:,.4g}" for x in row] for row in rows]
+    cells = [[format_figure(x) for x in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * width for width in widths]
     lines = []
@@ -182,5 +192,9 @@ def report(
     print(*markdown_table(columns, rows), sep="\n")
     if file:
         objects = [dict(zip(columns, row, strict=True)) for row in rows]
-        content = {"title": title, "environment": machine, "rows": objects} | more
-        Path(file).expanduser().write_text(json.dumps(content, indent=2) + "\n")
+        write_figures(file, {"title": title, "environment": machine, "rows": objects} | more)
+
+
+def write_figures(file: str, content: JSON) -> None:
+    """Writes figures as JSON."""
+    Path(file).expanduser().write_text(json.dumps(content, indent=2) + "\n")

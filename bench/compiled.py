@@ -1,15 +1,19 @@
 """Compiles the sampler and an update for accelerators on a machine without any, and reads what the compiler made.
 
-    pip install --no-deps --target ~/compilers jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2 "libtpu==0.0.42.*"
-    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --target h200,v5p --models Llama-3.2-3B
-    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --target v5p --models Qwen3-30B-A3B --mesh fsdp=8
-    PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/compiled.py --config configs/lora_8b.py --memory 23.7 \
-        --models Qwen3-8B --layers 2,4
+    pip install --no-deps --target ~/compilers jax-cuda13-pjrt==0.10.2 jax-cuda13-plugin==0.10.2 nvidia-cudnn-cu13
+    pip install --no-deps --target ~/compilers "libtpu==0.0.42.*"
+    export PYTHONPATH=~/compilers JAX_PLATFORMS=cpu
+    python bench/compiled.py --target v5e,v6e,v5p,h100,h200 --models 0.6B,1.7B,8B     # 8 devices of each
+    python bench/compiled.py --target h200,v5p --models Llama-3.2-3B --devices 1
+    python bench/compiled.py --target v5p --models Qwen3-30B-A3B --mesh fsdp=4,tp=2
+    python bench/compiled.py --target v5e --models 1.7B --devices 32 --slices 2
+    python bench/compiled.py --config configs/lora_8b.py --memory 23.7 --models 8B --devices 1 --layers 2,4
 
-The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention by
-cuDNN needs the libraries of nvidia-cudnn-cu13 in LD_LIBRARY_PATH too, a mixture of experts on a GPU tokamax. Nothing is
-timed, and kernels of GPUs are not tuned: a matrix product may be another one on the device. What can be read is memory,
-and what each iteration of a loop does: copies, collectives, bytes. tests/test_compiled.py asserts it.
+The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
+needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
+a matrix product may be another one on the device. What can be read is memory, and what each iteration of a loop does:
+copies, collectives, bytes. tests/test_compiled.py asserts it. A row takes minutes, most of them for rollouts on TPUs:
+see --layers, which is wrong there where the keys of a layer fit into the memory of the chip.
 """
 
 import sys
@@ -36,7 +40,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from bench import hlo
-from bench.common import Figure, report, shape
+from bench.common import Figure, report, shape, write_figures
 from core import learner, sampling
 from core.config import Config
 from core.learner import Learner
@@ -49,10 +53,10 @@ from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerP
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.memory import fit_memory, measure_sizes, update_bytes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
-from utils.devices.startup import arrange_devices, parse_mesh
+from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
 from utils.metrics.speed import PEAKS
-from utils.settings.config import group, option, parse
-from utils.settings.errors import UserError
+from utils.settings.config import group, option, parse, with_options
+from utils.settings.errors import UserError, user_errors
 from utils.training.batching import bucket
 from utils.training.optimizers import make_optimizer
 from utils.training.state import TrainState
@@ -66,6 +70,7 @@ class Target(NamedTuple):
     memory: int  # bytes that a program may use
     cache: int = 0  # bytes of the L2 of a GPU
     num_axes: int = 0  # of the torus of a TPU slice
+    devices_per_chip: int = 1  # that JAX shows
 
     @property
     def bandwidth(self) -> float:
@@ -79,6 +84,7 @@ TARGETS = {  # memory: of GPUs what CUDA reports, of TPUs what the compiler allo
     "v5e": Target("TPU v5 lite", "tpu", int(15.75 * 2**30), num_axes=2),
     "v6e": Target("TPU v6 lite", "tpu", int(31.25 * 2**30), num_axes=2),
     "v5p": Target("TPU v5", "tpu", int(95.74 * 2**30), num_axes=3),
+    "tpu7x": Target("TPU7x", "tpu", int(94.75 * 2**30), num_axes=3, devices_per_chip=2),
 }
 # What the compiler asks about a GPU. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
 HOPPER = """
@@ -110,6 +116,8 @@ LIBTPU = {
 PLUGINS = {"cuda": ("jax_plugins", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",)}
 CONFIG = Config()
 GB = 1e9
+GPUS_OF_A_HOST = 8
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,12 @@ class TableConfig:
     """Table."""
 
     target: str = option("h200", f"Accelerators, with commas between: {', '.join(TARGETS)}")
-    models: str = option("Qwen3-0.6B", "Names of shapes (bench/common.py, bench/shapes.json), with commas between")
+    models: str = option(
+        "Qwen3-0.6B",
+        "Names of shapes (bench/common.py, bench/shapes.json), of Qwen3 the sizes alone, with commas between",
+    )
+    devices: str = option("", "Numbers of devices, with commas between; empty: 8, or those of --mesh")
+    slices: int = option(1, "TPU slices that the devices are of; GPUs are of hosts of 8")
     layers: str = option(
         "",
         "Two numbers of layers, from which rollouts and adapters' updates are extrapolated; empty: all are compiled",
@@ -157,6 +170,13 @@ class Imagined(Layout):
         """Returns the bytes that a program may use on each device."""
         return self.target.memory
 
+    @property
+    def slices(self) -> list[int]:
+        """Returns the slice of each TPU or the host of each GPU, in the order of the mesh."""
+        is_gpu = self.target.platform == "cuda"
+        devices = self.mesh.devices.flat
+        return [device.id // GPUS_OF_A_HOST if is_gpu else getattr(device, "slice_index", 0) for device in devices]
+
     def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
         return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
@@ -171,43 +191,50 @@ class ImaginedLearner(Learner):
         return grads, self.layout.put(np.float32(0))
 
 
-def imagine(target: str, memory: float = 0.0, **sizes: int) -> Imagined:
-    """Returns accelerators of one host or slice as a mesh of these sizes, for example fsdp=4, tp=2.
+def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int) -> Imagined:
+    """Returns accelerators of hosts or slices as a mesh of these sizes, for example fsdp=4, tp=2.
 
     `memory`: GB of each; 0: those of the target.
 
     Raises: UserError for a number of TPUs that is no slice.
     """
     sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    num_devices = math.prod(sizes.values())
-    if TARGETS[target].platform == "cuda":
-        devices = gpu_topology(target, num_devices).devices
-        backend.get_default_device = lambda: devices[0]  # tokamax asks it which kernels there are
-        grid = np.array(devices).reshape(list(sizes.values()))
-    else:
-        devices = tpu_topology(target, num_devices).devices
-        grid = arrange_devices(sizes, devices)
     found = TARGETS[target]
+    topology = gpu_topology if found.platform == "cuda" else tpu_topology
+    devices = topology(target, math.prod(sizes.values()), num_slices).devices
+    if found.platform == "cuda":
+        backend.get_default_device = lambda: devices[0]  # tokamax asks it which kernels there are
     found = found._replace(memory=int(memory * GB) or found.memory)
-    return Imagined(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3), found)
+    return Imagined(Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3), found)
 
 
-def gpu_topology(target: str, num_devices: int) -> topologies.TopologyDescription:
-    """Returns the GPUs of one host."""
+def count_slices(config: TableConfig, target: str, num_devices: int) -> int:
+    """Returns the hosts of GPUs, or slices of TPUs, that a slower network joins."""
+    is_gpu = TARGETS[target].platform == "cuda"
+    return max(1, num_devices // GPUS_OF_A_HOST) if is_gpu else config.slices
+
+
+def gpu_topology(target: str, num_devices: int, num_hosts: int) -> topologies.TopologyDescription:
+    """Returns the GPUs of hosts."""
     gpu = TARGETS[target]
     config = HOPPER.format(kind=gpu.kind, memory=gpu.memory, bandwidth=int(gpu.bandwidth), cache=gpu.cache)
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{num_devices}")
+    topology = f"{num_hosts}x1x{num_devices // num_hosts}"
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology)
 
 
-def tpu_topology(target: str, num_devices: int) -> topologies.TopologyDescription:
-    """Returns the chips of a TPU slice. Raises UserError for a number of chips that is none."""
-    torus = SLICES[TARGETS[target].num_axes].get(num_devices)
+def tpu_topology(target: str, num_devices: int, num_slices: int) -> topologies.TopologyDescription:
+    """Returns the chips of TPU slices. Raises UserError for a number of devices that is none."""
+    tpu = TARGETS[target]
+    num_chips = num_devices // num_slices // tpu.devices_per_chip
+    torus = SLICES[tpu.num_axes].get(num_chips)
     if torus is None:
-        sizes = ", ".join(map(str, SLICES[TARGETS[target].num_axes]))
-        raise UserError(f"--mesh has {num_devices} devices, a slice of {target} has {sizes}")
+        sizes = ", ".join(str(size * tpu.devices_per_chip) for size in SLICES[tpu.num_axes])
+        raise UserError(f"the mesh has {num_devices} devices, a slice of {target} has {sizes}")
     os.environ.update(LIBTPU | os.environ)
-    bounds = {"chips_per_host_bounds": (1, 1, 1)} if num_devices == 1 else {}
-    return topologies.get_topology_desc(platform="tpu", topology_name=f"{target}:{torus}", **bounds)
+    more = {"chips_per_host_bounds": (1, 1, 1)} if num_chips == 1 else {}
+    if num_slices > 1:
+        more["num_slices"] = num_slices
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{target}:{torus}", **more)
 
 
 class Program(NamedTuple):
@@ -391,6 +418,16 @@ def row_length(config: Config) -> int:
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
 
 
+class Communication(NamedTuple):
+    """What one device sends in a micro-batch, as rings move it."""
+
+    counts: dict[str, float]  # of collectives, by kind
+    sent: dict[str, float]  # bytes
+    crossing: float  # of them to other slices
+    least: float  # that FSDP must send
+    least_crossing: float
+
+
 class Training(NamedTuple):
     """Bytes on one device."""
 
@@ -398,6 +435,7 @@ class Training(NamedTuple):
     update: float  # while a micro-batch's gradient is added up
     estimate: float  # of the same, by utils/devices/memory.py
     optimiser: float
+    communication: Communication
 
 
 class Rollout(NamedTuple):
@@ -427,6 +465,22 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
         bytes_on_device(held_state(state, config)) - bytes_on_device(state.params) + update.peak,
         update_bytes(sizes, model, model.remat, num_rows * width, width),
         bytes_on_device(base) + apply_gradients(model, layout, config).peak,
+        measure_communication(model, layout, update.hlo),
+    )
+
+
+def measure_communication(model: Decoder, layout: Imagined, text: str) -> Communication:
+    """Reads what the program of an update sends."""
+    slices = layout.slices
+    transfers = hlo.transfers(text, slices)
+    num_others = len(set(slices)) - 1
+    least_crossing = 2 * 4 * model.num_parameters * num_others / len(slices)
+    return Communication(
+        {kind: sum(x.times for x in transfers if x.kind == kind) for kind in KINDS},
+        {kind: sum(x.sent for x in transfers if x.kind == kind) for kind in KINDS},
+        sum(x.crossing(slices) for x in transfers),
+        hlo.fsdp_minimum(model.num_parameters, layout.mesh.shape, jnp.dtype(model.dtype).itemsize),
+        least_crossing,
     )
 
 
@@ -509,60 +563,150 @@ def extrapolate(
         return measure(model)
     few, more = (measure(with_layers(model, depth)) for depth in depths)
     factor = (model.num_hidden_layers - depths[0]) / (depths[1] - depths[0])
-    return type(few)(*(a + factor * (b - a) for a, b in zip(few, more, strict=True)))
+    return jax.tree.map(lambda a, b: a + factor * (b - a), few, more)
 
 
-def table_row(config: Command, target: str, name: str) -> tuple[Figure, ...]:
-    """Returns a row of the table, for the settings that a run would choose on these devices."""
-    layout = imagine(target, config.table.memory, **parse_mesh(config.devices.mesh))
+class Run(NamedTuple):
+    """What a run would choose on these devices."""
+
+    model: Decoder
+    layout: Imagined
+    state: TrainState
+    base: Weights
+    tokens: int  # of a micro-batch
+    rows: int  # sampled at a time on each device
+
+
+def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
+    """Returns what a run of a model would choose, and prints what it would say."""
+    num_slices = count_slices(config.table, target, num_devices)
+    sizes = mesh_sizes(config.devices, num_devices, num_slices)
+    layout = imagine(target, config.table.memory, num_slices, **sizes)
     model = shape(name, dtype="bfloat16", mesh=layout.mesh, adapts_experts=config.lora.lora_experts)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))
-    num_rows = config.sampling.inference_batch_per_device
-    plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_rows)
+    num_asked = config.sampling.inference_batch_per_device
+    plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_asked)
     print(*plan.notes, sep="\n")
-    model = replace(model, remat=plan.remat)
+    num_rows = min(num_asked, rows_that_fit(config, model, layout, state, base))
+    return Run(replace(model, remat=plan.remat), layout, state, base, plan.tokens_per_microbatch, num_rows)
+
+
+def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: TrainState, base: Weights) -> int:
+    """Returns how many rows sampled at a time a run says will fit, in whole groups."""
+    sizes = measure_sizes(config.memory, model, layout, state, base, row_length(config))
+    fitting = max(0, sizes.available - sizes.held - sizes.sampling_copy) // sizes.kv_row
+    group_size = config.update.group_size
+    return fitting // group_size * group_size
+
+
+def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
+    """Returns a row of the table, for the settings that a run would choose on these devices."""
+    run = plan_run(config, target, name, num_devices)
+    mesh = [f"{axis}={size}" for axis, size in run.layout.mesh.shape.items() if size > 1]
+    row = {
+        "model": name,
+        "devices": f"{num_devices} {target}",
+        "mesh": ",".join(mesh),
+        "--remat": run.model.remat,
+        "tokens": run.tokens,
+        "rows": run.rows,
+        "there are": run.layout.target.memory / GB,
+    }
 
     def measure_update(model: Decoder) -> Training:
-        return measure_training(config, model, layout, plan.tokens_per_microbatch)
+        return measure_training(config, model, run.layout, run.tokens)
 
     # All parameters are trained in a loop over layers, which compiles quickly; layers below adapters are a list.
-    training = extrapolate(config, model, measure_update) if base else measure_update(model)
-    rollout = extrapolate(config, model, lambda model: measure_rollout(config, model, layout))
-    beside = bytes_on_device(held_state(state, config)) + (bytes_on_device(base) if model.merges_adapters else 0)
-    sampling = training.held + rollout.copying, beside + rollout.peak
-    memory = *training, *sampling, layout.target.memory
-    moved = rollout.step, rollout.least, rollout.experts, rollout.least_experts, rollout.sent
-    return (
-        name,
-        target,
-        config.devices.mesh or "1",
-        plan.remat,
-        plan.tokens_per_microbatch,
-        *(x / GB for x in (*memory, *moved)),
-        rollout.num_collectives,
-        num_rows * layout.target.bandwidth / rollout.step,
-    )
+    training = extrapolate(config, run.model, measure_update) if run.base else measure_update(run.model)
+    row |= training_figures(training)
+    return row | rollout_figures(config, run, training.held) if run.rows else row
 
 
-COLUMNS = (
-    "model", "target", "mesh", "--remat", "--tokens_per_microbatch", "held", "update", "estimated", "optimiser",
-    "making weights", "sampling", "of", "decode step", "at least", "of experts", "at least ", "collectives return",
-    "collectives", "tokens/s at most",
+def row_or_refusal(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
+    """Returns a row of the table, of what the compiler says does not fit no figures."""
+    try:
+        return table_row(config, target, name, num_devices)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(str(error).splitlines()[0])
+        return {"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"}
+
+
+def training_figures(training: Training) -> dict[str, Figure]:
+    """Returns the columns of an update: its memory, and what it sends."""
+    sent = training.communication
+    total = sum(sent.sent.values())
+    kinds = {kind: f"{count:,.0f}: {sent.sent[kind] / GB:.3g}" for kind, count in sent.counts.items() if count}
+    figures = kinds | {
+        "held": training.held / GB,
+        "update": training.update / GB,
+        "estimated": training.estimate / GB,
+        "optimiser": training.optimiser / GB,
+        "sent": total / GB,
+        "FSDP's minimum": sent.least / GB,
+        "to other slices": sent.crossing / GB,
+        "their minimum": sent.least_crossing / GB,
+    }
+    return figures | {"sent / minimum": total / sent.least} if sent.least else figures
+
+
+def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]:
+    """Returns the columns of sampling: its memory beside what is held, and what a decode step moves."""
+    config = with_options(config, inference_batch_per_device=run.rows)
+    rollout = extrapolate(config, run.model, lambda model: measure_rollout(config, model, run.layout))
+    beside = bytes_on_device(held_state(run.state, config))
+    if run.model.merges_adapters:
+        beside += bytes_on_device(run.base)
+    return {
+        "making weights": (held + rollout.copying) / GB,
+        "sampling": (beside + rollout.peak) / GB,
+        "decode step": rollout.step / GB,
+        "at least": rollout.least / GB,
+        "ratio": rollout.step / rollout.least,
+        "of experts": rollout.experts / GB,
+        "experts at least": rollout.least_experts / GB,
+        "collectives": rollout.num_collectives,
+        "they return": rollout.sent / GB,
+        "tokens/s at most": round(run.rows * run.layout.target.bandwidth / rollout.step),
+    }
+
+
+SETTING = ("model", "devices", "mesh", "--remat", "tokens")
+MEMORY = ("rows", "held", "update", "estimated", "optimiser", "making weights", "sampling", "there are")
+DECODE = (
+    "rows", "decode step", "at least", "ratio", "of experts", "experts at least", "collectives", "they return",
+    "tokens/s at most",
 )  # fmt: skip
+UPDATE = (*KINDS, "sent", "FSDP's minimum", "sent / minimum", "to other slices", "their minimum")
+PARTS = {
+    "memory": SETTING + MEMORY,
+    "what a decode step reads and writes, and its collectives": SETTING[:3] + DECODE,
+    "what an update sends for a micro-batch, number of collectives and GB": SETTING + UPDATE,
+}
 
 
 def main(config: Command) -> None:
+    asked = config.devices.mesh
+    default = str(math.prod(parse_mesh(asked).values())) if asked else "8"
     table = []
-    for name in config.table.models.split(","):
+    for size in config.table.models.split(","):
+        name = size if "-" in size else f"Qwen3-{size}"
         for target in config.table.target.split(","):
-            table.append(table_row(config, target, name))
-            print(dict(zip(COLUMNS, table[-1], strict=True)), flush=True)
-    num_rows = config.sampling.inference_batch_per_device
-    title = f"GB of one device; rows of {row_length(config)} tokens, {num_rows} sampled at a time"
-    report(title, COLUMNS, table, {"jax": jax.__version__}, config.table.json)
+            for num_devices in (config.table.devices or default).split(","):
+                table.append(row_or_refusal(config, target, name, int(num_devices)))
+                print(table[-1], flush=True)
+    facts = {"jax": jax.__version__}
+    print(f"\nGB of one device; rows of {row_length(config)} tokens")
+    for title, columns in PARTS.items():
+        rows = [[row.get(column, "") for column in columns] for row in table]
+        report(title, columns, rows, facts)
+    if config.table.json:
+        write_figures(config.table.json, {"title": "compiled programs", "environment": facts, "rows": table})
 
 
 if __name__ == "__main__":
-    main(parse(Command, sys.argv[1:], __doc__))
+    with user_errors():
+        main(parse(Command, sys.argv[1:], __doc__))

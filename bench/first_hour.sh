@@ -64,7 +64,7 @@ else
         --num_generation_tokens 512 --repeats 2
     target=$("$python" bench/first_hour.py target)
     if [[ -n $target ]]; then
-        JAX_PLATFORMS=cpu part predicted 500 bench/compiled.py --target "$target" --models Qwen3-0.6B,Qwen3-1.7B \
+        JAX_PLATFORMS=cpu part predicted 500 bench/compiled.py --target "$target" --models 0.6B,1.7B --devices 1 \
             --layers 1,2
     fi
 fi

@@ -1,12 +1,17 @@
 """Reads optimised HLO, the text of a compiled program: its loops, its collectives, its traffic with memory.
 
+A program of several slices of TPUs names groups within one slice; what crosses slices are its sends.
+
 A line is an instruction: `%name = results op(%operands), attributes`. Space 1 and up in the layout of an array,
 `S(1)`, is on the chip (VMEM of a TPU); everything else is in the device's memory (HBM).
 """
 
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 ITEMSIZE = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4,
@@ -147,6 +152,125 @@ def collectives(hlo: str) -> list[Instruction]:
     return [line for line in lines if line.op.startswith(COLLECTIVES) and not line.op.endswith("-done")]
 
 
+class Transfer(NamedTuple):
+    """A collective of a program."""
+
+    kind: str
+    times: int  # that it runs
+    num_bytes: float  # that one device sends each time, as rings move them
+    groups: tuple[tuple[int, ...], ...]  # devices that send each other, by their places in the mesh
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends."""
+        return self.times * self.num_bytes
+
+    def crossing(self, slices: Sequence[int]) -> float:
+        """Returns the bytes that one device sends to other slices, on average; `slices`: that of each device.
+
+        A ring leaves each of its slices once.
+        """
+        num_borders = 0
+        for group in self.groups:
+            num_joined = len({slices[device] for device in group})
+            num_borders += num_joined if num_joined > 1 else 0
+        return self.sent * num_borders / len(slices)
+
+
+def transfers(hlo: str, slices: Sequence[int]) -> list[Transfer]:
+    """Returns the collectives of a program; those in a loop run as often as it does. `slices`: that of each device."""
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.M)[1]
+    found = {}
+    for key, transfer in transfers_of(computations(hlo), entry, slices):
+        found.setdefault(key, transfer)
+    return list(found.values())
+
+
+def transfers_of(parsed: Computations, name: str, slices: Sequence[int]) -> Iterator[tuple[str, Transfer]]:
+    """Yields the collectives of one run of a computation, each with its name.
+
+    XLA for TPUs cuts an asynchronous one into a chain of fusions, all of which hold it: they give it one name. And it
+    writes some reduce-scatters as a fusion of an all-reduce and a slice.
+    """
+    sources = {line.name: line for line in parsed[name]}
+    for line in parsed[name]:
+        kind = collective_kind(line)
+        if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        if kind:
+            num_bytes = sum(sources[operand].num_bytes for operand in line.operands)
+            groups = transfer_groups(line, slices)
+            chain = re.search(r'chain_id="\d+"', line.line)
+            sent = ring_bytes(kind, num_bytes, len(groups[0]))
+            yield chain[0] if chain else line.name, Transfer(kind, 1, sent, groups)
+        elif line.op in ("while", "conditional", "call", "fusion", "async-start"):
+            times = num_trips(parsed, line)
+            for body in called(line):
+                for key, transfer in transfers_of(parsed, body, slices):
+                    yield key, transfer._replace(times=times * transfer.times)
+
+
+def collective_kind(line: Instruction) -> str:
+    """Returns the kind of a collective; empty: it is none, or the end of one that has begun."""
+    kind = line.op.removesuffix("-start")
+    if line.op == "send":
+        megascale = re.search(r'megascale_transfer_type="(\w+)"', line.line)
+        kind = megascale[1].lower().replace("_", "-") if megascale else ""
+    return kind if kind in COLLECTIVES else ""
+
+
+def ring_bytes(kind: str, num_bytes: int, group_size: int) -> float:
+    """Returns the bytes that a ring moves out of one device, which gives `num_bytes` to a collective."""
+    if kind == "collective-permute":
+        return num_bytes
+    factor = {"all-gather": group_size, "all-reduce": 2}.get(kind, 1)
+    return factor * num_bytes * (group_size - 1) / group_size
+
+
+def transfer_groups(line: Instruction, slices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the devices that a collective joins: as a list, as an iota or as axes of a mesh."""
+    if line.op == "send":  # to the same place of other slices
+        places = np.arange(len(slices)).reshape(len(set(slices)), -1)
+        return tuple(map(tuple, places.T.tolist()))
+    text = line.line
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        joined = re.findall(r"'(\w+)'", match[2])
+        return groups_of_axes(sizes, joined)
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        places = np.arange(math.prod(numbers(match[3]))).reshape(numbers(match[3]))
+        if match[4]:
+            places = places.transpose(numbers(match[4]))
+        return tuple(map(tuple, places.reshape(int(match[1]), int(match[2])).tolist()))
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", text)
+    return tuple(map(tuple, map(numbers, re.findall(r"\{([\d,]*)\}", listed[1]))))
+
+
+def groups_of_axes(sizes: Mapping[str, int], joined: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the places of a mesh of these sizes that differ along the joined axes only."""
+    places = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    axes = [list(sizes).index(axis) for axis in joined]
+    groups = np.moveaxis(places, axes, range(len(axes))).reshape(math.prod(sizes[axis] for axis in joined), -1)
+    return tuple(map(tuple, groups.T.tolist()))
+
+
+def numbers(text: str) -> list[int]:
+    """Returns the numbers between commas."""
+    return [int(number) for number in text.split(",")]
+
+
+def fsdp_minimum(num_parameters: int, mesh: Mapping[str, int], itemsize: int) -> float:
+    """Returns the bytes that a device must send in a micro-batch.
+
+    Parameters, in the type of the products, go to all devices for both passes, float32 gradients to their owners, and
+    these are summed over copies.
+    """
+    copies, cut = mesh["data"], mesh["fsdp"]
+    num_parameters /= mesh["tp"]
+    gathered = (2 * itemsize + 4) * num_parameters * (cut - 1) / cut
+    return gathered + 2 * 4 * num_parameters / cut * (copies - 1) / copies
+
+
 class Traffic(NamedTuple):
     """Bytes that one run of a computation reads from and writes to the device's memory."""
 
@@ -219,7 +343,9 @@ def called(line: Instruction) -> list[str]:
 
 
 def num_trips(parsed: Computations, line: Instruction) -> int:
-    """Returns how often a loop from 0 runs, by the number in its condition; 1: it is no loop."""
+    """Returns how often a loop runs: as XLA knows, else by the number in its condition, from 0; 1: it is no loop."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line.line):
+        return int(known[1])
     condition = parsed.get(attribute(line.line, "condition"), [])
     numbers = [re.search(r"constant\((\d+)\)", x.line) for x in condition]
     return max((int(number[1]) for number in numbers if number), default=1)

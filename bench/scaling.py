@@ -12,8 +12,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import math
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -39,44 +37,6 @@ QWEN3 = Decoder(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=8, head_dim=128,
 )  # fmt: skip
-
-
-def collective_bytes(text: str) -> Counter:
-    """Returns the bytes that one device sends by kind of collective; the body of a loop counts as often as it runs."""
-    parsed = hlo.computations(text)
-    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1]
-
-    def count(name: str) -> Counter:
-        total = Counter()
-        for line in parsed[name]:
-            kind = line.op.removesuffix("-start")
-            if kind in hlo.COLLECTIVES:
-                total[kind] += sent(kind, line)
-                continue
-            times = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line.line)[1]) if line.op == "while" else 1
-            for called in re.findall(r"(?:body|calls|to_apply|computation)=%?([\w.\-]+)", line.line):
-                if line.op != "fusion" and not line.op.startswith("reduce"):
-                    total.update({kind: times * size for kind, size in count(called).items()})
-        return total
-
-    return count(entry)
-
-
-def sent(kind: str, instruction: hlo.Instruction) -> float:
-    """Returns the bytes that a ring moves out of one device for a collective of this kind."""
-    size = instruction.num_bytes
-    line = instruction.line
-    if kind == "collective-permute":
-        return size
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        group = math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
-    elif match := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
-        group = int(match[2])
-    else:
-        group = len(re.search(r"replica_groups=\{\{([\d,]*)\}", line)[1].split(","))
-    factor = {"all-reduce": 2, "reduce-scatter": group}.get(kind, 1)
-    return factor * size * (group - 1) / group
 
 
 @dataclass(frozen=True)
@@ -118,7 +78,10 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
         for shard in x.addressable_shards:
             held[shard.device] += shard.data.nbytes
     whole = sum(x.nbytes for x in arrays)
-    return {"whole": whole, "held": max(held.values())} | collective_bytes(text)
+    sent = Counter()
+    for transfer in hlo.transfers(text, [0] * num_devices):
+        sent[transfer.kind] += transfer.sent
+    return {"whole": whole, "held": max(held.values())} | sent
 
 
 def batch_shapes(num_rows: int, length: int, layout: Layout) -> Batch:
@@ -144,11 +107,6 @@ def batch_shapes(num_rows: int, length: int, layout: Layout) -> Batch:
     )
 
 
-def fsdp_minimum(whole: int, num_devices: int) -> float:
-    """Returns the bytes that a device must send: its parameters for both passes, and gradients to their owners."""
-    return 3 * whole * (num_devices - 1) / num_devices
-
-
 def table(config: Command) -> None:
     """Prints what each number of devices holds and sends."""
     counts = [int(n) for n in config.devices.split(",")]
@@ -161,7 +119,7 @@ def table(config: Command) -> None:
         sizes = measure(config, n)
         by_kind = [sizes.get(kind, 0) for kind in hlo.COLLECTIVES]
         total = sum(by_kind)
-        least = fsdp_minimum(sizes["whole"], n)
+        least = hlo.fsdp_minimum(QWEN3.num_parameters, {"data": 1, "fsdp": n, "tp": 1}, itemsize=4)
         megabytes = [size / 1e6 for size in (*by_kind, total, least)]
         ratio = total / least if least else 1
         figures = [sizes["held"] / 1e6, sizes["held"] * n / sizes["whole"], *megabytes, ratio]

@@ -132,19 +132,19 @@ def packed_positions(num_columns: int, packing: Packing | None) -> Int[Array, "*
 
 
 def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S M ..."]:
-    """Returns what an array over rows holds of the packed tokens; without a packing the array."""
+    """Returns what an array of heads over rows holds of the packed tokens; without a packing the array."""
     if packing is None:
         return x
     rows = by_shard(x, packing)
     numbers = by_shard(packing.numbers, packing)
     packed = jax.vmap(move)(rows, packing.places, numbers)
-    return constrain(packed, "rows")
+    return constrain(packed, "rows", None, "heads")
 
 
 def unpack(
     x: Float[Array, "S M ..."], packing: Packing | None, with_shared: bool = True
 ) -> Float[Array, "B T ..."]:
-    """Returns rows of what packed tokens hold, a shared prompt in each of its rows; without a packing the array.
+    """Returns rows of heads that packed tokens hold, a shared prompt in each of its rows; without a packing the array.
 
     Without `with_shared`, a shared prompt is 0 but in the first of its rows.
     """
@@ -153,7 +153,7 @@ def unpack(
     numbers = by_shard(packing.numbers, packing)
     rows = jax.vmap(move)(x, numbers, packing.places)
     rows = rows.reshape(*packing.numbers.shape, *x.shape[2:])
-    rows = constrain(rows, "rows")
+    rows = constrain(rows, "rows", None, "heads")
     return share_prompts(rows, packing) if with_shared else rows
 
 

@@ -39,7 +39,7 @@ CUT = {  # program: the flags that come last, and so win
 STEPS = ("step20", "step40", "step50", "step60")  # models that the pages name; here they are what the cut run has saved
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {  # pattern of a command: why it is not run
-    r"(python -m )?pip (install|download)": "installs from the network, or for hardware that is not here",
+    r"(python -m )?pip (install|download)|uv ": "installs from the network, or for hardware that is not here",
     r"unzip |python models/gguf_to_hf\.py": "needs a file that was downloaded",
     r"pre-commit": "needs the network",
     r"git clone|cd ": "this is a fresh clone, and its folder",

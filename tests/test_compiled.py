@@ -97,6 +97,55 @@ ENTRY %main (x: (s32[], f32[9,100])) -> (s32[], f32[9,100]) {
     assert whole.read["rows"] == whole.written == 5 * 400
 
 
+def test_collectives_are_counted_as_they_run():
+    """In a loop as often as it runs, a chain of fusions once, a sum that is cut in its fusion as a reduce-scatter.
+
+    And bytes that leave a slice are those of its border.
+    """
+    text = """
+%start (a: bf16[4,8]) -> bf16[16,8] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  ROOT %whole = bf16[16,8]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
+}
+
+%done (a.1: bf16[4,8]) -> bf16[16,8] {
+  %a.1 = bf16[4,8]{1,0} parameter(0)
+  ROOT %whole.1 = bf16[16,8]{1,0} all-gather(%a.1), replica_groups=[2,4]<=[8], frontend_attributes={chain_id="3"}
+}
+
+%all-reduce-scatter.1 (b: bf16[16,8]) -> bf16[4,8] {
+  %b = bf16[16,8]{1,0} parameter(0)
+  %all = bf16[16,8]{1,0} all-reduce(%b), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %own = bf16[4,8]{1,0} dynamic-slice(%all), dynamic_slice_sizes={4,8}
+}
+
+%body (x: bf16[4,8]) -> bf16[4,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %started = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%start
+  %ended = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%done
+  ROOT %cut = bf16[4,8]{1,0} fusion(%ended), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+ENTRY %main (y: bf16[4,8]) -> bf16[4,8] {
+  %y = bf16[4,8]{1,0} parameter(0)
+  %loop = bf16[4,8]{1,0} while(%y), condition=%is_more, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %sum = bf16[4,8]{1,0} all-reduce-start(%loop), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  %summed = bf16[4,8]{1,0} all-reduce-done(%sum)
+  ROOT %moved = bf16[4,8]{1,0} all-to-all(%summed), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}
+}
+"""
+    slices = [0] * 4 + [1] * 4
+    found = {each.kind: each for each in hlo.transfers(text, slices)}
+    of_slices = ((0, 1, 2, 3), (4, 5, 6, 7))
+    whole, part = 16 * 8 * 2, 4 * 8 * 2  # bytes
+    assert found["all-gather"] == hlo.Transfer("all-gather", 5, 3 / 4 * whole, of_slices)
+    assert found["reduce-scatter"] == hlo.Transfer("reduce-scatter", 5, 3 / 4 * whole, of_slices)
+    assert found["all-reduce"] == hlo.Transfer("all-reduce", 1, part, ((0, 4), (1, 5), (2, 6), (3, 7)))
+    assert found["all-to-all"] == hlo.Transfer("all-to-all", 1, 7 / 8 * part, (tuple(range(8)),))
+    crossing = [each.crossing(slices) for each in found.values()]
+    assert crossing == [0, 0, part, 2 / 8 * 7 / 8 * part]
+
+
 def test_a_cache_that_is_copied_is_noticed():
     """By a scan over layers with the cache among what it scans."""
 
@@ -213,6 +262,19 @@ def test_tpus_gather_weights_and_sum_gradients_in_float32():
     assert "windowed_dot_general" not in text
     summed = re.findall(r"= (\w+)\[\S* (?:reduce-scatter|all-reduce)\(", text)
     assert set(summed) == {"f32"}
+
+
+@needs_h200
+def test_an_update_sends_what_fsdp_must():
+    """On two hosts gradients alone cross the network, those of the embedding twice, and what tokens add to it."""
+    layout = compiled.imagine("h200", num_slices=2, data=2, fsdp=8)
+    model = replace(FEW, remat="full", attention="plain")
+    sent = compiled.measure_communication(model, layout, train_step(model, layout, 1, T).hlo)
+    assert sum(sent.sent.values()) < 1.1 * sent.least
+    assert sent.counts["reduce-scatter"] == model.num_hidden_layers + 1  # a layer's gradients together, and the head's
+    embedding = model.vocab_size * model.hidden_size * 4 / 8  # bytes on a device
+    tokens = T * model.hidden_size * 2
+    assert sent.least_crossing < sent.crossing < 1.01 * (sent.least_crossing + embedding + tokens)
 
 
 @needs_h200

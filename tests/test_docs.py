@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -108,3 +109,16 @@ def refresh() -> None:
 
 if __name__ == "__main__":
     refresh()
+
+
+def test_pinned_versions_are_those_of_the_requirements():
+    """JAX in docs/devices.md and in bench/compiled.py, and its range in the README."""
+    allowed = re.search(r"^jax(\S+)", read("requirements.txt"), re.MULTILINE)[1]
+    assert f"jax[cuda13]{allowed}" in read("README.md")
+    pins = set()
+    for file in ("docs/devices.md", "bench/compiled.py"):
+        found = re.findall(r"\bjax[\w\[\]-]*==([\d.]+)", read(file))
+        assert found, file
+        pins.update(found)
+    (pin,) = pins
+    assert pin in SpecifierSet(allowed)

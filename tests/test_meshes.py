@@ -224,7 +224,8 @@ def shardings_on_eight_devices() -> None:
     by_rows = sharding_of(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
     assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
-    assert not scaling.collective_bytes(sampling.gather_cache.lower(prefix, source, 48).compile().as_text())
+    text = sampling.gather_cache.lower(prefix, source, 48).compile().as_text()
+    assert not hlo.transfers(text, [0] * 8)
     zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
     starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
     decode = jax.jit(decoder.decode, static_argnums=0)
@@ -245,30 +246,13 @@ def communication_on_eight_devices() -> None:
     found = scaling.measure(scaling.Command(tokens=128), n)
     assert found["held"] * n == pytest.approx(found["whole"], rel=0.1)
     sent = sum(found.get(kind, 0) for kind in hlo.COLLECTIVES)
-    assert 0.6 < sent / scaling.fsdp_minimum(found["whole"], n) < 1.5, found
+    least = hlo.fsdp_minimum(scaling.QWEN3.num_parameters, {"data": 1, "fsdp": n, "tp": 1}, itemsize=4)
+    assert 0.6 < sent / least < 1.5, found
 
 
 def test_an_update_sends_little_more_than_the_parameters():
     """Within 1.5 of what fsdp must send, for the shape of Qwen3-0.6B."""
     wait(start_processes("from test_meshes import *; communication_on_eight_devices()", num_devices=8))
-
-
-def test_collectives_are_counted_as_often_as_they_run():
-    text = """HloModule m
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]) parameter(0)
-  %ag = f32[100]{0} all-gather(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
-}
-
-ENTRY %main (a: f32[8]) -> f32[8] {
-  %w = (s32[], f32[8]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
-  %ar = (f32[10]{0}, bf16[4,5]{1,0}) all-reduce(%y, %z), replica_groups=[2,4]<=[8], to_apply=%add
-  %rs = f32[6]{0} reduce-scatter(%y), replica_groups=mesh['a'=2,'b'=4] {'a'}, to_apply=%add
-}
-"""
-    found = scaling.collective_bytes(text)
-    assert found == {"all-gather": 5 * 400 * 3 / 4, "all-reduce": 2 * 80 * 3 / 4, "reduce-scatter": 24 * 2 / 2}
 
 
 def test_copies_stand_on_slices():
