@@ -144,6 +144,7 @@ class TableSampling(SamplingConfig):
     """Sampling."""
 
     num_generation_tokens: int = 1024
+    inference_batch_per_device: int = 64
 
 
 @dataclass(frozen=True)
@@ -589,16 +590,16 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     num_asked = config.sampling.inference_batch_per_device
     plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_asked)
     print(*plan.notes, sep="\n")
-    num_rows = min(num_asked, rows_that_fit(config, model, layout, state, base))
+    most_rows = rows_that_fit(config, model, layout, state, base)
+    num_rows = min(num_asked or most_rows, most_rows)
     return Run(replace(model, remat=plan.remat), layout, state, base, plan.tokens_per_microbatch, num_rows)
 
 
 def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: TrainState, base: Weights) -> int:
     """Returns how many rows sampled at a time a run says will fit, in whole groups."""
     sizes = measure_sizes(config.memory, model, layout, state, base, row_length(config))
-    fitting = max(0, sizes.available - sizes.held - sizes.sampling_copy) // sizes.kv_row
     group_size = config.update.group_size
-    return fitting // group_size * group_size
+    return sizes.sampling_room // sizes.kv_row // group_size * group_size
 
 
 def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:

@@ -20,6 +20,7 @@ import jax
 from bench import compiled
 from bench.common import report, shape
 from core.config import Config
+from core.sampling import SamplingConfig
 from models.architecture import Decoder
 from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
@@ -54,10 +55,18 @@ class TableMemory(MemoryConfig):
 
 
 @dataclass(frozen=True)
+class TableSampling(SamplingConfig):
+    """Sampling."""
+
+    inference_batch_per_device: int = 64
+
+
+@dataclass(frozen=True)
 class Command(Config):
     """Memory of training."""
 
     table: TableConfig = group(TableConfig)
+    sampling: TableSampling = group(TableSampling)
     sampling: compiled.TableSampling = group(compiled.TableSampling)
     memory: TableMemory = group(TableMemory)
 
