@@ -10,9 +10,9 @@ Drafts are what followed a row's last tokens where they occurred last, in its ow
 S sampler slots, k drafted tokens, W tokens of the text behind which a row goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from threading import Event
 
 import jax
@@ -181,7 +181,13 @@ def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
         raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
     if sampler.force_answer_at:
         raise UserError("--num_speculative_tokens: drafts stand for draws, and answers are forced; --force_answer_at 0")
-    return replace(sampler, make_chain=partial(SpeculativeChain, num_drafted))
+    return replace(sampler, make_chain=chain_maker(num_drafted))
+
+
+@cache
+def chain_maker(num_drafted: int) -> Callable[..., SpeculativeChain]:
+    """Returns a constructor of chains: one object for a number, so that samplers with equal settings are equal."""
+    return partial(SpeculativeChain, num_drafted)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)

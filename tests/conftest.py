@@ -35,6 +35,13 @@ install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 LONG = ("test_resume.py", "test_training.py", "test_meshes.py", "test_hosts.py", "test_speed.py")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Drops the programs of a file at its end: each maps memory, and Linux ends a process with 65,530 mappings."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the long files first."""
     items.sort(key=lambda item: item.path.name not in LONG)

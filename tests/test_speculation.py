@@ -124,5 +124,6 @@ def test_what_cannot_be_drafted_is_said():
         with_speculation(Sampler(HYBRID, LIMIT, ()), 3)
     with pytest.raises(UserError, match="force_answer_at 0"):
         with_speculation(Sampler(MODEL, LIMIT, (), force_answer_at=8), 3)
+    assert with_speculation(SHARP, 3) == with_speculation(SHARP, 3), "members of a population draw together"
     with pytest.raises(UserError, match="--precompile"):
         make_config(Config, num_speculative_tokens=3, precompile=True)
