@@ -130,6 +130,12 @@ class Drawn:
         self.mask[rows, columns] = forced[places] < 0
         return rows
 
+    def write(self, row: int, start: int, columns: Sequence[np.ndarray]) -> None:
+        """Writes what was drawn for a row, from column `start` on."""
+        arrays = self.tokens, self.logprobs, self.support, self.routes
+        for array, column in zip(arrays, columns, strict=True):
+            array[row, start : start + len(column)] = column
+
     def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
         """Returns each row's completion behind its prompt, number `owner` of `prompts`."""
         prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
@@ -374,6 +380,7 @@ class Chain:
         group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
         self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size, sampler.model.route_shape)
+        self.num_tokens = np.zeros(num_rows, int)  # behind the prompt, in subclasses whose rows have their own lengths
         self.owner = np.repeat(np.arange(num_prompts), group_size)  # prompt of each row
         self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
 
@@ -463,6 +470,10 @@ class Chain:
         self.last_tokens = drawn.tokens[:, end - 1]
         if sampler.on_segment:
             sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
+
+    def next_columns(self) -> Int[np.ndarray, "S"]:
+        """Returns the column of each slot's next token, where rows have their own lengths."""
+        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
 
     def draw(
         self,

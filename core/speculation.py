@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from core.records import Completions
 from core.sampling import Cache, Chain, Columns, Sampler, empty_columns
@@ -50,7 +50,6 @@ class SpeculativeChain(Chain):
         of_shard = TAIL_SLOTS_ON_CPU if self.layout.is_cpu else TAIL_SLOTS
         self.tail_slots = of_shard * self.layout.row_shards
         num_rows = len(self.keys)
-        self.num_tokens = np.zeros(num_rows, int)  # of each row behind its prompt, once the tail has begun
         self.reached_limit = np.zeros(num_rows, bool)
         self.num_drafted = np.zeros(num_rows, int)
         self.num_accepted = np.zeros(num_rows, int)
@@ -128,10 +127,6 @@ class SpeculativeChain(Chain):
         longest = int(self.num_tokens[~self.drawn.done].max()) + num_tokens
         self.grow(min(longest, self.sampler.max_new_tokens))
 
-    def next_columns(self) -> Int[np.ndarray, "S"]:
-        """Returns the column of each slot's next token."""
-        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
-
     def add_columns(
         self, columns: Sequence[np.ndarray], counts: Int[np.ndarray, "S"], num_passes: int
     ) -> Int[np.ndarray, "R"]:
@@ -149,9 +144,7 @@ class SpeculativeChain(Chain):
         drawn, sampler = self.drawn, self.sampler
         start = int(self.num_tokens[row])
         stop = min(start + len(columns[0]), sampler.max_new_tokens)
-        arrays = drawn.tokens, drawn.logprobs, drawn.support, drawn.routes
-        for array, column in zip(arrays, columns, strict=True):
-            array[row, start:stop] = column[: stop - start]
+        drawn.write(row, start, [column[: stop - start] for column in columns])
         end = sampler.completion_end(drawn.tokens[row], start, stop)
         drawn.mask[row, start:stop] = True
         self.num_tokens[row] = end or stop
@@ -224,13 +217,10 @@ def draw_with_drafts(
         state = prompt_cache, cache, tokens, numbers, starts
         hidden, cache, routes = decoder.decode_states(model, weights, *state)
         logits = decoder.head(model, weights, hidden)
-        uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers + places[:, None])
-        flat = rearrange(logits, "S T V -> (S T) V"), rearrange(uniforms, "T S u -> (S T) u")
-        new = [rearrange(x, "(S T) ... -> S T ...", T=width) for x in distribution.draw(*flat)]
-        token = new[0].astype(jnp.int32)
+        token, logprob, ids = draw_each(distribution, logits, keys, numbers)
         # What follows a wrong draft is overwritten by the next pass.
         texts = texts.at[rows, (lengths + counts)[:, None] + places].set(token, mode="drop")
-        new = token, *new[1:], routes
+        new = token, logprob, ids, routes
         places_drawn = counts[:, None] + places
         drawn = jax.tree.map(lambda column, x: column.at[rows, places_drawn].set(x, mode="drop"), drawn, new)
         is_right = jnp.cumprod(token[:, :-1] == drafts, axis=1)
@@ -242,6 +232,18 @@ def draw_with_drafts(
     state = cache, texts, none, none, drawn
     cache, _, counts, num_looked_up, drawn = jax.lax.fori_loop(0, PASSES, draw_pass, state)
     return cache, (counts, num_looked_up, *drawn)
+
+
+def draw_each(
+    distribution: Distribution, logits: Float[Array, "S T V"], keys: UInt32[Array, "S 2"], numbers: Int[Array, "S"]
+) -> tuple[Int[Array, "S T"], Float[Array, "S T"], Int[Array, "S T U"]]:
+    """Draws a token from each distribution of a row, the first of which is for its token number `numbers`."""
+    width = logits.shape[1]
+    steps = numbers + jnp.arange(width)[:, None]
+    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), steps)
+    flat = rearrange(logits, "S T V -> (S T) V"), rearrange(uniforms, "T S u -> (S T) u")
+    token, logprob, ids = (rearrange(x, "(S T) ... -> S T ...", T=width) for x in distribution.draw(*flat))
+    return token.astype(jnp.int32), logprob, ids
 
 
 def look_up(texts: Int[Array, "S W"], lengths: Int[Array, "S"], num_tokens: int) -> Int[Array, "S k"]:

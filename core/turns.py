@@ -68,7 +68,6 @@ class TurnChain(Chain):
         self.environment = environment
         self.row_offset += first_row
         num_rows = len(self.keys)
-        self.num_tokens = np.zeros(num_rows, int)  # of each row behind its prompt, drawn or observed
         self.num_observed = np.zeros(num_rows, int)
         self.turn_starts = np.zeros(num_rows, int)
         self.is_drawing = np.ones(num_rows, bool)  # the others wait for the environment, or are done
@@ -112,10 +111,6 @@ class TurnChain(Chain):
             self.drawn.slot_steps[row] += forced.size / len(slots)
             self.add_drawn(row, [x[slot] for x in columns])
 
-    def next_columns(self) -> Int[np.ndarray, "S"]:
-        """Returns the column of each slot's next token."""
-        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
-
     def num_allowed(self) -> Int[np.ndarray, "S"] | None:
         """Returns the tokens that each slot may draw, 0 for those that wait; None where no state could go too far."""
         if self.sampler.model.delta is None:
@@ -138,9 +133,7 @@ class TurnChain(Chain):
         start, turn_start = int(self.num_tokens[row]), int(self.turn_starts[row])
         limit = int(self.turn_limits()[row])
         stop = min(start + len(columns[0]), limit)
-        arrays = drawn.tokens, drawn.logprobs, drawn.support, drawn.routes
-        for array, column in zip(arrays, columns, strict=True):
-            array[row, start:stop] = column[: stop - start]
+        drawn.write(row, start, [column[: stop - start] for column in columns])
         turn = drawn.tokens[row, turn_start:stop]
         end = sampler.completion_end(turn, start - turn_start, stop - turn_start)
         if end:
