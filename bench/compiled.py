@@ -599,7 +599,7 @@ def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: Trai
     """Returns how many rows sampled at a time a run says will fit, in whole groups."""
     sizes = measure_sizes(config.memory, model, layout, state, base, row_length(config))
     group_size = config.update.group_size
-    return sizes.sampling_room // sizes.kv_row // group_size * group_size
+    return sizes.sampling_room() // sizes.kv_row // group_size * group_size
 
 
 def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:

@@ -8,7 +8,7 @@ from core.sampling import SamplingConfig
 from models.checkpoint import TrainComputeConfig
 from models.lora import LoraConfig
 from utils.devices.memory import MemoryConfig
-from utils.devices.startup import DeviceConfig
+from utils.devices.startup import TrainDeviceConfig
 from utils.rewards.shaping import RewardConfig
 from utils.runs.folder import RunConfig
 from utils.settings.config import group, option
@@ -77,6 +77,12 @@ class Config:
     num_epochs: int = option(
         0, "Passes over the environment's problems after which the run ends, if before --max_steps; 0: no limit"
     )
+    ahead: int = option(
+        0,
+        "Steps that rollouts are drawn ahead; 1: those of the next step are drawn while this step updates the policy, "
+        "so by weights that are one step old, and the sampler's log-probabilities are the old ones, unless "
+        "--importance_correction weighs by them; 0: rollouts are the current policy's",
+    )
     precompile: bool = option(
         False,
         "Compilation of all programs, for all shapes of rows, before the first step; 0: when a shape first occurs",
@@ -93,11 +99,11 @@ class Config:
     lora: LoraConfig = group(LoraConfig)
     memory: MemoryConfig = group(MemoryConfig)
     compute: TrainComputeConfig = group(TrainComputeConfig)
-    devices: DeviceConfig = group(DeviceConfig)
+    devices: TrainDeviceConfig = group(TrainDeviceConfig)
     run: RunConfig = group(RunConfig)
 
     def __post_init__(self):
-        for wrong, message in [*self.batch_mistakes(), *self.sampler_mistakes()]:
+        for wrong, message in [*self.batch_mistakes(), *self.sampler_mistakes(), *self.ahead_mistakes()]:
             if wrong:
                 raise UserError(message)
 
@@ -161,6 +167,35 @@ class Config:
                 "it by --importance_correction truncate, or take --objective dppo",
             ),
         ]
+
+    def ahead_mistakes(self) -> list[tuple[bool, str]]:
+        """Returns what may be wrong with rollouts that are drawn ahead, and what to do about it."""
+        update, objective = self.update, self.objective
+        is_corrected = objective.importance_correction != "none"
+        is_uncorrected = bool(self.ahead) and not is_corrected
+        return [
+            (self.ahead not in (0, 1), f"--ahead {self.ahead} is not supported: 0 or 1"),
+            (
+                bool(self.devices.rollout_devices) and not self.ahead,
+                "--rollout_devices are for rollouts that are drawn while others train: give --ahead 1, or leave it out",
+            ),
+            (
+                is_uncorrected and (update.recompute_logprobs or objective.do_mask_inference_ratio),
+                "--ahead 1 takes the sampler's log-probabilities as the old ones, so that --recompute_logprobs and "
+                "--do_mask_inference_ratio have no effect: add --importance_correction truncate, or leave them out",
+            ),
+            (
+                is_uncorrected and objective.objective == "reinforce",
+                "--ahead 1 draws by weights that are a step old, which --objective reinforce does not account for: add "
+                "--importance_correction truncate, or take another objective",
+            ),
+        ]
+
+    @property
+    def trusts_sampler(self) -> bool:
+        """True if old log-probabilities are the sampler's: as asked for, or of rollouts ahead that nothing corrects."""
+        is_corrected = self.objective.importance_correction != "none"
+        return self.update.do_inference_logprobs or (bool(self.ahead) and not is_corrected)
 
     @property
     def batch_size(self) -> int:

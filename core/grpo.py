@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from core.ahead import Rollouts, prepare_ahead
 from core.config import Config
 from core.eval import evaluate_held_out
 from core.learner import Learner, make_learner, split_minibatches
@@ -38,7 +39,7 @@ from models.names import LAYERS, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import compile_programs, shapes_of
 from utils.devices.sharding import Layout
-from utils.devices.startup import ending_together, make_layout
+from utils.devices.startup import ending_together, make_layouts
 from utils.evaluation.preview import prompt_lengths
 from utils.metrics.rollout import rollout_metrics
 from utils.metrics.speed import speed_metrics
@@ -53,15 +54,18 @@ from utils.training.state import TrainState, fingerprint
 
 
 def main(config: Config) -> None:
-    layout = make_layout(config.devices)
+    layout, rollout_layout = make_layouts(config.devices, is_ahead=config.ahead > 0)
     environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
     arguments = config.lora, config.seed, layout
     model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
-    workers = make_workers(config, environments, model, tokenizer, layout, run.directory)
+    rollout_model = replace(model, mesh=rollout_layout.mesh)
+    workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.directory)
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
+    if config.ahead:
+        workers, state = prepare_ahead(workers, learner, state)
     workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
@@ -84,6 +88,7 @@ def train(
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, held_out = split_roles(workers)
+    rollouts = run.stack.enter_context(Rollouts(collect, worker, learner))
     with_greedy = config.held_out.test_greedy
     if held_out and progress.step == 0:
         with run.interruptible():
@@ -96,8 +101,9 @@ def train(
 
         # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
         with run.phase("rollout"):
-            weights = worker.load_weights(learner.policy(state.params))  # cast and laid out for decoding, once a step
-            episodes, cursor = collect(worker, weights, config, step, progress.cursor)
+            episodes, progress = rollouts.take(state, progress)  # from `collect`
+        is_last = fraction_done(config, worker, progress) >= 1
+        state = rollouts.draw_ahead(state, progress, is_last)  # --ahead 1: the next step's begin, beside the updates
 
         # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
         with run.phase("logprobs"):
@@ -121,11 +127,10 @@ def train(
 
         # Log, evaluate, save.
         metrics = run.times | rollout_metrics(episodes, config.update.group_size) | update_metrics
-        metrics |= speed_metrics(learner.model, learner.layout, episodes, metrics)
-        metrics["env/epochs"] = cursor / worker.num_tasks
-        progress = progress.after_step(cursor, len(episodes))
-        is_last = fraction_done(config, worker, progress) >= 1
+        metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics) | rollouts.metrics
+        metrics["env/epochs"] = progress.cursor / worker.num_tasks
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
+            rollouts.wait()  # an evaluation takes the devices of those that are drawn ahead
             policy = learner.policy(state.params)
             scores, examples = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
             run.write_held_out(step, examples)
@@ -274,7 +279,7 @@ def precompile(
 
     They are padded as the longest one of an environment, or of 1,000 of a large one.
     """
-    params = shapes_of(learner.policy(state.params))
+    params = shapes_of(workers["env"].take_over(learner.policy(state.params)))
     lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
     workers = {role: worker.with_prompt_columns(max(lengths[role])) for role, worker in workers.items()}
     worker, held_out = split_roles(workers)

@@ -32,7 +32,7 @@ from models.lora import make_policy
 from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
 from models.packing import Packing, pack_rows
 from utils.devices.compilation import Programs, shapes_of
-from utils.devices.memory import fit_memory, out_of_memory
+from utils.devices.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from utils.devices.sharding import Layout
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.speed import training_flops
@@ -80,7 +80,7 @@ class Learner:
         """True if the training graph computes old log-probabilities: several updates, KL in the reward, a critic."""
         config, update = self.config, self.config.update
         is_needed = update.recompute_logprobs or config.updates_per_step > 1 or config.objective.has_kl_in_reward
-        return config.objective.has_critic or (is_needed and not update.do_inference_logprobs)
+        return config.objective.has_critic or (is_needed and not config.trusts_sampler)
 
     @property
     def attention_cost(self) -> float:
@@ -103,7 +103,7 @@ class Learner:
                 batch = replace(
                     batch, old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy
                 )
-            if self.config.update.do_inference_logprobs:
+            if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
                 scores = self.token_scores(self.reference, replace(batch, routes=None))  # its own routers choose
@@ -146,9 +146,9 @@ class Learner:
                 parts.append(metrics)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
-            state = replace(state, opt_state=in_memory(DEVICE, state.opt_state))
-            state, metrics = apply_gradients(self.optimizer, warmup_steps, state, *sums, factor)
-            state = self.between_updates(state)
+            trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
+            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, *sums, factor)
+            state = self.between_updates(replace(state, **vars(trained)))
         num_tokens = sum(packing.num_tokens for packing in packings)
         metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)
         metrics["speed/flops"] = training_flops(self.model, minibatch.lengths, num_tokens)
@@ -247,7 +247,7 @@ class Learner:
         settings = self.model, self.config.objective, distribution
         yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
         warmup_steps = self.config.optimizer.warmup_steps
-        yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state, DEVICE), *sums, np.float32(1))
+        yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state.trained, DEVICE), *sums, np.float32(1))
 
     def zero_batch(self, width: int, max_rows: int) -> tuple[Batch, Packing]:
         """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
@@ -259,7 +259,7 @@ class Learner:
         shape = len(rows), width
         floats = np.zeros(shape, np.float32)
         support_size = self.config.sampling.distribution.support_size(self.model.vocab_size)
-        has_old = self.has_old_logprobs or self.config.update.do_inference_logprobs
+        has_old = self.has_old_logprobs or self.config.trusts_sampler
         batch = Batch(
             tokens=np.zeros(shape, np.int32),
             mask=np.zeros(shape, bool),
@@ -424,11 +424,11 @@ def make_learner(
     row_length = bucket(config.sampling.prompt_length + num_generation_tokens)
     num_rows = config.sampling.inference_batch_per_device
     others = base or reference
-    plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows)
+    plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows, place_of_sampling(config))
     notes = [*plan.notes, describe_objective(objective), describe_optimizer(config.optimizer, params)]
     adapters = describe_adapters(config, model, base)
     padding = describe_padding(config.minibatch_size, layout.row_shards)
-    notes += filter(None, [config.sampling.distribution.describe(), adapters, padding])
+    notes += filter(None, [config.sampling.distribution.describe(), adapters, padding, describe_ahead(config)])
     learner = Learner(
         replace(model, remat=plan.remat),
         optimizer,
@@ -443,6 +443,23 @@ def make_learner(
         plan.sampling_room,
     )
     return learner, learner.between_updates(state)
+
+
+def place_of_sampling(config: Config) -> str:
+    """Returns where rollouts are drawn, as the plan of the devices' memory names it."""
+    if not config.ahead:
+        return BETWEEN
+    return ELSEWHERE if config.devices.rollout_devices else BESIDE
+
+
+def describe_ahead(config: Config) -> str:
+    """Returns in one line how rollouts are drawn ahead, and what the loss makes of that."""
+    if not config.ahead:
+        return ""
+    num_devices = config.devices.rollout_devices
+    place = f"on {num_devices} devices of their own" if num_devices else "on the same device"
+    old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
+    return f"rollouts are drawn a step ahead, {place}, by weights that are a step old; p_old is {old}"
 
 
 def describe_padding(num_rows: int, shards: int) -> str:

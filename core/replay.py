@@ -88,13 +88,14 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
 
 def weights_before(stored: Stored, config: Config) -> Path:
     """Returns the folder of the model that drew a rollout. Raises: UserError where it was not saved."""
-    if stored.step == 1:
+    step = stored.step - 1 - config.ahead
+    if step <= 0:
         return find_model(config.model_dir)
-    folder = stored.run / f"step{stored.step - 1}"
+    folder = stored.run / f"step{step}"
     if not folder.is_dir():
         raise UserError(
-            f"--replay needs the model before step {stored.step}, and there is no {folder}: choose the first step, or "
-            "one behind a saved one (--save_interval)"
+            f"--replay needs the model that drew step {stored.step}, and there is no {folder}: choose the first step, "
+            "or one behind a saved one (--save_interval)"
         )
     return folder
 

@@ -41,6 +41,7 @@ from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
 from utils.devices.sharding import Layout, on_each, single_device
 from utils.devices.startup import ending_together
+from utils.runs.shutdown import Stop
 from utils.settings.config import option, parse
 from utils.settings.errors import UserError, user_errors
 from utils.training.batching import bucket, concatenate, live_slots, round_up
@@ -189,6 +190,7 @@ class Sampler:
     tokenizer: Tokenizer | None = None  # for stop strings and forced answers
     layout: Layout = field(default_factory=single_device)
     make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/turns.py has one for conversations
+    cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
     # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
     on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
 
@@ -238,7 +240,7 @@ class Sampler:
         num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
         size = num_prompts // self.num_chains(num_prompts)
-        cancelled, lock = Event(), Lock()
+        cancelled, lock = self.cancelled or Event(), Lock()
 
         def run_chain(start: int) -> Completions:
             end = start + size
@@ -249,12 +251,17 @@ class Sampler:
 
         starts = range(0, num_prompts, size)
         if len(starts) == 1:
-            return run_chain(0)
-        with ThreadPoolExecutor(len(starts)) as pool:
-            try:
-                return concatenate(list(pool.map(run_chain, starts)))
-            finally:  # an error or a signal in this thread ends the chains with their segments
-                cancelled.set()
+            completions = [run_chain(0)]
+        else:
+            with ThreadPoolExecutor(len(starts)) as pool:
+                try:
+                    completions = list(pool.map(run_chain, starts))
+                except BaseException:  # an error or a signal in this thread ends the chains with their segments
+                    cancelled.set()
+                    raise
+        if cancelled.is_set():
+            raise Stop
+        return concatenate(completions)
 
     def num_chains(self, num_prompts: int) -> int:
         """Returns into how many equal parts a batch is cut that are sampled at the same time.

@@ -41,8 +41,9 @@ LAW = {
     "core.replay": ("core.config", "core.records", "core.rollout", "core.sampling", "models", "utils"),
     "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "models.lora", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),
+    "core.ahead": ("core.config", "core.learner", "core.records", "core.rollout", "models", "utils"),
     "core.grpo": (
-        *("core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),
+        *("core.ahead", "core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),
         *("models", "utils"),
     ),
     "core.shared_sampler": ("core.records", "core.sampling", "models", "utils"),

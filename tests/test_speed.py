@@ -76,15 +76,15 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
         live = [(lengths[part] > t - 8).sum() for t in ends[part[0]]]
         num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
     np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_slots)
-    episodes = Episodes(completions, np.zeros(64, int), [""] * 64, {}, np.zeros(64, bool), {}, {})
-    speed = speed_metrics(model, single_device(), episodes, {"times/rollout": 2.0})
+    episodes = Episodes(completions, np.zeros(64, int), [""] * 64, {}, np.zeros(64, bool), {}, {"rollout": 2.0})
+    speed = speed_metrics(model, single_device(), single_device(), episodes, {})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
     assert set(speed) == {"speed/occupancy", "speed/decode_gb_per_second"}  # nothing is known of this device's limits
 
 
 def test_a_chip_of_tpu7x_is_two_devices():
     rates = {"speed/decode_gb_per_second": 7380, "speed/update_tflops": 2307}  # of a chip, at its peaks
-    shares = shares_of_peak(rates, *PEAKS["TPU7x"], num_devices=2)
+    shares = shares_of_peak(rates, *PEAKS["TPU7x"], num_devices=2, num_rollout_devices=2)
     np.testing.assert_allclose(list(shares.values()), 1)
 
 

@@ -72,20 +72,34 @@ def has_room_for_copy(num_bytes: int, layout: Layout) -> bool:
     return 3 * num_bytes < USABLE * layout.device_memory
 
 
+# When rollouts are drawn: between updates, by --ahead 1 beside them, or with --rollout_devices elsewhere.
+BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
+
+
 class Sizes(NamedTuple):
     """Bytes on one device."""
 
-    held: int  # parameters, optimiser state, reference: there all the time
+    held: int  # parameters, optimiser state, reference, a copy that samples beside updates: there all the time
     gradients: int  # of a micro-batch, and their sum
     sampling_copy: int
     kv_row: int  # cache and state of a row of full length, and those that they were gathered from
     available: int
     step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
+    place: str = BETWEEN  # of sampling
 
     @property
-    def sampling_room(self) -> int:
-        """Bytes that are left for the rows that are sampled at once."""
-        return max(0, self.available - self.held - self.sampling_copy)
+    def update_limit(self) -> int:
+        """Bytes that updates may take; beside them, rows get at least half of what is free."""
+        return (self.held + self.available) // 2 if self.place == BESIDE else self.available
+
+    def without_rows(self, update: int) -> int:
+        """Bytes in use while rows are sampled, but for these, where updates take so many."""
+        between = self.held + self.sampling_copy
+        return max(update, between) if self.place == BESIDE else between
+
+    def sampling_room(self, update: int = 0) -> int:
+        """Bytes that are left for the rows that are sampled at once, where updates take so many."""
+        return max(0, self.available - self.without_rows(update))
 
 
 def activation_bytes(model: Decoder, remat: str, width: int) -> tuple[int, int]:
@@ -146,7 +160,13 @@ def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, widt
 
 
 def measure_sizes(
-    config: MemoryConfig, model: Decoder, layout: Layout, state: PyTree, others: PyTree, row_length: int
+    config: MemoryConfig,
+    model: Decoder,
+    layout: Layout,
+    state: PyTree,
+    others: PyTree,
+    row_length: int,
+    place: str = BETWEEN,
 ) -> Sizes:
     """Returns the sizes of a training run; what is held is looked up, not estimated."""
     params = bytes_on_device(state.params)
@@ -160,18 +180,23 @@ def measure_sizes(
         layer = model.expert_parameters(model.num_experts) // model.num_hidden_layers
         gradients += max(head, GATHERED_EXPERTS * layer * item) // tp
     has_copy = LAYERS in state.params or model.merges_adapters
+    sampling_copy = model.num_parameters * item // tp if has_copy and place != ELSEWHERE else 0
     held = bytes_on_device((state, others))
+    if place == BESIDE:  # a held-out evaluation makes another one
+        held += sampling_copy
     step = 0
     if config.offload:
         step = held + summed
         held -= bytes_on_device(state.opt_state)
+    kv_row = kv_row_bytes(model, layout, row_length) if place != ELSEWHERE else 0
     return Sizes(
         held,
         gradients,
-        model.num_parameters * item // tp if has_copy else 0,
-        kv_row_bytes(model, layout, row_length),
+        sampling_copy,
+        kv_row,
         int(USABLE * layout.device_memory),
         step,
+        place,
     )
 
 
@@ -211,13 +236,14 @@ def fit_memory(
     others: PyTree,
     row_length: int,
     num_sampled_rows: int,
+    place: str = BETWEEN,
 ) -> MemoryPlan:
     """Decides what the settings leave open: --remat recomputes as little as leaves room for ENOUGH tokens at once.
 
     `others`: arrays that are held besides the state: a reference, or the base below adapters. `num_sampled_rows`: 0 for
-    as many as fit.
+    as many as fit. `place`: where they are sampled.
     """
-    sizes = measure_sizes(config, model, layout, state, others, row_length)
+    sizes = measure_sizes(config, model, layout, state, others, row_length, place)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
     plenty = max(plenty, row_length)
 
@@ -225,25 +251,24 @@ def fit_memory(
         """Returns the largest power of two that fits, `plenty` at most; 0: not even one row does."""
         num_choices = (plenty // row_length).bit_length()
         choices = (plenty >> i for i in range(num_choices))
-        return next((n for n in choices if update_bytes(sizes, model, remat, n, row_length) < sizes.available), 0)
+        return next((n for n in choices if update_bytes(sizes, model, remat, n, row_length) < sizes.update_limit), 0)
 
     choices = ["none", "dots", "full"] if config.remat == "auto" else [config.remat]
     requested = min(config.tokens_per_microbatch or enough, plenty)
     remat = next((remat for remat in choices if fitting_tokens(remat) >= requested), choices[-1])
     num_tokens = config.tokens_per_microbatch or fitting_tokens(remat) or row_length
-    fitting_rows = rows_that_fit(sizes.sampling_room, model, layout, row_length)
-    num_rows = num_sampled_rows or min(fitting_rows, FEW_ROWS)
+    room = sizes.sampling_room(update_bytes(sizes, model, remat, num_tokens, row_length))
+    num_rows = num_sampled_rows or min(rows_that_fit(room, model, layout, row_length), FEW_ROWS)
     notes = describe_memory(sizes, model, remat, num_tokens, row_length, num_rows)
-    return MemoryPlan(remat, num_tokens, sizes.sampling_room, tuple(notes))
+    return MemoryPlan(remat, num_tokens, room, tuple(notes))
 
 
 def describe_memory(
     sizes: Sizes, model: Decoder, remat: str, num_tokens: int, row_length: int, num_sampled_rows: int
 ) -> list[str]:
     """Returns, where memory is tight, the bytes of sampling and update in words, and what to lower."""
-    fixed = sizes.held + sizes.sampling_copy
-    sampling = fixed + num_sampled_rows * sizes.kv_row
     update = update_bytes(sizes, model, remat, num_tokens, row_length)
+    sampling = sizes.without_rows(update) + num_sampled_rows * sizes.kv_row
     if max(sampling, update) < TIGHT * sizes.available:
         return []
     notes = [
@@ -252,7 +277,7 @@ def describe_memory(
         f"--tokens_per_microbatch {num_tokens}; attention: {model.kernel}"
     ]
     if sampling > sizes.available:
-        fitting = sizes.sampling_room // sizes.kv_row
+        fitting = sizes.sampling_room(update) // sizes.kv_row
         advice = (
             f"the KV cache of {num_sampled_rows} rows x {row_length} tokens will not fit when all are long: lower "
             f"--inference_batch_per_device to {fitting}"

@@ -118,6 +118,10 @@ class Layout:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def receive(self, tree: PyTree) -> PyTree:
+        """Returns arrays of another mesh on this one, cut along the axes of the same names."""
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(self.mesh, x.sharding.spec)), tree)
+
     def put(self, tree: PyTree) -> PyTree:
         """Returns host arrays, equal on all processes, as device arrays sharded by rows (scalars are replicated)."""
         return jax.tree.map(self.put_array, tree)

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -56,16 +56,74 @@ class DeviceConfig:
     process_id: int = option(-1, "Index of this process, from 0; -1: as the cluster reports", resumable=True)
 
 
+@dataclass(frozen=True)
+class TrainDeviceConfig(DeviceConfig):
+    """Devices of training."""
+
+    rollout_devices: int = option(
+        0,
+        "Number of devices, the last ones, that draw rollouts under --ahead 1, while the others, of which --mesh is "
+        "made, train; 0: one device does both",
+        resumable=True,
+    )
+
+
 def make_layout(config: DeviceConfig) -> Layout:
     """Joins the other processes, where there are some, and lays all devices out as a mesh.
 
     Raises: UserError when there is no device of the type, or the mesh does not fit the devices.
     """
+    return arrange_mesh(config, join_devices(config))
+
+
+def make_layouts(config: TrainDeviceConfig, is_ahead: bool) -> tuple[Layout, Layout]:
+    """Returns the meshes that train and that draw rollouts: with --rollout_devices two, else twice the same.
+
+    Raises: UserError, as `make_layout`, and where rollouts cannot be drawn ahead on these devices.
+    """
+    devices = join_devices(config)
+    num_rollout = config.rollout_devices
+    if is_ahead:
+        check_ahead(num_rollout, len(devices))
+    if not num_rollout:
+        layout = arrange_mesh(config, devices)
+        return layout, layout
+    layout = arrange_mesh(config, devices[:-num_rollout])
+    tp = layout.mesh.shape["tp"]
+    if num_rollout % tp:
+        raise UserError(f"--rollout_devices {num_rollout} must be a multiple of the tp={tp} of --mesh or --sharding")
+    mesh = f"data={num_rollout // tp},tp={tp}"
+    return layout, arrange_mesh(replace(config, mesh=mesh), devices[-num_rollout:])
+
+
+def check_ahead(num_rollout: int, num_devices: int) -> None:
+    """Raises UserError where rollouts cannot be drawn ahead on these devices.
+
+    Programs that two threads launch on the same devices could begin in another order on each of them; where they send
+    something to one another, both would wait for ever.
+    """
+    if jax.process_count() > 1:
+        raise UserError(f"--ahead 1 is for a single process, and there are {jax.process_count()}: leave it out")
+    if num_devices > 1 and not 0 < num_rollout < num_devices:
+        raise UserError(
+            f"--ahead 1 on {num_devices} devices needs --rollout_devices, how many of them draw rollouts: from 1 to "
+            f"{num_devices - 1}"
+        )
+    if num_rollout and num_devices == 1:
+        raise UserError("--rollout_devices needs several devices, and there is one: leave it out")
+
+
+def join_devices(config: DeviceConfig) -> list[jax.Device]:
+    """Joins the other processes, where there are some, and returns all devices."""
     if config.device_type:
         jax.config.update("jax_platforms", platform_of(config.device_type))
     prepare()
     join_processes(config)
-    devices = find_devices(config.device_type)
+    return find_devices(config.device_type)
+
+
+def arrange_mesh(config: DeviceConfig, devices: Sequence[jax.Device]) -> Layout:
+    """Returns these devices as a mesh. Raises: UserError when it does not fit them."""
     num_slices = len(group_by_slice(devices))
     sizes = mesh_sizes(config, len(devices), num_slices)
     mesh = Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3)

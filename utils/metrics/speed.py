@@ -79,6 +79,7 @@ def training_flops(model: Decoder, lengths: Counts, num_tokens: int) -> float:
 def speed_metrics(
     model: Decoder,
     layout: Layout,
+    rollout_layout: Layout,
     episodes: Episodes,
     metrics: Mapping[str, float],
 ) -> dict[str, float]:
@@ -91,7 +92,7 @@ def speed_metrics(
     num_tokens = episodes.completion_lengths.sum()
     speed = {
         "speed/occupancy": float(num_tokens / np.sum(completions.slot_steps)),
-        "speed/decode_gb_per_second": num_bytes / metrics["times/rollout"] / 1e9,
+        "speed/decode_gb_per_second": num_bytes / episodes.times["rollout"] / 1e9,
     }
     num_drafted = completions.num_drafted
     if num_drafted is not None and num_drafted.sum():
@@ -101,7 +102,7 @@ def speed_metrics(
         speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12
     device_kind = layout.mesh.devices.flat[0].device_kind
     if device_kind in PEAKS:
-        speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size)
+        speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size, rollout_layout.mesh.size)
     return speed
 
 
@@ -110,10 +111,11 @@ def shares_of_peak(
     peak_flops: float,
     peak_bandwidth: float,
     num_devices: int,
+    num_rollout_devices: int,
 ) -> dict[str, float]:
     """Returns the rates of a step as shares of what its devices can do."""
     bandwidth = speed["speed/decode_gb_per_second"] * 1e9
-    shares = {"speed/decode_bandwidth": bandwidth / peak_bandwidth / num_devices}
+    shares = {"speed/decode_bandwidth": bandwidth / peak_bandwidth / num_rollout_devices}
     if "speed/update_tflops" in speed:
         flops = speed["speed/update_tflops"] * 1e12
         shares["speed/mfu"] = flops / peak_flops / num_devices

@@ -31,6 +31,7 @@ class Wait:
 
     def __init__(self, name: str, total: int = 0, unit: str = ""):
         self.name = name
+        self.thread = threading.get_ident()
         self.total = total
         self.unit = unit
         self.done = 0
@@ -96,10 +97,14 @@ class Terminal:
             with self.lock:
                 if not self.waits:
                     continue
-                wait = self.compiling or self.waits[-1]
+                wait = self.compiling or self.current()
                 if time.perf_counter() - wait.start > DELAY:
                     width = shutil.get_terminal_size().columns - 1
                     self.replace_line(str(wait)[:width])
+
+    def current(self) -> Wait:
+        """Returns the innermost wait, or of several threads' the last one whose progress is known."""
+        return next((wait for wait in reversed(self.waits) if wait.total), self.waits[-1])
 
     def replace_line(self, text: str) -> None:
         """Replaces the line; the next text that is printed overwrites it."""
@@ -134,9 +139,10 @@ def waiting(name: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
 
 
 def track(items: Sequence[Item], unit: str) -> Iterator[Item]:
-    """Yields the items, counted by the innermost wait."""
+    """Yields the items, counted by the innermost wait of this thread."""
     screen = main_terminal()
-    wait = screen.waits[-1] if screen and screen.waits else Wait("")
+    own = [wait for wait in screen.waits if wait.thread == threading.get_ident()] if screen else []
+    wait = own[-1] if own else Wait("")
     wait.done = 0
     wait.total = len(items)
     wait.unit = unit

@@ -279,7 +279,7 @@ class ScoringStream:
                 if self.scorer.unfinished:
                     self.set_outcomes(self.scorer.receive(self.wakeup))
                 if self.scorer.is_closed:
-                    break
+                    raise EOFError("the scorer was closed")
         except BaseException as error:  # noqa: BLE001 (raised again by `finish` and `take`)
             self.fail(error)
 

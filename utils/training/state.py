@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree, UInt
 
-from models.names import Adapters, Array, Params
+from models.names import Adapters, Array, Params, Weights
 from utils.settings.errors import UserError
 
 DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
@@ -23,6 +23,19 @@ class TrainState:
     opt_state: PyTree
     step: Int[Array, ""]  # optimiser steps taken
     num_skipped: Int[Array, ""]  # updates in a row that were not finite
+
+    @property
+    def trained(self) -> "TrainState":
+        """The part that updates replace."""
+        return TrainState(self.params, self.opt_state, self.step, self.num_skipped)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AheadState(TrainState):
+    """Under --ahead also what the next rollouts are drawn with, a step old, which is no part of updates."""
+
+    behavior_policy: Weights | Adapters  # as the sampler reads it, or adapters over a base
 
 
 def init_state(params: Params | Adapters, optimizer: optax.GradientTransformation) -> TrainState:
@@ -79,7 +92,10 @@ def fingerprint(state: PyTree) -> list[UInt[Array, ""]]:
     The sum, modulo 2^32, of all elements' bits mixed with their place: one wrong element always shows, more of them but
     once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
     """
-    return mix_bits(in_memory(DEVICE, state, keep=True))
+    by_mesh: dict[frozenset[jax.Device], list[Array]] = {}
+    for x in jax.tree.leaves(in_memory(DEVICE, state, keep=True)):
+        by_mesh.setdefault(frozenset(x.sharding.device_set), []).append(x)
+    return [number for arrays in by_mesh.values() for number in mix_bits(arrays)]
 
 
 @jax.jit
