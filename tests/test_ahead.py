@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import on_four_devices
-from kill_runs import FLAGS, arguments, checksum, finish, records, virtual_devices
+from helpers import on_four_devices, start_processes, wait
+from kill_runs import FLAGS, arguments, checksum, records
 
 from core import grpo
 from core.config import Config
@@ -186,14 +186,25 @@ def test_a_damaged_state_is_set_aside_with_its_weights(wholes, tmp_path, capsys)
 # Devices
 
 
-def test_devices_of_their_own_draw_the_same(wholes, tmp_path):
-    """In a process of two devices, with old log-probabilities, a held-out evaluation, and all compiled ahead."""
-    flags = FLAGS | {"test_env_name": "poem-test", "test_interval": 2, "importance_correction": "truncate"}
-    for name, options in {"replies": {"precompile": 1}, "adapters": {"lora_rank": 2}}.items():
-        alone, apart = tmp_path / name, tmp_path / f"{name}-apart"
-        assert train(alone, **flags | options) == 0
-        finish(arguments(**flags | options | {"rollout_devices": 1}, save_dir=apart), virtual_devices(2))
-        assert records(apart) == records(alone)
+APART = {
+    "replies": {"precompile": 1, "importance_correction": "truncate"},
+    "adapters": {"lora_rank": 2, "max_resampling": 2, "do_group_filter": 1},
+}
+
+
+def train_both(folder: Path, **flags) -> None:
+    """Trains in each case with a held-out evaluation while the rollouts of the last step are drawn."""
+    for name, options in APART.items():
+        assert train(folder / name, max_steps=3, test_env_name="poem-test", test_interval=2, **options, **flags) == 0
+
+
+def test_devices_of_their_own_draw_the_same(tmp_path):
+    """As one device that draws and trains; small programs are compiled for the one and the other."""
+    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    train_both(alone)
+    wait(start_processes(f"from test_ahead import *; train_both(Path({str(apart)!r}), rollout_devices=1)", 2))
+    for name in APART:
+        assert records(apart / name) == records(alone / name)
 
 
 def on_two_meshes(folder: Path) -> None:

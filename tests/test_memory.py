@@ -10,6 +10,9 @@ from bench.common import shape
 from core.config import Config
 from models.architecture import Decoder, is_spec
 from utils.devices.memory import (
+    BESIDE,
+    BETWEEN,
+    ELSEWHERE,
     MemoryPlan,
     Sizes,
     fit_memory,
@@ -52,14 +55,14 @@ def state_of(model: Decoder, config: OptimizerConfig) -> TrainState:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), state)
 
 
-def fit(name: str, gigabytes: float, **settings) -> tuple[MemoryPlan, Sizes]:
+def fit(name: str, gigabytes: float, place: str = BETWEEN, **settings) -> tuple[MemoryPlan, Sizes]:
     """Returns what is decided for a model on a device of so much memory, and the sizes that decide it."""
     config = settings_for(**settings)
     layout = Device(single_device().mesh, int(gigabytes * GB))
     model = replace(shape(name, dtype="bfloat16"), mesh=layout.mesh)
     state = state_of(model, config.optimizer)
     run = config.memory, model, layout, state, None, row_length(config)
-    return fit_memory(*run, config.sampling.inference_batch_per_device), measure_sizes(*run)
+    return fit_memory(*run, config.sampling.inference_batch_per_device, place), measure_sizes(*run, place)
 
 
 def test_a_cpu_gets_small_microbatches():
@@ -120,6 +123,24 @@ def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
     assert found == sorted(found) and found[-1] > 300
     assert rows_that_fit(0, model, layout, 1536) == 1
     assert rows_that_fit(1 << 50, model, single_device(), 1536) == 512
+
+
+def test_rows_that_are_sampled_beside_updates_have_room_with_them():
+    """The copy that samples is there twice during an evaluation, but then no update is."""
+    model = shape("Qwen3-0.6B", dtype="bfloat16")
+    copy = 2 * model.num_parameters
+    for memory in (20, 40, 80):
+        between, before = fit("Qwen3-0.6B", memory, inference_batch_per_device=0)
+        plan, sizes = fit("Qwen3-0.6B", memory, BESIDE, inference_batch_per_device=0)
+        assert sizes.held == before.held + copy
+        update = update_bytes(sizes, model, plan.remat, plan.tokens_per_microbatch, 1536)
+        assert update + plan.sampling_room <= sizes.available
+        assert sizes.held + copy + plan.sampling_room <= sizes.available
+        assert plan.sampling_room < between.sampling_room
+        # Not where one row alone takes more than half of what is free.
+        is_tight = plan.tokens_per_microbatch < 3072
+        assert is_tight or plan.sampling_room >= (sizes.available - sizes.held) // 2
+    assert fit("Qwen3-0.6B", 80, ELSEWHERE)[1].held == before.held
 
 
 def test_what_the_user_says_is_done():
