@@ -1,7 +1,7 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
 config.json  data.json  metrics.jsonl  events.jsonl  plot.png  report.html
-rollouts/step_N.jsonl and .npz, held_out_N.jsonl
+rollouts/step_N.jsonl and .npz, held_out_N.jsonl and .npz
 state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
@@ -37,7 +37,7 @@ from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
-from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
+from utils.reporting.rollouts import example, rollout_arrays, rollout_rows, score_arrays
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
@@ -437,13 +437,14 @@ class Run:
         write_rows(folder / f"step_{step}.jsonl", first_rows)
 
     def write_held_out(self, step: int, episodes: Episodes) -> None:
-        """Writes the rollouts of the first held-out problems, which are the same at each evaluation."""
+        """Writes the scores of held-out problems, which are the same at each evaluation, and rollouts of the first."""
         if not self.layout.is_main or self.config.save_rollouts == "none":
             return
         rows = rollout_rows(episodes, self.settings["num_eval_samples"], self.tokenizer, num_groups=NUM_HELD_OUT)
         folder = self.directory / "rollouts"
         folder.mkdir(exist_ok=True)
         write_rows(folder / f"held_out_{step}.jsonl", [row for row in rows if row["group"] < NUM_HELD_OUT])
+        np.savez(folder / f"held_out_{step}.npz", **score_arrays(episodes))
 
     def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
