@@ -91,7 +91,7 @@ def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_b
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
         raise UserError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
-    return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows; left out: {reasons}" if reasons else "")
+    return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows (left out: {reasons})" if reasons else "")
 
 
 def check_text(value: JSON) -> None:

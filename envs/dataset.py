@@ -9,8 +9,9 @@ turns: see envs/adapters.py.
 
 import importlib.util
 import inspect
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import SupportsFloat
@@ -154,26 +155,40 @@ class Dataset(Env):
         return "completions" in inspect.signature(self.reward).parameters
 
     def call_reward(self, problem: Problem, text: str) -> dict[str, float]:
-        """Returns the parts of the user's reward. Raises: TypeError where it returns neither a number nor a dict."""
+        """Returns the parts of the user's reward. Raises: TypeError where it returns anything but finite numbers."""
         row = {column: value for column, value in problem.answer.items() if column not in ("completion", "completions")}
         if self.takes_lists:
             prompt = row.pop(self.find_prompt(row))
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             lists = {column: [value] for column, value in row.items()}
-            (value,) = self.reward(completions=[completion], prompts=[prompt], **lists)
+            returned = self.reward(completions=[completion], prompts=[prompt], **lists)
+            is_alone = isinstance(returned, Sequence) and len(returned) == 1
+            value = returned[0] if is_alone else returned
         else:
-            value = self.reward(text, **row)
+            returned = value = self.reward(text, **row)
         parts = value if isinstance(value, Mapping) else {"return": value}
-        if all(isinstance(part, SupportsFloat) for part in parts.values()):
+        if all(map(is_finite_number, parts.values())):
             return {name: float(part) for name, part in parts.items()}
-        file = inspect.getfile(self.reward)
-        raise TypeError(f"{self.reward.__name__}() in {file} returned {value!r}: return a number or a dict of numbers")
+        form = "a list with a number for each completion" if self.takes_lists else "a number or a dict of numbers"
+        raise TypeError(f"{describe_place(self.reward)} returned {returned!r:.200}: return {form}")
 
     def reference(self, problem: Problem) -> str:
         return str(problem.answer.get(self.answer_column, ""))
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, self.reference(problem))
+
+
+def is_finite_number(value: object) -> bool:
+    """True for a finite number of Python, NumPy or another library."""
+    return isinstance(value, SupportsFloat) and math.isfinite(value)
+
+
+def describe_place(function: Callable) -> str:
+    """Returns the name of a function, its file and the line where it begins; of an object, those of its `__call__`."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or type(function).__call__.__code__
+    return f"{code.co_name}() in line {code.co_firstlineno} of {code.co_filename}"
 
 
 def check_prompt(value: JSON) -> str | list[dict[str, str]]:

@@ -341,6 +341,10 @@ def nan(completion, **row): return float("nan")
 def text(completion, **row): return "1"
 def raises(completion, **row):
     return int("x" + completion)
+def lists(completions, **columns): return [1.0, 2.0]
+class Reward:
+    def __call__(self, completion, **row): return [1.0]
+instance = Reward()
 def some(completion, **row): return 1 / len(completion)
 def parts(completion, answer, **row): return {"same": completion == answer, "length": len(completion)}
 def trl(completions, prompts, answer, **columns):
@@ -352,10 +356,12 @@ def trl(completions, prompts, answer, **columns):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("none", r"none\(\) in .*own.py returned None: return a number"),
-        ("nan", "the return is nan"),
-        ("text", "text.. in .* returned '1'"),
+        ("none", r"none\(\) in line 2 of .*own.py returned None: return a number"),
+        ("nan", r"nan\(\) in line 3 of .*own.py returned nan: return a number"),
+        ("text", "text.. in line 4 of .* returned '1'"),
         ("raises", r"ValueError: invalid literal .*\(line 6 of .*own.py\)"),
+        ("lists", r"lists\(\) in line 7 of .* returned \[1.0, 2.0\]: return a list with a number for each completion"),
+        ("instance", r"__call__\(\) in line 9 of .* returned \[1.0\]: return a number"),
         ("some", None),  # an empty reply costs its score, as in training
         ("parts", None),
         ("trl", None),

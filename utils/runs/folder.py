@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -48,7 +49,7 @@ from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.config import option, options_of, to_dict
-from utils.settings.environments import RolloutSettings
+from utils.settings.environments import RolloutSettings, describe_environments
 from utils.settings.errors import UserError
 from utils.training.state import TrainState
 
@@ -240,7 +241,8 @@ class Run:
         if self.config.save_dir:
             return "the same command"
         folder = str(self.directory)
-        arguments = ["python", sys.argv[0], "--config", f"{folder}/config.json", "--save_dir", folder]
+        python = "python" if shutil.which("python") == sys.executable else sys.executable
+        arguments = [python, sys.argv[0], "--config", f"{folder}/config.json", "--save_dir", folder]
         return f"`{shlex.join(arguments)}`"
 
     @property
@@ -306,14 +308,9 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """Returns lines for people: the work, how environments are played, what they left out, and the run folder."""
-        environments = self.environments.values()
-        names: dict[str, list[str]] = {}
-        for played in environments:
-            names.setdefault(played.manner, []).append(played.name)
-        lines = [f"{' and '.join(alike)}: {manner}" for manner, alike in names.items()]
-        lines += [played.env.note for played in environments if played.env.note]
         verb = f"resuming at step {self.resumed.step} in" if self.resumed else "writing to"
-        return [*self.describe_work(), *lines, f"{verb} {self.directory}"]
+        environments = describe_environments(self.environments.values())
+        return [*self.describe_work(), *environments, f"{verb} {self.directory}"]
 
     def describe_work(self) -> list[str]:
         """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice where these are many."""
