@@ -238,7 +238,10 @@ def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError where the line of names has other separators than commas."""
+    """Raises UserError where the line of names has other separators than commas, or names a column twice."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
     separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
     if separator:
         encoding = "utf-8" if is_utf8(path) else "latin-1"

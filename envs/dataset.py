@@ -150,9 +150,20 @@ class Dataset(Env):
         return {"return": value, "correct_answer": float(value >= 1)} | parts
 
     @cached_property
+    def reward_parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Parameters of the user's reward."""
+        return inspect.signature(self.reward).parameters
+
+    @property
     def takes_lists(self) -> bool:
         """True if the user's reward has TRL's form: lists of all arguments, and a list back."""
-        return "completions" in inspect.signature(self.reward).parameters
+        return "completions" in self.reward_parameters
+
+    def accepted(self, columns: RawRow) -> RawRow:
+        """Returns the columns that the user's reward takes: those that it names, or all under `**row`."""
+        parameters = self.reward_parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return {name: value for name, value in columns.items() if takes_all or name in parameters}
 
     def call_reward(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the parts of the user's reward. Raises: TypeError where it returns anything but finite numbers."""
@@ -161,11 +172,11 @@ class Dataset(Env):
             prompt = row.pop(self.find_prompt(row))
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             lists = {column: [value] for column, value in row.items()}
-            returned = self.reward(completions=[completion], prompts=[prompt], **lists)
+            returned = self.reward(completions=[completion], **self.accepted({"prompts": [prompt], **lists}))
             is_alone = isinstance(returned, Sequence) and len(returned) == 1
             value = returned[0] if is_alone else returned
         else:
-            returned = value = self.reward(text, **row)
+            returned = value = self.reward(text, **self.accepted(row))
         parts = value if isinstance(value, Mapping) else {"return": value}
         if all(map(is_finite_number, parts.values())):
             return {name: float(part) for name, part in parts.items()}
@@ -214,6 +225,8 @@ def find_source(path: str, hub_split: str) -> Source:
     file = Path(path).expanduser()
     if file.is_file():
         return Source((str(file.absolute()),))
+    if file.is_dir():
+        raise UserError(f"{path} is a folder: name a file of rows in it")
     if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(f"there is no file {path}")
     return Source((), path, hub_split)

@@ -380,6 +380,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
     [
         ("other.csv", b"question,solution\nx,1\n", "other.csv:2 has no column 'answer', .* prompt=question,answer=sol"),
         ("no.jsonl", b'{"prompt": "x"}', r"no column 'answer', only 'prompt': .*answer=COLUMN \(a --reward needs"),
+        ("twice.csv", b"prompt,prompt,answer\nx,y,1\n", "twice.csv has several columns 'prompt': give each"),
         ("semi.csv", b"prompt;answer\nx;1\n", r"';' between .*read_csv\(.*semi.csv', sep=';', encoding='utf-8'\)"),
         ("both.csv", "prompt;answer\ncaf\xe9;1\n".encode("latin-1"), "both.csv', sep=';', encoding='latin-1'"),
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
@@ -430,9 +431,10 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(ValueError, match=r"could not load openai/gsm8k .*Couldn't reach.*--data_dir FOLDER"):
         envs.make_env("gsm8k")
-    for options, message in [({}, "path=FILE"), ({"path": "absent.jsonl"}, "no file absent.jsonl")]:
+    paths = {"": "path=FILE", "absent.jsonl": "no file absent.jsonl", str(tmp_path): "is a folder: name a file of rows"}
+    for path, message in paths.items():
         with pytest.raises(ValueError, match=message):
-            envs.make_env("dataset", **options)
+            envs.make_env("dataset", path=path)
     for reward, message in [("r.py", "FILE.py:FUNCTION"), (f"{__file__}:absent", "no function absent")]:
         with pytest.raises(ValueError, match=message):
             envs.make_env("dataset", path=str(SAMPLES / "gsm8k" / "train.jsonl"), prompt="question", reward=reward)

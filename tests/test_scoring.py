@@ -347,6 +347,8 @@ class Reward:
 instance = Reward()
 def some(completion, **row): return 1 / len(completion)
 def parts(completion, answer, **row): return {"same": completion == answer, "length": len(completion)}
+def named(completion, answer): return float(completion == answer)
+def missing(completion, gold): return 1.0
 def trl(completions, prompts, answer, **columns):
     assert len(prompts) == len(answer) == 1
     return [float(c == a) + len(c) for c, a in zip(completions, answer)]
@@ -364,6 +366,8 @@ def trl(completions, prompts, answer, **columns):
         ("instance", r"__call__\(\) in line 9 of .* returned \[1.0\]: return a number"),
         ("some", None),  # an empty reply costs its score, as in training
         ("parts", None),
+        ("named", None),
+        ("missing", r"missing\(\) missing 1 required positional argument: 'gold'"),
         ("trl", None),
     ],
 )
@@ -379,4 +383,4 @@ def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_pat
             return
         scorer.check_reward([(0, "one"), (1, "")])
         (scores,), _ = scorer.score_replies([0], ["one"])
-        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "trl": 3.0}[name]
+        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "named": 0.0, "trl": 3.0}[name]
