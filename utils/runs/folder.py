@@ -42,7 +42,7 @@ from utils.reporting.rollouts import example, rollout_arrays, rollout_rows, scor
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
-from utils.runs.checks import check_folder, check_models, check_name
+from utils.runs.checks import check_folder, check_models, check_name, folder_errors
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin
@@ -121,8 +121,8 @@ class Run:
     As a context manager (`start`), around all that may run long, it ends the run: a signal or a failure to write ends
     it with the newest state saved, in one sentence.
 
-    Raises: OSError when the folder cannot be made or written, UserError when it holds a run that must not be resumed,
-    or when processes see different problems.
+    Raises: OSError when the folder cannot be written, UserError when it cannot be made, or holds a run that must not be
+    resumed, or when processes see different problems.
     """
 
     def __init__(self, settings: RunSettings, layout: Layout, environments: Mapping[str, RolloutSettings]):
@@ -133,11 +133,12 @@ class Run:
         self.card = make_card(type(settings), self.settings, environments)
         save_dir = self.config.save_dir
         check_name(save_dir)
-        folder = save_dir or make_default_folder(environments["env"].name, layout)
-        self.directory = local_folder(folder)
+        with folder_errors():
+            folder = save_dir or make_default_folder(environments["env"].name, layout)
+            self.directory = local_folder(folder)
+            is_new = not save_dir or not self.directory.exists()
+            self.directory.mkdir(parents=True, exist_ok=True)
         self.bucket = Bucket(folder, self.directory) if is_bucket(folder) else None
-        is_new = not save_dir or not self.directory.exists()
-        self.directory.mkdir(parents=True, exist_ok=True)
         check_folder(self.directory)
         self.lock = take_lock(self.directory, is_new, layout)
         if self.lock:  # released with the run, or, where that fails before it begins, with this object
