@@ -168,13 +168,18 @@ def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
 
 
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
-    """Returns environment and sampling of the run that is evaluated, unless the options name other environments."""
+    """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
+
+    What does not change results, as the rows drawn at a time, is left to this machine.
+    """
     _, trained = find_run(str(options.get("model_dir", "")))
     env_name = str(trained.get("env_name", ""))
     if split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
         return {}
-    known = options_of(Command)
-    return {name: x for name, x in trained.items() if name in known and known[name].group in ("env", "sampling")}
+    fields = options_of(Command).values()
+    env = {field.name for field in fields if field.group == "env"}
+    sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
+    return {name: x for name, x in trained.items() if name in env | sampling}
 
 
 def inheritance_note(config: Command) -> str:

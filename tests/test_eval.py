@@ -273,12 +273,14 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path):
     run = tmp_path / "run"
     (run / "step2").mkdir(parents=True)
     trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
-    (run / "config.json").write_text(json.dumps(trained | {"seed": 7, "lr": 1e-3, "device_type": "tpu"}))
+    others = {"seed": 7, "device_type": "tpu", "inference_batch_per_device": 9}
+    (run / "config.json").write_text(json.dumps(trained | others))
 
     def settings(*argv: str) -> tuple[str, str, float, int]:
         config = evaluation.parse_command(argv)
-        assert (config.output.seed, config.devices.device_type) == (0, ""), "those of the command"
         sampling = config.sampling
+        own = config.output.seed, config.devices.device_type, sampling.inference_batch_per_device
+        assert own == (0, "", 0), "those of the command"
         return config.env.env_name, config.env.env_options, sampling.temperature, sampling.num_generation_tokens
 
     models = f"models/tiny,{run}/step2"
