@@ -1,19 +1,20 @@
 """Scores checkpoints on environments; several checkpoints on several environments become a table.
 
-    python core/eval.py --env_name countdown --model_dir ~/checkpoints/countdown/step60
+    python core/eval.py --model_dir runs/countdown/step60    # on the environment, and with the sampling, of the run
     python core/eval.py --env_name aime,math500 --model_dir Qwen/Qwen3-1.7B,runs/deepscaler --num_eval_samples 16
     python core/eval.py --replay runs/guess/rollouts/step_3 --row 5     # draws a rollout of a run again
 
 N tasks, G samples of each.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -24,7 +25,7 @@ from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampling import SamplingConfig
 from envs import split_name, test_name
-from models.checkpoint import ComputeConfig, find_model, load_model
+from models.checkpoint import ComputeConfig, find_local, find_model, load_model
 from models.names import Params
 from utils.devices.memory import sampling_room
 from utils.devices.sharding import Layout
@@ -35,7 +36,8 @@ from utils.evaluation.tables import Result, check_writable, find_checkpoints, wr
 from utils.metrics.logger import writable
 from utils.reporting.page import read_settings
 from utils.rewards.shaping import RewardConfig
-from utils.settings.config import group, option, parse
+from utils.settings.arguments import Value
+from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.environments import EnvConfig, RolloutSettings, check_files, resolve_settings
 from utils.settings.errors import UserError, user_errors
 
@@ -149,6 +151,47 @@ class Command:
     replay: ReplayConfig = group(ReplayConfig)
 
 
+def parse_command(argv: Sequence[str]) -> Command:
+    """Returns the settings of a command line; those of a run that is evaluated are the defaults."""
+    aliases = {"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"}
+    return parse(Command, argv, __doc__, aliases, implied=settings_of_run)
+
+
+def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
+    """Returns the folder and the settings of the first run that one of the models is of; both empty without any."""
+    folders = filter(None, [find_local(name.strip()) for name in model_dir.split(",")])
+    for path in [path for folder in folders for path in (folder, folder.absolute().parent)]:
+        settings, _ = read_settings(path / "config.json")
+        if "env_name" in settings:
+            return str(path), settings
+    return "", {}
+
+
+def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
+
+    What does not change results, as the rows drawn at a time, is left to this machine.
+    """
+    _, trained = find_run(str(options.get("model_dir", "")))
+    env_name = str(trained.get("env_name", ""))
+    if split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
+        return {}
+    fields = options_of(Command).values()
+    env = {field.name for field in fields if field.group == "env"}
+    sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
+    return {name: x for name, x in trained.items() if name in env | sampling}
+
+
+def inheritance_note(config: Command) -> str:
+    """Returns a line with the settings that are those of the run that is evaluated, and no defaults."""
+    options = to_dict(config)
+    known = options_of(Command)
+    trained = settings_of_run(options)
+    same = {name: x for name, x in trained.items() if x == options[name] != known[name].default}
+    words = [word for name, x in same.items() for word in (f"--{name}", str(x))]
+    return f"as in {find_run(config.output.model_dir)[0]}: {shlex.join(words)}" if words else ""
+
+
 def evaluate_checkpoint(
     config: Command, name: str, folder: Path, environments: list[RolloutSettings], layout: Layout
 ) -> list[Result]:
@@ -209,8 +252,8 @@ def main(config: Command) -> None:
     if layout.is_main:
         check_writable(config.output.json, config.output.save_samples)
         notes = dict.fromkeys(training_note(folder, config.env) for _, folder in checkpoints)
-        lines = [settings.describe() for settings in environments] + list(filter(None, notes))
-        print(writable("\n".join(lines), sys.stdout), flush=True)
+        lines = [inheritance_note(config), *(settings.describe() for settings in environments), *notes]
+        print(writable("\n".join(filter(None, lines)), sys.stdout), flush=True)
     if config.output.show:
         checkpoints = checkpoints[:1]
     results = []
@@ -222,5 +265,4 @@ def main(config: Command) -> None:
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        aliases = {"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"}
-        main(parse(Command, sys.argv[1:], __doc__, aliases))
+        main(parse_command(sys.argv[1:]))

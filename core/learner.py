@@ -4,9 +4,10 @@ B rows of a batch, T row length.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -33,16 +34,18 @@ from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
 from models.packing import Packing, pack_rows
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
-from utils.devices.sharding import Layout
+from utils.devices.sharding import Layout, side_by_side
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
-from utils.training.batching import EMPTY, RowSizes, bucket, plan_microbatches, resize_columns, select_rows
+from utils.training.batching import EMPTY, Microbatch, RowSizes, bucket, plan_microbatches, resize_columns, select_rows
 from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
 from utils.training.state import DEVICE, HOST, TrainState, check_offload, in_memory, init_state
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
+Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
+Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
 
 
@@ -112,18 +115,26 @@ class Learner:
 
     def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
-        distribution = self.config.sampling.distribution
         arrays: dict[str, np.ndarray] = {}
-        for rows, microbatch, packing in self.microbatches(batch, self.config.batch_size):
-            microbatch, packing = self.layout.put((microbatch, packing))
-            arguments = microbatch.tokens, microbatch.support, microbatch.routes, packing
-            scores = score(self.model, distribution, params, *arguments)
+        chains = self.chains(batch, self.config.batch_size)
+        for rows, scores in itertools.chain(*side_by_side(partial(self.score_chain, params), chains)):
             is_row = rows != EMPTY
-            for name, x in self.layout.fetch(scores)._asdict().items():
+            for name, x in scores._asdict().items():
                 if x is not None:
                     whole = arrays.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
                     whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
         return TokenScores(arrays["logprobs"], arrays["entropy"], arrays.get("values"))
+
+    def score_chain(self, params: Policy, microbatches: Iterator[Rows]) -> list[tuple[np.ndarray, TokenScores]]:
+        """Returns the numbers of the rows of micro-batches, and the scores of their tokens, on the host."""
+        distribution = self.config.sampling.distribution
+        scored = []
+        for rows, *arrays in microbatches:
+            microbatch, packing = self.layout.put(arrays)
+            arguments = microbatch.tokens, microbatch.support, microbatch.routes, packing
+            scores = score(self.model, distribution, params, *arguments)
+            scored.append((rows, self.layout.fetch(scores)))
+        return scored
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimiser step by the gradients of a minibatch's micro-batches.
@@ -134,25 +145,30 @@ class Learner:
         minibatch = set_loss_denominators(
             minibatch, config.minibatch_size, self.num_generation_tokens, config.objective
         )
-        sums = self.zero_sums(state.params)
-        settings = self.model, config.objective, config.sampling.distribution
-        parts, packings = [], []
+        chains = self.chains(minibatch, config.minibatch_size)
         with self.out_of_memory():
-            for _, microbatch, packing in self.microbatches(minibatch, config.minibatch_size):
-                packings.append(packing)
-                microbatch, packing = self.layout.put((microbatch, packing))
-                arguments = state.params, sums, microbatch, packing, self.base
-                sums, metrics = accumulate(*settings, *arguments)
-                parts.append(metrics)
+            sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
+            sums = reduce(add_sums, sums)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
             trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
             trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, *sums, factor)
             state = self.between_updates(replace(state, **vars(trained)))
+        parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
         metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)
         metrics["speed/flops"] = training_flops(self.model, minibatch.lengths, num_tokens)
         return state, Update(minibatch, parts, metrics)
+
+    def add_up(self, params: Params | Adapters, microbatches: Iterator[Rows]) -> tuple[Sums, list[Part]]:
+        """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
+        settings = self.model, self.config.objective, self.config.sampling.distribution
+        sums, parts = self.zero_sums(params), []
+        for _, *arrays in microbatches:
+            microbatch, packing = self.layout.put(arrays)
+            sums, metrics = accumulate(*settings, params, sums, microbatch, packing, self.base)
+            parts.append((metrics, arrays[-1]))
+        return sums, parts
 
     def between_updates(self, state: TrainState) -> TrainState:
         """Returns the state as it is held until the next update: under --offload the optimiser's by the host."""
@@ -160,21 +176,27 @@ class Learner:
             return state
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
-    def microbatches(self, batch: Batch, max_rows: int) -> Iterator[tuple[np.ndarray, Batch, Packing]]:
-        """Yields rows of similar length: their numbers (EMPTY: none), their micro-batch, and its packing, on the host.
+    def chains(self, batch: Batch, max_rows: int) -> list[Iterator[Rows]]:
+        """Returns the micro-batches of a batch, in as many parts as are to be computed at the same time.
 
-        `max_rows`: rows of a full batch, in which none has left.
+        They are of rows of similar length, and made on the host when they are asked for. `max_rows`: rows of a full
+        batch, in which none has left.
         """
         sizes = row_sizes(batch)
         shards = self.layout.row_shards
         settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.has_fixed_shapes
         plan = plan_microbatches(sizes, *settings)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
-        for rows, *shape in track(plan, "micro-batches"):
-            width = shape[0]
-            microbatch = select_rows(batch, rows, width)
-            microbatch.mask[rows == EMPTY] = False
-            yield rows, microbatch, pack_rows(sizes.select(rows), *shape, shards)
+
+        def make_rows(plan: Sequence[Microbatch]) -> Iterator[Rows]:
+            for rows, *shape in track(plan, "micro-batches"):
+                width = shape[0]
+                microbatch = select_rows(batch, rows, width)
+                microbatch.mask[rows == EMPTY] = False
+                yield rows, microbatch, pack_rows(sizes.select(rows), *shape, shards)
+
+        num_chains = min(self.layout.num_chains(self.model.num_parameters), len(plan))
+        return [make_rows(plan[first::num_chains]) for first in range(num_chains)]
 
     def zero_sums(self, params: Params | Adapters) -> Sums:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
@@ -246,6 +268,8 @@ class Learner:
         sums = shapes_of(self.zero_sums(params))
         settings = self.model, self.config.objective, distribution
         yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
+        if self.layout.num_chains(self.model.num_parameters) > 1:
+            yield add_sums, (sums, sums)
         warmup_steps = self.config.optimizer.warmup_steps
         yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state.trained, DEVICE), *sums, np.float32(1))
 
@@ -361,6 +385,12 @@ def accumulate(
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def add_sums(sums: Sums, others: Sums) -> Sums:
+    """Adds up the gradients and losses of two parts of a minibatch."""
+    return jax.tree.map(jnp.add, sums, others)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

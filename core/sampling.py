@@ -16,7 +16,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,7 +47,6 @@ from utils.training.batching import bucket, concatenate, live_slots, round_up
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
-CHAIN_BYTES = 1 << 27  # a model with fewer bytes of weights is sampled faster by two chains than by one on a CPU
 
 
 @dataclass(frozen=True)
@@ -264,14 +262,9 @@ class Sampler:
         return concatenate(completions)
 
     def num_chains(self, num_prompts: int) -> int:
-        """Returns into how many equal parts a batch is cut that are sampled at the same time.
-
-        On a CPU the products of a token are too small for several cores: two chains that compute at the same time take
-        a quarter less time. Weights that are larger than the CPU's cache would be read twice as often.
-        """
-        is_alone = self.layout.is_cpu and self.layout.mesh.size == 1 and (os.cpu_count() or 1) > 1
-        is_small = 4 * self.model.num_parameters < CHAIN_BYTES
-        return 2 if is_alone and is_small and num_prompts % 2 == 0 else 1
+        """Returns into how many equal parts a batch is cut that are sampled at the same time."""
+        num_chains = self.layout.num_chains(self.model.num_parameters)
+        return num_chains if num_prompts % num_chains == 0 else 1
 
     def segments(self) -> list[int]:
         """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit.

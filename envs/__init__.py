@@ -100,8 +100,10 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
     for item in filter(None, map(str.strip, text.split(","))):
         key, equals, value = item.partition("=")
         key = key.strip()
-        if not key or not equals or key in options:
-            raise UserError(f"{flag} {text!r}: {item!r} is not a new key=value")
+        if not key or not equals:
+            raise UserError(f"{flag} {text!r}: {item!r} is not name=value")
+        if key in options:
+            raise UserError(f"{flag} {text!r}: {key} is there twice")
         options[key] = parse_value(value.strip())
     return options
 

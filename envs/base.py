@@ -120,7 +120,7 @@ class Env:
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
     truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
-    note: str = ""  # for people, once at the start: how many rows were left out, and why
+    note: str = ""  # for people, once at the start: facts on its rows, with "; " between
 
     def problem(self, index: int) -> Problem:
         """Returns the problem with this number: a pure function of the index, the same in every process."""

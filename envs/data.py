@@ -91,7 +91,7 @@ def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_b
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
         raise UserError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
-    return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows; left out: {reasons}" if reasons else "")
+    return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows (left out: {reasons})" if reasons else "")
 
 
 def check_text(value: JSON) -> None:
@@ -238,7 +238,10 @@ def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError where the line of names has other separators than commas."""
+    """Raises UserError where the line of names has other separators than commas, or names a column twice."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
     separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
     if separator:
         encoding = "utf-8" if is_utf8(path) else "latin-1"

@@ -9,8 +9,9 @@ turns: see envs/adapters.py.
 
 import importlib.util
 import inspect
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import SupportsFloat
@@ -149,31 +150,56 @@ class Dataset(Env):
         return {"return": value, "correct_answer": float(value >= 1)} | parts
 
     @cached_property
+    def reward_parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Parameters of the user's reward."""
+        return inspect.signature(self.reward).parameters
+
+    @property
     def takes_lists(self) -> bool:
         """True if the user's reward has TRL's form: lists of all arguments, and a list back."""
-        return "completions" in inspect.signature(self.reward).parameters
+        return "completions" in self.reward_parameters
+
+    def accepted(self, columns: RawRow) -> RawRow:
+        """Returns the columns that the user's reward takes: those that it names, or all under `**row`."""
+        parameters = self.reward_parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return {name: value for name, value in columns.items() if takes_all or name in parameters}
 
     def call_reward(self, problem: Problem, text: str) -> dict[str, float]:
-        """Returns the parts of the user's reward. Raises: TypeError where it returns neither a number nor a dict."""
+        """Returns the parts of the user's reward. Raises: TypeError where it returns anything but finite numbers."""
         row = {column: value for column, value in problem.answer.items() if column not in ("completion", "completions")}
         if self.takes_lists:
             prompt = row.pop(self.find_prompt(row))
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             lists = {column: [value] for column, value in row.items()}
-            (value,) = self.reward(completions=[completion], prompts=[prompt], **lists)
+            returned = self.reward(completions=[completion], **self.accepted({"prompts": [prompt], **lists}))
+            is_alone = isinstance(returned, Sequence) and len(returned) == 1
+            value = returned[0] if is_alone else returned
         else:
-            value = self.reward(text, **row)
+            returned = value = self.reward(text, **self.accepted(row))
         parts = value if isinstance(value, Mapping) else {"return": value}
-        if all(isinstance(part, SupportsFloat) for part in parts.values()):
+        if all(map(is_finite_number, parts.values())):
             return {name: float(part) for name, part in parts.items()}
-        file = inspect.getfile(self.reward)
-        raise TypeError(f"{self.reward.__name__}() in {file} returned {value!r}: return a number or a dict of numbers")
+        form = "a list with a number for each completion" if self.takes_lists else "a number or a dict of numbers"
+        raise TypeError(f"{describe_place(self.reward)} returned {returned!r:.200}: return {form}")
 
     def reference(self, problem: Problem) -> str:
         return str(problem.answer.get(self.answer_column, ""))
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, self.reference(problem))
+
+
+def is_finite_number(value: object) -> bool:
+    """True for a finite number of Python, NumPy or another library."""
+    return isinstance(value, SupportsFloat) and math.isfinite(value)
+
+
+def describe_place(function: Callable) -> str:
+    """Returns the name of a function, its file and the line where it begins; of an object, those of its `__call__`."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or type(function).__call__.__code__
+    return f"{code.co_name}() in line {code.co_firstlineno} of {code.co_filename}"
 
 
 def check_prompt(value: JSON) -> str | list[dict[str, str]]:
@@ -199,6 +225,8 @@ def find_source(path: str, hub_split: str) -> Source:
     file = Path(path).expanduser()
     if file.is_file():
         return Source((str(file.absolute()),))
+    if file.is_dir():
+        raise UserError(f"{path} is a folder: name a file of rows in it")
     if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(f"there is no file {path}")
     return Source((), path, hub_split)

@@ -58,14 +58,12 @@ def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | No
     by_split = split_rows(rows, one_in, tests)
     held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}
     selected, num_removed = remove_overlap(by_split[split], held_out[split])
-    note = f"; {len(selected):,} in the {split} split"
-    if split == "train":
-        note = f"; {len(selected):,} to train on"
-        for name in ("valid", "test"):
-            size = len(by_split[name])
-            note += f", {size:,} for the {name} split" if size else ""
+    note = f"; {len(selected):,} {'to train on' if split == 'train' else f'in the {split} split'}"
     if num_removed:
         note += f", {num_removed:,} removed that a held-out split has, too"
+    if split == "train":
+        sizes = {name: len(by_split[name]) for name in ("valid", "test")}
+        note += "".join(f"; {size:,} in the {name} split" for name, size in sizes.items() if size)
     if not selected:
         raise UserError(f"of {len(rows):,} rows none is left for the {split} split{note}: add rows")
     return selected, note

@@ -8,7 +8,7 @@ import pytest
 from core import chat, eval, grpo
 from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.presets import read_preset
 
@@ -302,3 +302,9 @@ def test_commands_have_no_option_that_only_training_reads(command):
     of_training = {"attention", "unroll_layers", "test_env_name", "valid_env_name", "test_interval", "test_greedy"}
     assert of_training <= options_of(grpo.Config).keys()
     assert not of_training & options_of(command).keys()
+
+
+def test_ctrl_c_ends_a_command_in_one_line(capsys):
+    with pytest.raises(SystemExit) as end, user_errors():
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"

@@ -27,7 +27,7 @@ from utils.evaluation.estimates import (
     task_estimates,
 )
 from utils.evaluation.tables import Result, compare_results, find_checkpoints, format_report, format_table, json_or_text
-from utils.settings.config import parse, with_options
+from utils.settings.config import with_options
 from utils.settings.errors import user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
@@ -226,8 +226,7 @@ def test_references_of_any_kind_are_written():
 
 def command(*argv: str, **flags) -> evaluation.Command:
     flags = {"num_generation_tokens": 8, "num_score_workers": 1, "device_type": "cpu"} | flags
-    argv = [*argv, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
-    return parse(evaluation.Command, argv, aliases={"num_epochs": "num_eval_samples"})
+    return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
 
 
 def test_a_run_folder_on_two_environments(tmp_path, capsys):
@@ -268,6 +267,31 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"
     printed = capsys.readouterr().out
     assert "3 tasks x 4, temperature 1" in printed and "was trained" not in printed, "not on poems"
+
+
+def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path):
+    run = tmp_path / "run"
+    (run / "step2").mkdir(parents=True)
+    trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
+    others = {"seed": 7, "device_type": "tpu", "inference_batch_per_device": 9}
+    (run / "config.json").write_text(json.dumps(trained | others))
+
+    def settings(*argv: str) -> tuple[str, str, float, int]:
+        config = evaluation.parse_command(argv)
+        sampling = config.sampling
+        own = config.output.seed, config.devices.device_type, sampling.inference_batch_per_device
+        assert own == (0, "", 0), "those of the command"
+        return config.env.env_name, config.env.env_options, sampling.temperature, sampling.num_generation_tokens
+
+    models = f"models/tiny,{run}/step2"
+    assert settings("--model_dir", models) == ("Countdown3", "max_number=9", 0.5, 64)
+    assert settings("--ckpt_dir", str(run), "--env_name", "countdown3-test")[1:] == ("max_number=9", 0.5, 64)
+    assert settings("--model_dir", models, "--env_options", "", "--temperature", "1")[1:] == ("", 1.0, 64)
+    for names in ("poem", "countdown3,poem"):
+        assert settings("--model_dir", models, "--env_name", names) == (names, "", 1.0, -1), "another environment"
+    note = evaluation.inheritance_note(evaluation.parse_command(["--model_dir", models, "--temperature", "0.7"]))
+    assert note == f"as in {run}: --env_name Countdown3 --env_options max_number=9 --num_generation_tokens 64"
+    assert evaluation.inheritance_note(evaluation.parse_command(["--env_name", "countdown3"])) == ""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from models.tokenizer import load_tokenizer
 from utils.devices.sharding import single_device
 from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
 from utils.settings.config import parse
-from utils.settings.environments import RolloutSettings, resolve_environments, system_prompt
+from utils.settings.environments import RolloutSettings, describe_environments, resolve_environments, system_prompt
 from utils.settings.errors import UserError, fail
 
 LIMIT = 40  # tokens of a prompt
@@ -158,6 +158,17 @@ def test_the_forced_text_follows_form_and_thinking(name, form, style):
     assert answer.text_after("so").startswith("</think>") == OPENINGS[style]
     reply = "so" + answer.text_after("so") + {"tags": "5</answer>", "boxed": "5}", "hash": "5"}[form]
     assert settings.env.answer(reply) == "5", "what is forced is what the environment reads"
+
+
+def test_facts_on_rows_are_said_once(tmp_path):
+    for name, count in (("train", 40), ("other", 7)):
+        rows = [{"prompt": f"{name} {i}", "answer": "5"} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"test": "dataset-test", "env_options": f"path={tmp_path}/train.jsonl"}
+    lines = describe_environments(settings_of("dataset", **flags))
+    assert lines[1:] == ["dataset: 40 problems; 34 to train on; 2 in the valid split; 4 in the test split"]
+    lines = describe_environments(settings_of("dataset", **flags, test_env_options=f"test_path={tmp_path}/other.jsonl"))
+    assert lines[2:] == ["dataset: 7 problems"], "of another file"
 
 
 def test_without_a_form_nothing_is_forced_unless_the_prompt_shows_one(tmp_path):

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from core.records import Batch, Completions, Episodes
 from utils.evaluation.estimates import mean_and_ci
 from utils.metrics.logger import Logger
 from utils.reporting.page import PANELS, embed_json, first_and_last, main, read_rollouts, run_data, thin, write_report
 from utils.reporting.plots import WINDOW, intervals, read_metrics, running_mean
-from utils.reporting.rollouts import rollout_rows
+from utils.reporting.rollouts import rollout_rows, score_arrays
 from utils.reporting.verdict import judge
 
 LONG = "🙂" * 25_000
@@ -153,6 +154,30 @@ def test_the_verdict_compares_intervals(name):
     assert text.startswith(opening) and (f"since step {flat}." in text) == (flat is not None)
     change, width = values[-1] - values[0], 0.05 * 2**0.5  # of two independent errors
     assert f"a change of {change:.1%} [{change - width:.1%}, {change + width:.1%}]" in text
+
+
+@pytest.mark.parametrize(("num_tasks", "is_damaged"), [(200, False), (20, False), (200, True)])
+def test_held_out_scores_of_the_same_problems_are_compared_in_pairs(tmp_path, num_tasks, is_damaged):
+    run = write_run(tmp_path / "run", num_steps=0)
+    before = np.repeat(np.arange(num_tasks) % 2.0, 2)  # two rollouts of each problem
+    after = before.copy()
+    after[: len(after) // 10] = 1.0
+    with Logger(run) as logger:
+        for step, x in ((0, before), (10, after)):
+            scores = {"return": x, "correct_answer": x}
+            episodes = SimpleNamespace(task_ids=np.repeat(np.arange(num_tasks), 2)[::-1], scores=scores)
+            np.savez(run / "rollouts" / f"held_out_{step}.npz", **score_arrays(episodes))
+            means = mean_and_ci("test_env/correct_answer", x.reshape(-1, 2).mean(axis=1))
+            logger.log(step, means)
+    if is_damaged:
+        (run / "rollouts" / "held_out_10.npz").write_bytes(b"PK\3\4")
+    text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
+    if num_tasks < 30 or is_damaged:
+        assert text.startswith("Nothing learnt")
+        return
+    ends = re.search(r"Learnt: .* a change of 5.0% \[(.*)%, (.*)%\]", text).groups()
+    quantiles = binom.ppf([0.025, 0.975], num_tasks, 0.05) / num_tasks  # of how often the 10 gains of 1 are drawn
+    np.testing.assert_allclose([float(end) for end in ends], 100 * quantiles, atol=0.51)
 
 
 def test_without_held_out_problems_blocks_of_training_are_compared():

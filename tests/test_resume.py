@@ -523,7 +523,7 @@ def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys)
     assert error.count("\n") == 1 and path.exists() | path.is_symlink() and not [*tmp_path.glob("step1*")]
 
 
-@pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x"])
+@pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])
 def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train(save_dir) == 2

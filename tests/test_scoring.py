@@ -341,8 +341,14 @@ def nan(completion, **row): return float("nan")
 def text(completion, **row): return "1"
 def raises(completion, **row):
     return int("x" + completion)
+def lists(completions, **columns): return [1.0, 2.0]
+class Reward:
+    def __call__(self, completion, **row): return [1.0]
+instance = Reward()
 def some(completion, **row): return 1 / len(completion)
 def parts(completion, answer, **row): return {"same": completion == answer, "length": len(completion)}
+def named(completion, answer): return float(completion == answer)
+def missing(completion, gold): return 1.0
 def trl(completions, prompts, answer, **columns):
     assert len(prompts) == len(answer) == 1
     return [float(c == a) + len(c) for c, a in zip(completions, answer)]
@@ -352,12 +358,16 @@ def trl(completions, prompts, answer, **columns):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("none", r"none\(\) in .*own.py returned None: return a number"),
-        ("nan", "the return is nan"),
-        ("text", "text.. in .* returned '1'"),
+        ("none", r"none\(\) in line 2 of .*own.py returned None: return a number"),
+        ("nan", r"nan\(\) in line 3 of .*own.py returned nan: return a number"),
+        ("text", "text.. in line 4 of .* returned '1'"),
         ("raises", r"ValueError: invalid literal .*\(line 6 of .*own.py\)"),
+        ("lists", r"lists\(\) in line 7 of .* returned \[1.0, 2.0\]: return a list with a number for each completion"),
+        ("instance", r"__call__\(\) in line 9 of .* returned \[1.0\]: return a number"),
         ("some", None),  # an empty reply costs its score, as in training
         ("parts", None),
+        ("named", None),
+        ("missing", r"missing\(\) missing 1 required positional argument: 'gold'"),
         ("trl", None),
     ],
 )
@@ -373,4 +383,4 @@ def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_pat
             return
         scorer.check_reward([(0, "one"), (1, "")])
         (scores,), _ = scorer.score_replies([0], ["one"])
-        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "trl": 3.0}[name]
+        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "named": 0.0, "trl": 3.0}[name]

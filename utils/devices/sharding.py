@@ -10,8 +10,10 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -25,10 +27,14 @@ from utils.settings.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tp")
 ROWS = ("data", "fsdp")
+CHAIN_BYTES = 1 << 27  # of weights: models with fewer are computed faster by two threads than by one on a CPU
 LOGICAL_TO_MESH = {
     "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None,
     "experts": None,
 }  # fmt: skip
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,15 @@ class Layout:
     @property
     def is_cpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
+
+    def num_chains(self, num_parameters: int) -> int:
+        """Returns how many programs of a model to run at the same time, each in a thread: 2 of a small one on a CPU.
+
+        Its products are too small for several cores: in two chains a rollout takes a quarter less time, and an update
+        13% to 27% less. Weights that are larger than the CPU's cache would be read twice as often.
+        """
+        is_alone = self.is_cpu and self.mesh.size == 1 and (os.cpu_count() or 1) > 1
+        return 2 if is_alone and 4 * num_parameters < CHAIN_BYTES else 1
 
     @property
     def device_memory(self) -> int:
@@ -337,3 +352,11 @@ def single_device(platform: str | None = None) -> Layout:
     device = np.array(jax.local_devices(backend=platform)[:1])
     mesh = Mesh(device.reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Layout(mesh)
+
+
+def side_by_side(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+    """Returns the function of each part, all computed at the same time, the first one's in this thread."""
+    first, *others = parts
+    with ThreadPoolExecutor(len(parts)) as pool:
+        futures = [pool.submit(function, part) for part in others]
+        return [function(first), *(future.result() for future in futures)]

@@ -10,11 +10,13 @@ as text only, and the page's own policy lets no other script run and nothing be 
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import json
 import os
 import re
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ from jaxtyping import Float, Int
 
 from utils.metrics.jsonl import JSON, parse_json, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
-from utils.reporting.verdict import judge
+from utils.reporting.verdict import TaskMeans, judge
 from utils.settings.presets import split_origin
 
 POINTS = 1000  # of a curve
@@ -177,7 +179,7 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     steps = [event["step"] for event in events]
     return {
         "name": label,
-        "verdict": judge(logged),
+        "verdict": judge(logged, held_out_scores(folder / "rollouts")),
         "events": events,
         "metrics": {name: curve_data(*series, intervals(logged, name)) for name, series in logged.items()},
         "origin": origin,
@@ -258,6 +260,26 @@ def first_and_last(folder: Path) -> dict[str, JSON]:
     return {"rows": [], "note": ""}
 
 
+def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
+    """Returns the scores of held-out problems by step; those of damaged files are left out."""
+    scores = {}
+    for step, file in rollout_files(folder, "held_out", "npz"):
+        with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            scores[step] = task_means(file)
+    return scores
+
+
+def task_means(file: Path) -> dict[str, TaskMeans]:
+    """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file."""
+    with np.load(file) as arrays:
+        scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
+    tasks, places = np.unique(scores.pop("tasks"), return_inverse=True)
+    scores["return"] = scores.pop("returns")
+    num_rollouts = np.bincount(places)
+    means = {name: np.bincount(places, x) / num_rollouts for name, x in scores.items()}
+    return {name: dict(zip(tasks.tolist(), x.tolist(), strict=True)) for name, x in means.items()}
+
+
 def pair_rows(first: Sequence[Row], last: Sequence[Row]) -> list[Row]:
     """Returns rows of the same tasks in turn, the n-th of `first` and of `last`; one of each task comes first."""
     by_task: dict[JSON, list[Row]] = {}
@@ -308,10 +330,10 @@ def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[
     return {"rows": rows, "note": f"{note} steps"}
 
 
-def rollout_files(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+def rollout_files(folder: Path, prefix: str, suffix: str = "jsonl") -> list[tuple[int, Path]]:
     """Returns the files of a folder that are named by this prefix and a step, with their steps, in order."""
     files = []
-    for path in folder.glob("*.jsonl"):
+    for path in folder.glob(f"*.{suffix}"):
         match = re.fullmatch(rf"{prefix}_(\d+)", path.stem)
         if match:
             files.append((int(match[1]), path))

@@ -56,7 +56,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
     places          int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py
-    returns         float32 [B]     what training maximises; scores/NAME: each part of it
+    returns         float32 [B]     what training maximises; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions
     num_rows = len(episodes.texts)
@@ -68,10 +68,15 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         "prompt_lengths": np.asarray(completions.prompt_lengths, np.int32),
         "finished": np.asarray(completions.finished, bool),
         "failed": episodes.failed,
-        "tasks": episodes.task_ids.astype(np.int32),
         "groups": np.arange(num_rows, dtype=np.int32) // group_size,
         "places": np.int64(episodes.places),
     }
+    return arrays | score_arrays(episodes)
+
+
+def score_arrays(episodes: Episodes) -> dict[str, np.ndarray]:
+    """Returns the arrays of rollouts/held_out_N.npz: tasks, returns and scores/NAME, as in `rollout_arrays`."""
+    arrays = {"tasks": episodes.task_ids.astype(np.int32)}
     for name, x in episodes.scores.items():
         arrays["returns" if name == "return" else f"scores/{name}"] = x.astype(np.float32)
     return arrays

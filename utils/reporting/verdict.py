@@ -1,19 +1,24 @@
 """Verdict on a run in words: what it has learnt, by how much, and since when nothing has changed.
 
-It compares held-out scores by their 95% intervals; a run without any is judged by the returns of its training batches,
-blocks of steps in the place of evaluations.
+It compares held-out scores problem by problem, or by their 95% intervals where only their means are known; a run
+without any is judged by the returns of its training batches, blocks of steps in the place of evaluations.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from utils.evaluation.estimates import mean_over_runs
+from utils.evaluation.estimates import FEW_TASKS, mean_over_runs, paired_bootstrap
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import MAIN, Metrics, format_interval, format_value, intervals
+from utils.reporting.plots import MAIN, Interval, Metrics, format_interval, format_value, intervals
 
 BLOCK = 5  # steps of training that make one point
+TaskMeans = Mapping[int, float]  # a score by task: means over its samples
+TaskScores = Mapping[int, Mapping[str, TaskMeans]]  # of held-out problems, by step and name
+NO_SCORES = MappingProxyType({})
 TITLES = {
     "test_env/correct_answer": "held-out correct answers",
     "test_env/return": "the held-out return",
@@ -22,21 +27,22 @@ TITLES = {
 
 
 class Point(NamedTuple):
-    """A score at a step, with the ends of its 95% interval."""
+    """A score at a step, with the ends of its 95% interval, and what it is the mean of, where that is known."""
 
     step: int
     value: float
     low: float
     high: float
+    by_task: TaskMeans = NO_SCORES
 
 
-def judge(run: Metrics) -> dict[str, JSON]:
+def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
 
     It is that of the correct answers, where they are logged and have changed, else that of the return.
     """
     held_out = [name for name, _ in MAIN if name in run]
-    verdicts = [judge_points(name, held_out_points(run, name)) for name in held_out]
+    verdicts = [judge_points(name, held_out_points(run, name, scores)) for name in held_out]
     verdicts = verdicts or [judge_points("env/return", training_points(run, "env/return"))]
     return next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
 
@@ -50,7 +56,8 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     low, high = difference(first, last)
     kind = "better" if low > 0 else "worse" if high < 0 else "same"
     opening = {"better": "Learnt", "worse": "Worse than before", "same": "Nothing learnt that can be shown"}[kind]
-    if kind != "worse" and difference(last, best)[0] > 0:
+    # The best of many is chosen by chance, too: by the wider interval.
+    if kind != "worse" and independent_difference(last, best)[0] > 0:
         kind, opening = "worse", "Learnt, then lost again"
     sentences = [f"{opening}: {describe_change(name, first, last)}."]
     if kind == "worse" and best is not first:
@@ -61,11 +68,15 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     return {"kind": kind, "text": " ".join(sentences)}
 
 
-def held_out_points(run: Metrics, name: str) -> list[Point]:
+def held_out_points(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
     """Returns the held-out scores of a metric."""
     ends = intervals(run, name)
-    scores = zip(*run[name], strict=True)
-    return [Point(int(step), x, *ends.get(step, (x, x))) for step, x in scores if math.isfinite(x)]
+    points = []
+    for step, x in zip(*run[name], strict=True):
+        by_task = scores.get(step, {}).get(name.removeprefix("test_env/"), {})
+        if math.isfinite(x):
+            points.append(Point(int(step), x, *ends.get(step, (x, x)), by_task))
+    return points
 
 
 def training_points(run: Metrics, name: str) -> list[Point]:
@@ -81,7 +92,18 @@ def training_points(run: Metrics, name: str) -> list[Point]:
     return points
 
 
-def difference(first: Point, last: Point) -> tuple[float, float]:
+def difference(first: Point, last: Point) -> Interval:
+    """Returns the 95% interval of last - first: paired where both are known for the same problems, 30 or more."""
+    tasks = list(first.by_task)
+    if len(tasks) >= FEW_TASKS and first.by_task.keys() == last.by_task.keys():
+        before, after = (np.array([point.by_task[task] for task in tasks]) for point in (first, last))
+        estimate = paired_bootstrap(before, after)
+        if estimate["low"] is not None:
+            return estimate["low"], estimate["high"]
+    return independent_difference(first, last)
+
+
+def independent_difference(first: Point, last: Point) -> Interval:
     """Returns the 95% interval of last - first, taken as independent: wider than that of a paired comparison.
 
     Source: Newcombe 1998, Interval Estimation for the Difference Between Independent Proportions, method 10.

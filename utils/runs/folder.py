@@ -1,7 +1,7 @@
 """The run folder: configuration, training state to resume from, models to use elsewhere, rollouts to look into.
 
 config.json  data.json  metrics.jsonl  events.jsonl  plot.png  report.html
-rollouts/step_N.jsonl and .npz, held_out_N.jsonl
+rollouts/step_N.jsonl and .npz, held_out_N.jsonl and .npz
 state/ (Orbax)  stepN/ and best/ (Hugging Face folders)
 """
 
@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -37,18 +38,18 @@ from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
-from utils.reporting.rollouts import example, rollout_arrays, rollout_rows
+from utils.reporting.rollouts import example, rollout_arrays, rollout_rows, score_arrays
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
-from utils.runs.checks import check_folder, check_models, check_name
+from utils.runs.checks import check_folder, check_models, check_name, folder_errors
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.config import option, options_of, to_dict
-from utils.settings.environments import RolloutSettings
+from utils.settings.environments import RolloutSettings, describe_environments
 from utils.settings.errors import UserError
 from utils.training.state import TrainState
 
@@ -120,8 +121,8 @@ class Run:
     As a context manager (`start`), around all that may run long, it ends the run: a signal or a failure to write ends
     it with the newest state saved, in one sentence.
 
-    Raises: OSError when the folder cannot be made or written, UserError when it holds a run that must not be resumed,
-    or when processes see different problems.
+    Raises: OSError when the folder cannot be written, UserError when it cannot be made, or holds a run that must not be
+    resumed, or when processes see different problems.
     """
 
     def __init__(self, settings: RunSettings, layout: Layout, environments: Mapping[str, RolloutSettings]):
@@ -132,11 +133,12 @@ class Run:
         self.card = make_card(type(settings), self.settings, environments)
         save_dir = self.config.save_dir
         check_name(save_dir)
-        folder = save_dir or make_default_folder(environments["env"].name, layout)
-        self.directory = local_folder(folder)
+        with folder_errors():
+            folder = save_dir or make_default_folder(environments["env"].name, layout)
+            self.directory = local_folder(folder)
+            is_new = not save_dir or not self.directory.exists()
+            self.directory.mkdir(parents=True, exist_ok=True)
         self.bucket = Bucket(folder, self.directory) if is_bucket(folder) else None
-        is_new = not save_dir or not self.directory.exists()
-        self.directory.mkdir(parents=True, exist_ok=True)
         check_folder(self.directory)
         self.lock = take_lock(self.directory, is_new, layout)
         if self.lock:  # released with the run, or, where that fails before it begins, with this object
@@ -240,7 +242,8 @@ class Run:
         if self.config.save_dir:
             return "the same command"
         folder = str(self.directory)
-        arguments = ["python", sys.argv[0], "--config", f"{folder}/config.json", "--save_dir", folder]
+        python = "python" if shutil.which("python") == sys.executable else sys.executable
+        arguments = [python, sys.argv[0], "--config", f"{folder}/config.json", "--save_dir", folder]
         return f"`{shlex.join(arguments)}`"
 
     @property
@@ -306,14 +309,9 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """Returns lines for people: the work, how environments are played, what they left out, and the run folder."""
-        environments = self.environments.values()
-        names: dict[str, list[str]] = {}
-        for played in environments:
-            names.setdefault(played.manner, []).append(played.name)
-        lines = [f"{' and '.join(alike)}: {manner}" for manner, alike in names.items()]
-        lines += [played.env.note for played in environments if played.env.note]
         verb = f"resuming at step {self.resumed.step} in" if self.resumed else "writing to"
-        return [*self.describe_work(), *lines, f"{verb} {self.directory}"]
+        environments = describe_environments(self.environments.values())
+        return [*self.describe_work(), *environments, f"{verb} {self.directory}"]
 
     def describe_work(self) -> list[str]:
         """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice where these are many."""
@@ -437,13 +435,14 @@ class Run:
         write_rows(folder / f"step_{step}.jsonl", first_rows)
 
     def write_held_out(self, step: int, episodes: Episodes) -> None:
-        """Writes the rollouts of the first held-out problems, which are the same at each evaluation."""
+        """Writes the scores of held-out problems, which are the same at each evaluation, and rollouts of the first."""
         if not self.layout.is_main or self.config.save_rollouts == "none":
             return
         rows = rollout_rows(episodes, self.settings["num_eval_samples"], self.tokenizer, num_groups=NUM_HELD_OUT)
         folder = self.directory / "rollouts"
         folder.mkdir(exist_ok=True)
         write_rows(folder / f"held_out_{step}.jsonl", [row for row in rows if row["group"] < NUM_HELD_OUT])
+        np.savez(folder / f"held_out_{step}.npz", **score_arrays(episodes))
 
     def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -163,13 +163,14 @@ def parse(
     aliases: Mapping[str, str] = {},
     default_preset: str | None = None,
     spellings: Spellings = NO_SPELLINGS,
+    implied: Callable[[Mapping[str, Value]], Mapping[str, Value]] = lambda options: {},
 ) -> Config:
     """Returns the settings of a command line (without the program's name).
 
-    The command line beats the preset (`--config FILE`), and the preset beats the defaults. An empty command line means
-    `--config default_preset` where there is one. `aliases` maps other accepted names to names of options, `spellings`
-    are flags of another program. What is unknown or malformed, and each ValueError of the class itself, ends the
-    program with `fail`.
+    The command line beats the preset (`--config FILE`), the preset beats what it all implies (`implied`, from the
+    options that are set), and that beats the defaults. An empty command line means `--config default_preset` where
+    there is one. `aliases` maps other accepted names to names of options, `spellings` are flags of another program.
+    What is unknown or malformed, and each ValueError of the class itself, ends the program with `fail`.
     """
     flag_values = make_flags(config_class)
     if HELP_FLAGS & set(argv):
@@ -182,7 +183,8 @@ def parse(
     types |= {name: str for name in spellings.names}
     try:
         assignments = read_assignments(argv, types, aliases)
-        return make_config(config_class, **convert(assignments, flag_values, spellings))
+        options = convert(assignments, flag_values, spellings)
+        return make_config(config_class, **implied(options) | options)
     except ValueError as error:
         fail(str(error))
 

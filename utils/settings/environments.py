@@ -136,6 +136,24 @@ class RolloutSettings:
         return ", ".join(filter(None, facts))
 
 
+def describe_environments(environments: Iterable[RolloutSettings]) -> list[str]:
+    """Returns how environments are played, alike ones on a line, and facts on the rows of each.
+
+    A fact is said once: a held-out split has most of its own in common with the rows to train on.
+    """
+    environments = list(environments)
+    names: dict[str, list[str]] = {}
+    for played in environments:
+        names.setdefault(played.manner, []).append(played.name)
+    lines = [f"{' and '.join(alike)}: {manner}" for manner, alike in names.items()]
+    facts: list[str] = []
+    for played in environments:
+        new = [fact for fact in played.env.note.split("; ") if fact not in facts]
+        facts += new
+        lines += ["; ".join(new)] * any(new)
+    return lines
+
+
 def system_prompt(messages: Iterable[Mapping[str, str]]) -> str:
     return "\n".join(message["content"] for message in messages if message["role"] == "system")
 

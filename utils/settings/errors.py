@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
@@ -37,8 +38,11 @@ def describe_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the program with one sentence on a UserError, or on an OSError: a file that cannot be read or written."""
+    """Ends the program with one sentence on a UserError, on an OSError (of reading or writing a file) or on Ctrl-C."""
     try:
         yield
     except (UserError, OSError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
