@@ -86,6 +86,7 @@ class Sizes(NamedTuple):
     available: int
     step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
     place: str = BETWEEN  # of sampling
+    num_chains: int = 1  # micro-batches at the same time
 
     @property
     def update_limit(self) -> int:
@@ -156,7 +157,7 @@ def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, widt
     """Bytes in use on a device at the peak of an update with micro-batches of `num_tokens`."""
     kept, working = activation_bytes(model, remat, width)
     activations = num_tokens * kept + max(num_tokens * working, LOGITS)
-    return max(sizes.held + sizes.gradients + activations, sizes.step)
+    return max(sizes.held + sizes.num_chains * (sizes.gradients + activations), sizes.step)
 
 
 def measure_sizes(
@@ -197,6 +198,7 @@ def measure_sizes(
         int(USABLE * layout.device_memory),
         step,
         place,
+        layout.num_chains(model.num_parameters),
     )
 
 
