@@ -38,6 +38,8 @@ FEW = replace(MODEL, num_hidden_layers=4)  # where layers are alike
 
 def assert_in_place(program: compiled.Program, model: Decoder, layout) -> None:
     """No iteration copies, transposes or slices as much as a layer's keys, and memory holds one cache."""
+    caches = program.arguments[5]
+    assert jax.tree.leaves(caches)[0].shape[2] == S
     elements = compiled.cache_elements(model, layout, B, S)
     assert not hlo.large_moves(program.hlo, elements)
     assert hlo.loop_bodies(program.hlo)
