@@ -51,7 +51,7 @@ from models.checkpoint import is_merged
 from models.lora import adapter_table, make_policy, quantize_layer
 from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
 from utils.devices.compilation import Programs, with_shardings
-from utils.devices.memory import fit_memory, measure_sizes, update_bytes
+from utils.devices.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
 from utils.metrics.speed import PEAKS
@@ -181,6 +181,13 @@ class Imagined(Layout):
     def put_array(self, x: ArrayLike) -> jax.ShapeDtypeStruct:
         x = np.asarray(x)
         return rows(self, *x.shape, dtype=jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+class OneSegment(Sampler):
+    """A sampler whose completions are a single segment, so that its program has the whole cache."""
+
+    def segments(self) -> list[int]:
+        return [self.max_new_tokens]
 
 
 class ImaginedLearner(Learner):
@@ -359,7 +366,7 @@ def sampling_programs(
     config: Config = CONFIG,
 ) -> Iterator[Program]:
     """Compiles what a rollout runs, up to a segment of `width` steps and columns, which is the last."""
-    sampler = Sampler(model, width, (0,), segment=width, prompt_columns=prompt_columns, layout=layout)
+    sampler = OneSegment(model, width, (0,), prompt_columns=prompt_columns, layout=layout)
     num_prompts = num_slots // group_size
     num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
     programs = sampler.programs(policy_shapes(model, layout, config), num_prompts, group_size)
@@ -590,16 +597,10 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     num_asked = config.sampling.inference_batch_per_device
     plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_asked)
     print(*plan.notes, sep="\n")
-    most_rows = rows_that_fit(config, model, layout, state, base)
-    num_rows = min(num_asked or most_rows, most_rows)
+    most_rows = rows_that_fit(plan.sampling_room, model, layout, row_length(config))
+    whole_groups = most_rows // config.update.group_size * config.update.group_size
+    num_rows = min(num_asked or whole_groups, whole_groups)
     return Run(replace(model, remat=plan.remat), layout, state, base, plan.tokens_per_microbatch, num_rows)
-
-
-def rows_that_fit(config: Command, model: Decoder, layout: Imagined, state: TrainState, base: Weights) -> int:
-    """Returns how many rows sampled at a time a run says will fit, in whole groups."""
-    sizes = measure_sizes(config.memory, model, layout, state, base, row_length(config))
-    group_size = config.update.group_size
-    return sizes.sampling_room() // sizes.kv_row // group_size * group_size
 
 
 def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:

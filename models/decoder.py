@@ -63,7 +63,7 @@ from models.packing import (
     unpack,
 )
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
-from utils.devices.sharding import constrain, gather, is_on_each, on_each
+from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]
@@ -255,7 +255,7 @@ def expert_mlp(model: Decoder, layer: LayerParams, x: Hidden, recorded: Route | 
 
 def embed(model: Decoder, params: Params | Weights, tokens: Int[Array, "B T"]) -> Hidden:
     """Returns the embeddings of tokens in the dtype of the matmuls."""
-    embeddings = params[EMBED][tokens].astype(model.dtype)
+    embeddings = look_up(params[EMBED], tokens, model.hidden_size, model.dtype)
     if model.scale_embeddings:
         embeddings = embeddings * jnp.asarray(model.hidden_size**0.5, model.dtype)
     return constrain(embeddings, "rows")
@@ -298,9 +298,9 @@ REMAT = {
 
 
 class LayerInputs(NamedTuple):
-    """Embedded tokens of rows, with what layers need to know about them."""
+    """Tokens of rows, with what layers need to know about them."""
 
-    hidden: Float[Array, "S M D"]
+    tokens: Int[Array, "S M"]
     routes: Int[Array, "S M L k"] | None
     packing: Packing | None
 
@@ -318,18 +318,33 @@ def forward(
     computed, and returned in its order [S, M, D].
     """
     params = with_adapters(model, params)
-    layers = params[LAYERS]
+    inputs = layer_inputs(tokens, routes, packing)
+    weights, table = weights_of(model, params, EMBED, LAYERS)
+    return on_each(model.mesh, partial(apply_layers, model), weights, inputs, table)
+
+
+def layer_inputs(tokens: Int[Array, "B T"], routes: Routes | None, packing: Packing | None) -> LayerInputs:
+    """Returns what layers need to know about rows."""
     if routes is not None:
         routes = pack_ids(routes, packing)
-    inputs = LayerInputs(embed(model, params, pack_ids(tokens, packing)), routes, packing)
-    table = None if isinstance(layers, list) else model.parameter_table()[LAYERS]  # below adapters nothing is cut
-    return on_each(model.mesh, partial(apply_layers, model), layers, inputs, table)
+    return LayerInputs(pack_ids(tokens, packing), routes, packing)
 
 
-def apply_layers(model: Decoder, layers: LayerParams | list[LayerParams], inputs: LayerInputs) -> Hidden:
-    """Applies all layers to the rows of a device."""
-    x, routes, packing = inputs
-    num_rows, num_columns = x.shape[:2] if packing is None else packing.numbers.shape
+def weights_of(model: Decoder, params: Params | Weights, *names: str) -> tuple[Params | Weights, PyTree]:
+    """Returns some of the weights for `on_each`, and the shapes and axes by which they are cut; None: they are not."""
+    weights = {name: params[name] for name in names}
+    if isinstance(params[LAYERS], list):  # below adapters
+        return weights, None
+    table = model.parameter_table()
+    return weights, {name: table[name] for name in weights}
+
+
+def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs) -> Hidden:
+    """Embeds the tokens of a device, and applies all layers."""
+    tokens, routes, packing = inputs
+    layers = weights[LAYERS]
+    x = embed(model, weights, tokens)
+    num_rows, num_columns = tokens.shape if packing is None else packing.numbers.shape
     angles = rotary_by_kind(model, packed_positions(num_columns, packing))
     if routes is not None:
         routes = rearrange(routes, "B T L k -> L B T k")
@@ -569,6 +584,14 @@ class TokenScores(NamedTuple):
     values: ColumnScores | None  # of the state it was chosen in, where there is a critic
 
 
+class ScoreInputs(NamedTuple):
+    """Rows to score: what layers need, the tokens to score, and the ids that could be drawn there."""
+
+    layers: LayerInputs
+    targets: Int[Array, "B T"]
+    support: Support | None
+
+
 class HeadInputs(NamedTuple):
     """Columns to score: the hidden state before each token, the token, and the ids that could be drawn there."""
 
@@ -596,18 +619,27 @@ def score_tokens(
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
     if support is not None:
         support = scored_ids(support, packing)
-    hidden = forward(model, params, tokens, routes, packing)
-    rows = HeadInputs(scored_states(hidden, packing), scored_ids(tokens, packing), support)
-    names = NORM, head_name(model)
-    weights = {name: params[name] for name in names}
     values = None
     if CRITIC in params:
         values = scored_states(state_values(model, params[CRITIC], tokens, packing), packing)
-    score_rows = partial(score_in_chunks, model, distribution)
-    table = {name: model.parameter_table()[name] for name in names}
-    logprobs, entropies = on_each(model.mesh, score_rows, weights, rows, table)
+    params = with_adapters(model, params)
+    rows = ScoreInputs(layer_inputs(tokens, routes, packing), scored_ids(tokens, packing), support)
+    weights, table = weights_of(model, params, EMBED, LAYERS, NORM, head_name(model))
+    logprobs, entropies = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
     scores = TokenScores(logprobs, entropies, values)
     return jax.tree.map(partial(scores_of_columns, packing=packing), scores)
+
+
+def score_rows(
+    model: Decoder, distribution: Distribution, weights: Params | Weights, rows: ScoreInputs
+) -> tuple[ColumnScores, ColumnScores]:
+    """Returns log-probabilities and entropies of the rows of a device.
+
+    Both uses of a tied embedding are in here, so that their gradients are added before they are summed over copies.
+    """
+    hidden = apply_layers(model, weights, rows.layers)
+    states = scored_states(hidden, rows.layers.packing)
+    return score_in_chunks(model, distribution, weights, HeadInputs(states, rows.targets, rows.support))
 
 
 def score_in_chunks(

@@ -38,6 +38,8 @@ FEW = replace(MODEL, num_hidden_layers=4)  # where layers are alike
 
 def assert_in_place(program: compiled.Program, model: Decoder, layout) -> None:
     """No iteration copies, transposes or slices as much as a layer's keys, and memory holds one cache."""
+    caches = program.arguments[5]
+    assert jax.tree.leaves(caches)[0].shape[2] == S
     elements = compiled.cache_elements(model, layout, B, S)
     assert not hlo.large_moves(program.hlo, elements)
     assert hlo.loop_bodies(program.hlo)
@@ -266,15 +268,13 @@ def test_tpus_gather_weights_and_sum_gradients_in_float32():
 
 @needs_h200
 def test_an_update_sends_what_fsdp_must():
-    """On two hosts gradients alone cross the network, those of the embedding twice, and what tokens add to it."""
+    """On two hosts gradients alone cross the network, those of the embedding once, though it is used twice."""
     layout = compiled.imagine("h200", num_slices=2, data=2, fsdp=8)
     model = replace(FEW, remat="full", attention="plain")
     sent = compiled.measure_communication(model, layout, train_step(model, layout, 1, T).hlo)
     assert sum(sent.sent.values()) < 1.1 * sent.least
     assert sent.counts["reduce-scatter"] == model.num_hidden_layers + 1  # a layer's gradients together, and the head's
-    embedding = model.vocab_size * model.hidden_size * 4 / 8  # bytes on a device
-    tokens = T * model.hidden_size * 2
-    assert sent.least_crossing < sent.crossing < 1.01 * (sent.least_crossing + embedding + tokens)
+    assert sent.least_crossing <= sent.crossing < 1.01 * sent.least_crossing
 
 
 @needs_h200
