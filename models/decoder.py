@@ -102,13 +102,17 @@ def init_array(model: Decoder, name: str, shape: tuple[int, ...], key: Key) -> A
 
 def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) -> Float[Array, "... D"]:
     """Returns the vectors divided by their root mean square, computed in float32, times the gain."""
-    x32 = x.astype(jnp.float32)
+    # Without the first axis, of shards: behind one of size 1 XLA:CPU adds up rows at a tenth of the speed.
+    rows = x.reshape(-1, *x.shape[2:]) if x.ndim > 2 else x
+    x32 = rows.astype(jnp.float32)
     mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt(mean_square + model.rms_norm_eps)
     gain = gain.astype(x.dtype)  # as the sampler has it
     if model.norm_offset:
-        return (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype)
-    return gain * x32.astype(x.dtype)
+        normed = (x32 * (gain.astype(jnp.float32) + model.norm_offset)).astype(x.dtype)
+    else:
+        normed = gain * x32.astype(x.dtype)
+    return normed.reshape(x.shape)
 
 
 def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidden:

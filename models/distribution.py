@@ -176,11 +176,14 @@ def score_softmax(logits: Logits, tokens: Tokens) -> tuple[Nats, Nats]:
     From sums over the logits less their largest, which one pass computes: with m the largest, e = exp(l - m), s the sum
     of e and u that of e (l - m), log p = l - m - log s and H = log s - u / s.
     """
-    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    shifted = logits - top
+    # As a matrix: XLA:CPU adds up rows behind a first axis of size 1 at a fifth of the speed.
+    rows = logits.reshape(-1, logits.shape[-1])
+    top = jax.lax.stop_gradient(rows.max(-1, keepdims=True))
+    shifted = rows - top
     mass = jnp.exp(shifted)
     total = mass.sum(-1)
     mean = (mass * shifted).sum(-1) / total
-    chosen = jnp.take_along_axis(shifted, tokens[..., None], axis=-1)[..., 0]
+    chosen = jnp.take_along_axis(shifted, tokens.reshape(-1, 1), axis=-1)[:, 0]
     normalizer = jnp.log(total)
-    return chosen - normalizer, normalizer - mean
+    logprobs, entropies = chosen - normalizer, normalizer - mean
+    return logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape)
