@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import on_four_devices, start_processes, wait
+from helpers import on_four_devices, slow, start_processes, wait
 from kill_runs import FLAGS, arguments, checksum, records
 
 from core import grpo
@@ -96,7 +96,7 @@ def draw_again(folder: Path, step: int, model_step: int) -> np.ndarray:
         return worker.play(worker.load_weights(params), *groups).completions.tokens
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["replies", "adapters", *slow("turns")])
 def test_a_run_that_ended_early_goes_on_as_one_that_never_did(case, wholes, tmp_path):
     for steps in (2, 3, STEPS):
         assert train(tmp_path / "run", **CASES[case], max_steps=steps, save_rollouts="all", save_interval=1) == 0
@@ -118,7 +118,7 @@ def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(whole
     assert records(tmp_path / "run") != records(wholes("replies"))
 
 
-@pytest.mark.parametrize("case", ["replies", "turns"])
+@pytest.mark.parametrize("case", ["replies", *slow("turns")])
 @pytest.mark.parametrize("place", ["in the rollouts", "while they are drawn ahead"])
 def test_a_signal_ends_the_run_and_its_thread_and_loses_no_step(case, place, wholes, tmp_path, monkeypatch, capsys):
     """The first rollouts are waited for; those of step 4 are drawn while step 3 updates, which ends before the run."""
