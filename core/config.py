@@ -142,8 +142,7 @@ class Config:
     def sampler_mistakes(self) -> list[tuple[bool, str]]:
         """Returns what may be wrong with the sampler's settings beside the objective's, and what to do about it."""
         objective, kv_dtype = self.objective, self.compute.kv_dtype
-        trusts_sampler = self.update.do_inference_logprobs
-        is_corrected = objective.importance_correction != "none"
+        do_inference_logprobs = self.update.do_inference_logprobs
         return [
             (
                 self.sampling.temperature == 0,
@@ -154,15 +153,15 @@ class Config:
                 "--precompile does not know the programs of --num_speculative_tokens: drop one",
             ),
             (
-                trusts_sampler and is_corrected,
+                do_inference_logprobs and self.is_corrected,
                 "--do_inference_logprobs leaves --importance_correction nothing to correct: drop one",
             ),
             (
-                trusts_sampler and objective.do_mask_inference_ratio,
+                do_inference_logprobs and objective.do_mask_inference_ratio,
                 "--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one",
             ),
             (
-                bool(kv_dtype) and not is_corrected and objective.objective != "dppo",
+                bool(kv_dtype) and not self.is_corrected and objective.objective != "dppo",
                 f"--kv_dtype {kv_dtype} draws from probabilities that differ from those that are trained: correct for "
                 "it by --importance_correction truncate, or take --objective dppo",
             ),
@@ -171,8 +170,7 @@ class Config:
     def ahead_mistakes(self) -> list[tuple[bool, str]]:
         """Returns what may be wrong with rollouts that are drawn ahead, and what to do about it."""
         update, objective = self.update, self.objective
-        is_corrected = objective.importance_correction != "none"
-        is_uncorrected = bool(self.ahead) and not is_corrected
+        is_uncorrected = bool(self.ahead) and not self.is_corrected
         return [
             (self.ahead not in (0, 1), f"--ahead {self.ahead} is not supported: 0 or 1"),
             (
@@ -192,10 +190,14 @@ class Config:
         ]
 
     @property
+    def is_corrected(self) -> bool:
+        """True if the loss weighs tokens for the difference between the sampler's probabilities and the old ones."""
+        return self.objective.importance_correction != "none"
+
+    @property
     def trusts_sampler(self) -> bool:
         """True if old log-probabilities are the sampler's: as asked for, or of rollouts ahead that nothing corrects."""
-        is_corrected = self.objective.importance_correction != "none"
-        return self.update.do_inference_logprobs or (bool(self.ahead) and not is_corrected)
+        return self.update.do_inference_logprobs or (bool(self.ahead) and not self.is_corrected)
 
     @property
     def batch_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Shared by tests: a small random model, a tokenizer without files, tolerances, Python on four virtual devices."""
+"""Shared by tests: a small random model, a tokenizer without files, runs, tolerances, Python on four devices."""
 
 import math
 import os
@@ -14,13 +14,17 @@ from types import MappingProxyType
 import jax
 import numpy as np
 import pytest
-from kill_runs import virtual_devices
+from kill_runs import arguments, virtual_devices
 
+from core import grpo
+from core.config import Config
 from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
+from utils.settings.config import parse
+from utils.settings.errors import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Decoder(
@@ -31,6 +35,16 @@ HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearl
     MODEL, output_gate=True, partial_rotary_factor=0.5, num_hidden_layers=4, delta=DeltaShape(2, 4, 8, 16, kernel=4),
     layer_types=(LINEAR, LINEAR, LINEAR, FULL), rms_norm_eps=1.0,
 )  # fmt: skip
+
+
+def train_here(folder: Path, **flags) -> int:
+    """Runs core/grpo.py in this process; returns its exit status."""
+    try:
+        with user_errors():
+            grpo.main(parse(Config, arguments(**flags, save_dir=folder)))
+    except SystemExit as end:
+        return end.code
+    return 0
 
 
 def slow(*cases) -> list:

@@ -4,12 +4,13 @@ import os
 import shutil
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import on_four_devices, slow, start_processes, wait
+from helpers import on_four_devices, slow, start_processes, train_here, wait
 from kill_runs import FLAGS, arguments, checksum, records
 
 from core import grpo
@@ -19,7 +20,7 @@ from core.rollout import RolloutWorker
 from models.checkpoint import load_model
 from utils.devices.sharding import single_device
 from utils.settings.config import parse
-from utils.settings.errors import UserError, user_errors
+from utils.settings.errors import UserError
 
 STEPS = 5
 FLAGS = FLAGS | {"ahead": 1, "max_steps": STEPS, "test_env_name": "", "lr": 1e-2}
@@ -28,16 +29,7 @@ TURNS = {
     "model_dir": "models/player", "num_generation_tokens": 110,
 }  # fmt: skip
 CASES = {"replies": {}, "adapters": {"lora_rank": 2}, "turns": TURNS}
-
-
-def train(folder: Path, **flags) -> int:
-    """Runs the command in this process; returns its exit status."""
-    try:
-        with user_errors():
-            grpo.main(parse(Config, arguments(**FLAGS | flags, save_dir=folder)))
-    except SystemExit as end:
-        return end.code
-    return 0
+train = partial(train_here, **FLAGS)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MODEL, ROOT, gradient_depth, rounding, slow
+from helpers import MODEL, ROOT, gradient_depth, rounding, slow, train_here
 from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 
 from core import grpo
@@ -38,23 +39,14 @@ from utils.runs import checkpoints, fingerprints, lock
 from utils.runs import folder as run_folder
 from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
-from utils.settings.config import make_config, parse
+from utils.settings.config import make_config
 from utils.settings.environments import RolloutSettings, resolve_environments
-from utils.settings.errors import UserError, user_errors
+from utils.settings.errors import UserError
 from utils.training.state import HOST, fingerprint
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
-
-
-def train(folder: Path, **flags) -> int:
-    """Runs the command in this process; returns its exit status."""
-    try:
-        with user_errors():
-            grpo.main(parse(Config, arguments(**FLAGS | flags, save_dir=folder)))
-    except SystemExit as end:
-        return end.code
-    return 0
+train = partial(train_here, **FLAGS)
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
         between = self.held + self.sampling_copy
         return max(update, between) if self.place == BESIDE else between
 
-    def sampling_room(self, update: int = 0) -> int:
+    def sampling_room(self, update: int) -> int:
         """Bytes that are left for the rows that are sampled at once, where updates take so many."""
         return max(0, self.available - self.without_rows(update))
 
