@@ -1,5 +1,6 @@
 """Rows of data sets: from local files in the formats of the public repositories, or from the Hugging Face hub."""
 
+import codecs
 import csv
 import gzip
 import json
@@ -160,6 +161,10 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
         raise UserError(f"{path}: a file of rows is one of {READERS}")
     if path.suffix == ".gz":
         check_compressed(path)
+    with open_file(path) as file:
+        begins_as_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    if begins_as_utf16:
+        raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {path} > NEW` converts it")
     yield from readers[kind](path)
 
 

@@ -386,6 +386,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl:1 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),
+        ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv is UTF-16: `iconv -f utf-16"),
     ],
 )
 def test_other_columns_separators_and_encodings_come_with_their_remedy(tmp_path, name, content, words):
