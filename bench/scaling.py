@@ -64,7 +64,8 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
     )
     batch = batch_shapes(config.rows * layout.row_shards, config.tokens, layout)
     num_rows = len(batch.tokens)
-    sizes = RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, config.tokens))
+    every_token = np.ones((num_rows, config.tokens), bool)
+    sizes = RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, config.tokens), every_token)
     num_packed = config.rows * config.tokens
     packing = layout.put(pack_rows(sizes, config.tokens, num_packed, num_packed, layout.row_shards))
     settings = model, ObjectiveConfig(), Distribution()

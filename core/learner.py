@@ -277,7 +277,8 @@ class Learner:
         """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
         objective = self.config.objective
         shards = self.layout.row_shards
-        sizes = RowSizes(np.arange(max_rows), np.ones(max_rows, int), np.full(max_rows, width))
+        every_token = np.ones((max_rows, width), bool)
+        sizes = RowSizes(np.arange(max_rows), np.ones(max_rows, int), np.full(max_rows, width), every_token)
         rows, *shapes = plan_microbatches(sizes, self.tokens_per_microbatch, shards, max_rows, is_fixed=True)[0]
         sizes = sizes.select(rows)
         shape = len(rows), width
@@ -307,11 +308,11 @@ class Learner:
 
 
 def row_sizes(batch: Batch) -> RowSizes:
-    """Returns the lengths of rows, and which of them have the same prompt."""
+    """Returns the lengths of rows, which of them have the same prompt, and which tokens are scored."""
     numbers = {}
     prompts = [row[:length].tobytes() for row, length in zip(batch.tokens, batch.prompt_lengths, strict=True)]
     prompt_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-    return RowSizes(np.array(prompt_numbers), batch.prompt_lengths, batch.lengths)
+    return RowSizes(np.array(prompt_numbers), batch.prompt_lengths, batch.lengths, batch.mask)
 
 
 def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> list[Batch]:
@@ -387,7 +388,7 @@ def accumulate(
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@partial(jax.jit, donate_argnums=0)
 def add_sums(sums: Sums, others: Sums) -> Sums:
     """Adds up the gradients and losses of two parts of a minibatch."""
     return jax.tree.map(jnp.add, sums, others)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Shaped
 
 from models.names import Array
 from utils.devices.sharding import constrain
-from utils.training.batching import RowSizes
+from utils.training.batching import RowSizes, resize_columns
 
 NOWHERE = 1 << 30
 
@@ -26,7 +26,7 @@ class Packing(NamedTuple):
     Padding has the place or the number NOWHERE, and reads as 0.
     """
 
-    scored: Int[Array, "S K"]  # all tokens whose next one is scored; the rest of K are prompt tokens and padding
+    scored: Int[Array, "S K"]  # all tokens whose next one is scored; the rest of K are other tokens and padding
     others: Int[Array, "S N"]  # M = K + N
     numbers: Int[Array, "B T"]  # NOWHERE also where an earlier row of the shard has the token of a shared prompt
     first_row: Int[Array, "B"]  # of the shard, with this row's prompt
@@ -74,11 +74,11 @@ def pack_shard(
     columns = np.arange(width)
     last_of_prompt = sizes.prompt_lengths[:, None] - 1
     is_prompt = columns < last_of_prompt
-    is_scored = ~is_prompt & (columns < sizes.lengths[:, None] - 1)
     is_first = first_row == np.arange(num_rows)
-    is_computed = is_prompt & is_first[:, None]
+    is_computed = (columns < sizes.lengths[:, None] - 1) & (is_first[:, None] | ~is_prompt)
+    is_scored = is_computed & resize_columns(sizes.scored[:, 1:], width)
     tokens = np.flatnonzero(is_scored)
-    tokens = np.append(tokens, np.flatnonzero(is_computed))
+    tokens = np.append(tokens, np.flatnonzero(is_computed & ~is_scored))
     places = np.full(num_packed, NOWHERE, np.int32)
     places[: len(tokens)] = tokens
     numbers = np.full(num_rows * width, NOWHERE, np.int32)

@@ -207,7 +207,7 @@ def shardings_on_eight_devices() -> None:
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
     settings = MODEL, ObjectiveConfig(), distribution
-    sizes = RowSizes(np.arange(B), np.ones(B, int), np.full(B, T))
+    sizes = RowSizes(np.arange(B), np.ones(B, int), np.full(B, T), np.ones((B, T), bool))
     packing = layout.put(pack_rows(sizes, T, 2 * T, 2 * T, shards=4))
     (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
     same(grads)

@@ -17,16 +17,20 @@ from utils.training.batching import EMPTY, RowSizes, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4
+WIDTH = 64
 
 
 def random_sizes(num_groups: int, seed: int = 0) -> RowSizes:
-    """Returns the sizes of groups in a random order, prompts of 5 to 20 tokens."""
+    """Returns the sizes of groups in a random order, prompts of 5 to 20 tokens; most completion tokens are scored."""
     rng = np.random.default_rng(seed)
     prompts = np.repeat(np.arange(num_groups), GROUP_SIZE)
     prompt_lengths = rng.integers(5, 21, num_groups)[prompts]
     lengths = prompt_lengths + rng.integers(1, 40, prompts.size)
+    columns = np.arange(WIDTH)
+    is_completion = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
+    scored = is_completion & (rng.random(is_completion.shape) < 0.8)
     order = rng.permutation(prompts.size)
-    return RowSizes(prompts, prompt_lengths, lengths).select(order)
+    return RowSizes(prompts, prompt_lengths, lengths, scored).select(order)
 
 
 def tokens_of(sizes: RowSizes, width: int, vocabulary: int = 64) -> np.ndarray:
@@ -82,7 +86,7 @@ def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_unpacked_rows_are_those_that_were_packed(shards):
     """Values and gradients, against indexing in NumPy."""
-    sizes, width = random_sizes(num_groups=4), 64
+    sizes, width = random_sizes(num_groups=4), WIDTH
     tokens = tokens_of(sizes, width)
     packing = packing_of(sizes, width, shards)
     rng = np.random.default_rng(2)
@@ -122,17 +126,15 @@ def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
     if critic:
         params |= {CRITIC: make_critic(model, params)}
         params[CRITIC][VALUE_HEAD] += 0.1
-    sizes, width = random_sizes(num_groups=2), 64
+    sizes, width = random_sizes(num_groups=2), WIDTH
     tokens = tokens_of(sizes, width, model.vocab_size)
-    columns = np.arange(width)
-    is_completion = (columns >= sizes.prompt_lengths[:, None]) & (columns < sizes.lengths[:, None])
     rng = np.random.default_rng(3)
     routes = None
     if model.num_experts:
         experts = np.tile(np.arange(1, model.num_experts + 1), (*tokens.shape, model.num_hidden_layers, 1))
         some = rng.permuted(experts, axis=-1)[..., : model.num_experts_per_tok]
-        routes = np.where(is_completion[..., None, None], some, 0).astype(np.int16)
-    weights = np.where(is_completion, rng.standard_normal(tokens.shape), 0).astype(np.float32)
+        routes = np.where(sizes.scored[..., None, None], some, 0).astype(np.int16)
+    weights = np.where(sizes.scored, rng.standard_normal(tokens.shape), 0).astype(np.float32)
 
     @partial(jax.jit, static_argnums=2)
     def gradient(params, packing, is_packed):
@@ -148,7 +150,7 @@ def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
     logprobs, expected = gradient(params, None, False)
     found_logprobs, found = gradient(params, packing_of(sizes, width, 2), True)
     depth = gradient_depth(model, width, tokens.size)
-    assert_close(found_logprobs[is_completion], logprobs[is_completion], depth, 20.0)
+    assert_close(found_logprobs[sizes.scored], logprobs[sizes.scored], depth, 20.0)
     size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
     assert size > 0.1
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

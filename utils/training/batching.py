@@ -96,15 +96,17 @@ def smaller_size(size: int) -> int:
 
 
 class RowSizes(NamedTuple):
-    """Prompts and lengths of rows."""
+    """Prompts and lengths of rows, and what is scored of them."""
 
     prompts: Int[np.ndarray, "B"]  # number of the prompt
     prompt_lengths: Int[np.ndarray, "B"]
     lengths: Int[np.ndarray, "B"]  # of prompt and completion
+    scored: Bool[np.ndarray, "B T"]  # tokens of completions: neither those of observations nor forced ones
 
     def select(self, rows: Int[np.ndarray, "R"]) -> "RowSizes":
         """Returns the sizes of these rows; those of EMPTY are 0."""
-        return RowSizes(*(np.where(rows == EMPTY, 0, x[rows]) for x in self))
+        is_row = rows != EMPTY
+        return RowSizes(*(x[rows] * is_row.reshape(-1, *[1] * (x.ndim - 1)) for x in self))
 
 
 class Microbatch(NamedTuple):
@@ -177,21 +179,17 @@ def cut_rows(
             part_sizes = [sizes.select(part) for part in parts]
             num_tokens = max(packed_tokens(part) for part in part_sizes)
             num_packed = fraction_above(num_tokens, num_packed, eighths=(2, 3, 4, 6, 8))
-            num_tokens = max(completion_tokens(part) for part in part_sizes)
+            num_tokens = max(int(part.scored.sum()) for part in part_sizes)
             num_scored = fraction_above(num_tokens, num_packed, eighths=(4, 8))
         yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
-
-
-def completion_tokens(sizes: RowSizes) -> int:
-    """Returns the tokens of all completions."""
-    return int((sizes.lengths - sizes.prompt_lengths).sum())
 
 
 def packed_tokens(sizes: RowSizes) -> int:
     """Returns the tokens of a packing: those of completions, with the last one of the prompt, and of each prompt."""
     _, firsts = np.unique(sizes.prompts, return_index=True)
     prompt_tokens = np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
-    return completion_tokens(sizes) + int(prompt_tokens.sum())
+    completion_tokens = sizes.lengths - sizes.prompt_lengths
+    return int(completion_tokens.sum() + prompt_tokens.sum())
 
 
 def fraction_above(n: int, whole: int, eighths: Sequence[int]) -> int:
