@@ -147,8 +147,10 @@ def branch(
 ) -> Episodes:
     """Draws episodes that begin with the stored one's turns before `from_turn`."""
     columns = stored.turn_columns
-    if worker.env.max_turns == 1 or not 1 <= from_turn <= len(columns):
-        raise UserError(f"--from_turn {from_turn}: the row has {len(columns)} turns; single replies cannot be branched")
+    if worker.env.max_turns == 1:
+        raise UserError("--from_turn branches episodes of several turns, and this run's are single replies: drop it")
+    if not 1 <= from_turn <= len(columns):
+        raise UserError(f"--from_turn {from_turn}: the row has turns 1 to {len(columns)}")
     place, sample = np.array([stored.place]), np.array([stored.sample])
     seed = np.asarray(row_keys(key, place, sample))
     start = int(columns[from_turn - 1][0])

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
 DATA = ROOT / "tests" / "fixtures" / "data"
-SHORT = ["--num_generation_tokens", "16", "--prompt_length", "2048"]  # tiny's tokens are small: prompts are long
+SHORT = ["--num_generation_tokens", "64", "--prompt_length", "2048"]  # tiny's tokens are small: prompts are long
 EVAL = [*SHORT, "--num_eval_tasks", "4", "--num_eval_samples", "2"]
 TRAIN = [
     *EVAL, "--max_steps", "1", "--groups_per_batch", "2", "--group_size", "4", "--ppo_minibatch", "0",
