@@ -27,6 +27,7 @@ from core.rollout import encode_prompt
 from models.tokenizer import load_tokenizer
 from utils.settings.config import group, option, parse
 
+VARIANTS = {"lmpo": "unroll_layers=1"}  # as in configs/cpu.py
 COLUMNS = ("work", "turns", "side", "drawn tokens", "seconds", "seconds a turn", "its seconds / ours")
 
 
@@ -80,7 +81,7 @@ def run_sides(config: Command, work: Work) -> dict[str, list[Run]]:
     sides = []
     for peer in ("lmpo", *filter(None, config.peers.split(","))):
         python = Path(pythons.get(peer, sys.executable)).expanduser()
-        sides.append(Side(peer, "", work, str(python)))
+        sides.append(Side(peer, VARIANTS.get(peer, ""), work, str(python)))
     try:
         return compare(sides, config.warmup, config.bench.repeats)
     finally:
@@ -90,7 +91,7 @@ def run_sides(config: Command, work: Work) -> dict[str, list[Run]]:
 
 def make_table(work: Work, runs_of: Mapping[str, Sequence[Run]]) -> list[tuple[Figure, ...]]:
     """Returns a row for each side; ratios are of runs of the same round."""
-    our_runs = runs_of["lmpo"]
+    our_runs = next(iter(runs_of.values()))
     num_tokens = our_runs[0]["tokens"]
     table = []
     for side, runs in runs_of.items():
