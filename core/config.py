@@ -126,8 +126,8 @@ class Config:
             ),
             (
                 self.batch_size % self.minibatch_size > 0,
-                f"--ppo_minibatch {update.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step: "
-                "--groups_per_batch x --group_size (--best_k with that advantage)",
+                f"--ppo_minibatch {update.ppo_minibatch} does not divide the {self.batch_size} rollouts of a step, "
+                "--groups_per_batch x --group_size (--best_k with that advantage): give a divisor, or 0 for one update",
             ),
             (
                 bool(self.lora.lora_rank) and objective.has_critic,

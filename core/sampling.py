@@ -85,8 +85,8 @@ class SamplingConfig:
     )
 
     def __post_init__(self):
-        if min(self.prompt_length, abs(self.num_generation_tokens)) < 1:
-            raise UserError("--prompt_length and --num_generation_tokens start at 1")
+        if self.prompt_length < 1 or self.num_generation_tokens < -1 or self.num_generation_tokens == 0:
+            raise UserError("--prompt_length and --num_generation_tokens start at 1; -1: the environment's own limit")
         if self.inference_batch_per_device < 0:
             raise UserError("--inference_batch_per_device must not be negative; 0: as many rows as fit in memory")
         if self.num_speculative_tokens < 0:

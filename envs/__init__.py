@@ -62,7 +62,8 @@ def find_class(name: str) -> tuple[type[Env], Options]:
     """Returns the class of an environment and the options that its name sets. Raises UserError for an unknown name."""
     base_name, _ = split_name(name)
     if base_name not in ENVS:
-        close = most_similar(base_name, ENVS)
+        held_out = [test_name(known) for known in ENVS]
+        close = most_similar(name, [*ENVS, *held_out]) or most_similar(base_name, ENVS)
         hint = f"did you mean {close}? " if close else ""
         every = ", ".join(ENVS)
         raise UserError(f"there is no environment {name!r}; {hint}there are {every}, and each of them with -test")

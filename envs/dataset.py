@@ -82,8 +82,19 @@ class Dataset(Env):
             self.rows, selected = select_split(rows, split, 10, tests)
             self.note += selected
         if reward:
+            self.check_arguments(self.rows[0].answer)
             self.note += "; a reply is correct from a return of 1 on, where the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
+
+    def check_arguments(self, row: RawRow) -> None:
+        """Raises UserError where the user's reward needs an argument that is neither the reply nor a column."""
+        given = {"prompts", "completions", *row} if self.takes_lists else {next(iter(self.reward_parameters), ""), *row}
+        needed = [name for name, parameter in self.reward_parameters.items() if is_required(parameter)]
+        unknown = [name for name in needed if name not in given]
+        if unknown:
+            columns = ", ".join(map(repr, row))[:200]
+            place = describe_place(self.reward)
+            raise UserError(f"{place} needs {unknown[0]!r}, which is no column: there are {columns}")
 
     def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
         """Returns the rows of a source, and notes how many were left out."""
@@ -188,6 +199,12 @@ class Dataset(Env):
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, self.reference(problem))
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    """True for a parameter that a call must give by its name or place."""
+    is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return is_one and parameter.default is parameter.empty
 
 
 def is_finite_number(value: object) -> bool:

@@ -52,7 +52,7 @@ from utils.devices.memory import has_room_for_copy
 from utils.devices.runtime import set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_SHARD_BYTES = 5 * 10**9
@@ -225,12 +225,15 @@ def find_model(path_or_hub_id: str | Path) -> Path:
     if folder:
         return folder
     name = str(path_or_hub_id)
+    beside = [str(Path(name).with_name(path.name)) for path in Path(name).expanduser().parent.glob("*")]
+    close = most_similar(name, beside)
+    missing = f"there is no folder {name}" + (f" (did you mean {close}?)" if close else "")
     if name.count("/") != 1 or name[0] in "/~.":
-        raise UserError(f"there is no folder {name}: name one, or an id of the hub like Qwen/Qwen3-1.7B")
+        raise UserError(f"{missing}: name one, or an id of the hub like Qwen/Qwen3-1.7B")
     try:
         return download(name)
     except ValueError as error:
-        raise UserError(f"there is no folder {name}, and {error}") from error
+        raise UserError(f"{missing}, and {error}") from error
 
 
 def find_base(adapters: AdapterConfig) -> Path:

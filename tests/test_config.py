@@ -205,6 +205,9 @@ def test_an_empty_command_line_uses_the_default_preset_and_says_so(tmp_path, cap
         ("--config nowhere.py", "no preset nowhere.py"),
         ("--config demo", "did you mean configs/demo.py?"),
         ("--learning_rate 1e-5", "did you mean lr?"),
+        ("--LR 1e-5", "did you mean lr?"),
+        ("--group 4", "did you mean group_size?"),
+        ("--do_group_filter yes", "--do_group_filter takes 0, 1, true, false, not 'yes'"),
         ("--sharding grpo", "--config configs/grpo.py is a preset"),
     ],
 )

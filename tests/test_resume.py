@@ -138,16 +138,16 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
     assert_same(tmp_path / "run", whole)
 
 
-def test_the_second_signal_ends_at_once_whatever_the_main_thread_does():
+def test_a_later_signal_ends_at_once_whatever_the_main_thread_does():
     code = (
         "import hashlib, os, signal, threading, time; from utils.runs.shutdown import Signals\n"
-        "def twice():\n  for _ in range(2): time.sleep(0.3); os.kill(os.getpid(), signal.SIGTERM)\n"
-        "with Signals():\n  threading.Thread(target=twice).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+        "def ask():\n  for seconds in (0.3, 0.1, 1.0): time.sleep(seconds); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "with Signals():\n  threading.Thread(target=ask).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     )
     clock = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 128 + signal.SIGTERM and time.monotonic() - clock < 10
-    assert done.stdout == "SIGTERM: the run is saved and ends; once more ends it at once\n"
+    assert done.returncode == 128 + signal.SIGTERM and 1.4 < time.monotonic() - clock < 10
+    assert done.stdout == "SIGTERM: the run will be saved and end; once more ends it at once\n"
 
 
 def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, capsys):

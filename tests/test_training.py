@@ -739,6 +739,8 @@ MISTAKES = [
     ({"env_name": "cuntdown"}, "there is no environment 'cuntdown'; did you mean countdown? there are countdown"),
     ({"env_options": "colour=red"}, "no option 'colour'"),
     ({"model_dir": "/nowhere/model"}, "there is no folder /nowhere/model"),
+    ({"num_generation_tokens": -5}, "--num_generation_tokens start at 1"),
+    ({"test_env_name": "countdown-tset"}, "did you mean countdown-test?"),
     ({"force_answer_at": 12}, "--force_answer_at 12 must be below the 12 tokens"),
     ({"mesh": "fsdp=3"}, "--mesh fsdp=3 makes"),
     ({"seed": -1}, "--seed must not be negative"),

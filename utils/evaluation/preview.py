@@ -22,7 +22,8 @@ def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
 
     Control characters of the data are dropped, since a terminal obeys them.
     """
-    lines = [env.note] if env.note else []
+    lines = ["no model is run: these are problems, and example replies with their scores"]
+    lines += [env.note] if env.note else []
     for index in range(min(count, env.num_tasks)):
         problem = env.problem(index)
         lines.append(f"======== problem {index}")

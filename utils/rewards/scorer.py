@@ -76,7 +76,7 @@ class Scorer:
 
         A reply that exceeded its time limit, killed its worker or made the reward raise has None in place of rewards.
 
-        Raises: RuntimeError when more than `max_error_share` of the replies (and more than 8) got none: then the reward
+        Raises: UserError when more than `max_error_share` of the replies (and more than 8) got none: then the reward
         is wrong, not the replies.
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
@@ -103,7 +103,11 @@ class Scorer:
         self.report_failures(failures)
         if len(failures) > max_failures(len(jobs), self.settings.max_error_share):
             reason = failures[0][1].reason
-            raise RuntimeError(f"The reward failed for {len(failures)} of {len(jobs)} replies: {reason!r}")
+            written = f" (see {self.failures_file})" if self.failures_file else ""
+            raise UserError(
+                f"the reward failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: correct "
+                "it, raise --score_timeout, or let more of them fail by --max_error_share"
+            )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
     def report_failures(self, failures: Sequence[tuple[Job, Failure]]) -> None:

@@ -243,7 +243,7 @@ class Run:
             return "the same command"
         folder = str(self.directory)
         python = "python" if shutil.which("python") == sys.executable else sys.executable
-        arguments = [python, sys.argv[0], "--config", f"{folder}/config.json", "--save_dir", folder]
+        arguments = [python, os.path.abspath(sys.argv[0]), "--config", f"{folder}/config.json", "--save_dir", folder]
         return f"`{shlex.join(arguments)}`"
 
     @property

@@ -34,6 +34,8 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
         if name in before and name not in may_differ and comparable(before[name]) != comparable(value)
     ]
     advice = "go on with the old ones, with --resume force, or with another --save_dir"
+    if any(change.startswith(f"--{name} ") for name in LENGTH for change in changes):
+        advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
     refuse_changes(file.parent, "settings", changes, resume, advice)
 
 

@@ -4,11 +4,13 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Self
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+REPEATS = 1.0  # seconds in which signals are one: `timeout` sends its own to the process and to its group
 
 
 class Stop(BaseException):
@@ -16,7 +18,7 @@ class Stop(BaseException):
 
 
 class Signals:
-    """Remembers the first signal that asks the run to end (`received`); the second one ends the process.
+    """Remembers the first signal that asks the run to end (`received`); one after REPEATS seconds ends the process.
 
     Python runs its handlers between two steps of the main thread, which may be in XLA for minutes. A thread therefore
     reads the numbers of signals as they come: it prints at once, and it ends the process. Ignored signals (nohup) stay
@@ -56,16 +58,18 @@ class Signals:
 
     def read_signals(self) -> None:
         """Reads the numbers of signals until the pipe is closed; runs in a thread."""
-        has_received = False
+        first_time = 0.0
         while number := os.read(self.read_end, 1):
             if number[0] not in self.handlers:
                 continue
-            if has_received:
-                os._exit(128 + number[0])
+            if first_time:
+                if time.monotonic() - first_time > REPEATS:
+                    os._exit(128 + number[0])
+                continue
+            first_time = time.monotonic()
             self.received = signal.Signals(number[0])
-            has_received = True
             with contextlib.suppress(OSError):
-                print(f"{self.received.name}: the run is saved and ends; once more ends it at once", flush=True)
+                print(f"{self.received.name}: the run will be saved and end; once more ends it at once", flush=True)
         os.close(self.read_end)
 
     @contextlib.contextmanager

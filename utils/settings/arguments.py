@@ -53,6 +53,7 @@ TRL_NAMES = {  # our names of options of TRL and transformers
     "max_prompt_length": "prompt_length",
     "num_train_epochs": "num_epochs",
     "num_iterations": "ppo_epochs",
+    "batch_size": "groups_per_batch",
     "per_device_train_batch_size": "tokens_per_microbatch",
     "gradient_checkpointing": "remat",
     "beta": "kl_coef",
@@ -117,10 +118,17 @@ def split_argument(word: str, types: Mapping[str, type], aliases: Mapping[str, s
 
 
 def next_value(name: str, value_type: type, words: deque[str]) -> str:
-    """Removes the value of an option from the words that follow it; a bool without one is true."""
+    """Removes the value of an option from the words that follow it; a bool without one is true.
+
+    Raises: UserError where there is none, or it is no bool.
+    """
     if value_type is bool:
-        has_value = words and words[0].lower() in BOOLEANS
-        return words.popleft() if has_value else "true"
+        if not words or words[0].startswith("-"):
+            return "true"
+        value = words.popleft()
+        if value.lower() not in BOOLEANS:
+            raise UserError(f"--{name} takes {', '.join(BOOLEANS)}, not {value!r}.")
+        return value
     if not words or words[0].startswith("--"):
         raise UserError(f"--{name} needs a value.")
     return words.popleft()
@@ -157,5 +165,8 @@ def rewrite(
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the end of a sentence about an unknown name: what it is called here, or the most similar one."""
     names = list(names)
-    close = TRL_NAMES[name] if TRL_NAMES.get(name) in names else most_similar(str(name), names)
+    lower = str(name).lower()
+    beginnings = [known for known in names if known.startswith(f"{lower}_")]
+    known = [TRL_NAMES.get(lower, lower), *beginnings, most_similar(lower, names)]
+    close = next((name for name in known if name in names), "")
     return f"; did you mean {close}?" if close else " (--help all lists the options)."
