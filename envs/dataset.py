@@ -266,5 +266,6 @@ def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mappi
     except Exception as error:
         raise UserError(f"{flag} {value}: {path} fails with {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        raise UserError(f"{flag} {value}: {path} has no {kind} {name}")
+        own = [known for known, x in vars(module).items() if getattr(x, "__module__", "") == spec.name]
+        raise UserError(f"{flag} {value}: {path} has no {kind} {name}, only {', '.join(own) or 'none'}")
     return getattr(module, name)

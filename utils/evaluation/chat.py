@@ -116,8 +116,10 @@ def converse(model: Model) -> None:
 def run_command(model: Model, text: str) -> str:
     """Changes a setting, if that is the command; returns what to print."""
     name, *arguments = text.split()
-    if name != "/set" or len(arguments) not in (0, 2):
+    if name == "/help":
         return HELP
+    if name != "/set" or len(arguments) not in (0, 2):
+        return f"{text}: there is no such command\n{HELP}"
     try:
         if arguments:
             model.change(*arguments)
@@ -130,7 +132,7 @@ def answer(model: Model, messages: list[Message], interrupts: Interrupts) -> lis
     """Prints the reply to the last message; returns the conversation, without that message if there is no reply."""
     stream = StreamPrinter()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(waiting("thinking"))  # which also shows what is compiled
+        stack.enter_context(waiting("drawing"))  # which also shows what is compiled
 
         def show_text(text: str) -> None:
             stack.close()

@@ -309,7 +309,10 @@ class Run:
     @property
     def notes(self) -> list[str]:
         """Returns lines for people: the work, how environments are played, what they left out, and the run folder."""
-        verb = f"resuming at step {self.resumed.step} in" if self.resumed else "writing to"
+        verb = "writing to"
+        if self.resumed:
+            is_finished = self.resumed.step >= self.settings["max_steps"]
+            verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step} in"
         environments = describe_environments(self.environments.values())
         return [*self.describe_work(), *environments, f"{verb} {self.directory}"]
 
