@@ -36,6 +36,12 @@ def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
     assert words in sentence and "--" in sentence, "and what to try"
 
 
+def test_a_reward_that_is_the_same_everywhere_is_named():
+    metrics = {"env/groups_without_signal": 1.0, "env/return": 0.1, "env/return_spread": 0.0}
+    (sentence,) = HealthChecks().find_warnings(1, metrics).values()
+    assert sentence.startswith("100% of the groups have equal rewards (0.1 everywhere) and teach nothing")
+
+
 def test_what_was_not_logged_is_no_symptom():
     assert HealthChecks().find_warnings(1, {"env/finished": 0.9}) == {} == HealthChecks().find_warnings(1, {})
 

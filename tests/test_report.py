@@ -153,7 +153,31 @@ def test_the_verdict_compares_intervals(name):
     text = judge(run)["text"]
     assert text.startswith(opening) and (f"since step {flat}." in text) == (flat is not None)
     change, width = values[-1] - values[0], 0.05 * 2**0.5  # of two independent errors
-    assert f"a change of {change:.1%} [{change - width:.1%}, {change + width:.1%}]" in text
+    change, low, high = (100 * x for x in (change, change - width, change + width))
+    assert f"a change of {change:.1f} points [{low:.1f}, {high:.1f}]" in text
+
+
+@pytest.mark.parametrize("held_out", [{}, {"test_env/return": 1.0, "test_env/return_low": 0.6}])
+@pytest.mark.parametrize(("shares", "rewards", "spread", "reason"), [
+    (1.0, (0.1, 0.1), 0.0, "all rewards were equal (0.1 everywhere), so no update"),
+    (1.0, (0.1, 0.2), 0.0, "all rewards were equal, so no update"), (1.0, (0.5, 0.5), 1.0, "were equal, so no update"),
+    (0.5, (0.1, 0.1), 0.2, "Nothing learnt: no update"),
+])
+def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, reason):
+    with Logger(tmp_path) as logger:
+        for step, reward in enumerate(rewards, start=1):
+            facts = {"env/return": reward, "env/return_spread": spread, "env/groups_without_signal": shares}
+            logger.log(step, facts | held_out | {"num_updates": 0})
+    verdict = judge(read_metrics(tmp_path / "metrics.jsonl"))
+    assert verdict["kind"] == "same" and reason in verdict["text"]
+    assert ("--test_env_name X-test" in verdict["text"]) == (not held_out)
+
+
+def test_the_change_of_a_share_stays_within_what_is_possible():
+    for score, ends in ((1.0, "[-43.4, 0.0]"), (0.0, "[0.0, 43.4]")):
+        points = [mean_and_ci("test_env/correct_answer", np.full(5, score))] * 2
+        run = {name: (np.arange(2.0), np.array([point[name] for point in points])) for name in points[0]}
+        assert f"a change of 0.0 points {ends}" in judge(run)["text"]
 
 
 @pytest.mark.parametrize(("num_tasks", "is_damaged"), [(200, False), (20, False), (200, True)])
@@ -175,7 +199,7 @@ def test_held_out_scores_of_the_same_problems_are_compared_in_pairs(tmp_path, nu
     if num_tasks < 30 or is_damaged:
         assert text.startswith("Nothing learnt")
         return
-    ends = re.search(r"Learnt: .* a change of 5.0% \[(.*)%, (.*)%\]", text).groups()
+    ends = re.search(r"Learnt: .* a change of 5.0 points \[(.*), (.*)\]", text).groups()
     quantiles = binom.ppf([0.025, 0.975], num_tasks, 0.05) / num_tasks  # of how often the 10 gains of 1 are drawn
     np.testing.assert_allclose([float(end) for end in ends], 100 * quantiles, atol=0.51)
 

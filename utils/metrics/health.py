@@ -5,6 +5,7 @@ from statistics import median
 from typing import NamedTuple
 
 from utils.metrics.jsonl import JSON
+from utils.reporting.plots import format_value
 
 START = 3  # steps whose median is the run's beginning
 QUIET = 10  # steps without a symptom after which it is reported again
@@ -15,13 +16,13 @@ class Symptom(NamedTuple):
 
     metric: str
     is_present: Callable[[float, float, float], bool]
-    words: str  # filled with now, start and recent
+    words: str  # filled with now, start, recent and same: see `describe_same`
 
 
 SYMPTOMS = (
     Symptom("env/groups_without_signal", lambda now, *_: now > 0.9,
-            "{now:.0%} of the groups have equal rewards and teach nothing: where all fail, try easier problems, a "
-            "larger --group_size or a partial reward; where all succeed, harder problems"),
+            "{now:.0%} of the groups have equal rewards{same} and teach nothing: where all fail, try easier problems, "
+            "a larger --group_size or a partial reward; where all succeed, harder problems"),
     Symptom("entropy", lambda now, start, _: now < 0.2 * start,
             "entropy has fallen from {start:.2g} to {now:.2g} nats, so completions are nearly all alike: raise "
             "--entropy_coef or --clip_epsilon_high, or lower --lr"),
@@ -52,6 +53,7 @@ class HealthChecks:
     def find_warnings(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom that is new, or back after QUIET steps, by its metric."""
         warnings = {}
+        same = describe_same(metrics.get("env/return"), metrics.get("env/return_spread"))
         for metric, is_present, words in self.symptoms:
             if metrics.get(metric) is None:
                 continue
@@ -62,7 +64,12 @@ class HealthChecks:
             if is_present(now, start, recent):
                 last_seen = self.last_seen.get(metric, -QUIET - 1)
                 if step - last_seen > QUIET:
-                    warnings[metric] = words.format(now=now, start=start, recent=recent)
+                    warnings[metric] = words.format(now=now, start=start, recent=recent, same=same)
                 self.last_seen[metric] = step
             past.append(now)
         return warnings
+
+
+def describe_same(reward: float | None, spread: float | None) -> str:
+    """Returns in brackets the reward of all rollouts, by their mean and spread; empty where they differ."""
+    return f" ({format_value('env/return', reward)} everywhere)" if spread == 0 and reward is not None else ""

@@ -121,11 +121,16 @@ def format_interval(name: str, ends: Interval) -> str:
 
 def format_value(name: str, value: float) -> str:
     """Returns a value as text, with the precision that suits its metric."""
-    if name.endswith("correct_answer"):
+    if is_share(name):
         return f"{value:.1%}"
     if abs(value) < 100:
         return f"{value:.3g}"
     return f"{value:.0f}"
+
+
+def is_share(name: str) -> bool:
+    """True for metrics that are read in percent."""
+    return name.endswith("correct_answer")
 
 
 def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
@@ -148,7 +153,7 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     for name, axis in axes.items():
         metric = held_out if name == "main" else name
         format_axis(axis, TITLES[metric])
-    format_main_axis(axes["main"], is_share=held_out == MAIN[0][0])
+    format_main_axis(axes["main"], is_share(held_out))
     figure.savefig(out_png, facecolor="white")
 
 
@@ -205,10 +210,10 @@ def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
     axis.set_axisbelow(True)
 
 
-def format_main_axis(axis: "matplotlib.axes.Axes", is_share: bool) -> None:
-    """Sets the labels and the legend of the large panel; a share has percents."""
+def format_main_axis(axis: "matplotlib.axes.Axes", has_percents: bool) -> None:
+    """Sets the labels and the legend of the large panel."""
     axis.set_xlabel("step")
-    if is_share:
+    if has_percents:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     handles, _ = axis.get_legend_handles_labels()
     if handles:

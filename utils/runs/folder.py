@@ -39,6 +39,7 @@ from utils.metrics.terminal import waiting
 from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.rollouts import example, rollout_arrays, rollout_rows, score_arrays
+from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
@@ -472,7 +473,10 @@ class Run:
     def print_summary(self, progress: Progress) -> None:
         """Prints the first and the last held-out scores, and where the model and the report are."""
         if self.layout.is_main:
-            self.print(before_and_after(self.directory / "metrics.jsonl"))
+            metrics_jsonl = self.directory / "metrics.jsonl"
+            self.print(before_and_after(metrics_jsonl))
+            if made_no_update(read_metrics(metrics_jsonl)):
+                self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         self.print(f"model: {self.directory / f'step{progress.step}'}")
         self.print(f"curves and completions: {self.directory / 'report.html'}")
 
