@@ -42,6 +42,12 @@ def test_a_reward_that_is_the_same_everywhere_is_named():
     assert sentence.startswith("100% of the groups have equal rewards (0.1 everywhere) and teach nothing")
 
 
+@pytest.mark.parametrize(("cut_off", "is_told"), [({}, False), ({"stop/max_tokens": 0.6}, True)])
+def test_only_episodes_that_reach_the_limit_of_tokens_are_cut_off(cut_off, is_told):
+    metrics = {"env/finished": 0.4, "stop/done": 0.4, "stop/max_turns": 0.6} | cut_off
+    assert bool(HealthChecks().find_warnings(1, metrics)) == is_told
+
+
 def test_what_was_not_logged_is_no_symptom():
     assert HealthChecks().find_warnings(1, {"env/finished": 0.9}) == {} == HealthChecks().find_warnings(1, {})
 

@@ -73,7 +73,8 @@ PANELS = (
     ),
     Panel(
         "Finished",
-        "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer.",
+        "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer, or "
+        "are episodes that use up their turns, which is no harm.",
         {"test_env/finished": "held out", "env/finished": "training"}, "%",
     ),
     Panel(
