@@ -105,11 +105,11 @@ def test_thinning_keeps_the_ends_and_the_extremes(size):
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_running_mean_is_that_of_the_finite_neighbours_and_keeps_gaps(size):
+def test_running_mean_is_that_of_the_last_finite_values_and_keeps_gaps(size):
     values = np.random.default_rng(0).normal(size=size)
     values[size // 3 : size // 2] = np.nan
-    near = [values[max(0, i - WINDOW) : i + WINDOW + 1] for i in range(size)]
-    expected = [np.nan if np.isnan(x) else np.nanmean(part) for x, part in zip(values, near, strict=True)]
+    last = [values[max(0, i + 1 - WINDOW) : i + 1] for i in range(size)]
+    expected = [np.nan if np.isnan(x) else np.nanmean(part) for x, part in zip(values, last, strict=True)]
     np.testing.assert_allclose(running_mean(values), expected, atol=1e-12)
 
 
@@ -120,7 +120,7 @@ def test_steps_without_an_update_are_gaps_and_held_out_scores_are_joined(tmp_pat
             held_out = {"test_env/return": 0.5} if step in (0, 6) else {}
             logger.log(step, {"env/return": 1.0} | update | held_out)
     run = read_metrics(tmp_path / "metrics.jsonl")
-    np.testing.assert_array_equal(run["entropy"], [[2, 3, 4, 5], [1, np.nan, np.nan, 1]])
+    np.testing.assert_array_equal(run["entropy"], [[2, 3, 4, 5, 6], [1, np.nan, np.nan, 1, np.nan]])
     np.testing.assert_array_equal(run["test_env/return"], [[0, 6], [0.5, 0.5]])
 
 
@@ -465,6 +465,7 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
                 logger.line(step, logged)
     page = Page(chromium, [run], tmp_path / "report.html")
     assert page.texts(".verdict")[0].startswith(opening)
+    assert "200.0%" not in page.texts("svg text"), "also where a share is always 1"
     events = page.texts(".events li")
     if warning is None:
         assert not events and page.texts("svg .mark-head") == []
