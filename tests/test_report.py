@@ -231,6 +231,8 @@ def test_rollouts_fit_their_budget(tmp_path):
     size = sum(path.stat().st_size for path in (run / "rollouts").iterdir())
     whole = read_rollouts(run / "rollouts", size)
     assert len(whole["rows"]) == 20_000 and whole["note"] == "20,000 rollouts of 100 steps"
+    one = write_run(tmp_path / "one", rollouts={1: [row(0)]})
+    assert read_rollouts(one / "rollouts", size)["note"] == "1 rollout of 1 step"
     part = read_rollouts(run / "rollouts", size // 20)
     assert len(json.dumps(part["rows"])) < size / 10 and " of 100 steps" in part["note"]
     assert {row["step"] for row in part["rows"]} >= {1, 100}, "the ends of the run"
