@@ -41,8 +41,6 @@ SYMPTOMS = (
     Symptom("grad_norm", lambda now, start, recent: now > 10 * max(start, recent) > 0,
             "the gradient norm is {now:.2g}, usually {recent:.2g}: lower --lr or --max_grad_norm if it stays"),
 )  # fmt: skip
-
-
 MISLEADING = ("env/groups_without_signal", "env/finished")  # what they advise does not help after a collapse
 
 

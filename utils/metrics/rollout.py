@@ -15,12 +15,11 @@ def rollout_metrics(episodes: Episodes, group_size: int) -> dict[str, float]:
     spreads = np.fmax.reduce(groups, axis=1) - np.fmin.reduce(groups, axis=1)
     has_signal = spreads > NO_SIGNAL
     finished = np.asarray(episodes.completions.finished)
-    graded = returns[is_graded]
     metrics = {
         "env/length": float(lengths.mean()),
         "env/finished": float(finished.mean()),
         "env/groups_without_signal": float((~has_signal).mean()),
-        "env/return_spread": float(np.ptp(graded)) if len(graded) else 0.0,
+        "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
         "rollout/tokens_per_second": float(lengths.sum() / episodes.times["rollout"]),
     }

@@ -25,7 +25,7 @@ TITLES = {
     "test_env/return": "the held-out return",
     "env/return": "the return of the training batches (means of 5 steps)",
 }
-HINT = "Held-out problems would show more: --test_env_name X-test for --env_name X, dataset-test for own data."
+HINT = "Held-out problems would show more: --test_env_name X-test for environment X, dataset-test for own data."
 
 
 class Point(NamedTuple):
