@@ -33,7 +33,7 @@ from utils.rewards.helper import Job
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.rewards.shaping import RewardConfig, add_length_reward, add_truncation_penalty
 from utils.settings.environments import RolloutSettings
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, counted
 from utils.training.batching import bucket, concatenate
 
 NUM_TRIED = 3  # problems by which a reward is tried before the first step
@@ -408,5 +408,6 @@ def find_tasks(
     num_dropped = env.num_tasks - tasks.size
     if num_dropped and layout.is_main:
         first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]
-        print(f"{name}: {num_dropped:,} prompts of more than {limit} tokens are left out, from problem {first} on")
+        dropped = counted(num_dropped, "prompt")
+        print(f"{name}: {dropped} of more than {limit} tokens left out, from problem {first} on")
     return tasks

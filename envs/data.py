@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, counted
 
 READERS = ".jsonl, .json, .csv and .parquet; the first three also .gz"
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
@@ -92,7 +92,8 @@ def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_b
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
         raise UserError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
-    return rows, f"{name}: {len(rows):,} problems" + (f" of {total:,} rows (left out: {reasons})" if reasons else "")
+    rest = f" of {counted(total, 'row')} (left out: {reasons})" if reasons else ""
+    return rows, f"{name}: {counted(len(rows), 'problem')}{rest}"
 
 
 def check_text(value: JSON) -> None:

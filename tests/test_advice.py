@@ -1,5 +1,6 @@
 """Each warning is provoked once; a run in order gets none."""
 
+import numpy as np
 import pytest
 
 from utils.metrics.health import QUIET, SYMPTOMS, HealthChecks
@@ -34,6 +35,50 @@ def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
     assert [step for step, found in told.items() if found] == [5, 6 + QUIET + 1]
     (sentence,) = told[5].values()
     assert words in sentence and "--" in sentence, "and what to try"
+
+
+def test_a_reward_that_is_the_same_everywhere_is_named():
+    metrics = {"env/groups_without_signal": 1.0, "env/return": 0.1, "env/return_spread": 0.0}
+    (sentence,) = HealthChecks().find_warnings(1, metrics).values()
+    assert sentence.startswith("100% of the groups have equal rewards (0.1 everywhere) and teach nothing")
+
+
+@pytest.mark.parametrize(("cut_off", "is_told"), [({}, False), ({"stop/max_tokens": 0.6}, True)])
+def test_only_episodes_that_reach_the_limit_of_tokens_are_cut_off(cut_off, is_told):
+    metrics = {"env/finished": 0.4, "stop/done": 0.4, "stop/max_turns": 0.6} | cut_off
+    assert bool(HealthChecks().find_warnings(1, metrics)) == is_told
+
+
+HEALTHY = {
+    "env/return": 0.34, "env/return_spread": 1.0, "rollout/num_rollouts": 64, "env/length": 40.0, "entropy": 0.13,
+    "approx_kl": 0.0, "update_norm": 0.5, "param_norm": 181.0, "env/finished": 1.0, "env/groups_without_signal": 0.0,
+}  # fmt: skip
+FALLEN = HEALTHY | {"env/return": 0.0, "entropy": None, "env/finished": 0.0, "env/groups_without_signal": 1.0}
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ({}, {"env/length": 192.0}), ({}, {"entropy": 0.5}), ({"approx_kl": 0.4}, {}), ({"update_norm": 82.0}, {}),
+])
+def test_a_collapse_is_named_in_place_of_what_follows_from_it(before, after):
+    health_checks = HealthChecks()
+    told = [health_checks.find_warnings(step, HEALTHY) for step in (1, 2)]
+    told += [health_checks.find_warnings(3, HEALTHY | before).get("env/return", {})]
+    told += [health_checks.find_warnings(step, FALLEN | after) for step in range(4, 40)]
+    assert told[3] == {"env/return": "the return fell from 0.34 to 0 after the update of step 3: lower --lr"}
+    assert not any(told[:3] + told[4:])
+    assert health_checks.find_warnings(40, HEALTHY) == {}
+    assert set(HealthChecks().find_warnings(1, FALLEN)) == {"env/groups_without_signal", "env/finished"}, "no fall"
+
+
+@pytest.mark.parametrize(("num_rollouts", "chance"), [(4, 0.5), (16, 0.1), (64, 0.05), (64, 0.3), (256, 0.9)])
+def test_noise_is_no_collapse(num_rollouts, chance):
+    rng = np.random.default_rng(num_rollouts)
+    health_checks = HealthChecks()
+    for step in range(1, 1000):
+        rewards = rng.random(num_rollouts) < chance
+        noisy = {"env/return": rewards.mean(), "env/return_spread": float(np.ptp(rewards * 1.0))}
+        noisy |= {"env/length": 40 * np.exp(rng.normal(0, 3 / num_rollouts**0.5)), "rollout/num_rollouts": num_rollouts}
+        assert health_checks.find_warnings(step, HEALTHY | noisy | {"env/finished": 1.0}) == {}
 
 
 def test_what_was_not_logged_is_no_symptom():

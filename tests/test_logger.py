@@ -98,6 +98,7 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
 
 def test_lines_are_aligned_and_fit_into_110_columns(tmp_path, capsys):
     training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
+    training["env/return"] = -0.1
     other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
@@ -157,14 +158,21 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]
 
 
-def test_the_table_at_the_end_compares_first_and_last(tmp_path):
+@pytest.mark.parametrize("columns", [40, 100])
+def test_the_table_at_the_end_compares_first_and_last_and_fits(tmp_path, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     with Logger(tmp_path) as logger:
         logger.log(0, {"test_env/correct_answer": 0.25, "test_env/correct_answer_ci": 0.05})
-        logger.log(1, {"env/length": 150.0})
+        logger.log(1, {"env/length": 150.0, "entropy": 0.5})
         logger.log(2, {"env/length": 100.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.04})
-    _, score, length = before_and_after(tmp_path / "metrics.jsonl").splitlines()
-    assert score.split() == "held out: Correct answers 25.0% [20.0%, 30.0%] 50.0% [46.0%, 54.0%]".split()
-    assert length.split()[-2:] == ["150", "100"]
+    table = before_and_after(tmp_path / "metrics.jsonl")
+    assert max(map(len, table.splitlines())) < columns
+    if columns == 40:
+        assert table.split("\n")[-3:] == ["Entropy (nats per token)", "  first  0.5", "  last   -"]
+        return
+    _, score, length, entropy = table.splitlines()
+    assert score == "held out: Correct answers   25.0% [20.0%, 30.0%]  50.0% [46.0%, 54.0%]"
+    assert length.split()[-2:] == ["150", "100"] and entropy.split()[-2:] == ["0.5", "-"]
 
 
 def test_warnings_are_kept_and_a_resumed_run_knows_the_steps_before(tmp_path):

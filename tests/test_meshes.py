@@ -281,8 +281,8 @@ def test_more_parts_of_a_mesh_than_rows_are_reported():
     [
         (DeviceConfig(mesh="fsdp"), "--mesh 'fsdp' is not like"),
         (DeviceConfig(mesh="rows=4"), "--mesh has no axis rows"),
-        (DeviceConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* there are 8 devices"),
-        (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* there are 1 devices"),
+        (DeviceConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* JAX finds 8 devices"),
+        (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* JAX finds 1 device$"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_by_its_flag(config, words):

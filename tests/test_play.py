@@ -87,7 +87,7 @@ def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
 @pytest.mark.parametrize(("every", "num_dropped", "first"), [(3, 10, 2), (15, 2, 14)])
 def test_what_was_dropped_is_printed_with_the_number_of_the_problem(every, num_dropped, first, capsys):
     find_tasks(LIMIT, "mine", Rows(30, every), Letters(), single_device())
-    words = f"mine: {num_dropped} prompts of more than 40 tokens are left out, from problem {first} on\n"
+    words = f"mine: {num_dropped} prompts of more than 40 tokens left out, from problem {first} on\n"
     assert capsys.readouterr().out == words
 
 

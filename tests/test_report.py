@@ -105,11 +105,11 @@ def test_thinning_keeps_the_ends_and_the_extremes(size):
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_running_mean_is_that_of_the_finite_neighbours_and_keeps_gaps(size):
+def test_running_mean_is_that_of_the_last_finite_values_and_keeps_gaps(size):
     values = np.random.default_rng(0).normal(size=size)
     values[size // 3 : size // 2] = np.nan
-    near = [values[max(0, i - WINDOW) : i + WINDOW + 1] for i in range(size)]
-    expected = [np.nan if np.isnan(x) else np.nanmean(part) for x, part in zip(values, near, strict=True)]
+    last = [values[max(0, i + 1 - WINDOW) : i + 1] for i in range(size)]
+    expected = [np.nan if np.isnan(x) else np.nanmean(part) for x, part in zip(values, last, strict=True)]
     np.testing.assert_allclose(running_mean(values), expected, atol=1e-12)
 
 
@@ -120,7 +120,7 @@ def test_steps_without_an_update_are_gaps_and_held_out_scores_are_joined(tmp_pat
             held_out = {"test_env/return": 0.5} if step in (0, 6) else {}
             logger.log(step, {"env/return": 1.0} | update | held_out)
     run = read_metrics(tmp_path / "metrics.jsonl")
-    np.testing.assert_array_equal(run["entropy"], [[2, 3, 4, 5], [1, np.nan, np.nan, 1]])
+    np.testing.assert_array_equal(run["entropy"], [[2, 3, 4, 5, 6], [1, np.nan, np.nan, 1, np.nan]])
     np.testing.assert_array_equal(run["test_env/return"], [[0, 6], [0.5, 0.5]])
 
 
@@ -153,7 +153,31 @@ def test_the_verdict_compares_intervals(name):
     text = judge(run)["text"]
     assert text.startswith(opening) and (f"since step {flat}." in text) == (flat is not None)
     change, width = values[-1] - values[0], 0.05 * 2**0.5  # of two independent errors
-    assert f"a change of {change:.1%} [{change - width:.1%}, {change + width:.1%}]" in text
+    change, low, high = (100 * x for x in (change, change - width, change + width))
+    assert f"a change of {change:.1f} points [{low:.1f}, {high:.1f}]" in text
+
+
+@pytest.mark.parametrize("held_out", [{}, {"test_env/return": 1.0, "test_env/return_low": 0.6}])
+@pytest.mark.parametrize(("shares", "rewards", "spread", "reason"), [
+    (1.0, (0.1, 0.1), 0.0, "all rewards were equal (0.1 everywhere), so no update"),
+    (1.0, (0.1, 0.2), 0.0, "all rewards were equal, so no update"), (1.0, (0.5, 0.5), 1.0, "were equal, so no update"),
+    (0.5, (0.1, 0.1), 0.2, "Nothing learnt: no update"),
+])
+def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, reason):
+    with Logger(tmp_path) as logger:
+        for step, reward in enumerate(rewards, start=1):
+            facts = {"env/return": reward, "env/return_spread": spread, "env/groups_without_signal": shares}
+            logger.log(step, facts | held_out | {"num_updates": 0})
+    verdict = judge(read_metrics(tmp_path / "metrics.jsonl"))
+    assert verdict["kind"] == "same" and reason in verdict["text"]
+    assert ("--test_env_name X-test" in verdict["text"]) == (not held_out)
+
+
+def test_the_change_of_a_share_stays_within_what_is_possible():
+    for score, ends in ((1.0, "[-43.4, 0.0]"), (0.0, "[0.0, 43.4]")):
+        points = [mean_and_ci("test_env/correct_answer", np.full(5, score))] * 2
+        run = {name: (np.arange(2.0), np.array([point[name] for point in points])) for name in points[0]}
+        assert f"a change of 0.0 points {ends}" in judge(run)["text"]
 
 
 @pytest.mark.parametrize(("num_tasks", "is_damaged"), [(200, False), (20, False), (200, True)])
@@ -175,7 +199,7 @@ def test_held_out_scores_of_the_same_problems_are_compared_in_pairs(tmp_path, nu
     if num_tasks < 30 or is_damaged:
         assert text.startswith("Nothing learnt")
         return
-    ends = re.search(r"Learnt: .* a change of 5.0% \[(.*)%, (.*)%\]", text).groups()
+    ends = re.search(r"Learnt: .* a change of 5.0 points \[(.*), (.*)\]", text).groups()
     quantiles = binom.ppf([0.025, 0.975], num_tasks, 0.05) / num_tasks  # of how often the 10 gains of 1 are drawn
     np.testing.assert_allclose([float(end) for end in ends], 100 * quantiles, atol=0.51)
 
@@ -207,6 +231,8 @@ def test_rollouts_fit_their_budget(tmp_path):
     size = sum(path.stat().st_size for path in (run / "rollouts").iterdir())
     whole = read_rollouts(run / "rollouts", size)
     assert len(whole["rows"]) == 20_000 and whole["note"] == "20,000 rollouts of 100 steps"
+    one = write_run(tmp_path / "one", rollouts={1: [row(0)]})
+    assert read_rollouts(one / "rollouts", size)["note"] == "1 rollout of 1 step"
     part = read_rollouts(run / "rollouts", size // 20)
     assert len(json.dumps(part["rows"])) < size / 10 and " of 100 steps" in part["note"]
     assert {row["step"] for row in part["rows"]} >= {1, 100}, "the ends of the run"
@@ -441,6 +467,7 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
                 logger.line(step, logged)
     page = Page(chromium, [run], tmp_path / "report.html")
     assert page.texts(".verdict")[0].startswith(opening)
+    assert "200.0%" not in page.texts("svg text"), "also where a share is always 1"
     events = page.texts(".events li")
     if warning is None:
         assert not events and page.texts("svg .mark-head") == []

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from utils.devices.runtime import prepare
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.settings.config import option
-from utils.settings.errors import UserError, describe_error
+from utils.settings.errors import UserError, counted, describe_error
 
 SHARDINGS = {  # devices on each axis, -1: all that are left
     "dp": {"data": -1}, "fsdp": {"fsdp": -1}, "tp": {"tp": -1}, "fsdp_tp": {"fsdp": -1, "tp": 2}
@@ -242,7 +242,7 @@ def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[
     if free_axes:
         sizes[free_axes[0]] = num_devices // max(1, num_fixed)
     if num_fixed < 1 or len(free_axes) > 1 or math.prod(sizes.values()) != num_devices:
-        raise UserError(f"{flag} makes {sizes}, but there are {num_devices} devices")
+        raise UserError(f"{flag} makes {sizes}, but JAX finds {counted(num_devices, 'device')}")
     return sizes
 
 

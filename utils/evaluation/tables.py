@@ -18,7 +18,7 @@ from models.tokenizer import Tokenizer
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, counted
 
 Row = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
 Columns = Mapping[str, Sequence[str]]  # cells by title
@@ -51,7 +51,7 @@ class Result:
         num_tasks = self.metrics["num_tasks"]
         num_samples = self.metrics["num_samples"]
         sampling = f"temperature {temperature:g}" if temperature else "greedy"
-        lines = [f"{self.model_dir} on {self.env_name}: {num_tasks} tasks x {num_samples}, {sampling}"]
+        lines = [f"{self.model_dir} on {self.env_name}: {counted(num_tasks, 'task')} x {num_samples}, {sampling}"]
         for name, value in self.metrics.items():
             if name.endswith(ENDINGS) or name.startswith("num_"):
                 continue
@@ -232,7 +232,8 @@ def format_runs(runs: Mapping[str, Mapping[str, tuple[Values, Values]]], groups:
     means = {}
     for group, members in groups.items():
         scores = [mean_over_runs(name, np.array([last[member][name] for member in members])) for name in names]
-        means[f"{group}: mean over {len(members)} seeds"] = {key: x for score in scores for key, x in score.items()}
+        title = f"{group}: mean over {counted(len(members), 'seed')}"
+        means[title] = {key: x for score in scores for key, x in score.items()}
     rows = last | means if len(last) > len(groups) else last
     columns = {name: [format_score(row, name) for row in rows.values()] for name in names}
     return format_table(list(rows), {"held out, with 95% intervals": columns})

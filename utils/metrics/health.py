@@ -1,10 +1,12 @@
 """Health checks of a run's metrics: a warning in words, with settings to try."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from utils.metrics.jsonl import JSON
+from utils.reporting.plots import format_value
 
 START = 3  # steps whose median is the run's beginning
 QUIET = 10  # steps without a symptom after which it is reported again
@@ -15,13 +17,13 @@ class Symptom(NamedTuple):
 
     metric: str
     is_present: Callable[[float, float, float], bool]
-    words: str  # filled with now, start and recent
+    words: str  # filled with now, start, recent and same: see `describe_same`
 
 
 SYMPTOMS = (
     Symptom("env/groups_without_signal", lambda now, *_: now > 0.9,
-            "{now:.0%} of the groups have equal rewards and teach nothing: where all fail, try easier problems, a "
-            "larger --group_size or a partial reward; where all succeed, harder problems"),
+            "{now:.0%} of the groups have equal rewards{same} and teach nothing: where all fail, try easier problems, "
+            "a larger --group_size or a partial reward; where all succeed, harder problems"),
     Symptom("entropy", lambda now, start, _: now < 0.2 * start,
             "entropy has fallen from {start:.2g} to {now:.2g} nats, so completions are nearly all alike: raise "
             "--entropy_coef or --clip_epsilon_high, or lower --lr"),
@@ -39,6 +41,7 @@ SYMPTOMS = (
     Symptom("grad_norm", lambda now, start, recent: now > 10 * max(start, recent) > 0,
             "the gradient norm is {now:.2g}, usually {recent:.2g}: lower --lr or --max_grad_norm if it stays"),
 )  # fmt: skip
+MISLEADING = ("env/groups_without_signal", "env/finished")  # what they advise does not help after a collapse
 
 
 class HealthChecks:
@@ -48,10 +51,24 @@ class HealthChecks:
         self.symptoms = symptoms
         self.history: dict[str, list[float]] = {symptom.metric: [] for symptom in symptoms}
         self.last_seen: dict[str, int] = {}
+        self.collapse = Collapse()
 
     def find_warnings(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom that is new, or back after QUIET steps, by its metric."""
-        warnings = {}
+        present = self.find_symptoms(metrics)
+        if collapse := self.collapse.find(step, metrics):
+            others = {metric: words for metric, words in present.items() if metric not in MISLEADING}
+            present = {"env/return": collapse} | others
+        is_new = {metric: step - self.last_seen.get(metric, -QUIET - 1) > QUIET for metric in present}
+        self.last_seen |= dict.fromkeys(present, step)
+        return {metric: words for metric, words in present.items() if is_new[metric]}
+
+    def find_symptoms(self, metrics: Mapping[str, JSON]) -> dict[str, str]:
+        """Returns a sentence for each symptom of a step, by its metric."""
+        present = {}
+        if "env/finished" in metrics:
+            metrics = {**metrics, "env/finished": share_within_limit(metrics)}
+        same = describe_same(metrics.get("env/return"), metrics.get("env/return_spread"))
         for metric, is_present, words in self.symptoms:
             if metrics.get(metric) is None:
                 continue
@@ -60,9 +77,64 @@ class HealthChecks:
             start = median(past[:START] or [now])
             recent = median(past[-2 * QUIET :] or [now])
             if is_present(now, start, recent):
-                last_seen = self.last_seen.get(metric, -QUIET - 1)
-                if step - last_seen > QUIET:
-                    warnings[metric] = words.format(now=now, start=start, recent=recent)
-                self.last_seen[metric] = step
+                present[metric] = words.format(now=now, start=start, recent=recent, same=same)
             past.append(now)
-        return warnings
+        return present
+
+
+class Collapse:
+    """Looks for a return that falls within a step or two because updates changed the policy too much.
+
+    Noise is told apart by the size of the fall, against the last steps and the standard error of a batch, and by a
+    trace of the policy's jump: a large update or KL in the steps before, or another length or entropy since.
+    """
+
+    def __init__(self):
+        self.steps: list[tuple[int, Mapping[str, JSON]]] = []  # the last ones before the collapse
+        self.has_come = False
+
+    def find(self, step: int, metrics: Mapping[str, JSON]) -> str:
+        """Returns a sentence from the step of the collapse on, until the return is back; empty without one."""
+        now = metrics.get("env/return")
+        if now is None:
+            return ""
+        before = [metrics for _, metrics in self.steps]
+        level = median([past["env/return"] for past in before[-START:]] or [now])
+        fall = level - now
+        is_large = fall > 0.7 * abs(level) and fall > 3 * largest_error(metrics, *before[-START:])
+        is_lowest = all(now < past["env/return"] for past in before)
+        self.has_come = is_large and (self.has_come or (is_lowest and has_jumped(metrics, before[-START:])))
+        if not self.has_come:
+            self.steps = [*self.steps, (step, metrics)][-2 * QUIET :]
+            return ""
+        level, now = (format_value("env/return", value) for value in (level, now))
+        return f"the return fell from {level} to {now} after the update of step {self.steps[-1][0]}: lower --lr"
+
+
+def largest_error(*steps: Mapping[str, JSON]) -> float:
+    """Returns the largest standard error that the mean reward of one of these steps can have: half the spread / √n."""
+    return max(0.5 * (x.get("env/return_spread") or 0.0) / x.get("rollout/num_rollouts", 1) ** 0.5 for x in steps)
+
+
+def has_jumped(metrics: Mapping[str, JSON], before: Sequence[Mapping[str, JSON]]) -> bool:
+    """True if the policy of a step is far from that of the steps before."""
+    for past in before:
+        is_large_update = (past.get("update_norm") or 0.0) > 0.25 * (past.get("param_norm") or math.inf)
+        if is_large_update or (past.get("approx_kl") or 0.0) > 0.1:
+            return True
+    for name in ("env/length", "entropy"):
+        values = [past[name] for past in before if past.get(name)]
+        if values and metrics.get(name) and not 0.5 < metrics[name] / median(values) < 2:
+            return True
+    return False
+
+
+def describe_same(reward: float | None, spread: float | None) -> str:
+    """Returns in brackets the reward of all rollouts, by their mean and spread; empty where they differ."""
+    return f" ({format_value('env/return', reward)} everywhere)" if spread == 0 and reward is not None else ""
+
+
+def share_within_limit(metrics: Mapping[str, JSON]) -> float:
+    """Returns the share of completions that end before the limit of tokens; episodes may also use up their turns."""
+    is_episode = any(name.startswith("stop/") for name in metrics)
+    return 1 - metrics.get("stop/max_tokens", 0.0) if is_episode else metrics["env/finished"]

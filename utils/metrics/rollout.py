@@ -19,6 +19,7 @@ def rollout_metrics(episodes: Episodes, group_size: int) -> dict[str, float]:
         "env/length": float(lengths.mean()),
         "env/finished": float(finished.mean()),
         "env/groups_without_signal": float((~has_signal).mean()),
+        "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
         "rollout/tokens_per_second": float(lengths.sum() / episodes.times["rollout"]),
     }

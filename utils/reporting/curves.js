@@ -41,7 +41,8 @@ function scalesOf(curves) {
   const isShown = (x) => x >= xs[0] && x <= xs[1];
   const shown = curves.flatMap(({ series: { x, y, low = [], high = [] } }) =>
     x.flatMap((step, i) => (isShown(step) ? [y[i], low[i], high[i]] : [])));
-  const [lowest, highest] = extent(shown);
+  const most = curves.some(({ isShare }) => isShare) ? 1 : Infinity;
+  const [lowest, highest] = extent(shown).map((value) => Math.min(value, most));
   const bottom = Math.min(lowest, 0) || 0;
   const distance = roundDistance(bottom, highest, 4);
   const ys = [Math.floor(bottom / distance + 1e-9) * distance, Math.ceil(highest / distance - 1e-9) * distance];

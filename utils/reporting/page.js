@@ -74,12 +74,12 @@ const dot = (i) => {
   return element;
 };
 
-/** "first → last", with their intervals. */
+/** "first → last", with their intervals; a line breaks at the arrow only. */
 function change(series, unit) {
   if (!series) return "–";
   const [first, last] = [0, -1].map((i) => {
     const [value, low, high] = ["y", "low", "high"].map((name) => short(series[name]?.at(i), unit));
-    return series.low?.at(i) == null ? value : `${value} [${low}, ${high}]`;
+    return series.low?.at(i) == null ? value : `${value}\u00a0[${low},\u00a0${high}]`;
   });
   return `${first} → ${last}`;
 }
@@ -192,7 +192,8 @@ function curvesOf(panel) {
     const colour = colourOf(one ? (isPair ? 0 : m) : r);
     const dash = one || isPair ? "" : DASHES[m % DASHES.length];
     const name = [one ? "" : visible(run.name), label].filter(Boolean).join(", ");
-    curves.push({ series: run.metrics[metric], metric, isHeldOut: isHeldOut(metric), label, name, colour, dash });
+    const isShare = panel.unit === "%";
+    curves.push({ series: run.metrics[metric], metric, isHeldOut: isHeldOut(metric), isShare, label, name, colour, dash });
   }));
   return curves;
 }

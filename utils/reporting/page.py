@@ -32,6 +32,7 @@ from jaxtyping import Float, Int
 from utils.metrics.jsonl import JSON, parse_json, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, judge
+from utils.settings.errors import counted
 from utils.settings.presets import split_origin
 
 POINTS = 1000  # of a curve
@@ -73,7 +74,8 @@ PANELS = (
     ),
     Panel(
         "Finished",
-        "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer.",
+        "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer, or "
+        "are episodes that use up their turns, which is no harm.",
         {"test_env/finished": "held out", "env/finished": "training"}, "%",
     ),
     Panel(
@@ -322,12 +324,11 @@ def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[
         sized_rows = [(len(line), row) for line, row in read_lines(file)]
         num_written += len(sized_rows)
         rows += [{"step": step} | row for row in whole_groups(sized_rows, budget // num_steps)]
-    note = f"{num_written:,} rollouts of {num_steps:,}"
+    note = counted(num_written, "rollout")
     if len(rows) < num_written:
         note = f"{len(rows):,} of {note}"
-    if num_steps < len(files):
-        note += f" of {len(files):,}"
-    return {"rows": rows, "note": f"{note} steps"}
+    some = f"{num_steps:,} of " if num_steps < len(files) else ""
+    return {"rows": rows, "note": f"{note} of {some}{counted(len(files), 'step')}"}
 
 
 def rollout_files(folder: Path, prefix: str, suffix: str = "jsonl") -> list[tuple[int, Path]]:

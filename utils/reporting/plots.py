@@ -1,10 +1,12 @@
 """Draws plot.png of a run, or of several runs in one picture, from what metrics.jsonl holds.
 
 Dots with bars are held-out scores and their 95 % intervals; lines are of the training batches, pale as they are and
-strong as a running mean, with gaps at steps without a value. report.html draws them alike.
+strong as a trailing mean, with gaps at steps without a value. report.html draws them alike.
 """
 
 import itertools
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +38,7 @@ COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#c
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
 Metrics = dict[str, Series]
 Interval = tuple[float, float]  # its ends
-WINDOW = 2  # steps on each side of a running mean: fixed, so that runs of different lengths are smoothed alike
+WINDOW = 5  # last steps of a running mean: fixed, so that runs of different lengths are smoothed alike
 
 
 def plot_run(metrics_jsonl: str | Path, out_png: str | Path) -> None:
@@ -63,7 +65,7 @@ def read_metrics(metrics_jsonl: str | Path) -> Metrics:
     for name, column in columns.items():
         steps = list(column)
         if not is_held_out(name):
-            steps = [step for step in all_steps if steps[0] <= step <= steps[-1]]
+            steps = [step for step in all_steps if step >= steps[0]]
         values = [column.get(step, np.nan) for step in steps]
         run[name] = np.array(steps, float), np.array(values, float)
     return run
@@ -92,23 +94,30 @@ def before_and_after(metrics_jsonl: str | Path) -> str:
     """Returns a table of the first and the last held-out scores and training metrics; empty where none was logged."""
     run = read_metrics(metrics_jsonl)
     held_out_names = [held_out for held_out, _ in MAIN]
-    lines = [f"{'':<30}{'first':>22}{'last':>22}"]
+    rows = []
     for name in (*held_out_names, *SIDE[:3]):
         if name not in run:
             continue
         title = TITLES[name]
         if name in held_out_names:
             title = f"held out: {title}"
-        first = format_point(run, name, 0)
-        last = format_point(run, name, -1)
-        lines.append(f"{title:<30}{first:>22}{last:>22}")
-    return "\n".join(lines) if len(lines) > 1 else ""
+        rows.append((title, format_point(run, name, 0), format_point(run, name, -1)))
+    return align_rows(rows, shutil.get_terminal_size().columns) if rows else ""
+
+
+def align_rows(rows: Sequence[tuple[str, str, str]], width: int) -> str:
+    """Returns titles with their first and last values as a table, below each other where it is too wide."""
+    table = [("", "first", "last"), *rows]
+    left, middle, right = (max(map(len, column)) for column in zip(*table, strict=True))
+    if left + 2 + middle + 2 + right > width:
+        return "\n".join(f"{title}\n  first  {first}\n  last   {last}" for title, first, last in rows)
+    return "\n".join(f"{title:<{left}}  {first:>{middle}}  {last:>{right}}" for title, first, last in table)
 
 
 def format_point(run: Metrics, name: str, index: int) -> str:
-    """Returns one value of a metric as text, with its 95% interval where there is one."""
+    """Returns one value of a metric as text, with its 95% interval where there is one; "-" where the step has none."""
     steps, values = run[name]
-    text = format_value(name, values[index])
+    text = "-" if np.isnan(values[index]) else format_value(name, values[index])
     ends = intervals(run, name).get(steps[index])
     return text if ends is None else f"{text} {format_interval(name, ends)}"
 
@@ -121,11 +130,16 @@ def format_interval(name: str, ends: Interval) -> str:
 
 def format_value(name: str, value: float) -> str:
     """Returns a value as text, with the precision that suits its metric."""
-    if name.endswith("correct_answer"):
+    if is_share(name):
         return f"{value:.1%}"
     if abs(value) < 100:
         return f"{value:.3g}"
     return f"{value:.0f}"
+
+
+def is_share(name: str) -> bool:
+    """True for metrics that are read in percent."""
+    return name.endswith("correct_answer")
 
 
 def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
@@ -148,7 +162,7 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     for name, axis in axes.items():
         metric = held_out if name == "main" else name
         format_axis(axis, TITLES[metric])
-    format_main_axis(axes["main"], is_share=held_out == MAIN[0][0])
+    format_main_axis(axes["main"], is_share(held_out))
     figure.savefig(out_png, facecolor="white")
 
 
@@ -205,10 +219,10 @@ def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
     axis.set_axisbelow(True)
 
 
-def format_main_axis(axis: "matplotlib.axes.Axes", is_share: bool) -> None:
-    """Sets the labels and the legend of the large panel; a share has percents."""
+def format_main_axis(axis: "matplotlib.axes.Axes", has_percents: bool) -> None:
+    """Sets the labels and the legend of the large panel."""
     axis.set_xlabel("step")
-    if is_share:
+    if has_percents:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     handles, _ = axis.get_legend_handles_labels()
     if handles:
@@ -230,11 +244,9 @@ def plot_curve(
 
 
 def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns the mean of each value and its finite neighbours, WINDOW on each side; NaN where the value is."""
-    count = len(values)
-    places = np.arange(count)
-    start = np.maximum(places - WINDOW, 0)
-    end = np.minimum(places + WINDOW + 1, count)
+    """Returns the mean of the finite ones of each value and the WINDOW - 1 before it; NaN where the value is."""
+    end = np.arange(len(values)) + 1
+    start = np.maximum(end - WINDOW, 0)
     is_finite = np.isfinite(values)
     finite_values = np.where(is_finite, values, 0)
     sums = np.append(0, np.cumsum(finite_values))

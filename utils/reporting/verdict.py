@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.evaluation.estimates import FEW_TASKS, mean_over_runs, paired_bootstrap
+from utils.metrics.health import describe_same
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import MAIN, Interval, Metrics, format_interval, format_value, intervals
+from utils.reporting.plots import MAIN, Interval, Metrics, format_value, intervals, is_share
 
 BLOCK = 5  # steps of training that make one point
 TaskMeans = Mapping[int, float]  # a score by task: means over its samples
@@ -24,6 +25,7 @@ TITLES = {
     "test_env/return": "the held-out return",
     "env/return": "the return of the training batches (means of 5 steps)",
 }
+HINT = "Held-out problems would show more: --test_env_name X-test for environment X, dataset-test for own data."
 
 
 class Point(NamedTuple):
@@ -39,12 +41,36 @@ class Point(NamedTuple):
 def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
 
-    It is that of the correct answers, where they are logged and have changed, else that of the return.
+    It is that of the correct answers, where they are logged and have changed, else that of the return; without an
+    update there is nothing to compare.
     """
     held_out = [name for name, _ in MAIN if name in run]
-    verdicts = [judge_points(name, held_out_points(run, name, scores)) for name in held_out]
-    verdicts = verdicts or [judge_points("env/return", training_points(run, "env/return"))]
-    return next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
+    if made_no_update(run):
+        verdicts = [{"kind": "same", "text": explain_no_update(run)}]
+    elif held_out:
+        verdicts = [judge_points(name, held_out_points(run, name, scores)) for name in held_out]
+    else:
+        verdicts = [judge_points("env/return", training_points(run, "env/return"))]
+    verdict = next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
+    return verdict if held_out else verdict | {"text": f"{verdict['text']} {HINT}"}
+
+
+def made_no_update(run: Metrics) -> bool:
+    """True where steps of training were logged, none of which updated the model."""
+    _, counts = run.get("num_updates", ((), np.zeros(0)))
+    return len(counts) > 0 and not np.nansum(counts)
+
+
+def explain_no_update(run: Metrics) -> str:
+    """Returns why no step made an update, as far as the rewards tell."""
+    shares, returns, spreads = (
+        run.get(f"env/{name}", ((), np.zeros(1)))[1] for name in ("groups_without_signal", "return", "return_spread")
+    )
+    if not (shares == 1).all():
+        return "Nothing learnt: no update was made."
+    spread = max(spreads.max(), np.ptp(returns)) if "env/return_spread" in run else None
+    same = describe_same(float(returns[0]), spread)
+    return f"Nothing could be learnt: in all groups all rewards were equal{same}, so no update was made."
 
 
 def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
@@ -93,14 +119,21 @@ def training_points(run: Metrics, name: str) -> list[Point]:
 
 
 def difference(first: Point, last: Point) -> Interval:
-    """Returns the 95% interval of last - first: paired where both are known for the same problems, 30 or more."""
+    """Returns the 95% interval of last - first: paired where both are known for the same problems, 30 or more.
+
+    A share can neither fall below 0 nor rise above 1, so its interval ends there.
+    """
     tasks = list(first.by_task)
     if len(tasks) >= FEW_TASKS and first.by_task.keys() == last.by_task.keys():
         before, after = (np.array([point.by_task[task] for task in tasks]) for point in (first, last))
         estimate = paired_bootstrap(before, after)
         if estimate["low"] is not None:
             return estimate["low"], estimate["high"]
-    return independent_difference(first, last)
+    low, high = independent_difference(first, last)
+    ends = first.low, first.high, last.low, last.high
+    if min(ends) >= 0 and max(ends) <= 1:
+        return max(low, -first.value), min(high, 1 - first.value)
+    return low, high
 
 
 def independent_difference(first: Point, last: Point) -> Interval:
@@ -117,10 +150,18 @@ def independent_difference(first: Point, last: Point) -> Interval:
 def describe_change(name: str, first: Point, last: Point) -> str:
     """Returns the first and the last score and their difference in words."""
     before, after = (format_value(name, point.value) for point in (first, last))
-    change = format_value(name, last.value - first.value)
-    interval = format_interval(name, difference(first, last))
+    change = format_change(name, last.value - first.value, difference(first, last))
     steps = f"{before} at step {first.step} to {after} at step {last.step}"
-    return f"{TITLES[name]} went from {steps}, a change of {change} {interval}"
+    return f"{TITLES[name]} went from {steps}, a change of {change}"
+
+
+def format_change(name: str, change: float, ends: Interval) -> str:
+    """Returns a difference and its interval as text; that of shares is in percentage points."""
+    if is_share(name):
+        low, high = ends
+        return f"{100 * change:z.1f} points [{100 * low:z.1f}, {100 * high:z.1f}]"
+    low, high = (format_value(name, end) for end in ends)
+    return f"{format_value(name, change)} [{low}, {high}]"
 
 
 def flat_since(points: list[Point]) -> int | None:

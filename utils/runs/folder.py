@@ -39,6 +39,7 @@ from utils.metrics.terminal import waiting
 from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.rollouts import example, rollout_arrays, rollout_rows, score_arrays
+from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
@@ -50,7 +51,7 @@ from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.config import option, options_of, to_dict
 from utils.settings.environments import RolloutSettings, describe_environments
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, counted
 from utils.training.state import TrainState
 
 PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
@@ -321,8 +322,9 @@ class Run:
         num_prompts, group_size = self.settings["groups_per_batch"], self.settings["group_size"]
         num_rollouts = num_prompts * group_size
         num_tokens = num_rollouts * self.environments["env"].max_new_tokens
-        rollouts = f"{num_rollouts:,} rollouts ({num_prompts} prompts x {group_size})"
-        lines = [f"{self.settings['max_steps']:,} steps of {rollouts}, up to {num_tokens:,} tokens each"]
+        rollouts = f"{counted(num_rollouts, 'rollout')} ({counted(num_prompts, 'prompt')} x {group_size})"
+        steps = counted(self.settings["max_steps"], "step")
+        lines = [f"{steps} of {rollouts}, up to {num_tokens:,} tokens a step"]
         if self.layout.is_cpu and num_tokens >= MANY_TOKENS_ON_CPU:
             lines.append(f"such steps take long on a CPU: --config {CPU_PRESET} makes them smaller, and fewer")
         return lines
@@ -339,8 +341,9 @@ class Run:
 
     def print_compilations(self) -> None:
         """Prints how many programs were compiled ahead; the metrics of the first step do not count them."""
-        text = "compiled ahead: {compile/num_programs} programs, {compile/num_from_cache} more were in the cache"
-        self.print(text.format_map(self.compilations.take_metrics()))
+        metrics = self.compilations.take_metrics()
+        programs = counted(metrics["compile/num_programs"], "program")
+        self.print(f"compiled ahead: {programs}, {metrics['compile/num_from_cache']} more in the cache")
 
     def log_start(
         self, metrics: dict[str, float], examples: Episodes, state: TrainState, progress: Progress
@@ -475,7 +478,10 @@ class Run:
     def print_summary(self, progress: Progress) -> None:
         """Prints the first and the last held-out scores, and where the model and the report are."""
         if self.layout.is_main:
-            self.print(before_and_after(self.directory / "metrics.jsonl"))
+            metrics_jsonl = self.directory / "metrics.jsonl"
+            self.print(before_and_after(metrics_jsonl))
+            if made_no_update(read_metrics(metrics_jsonl)):
+                self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         self.print(f"model: {self.directory / f'step{progress.step}'}")
         self.print(f"curves and completions: {self.directory / 'report.html'}")
 

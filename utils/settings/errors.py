@@ -1,4 +1,7 @@
-"""Errors of the user, and the end of a command that has one. Imports nothing, so that everything may import it."""
+"""Errors of the user, the end of a command that has one, and words for messages.
+
+Imports nothing, so that everything may import it.
+"""
 
 import contextlib
 import difflib
@@ -23,6 +26,11 @@ def fail(message: str) -> NoReturn:
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things in words: 1 step, 1,000 steps."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def most_similar(name: str, names: Iterable[str]) -> str:
