@@ -27,7 +27,7 @@ from models.tokenizer import Tokenizer
 from utils.devices.compilation import Programs
 from utils.devices.memory import out_of_memory, rows_that_fit
 from utils.devices.sharding import Layout
-from utils.evaluation.preview import tasks_that_fit
+from utils.evaluation.preview import prompt_lengths, tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
 from utils.rewards.helper import Job
 from utils.rewards.scorer import Scorer, ScoringStream
@@ -404,7 +404,9 @@ def find_tasks(
     if tasks is None:
         return None
     if not tasks.size:
-        raise UserError(f"all prompts of {name} have more than {limit} tokens: raise --prompt_length")
+        shortest = min(prompt_lengths(env, partial(encode_prompt, tokenizer)))
+        advice = f"the shortest has {shortest}: raise --prompt_length"
+        raise UserError(f"all prompts of {name} have more than {limit} tokens, {advice}")
     num_dropped = env.num_tasks - tasks.size
     if num_dropped and layout.is_main:
         first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]

@@ -63,10 +63,10 @@ def find_class(name: str) -> tuple[type[Env], Options]:
     base_name, _ = split_name(name)
     if base_name not in ENVS:
         held_out = [test_name(known) for known in ENVS]
-        close = most_similar(name, [*ENVS, *held_out]) or most_similar(base_name, ENVS)
+        close = most_similar(base_name, [*ENVS, *held_out])
         hint = f"did you mean {close}? " if close else ""
         every = ", ".join(ENVS)
-        raise UserError(f"there is no environment {name!r}; {hint}there are {every}, and each of them with -test")
+        raise UserError(f"there is no environment {base_name!r}; {hint}there are {every}, and each of them with -test")
     module, class_name, preset = ENVS[base_name]
     return getattr(importlib.import_module(module), class_name), preset
 
@@ -122,9 +122,12 @@ def parse_value(text: str) -> Value:
 def check_options(name: str, constructor: Callable[..., Env | Style], options: Options) -> None:
     """Raises UserError for an option that the constructor does not have, or a value not of its default's type."""
     defaults = {key: p.default for key, p in inspect.signature(constructor).parameters.items() if key != "split"}
+    names = dict.fromkeys([*defaults, *style_names()])
     for key, value in options.items():
         if key not in defaults:
-            raise UserError(f"environment {name} has no option {key!r}; its options are {', '.join(defaults)}")
+            close = most_similar(key, names)
+            hint = f" (did you mean {close}?)" if close else ""
+            raise UserError(f"environment {name} has no option {key!r}{hint}; its options are {', '.join(names)}")
         expected = type(defaults[key])
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise UserError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")

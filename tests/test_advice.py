@@ -7,10 +7,13 @@ from utils.metrics.health import QUIET, SYMPTOMS, HealthChecks
 from utils.metrics.logger import Logger
 
 WELL = {
+    "env/reward_errors": 0, "env/reward_timeouts": 0,
     "env/groups_without_signal": 0.3, "entropy": 0.5, "env/finished": 0.9, "inference_recompute/logprob_diff": 1e-3,
     "approx_kl": 1e-3, "kl": 0.01, "grad_norm": 0.1,
 }  # fmt: skip
 ILL = {
+    "env/reward_errors": (6, "the reward failed for 6 replies of the step"),
+    "env/reward_timeouts": (2, "the reward took too long for 2 replies"),
     "env/groups_without_signal": (0.95, "95% of the groups have equal rewards"),
     "entropy": (0.04, "entropy has fallen from 0.5 to 0.04"),
     "env/finished": (0.4, "only 40% of the completions end"),

@@ -297,7 +297,7 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"env_name": "poem,nowhere"}, "no environment 'nowhere-test'"),
+        ({"env_name": "poem,nowhere"}, "no environment 'nowhere'"),
         ({"model_dir": "models/tiny,no/such/folder"}, "no folder no/such/folder"),
         ({"env_name": "countdown,poem", "env_options": "numbers=3"}, "poem has no option 'numbers'"),
         ({"save_samples": "no/such/folder/samples.jsonl"}, "No such file or directory"),

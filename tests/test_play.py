@@ -79,8 +79,9 @@ def test_the_bound_on_tokens_is_one(folder):
 
 
 def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
+    advice = "the shortest has [0-9]+: raise --prompt_length"
     for name in ("countdown", "poem-test"):
-        with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 20 tokens: raise --prompt_length"):
+        with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 20 tokens, {advice}"):
             find_tasks(20, name, make_env(name), Letters(), single_device())
 
 
@@ -114,7 +115,7 @@ class Hostile(Rows):
 def test_show_sends_no_control_characters_to_the_terminal():
     text = show(Hostile(3, 4), in_letters, lambda ids: "".join(map(chr, ids)), 2)
     assert not any(unicodedata.category(c) in ("Cc", "Cf") for c in text if c != "\n"), repr(text)
-    assert text.splitlines()[1] == "]52;c;cm0=a]0;titlebcd31me", repr(text)
+    assert text.splitlines()[2] == "]52;c;cm0=a]0;titlebcd31me", repr(text)
 
 
 # What is forced into replies without an answer
@@ -252,7 +253,7 @@ def test_every_option_of_style_reaches_another_environment():
         ("countdown", "", {"env_options": "form=boxed"}, "countdown has no option 'form'"),
         ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_options 'max_characters': "),
         ("countdown", "poem", {"test_env_options": "num_generation_tokens=x"}, "num_generation_tokens is a number"),
-        ("countdown", "nowhere", {}, "no environment 'nowhere-test'"),
+        ("countdown", "nowhere", {}, "no environment 'nowhere'"),
         ("countdown", "contdown", {}, "did you mean countdown?"),
     ],
 )  # fmt: skip

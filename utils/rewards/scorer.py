@@ -102,11 +102,12 @@ class Scorer:
                 counts[outcome.kind] += 1
         self.report_failures(failures)
         if len(failures) > max_failures(len(jobs), self.settings.max_error_share):
-            reason = failures[0][1].reason
+            kind, reason = failures[0][1].kind, failures[0][1].reason
             written = f" (see {self.failures_file})" if self.failures_file else ""
+            remedy = "raise --score_timeout" if kind == "reward_timeouts" else "correct it"
             raise UserError(
-                f"the reward failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: correct "
-                "it, raise --score_timeout, or let more of them fail by --max_error_share"
+                f"the reward failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "
+                f"{remedy}, or let more of them fail by --max_error_share"
             )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 

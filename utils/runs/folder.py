@@ -206,7 +206,8 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         """Saves what is not saved yet and waits for it.
 
-        Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1).
+        Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1); UserError, which
+        also says what is saved, after another one.
         """
         with self.stack:
             is_stopped = kind is Stop
@@ -232,6 +233,8 @@ class Run:
         if isinstance(error, OSError):
             print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
             raise SystemExit(1) from error
+        if isinstance(error, UserError) and steps:
+            raise UserError(f"{str(error).rstrip('.')}; {saved}") from error
         if isinstance(error, Stop):
             if self.layout.is_main:
                 print(f"stopped by {self.stopped_by}; {saved}")
