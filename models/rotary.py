@@ -89,7 +89,7 @@ def rotary_angles(rotary: Rotary, num_channels: int, positions: Int[Array, "*B T
     if jax.default_backend() == "cpu":
         # XLA:CPU computes them again for every head of every layer, barrier or not, unless they come out of a product.
         one = jnp.eye(cos.shape[-1])
-        return cos @ one, sin @ one
+        return jnp.matmul(cos, one, precision="highest"), jnp.matmul(sin, one, precision="highest")
     return jax.lax.optimization_barrier((cos, sin))
 
 
