@@ -31,7 +31,7 @@ from models.packing import pack_rows
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
 from utils.settings.config import group, option, parse
-from utils.training.batching import RowSizes
+from utils.training.batching import full_rows
 
 QWEN3 = Decoder(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -64,8 +64,7 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
     )
     batch = batch_shapes(config.rows * layout.row_shards, config.tokens, layout)
     num_rows = len(batch.tokens)
-    every_token = np.ones((num_rows, config.tokens), bool)
-    sizes = RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, config.tokens), every_token)
+    sizes = full_rows(num_rows, config.tokens)
     num_packed = config.rows * config.tokens
     packing = layout.put(pack_rows(sizes, config.tokens, num_packed, num_packed, layout.row_shards))
     settings = model, ObjectiveConfig(), Distribution()

@@ -38,7 +38,16 @@ from utils.devices.sharding import Layout, side_by_side
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
-from utils.training.batching import EMPTY, Microbatch, RowSizes, bucket, plan_microbatches, resize_columns, select_rows
+from utils.training.batching import (
+    EMPTY,
+    Microbatch,
+    RowSizes,
+    bucket,
+    full_rows,
+    plan_microbatches,
+    resize_columns,
+    select_rows,
+)
 from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
 from utils.training.state import DEVICE, HOST, TrainState, check_offload, in_memory, init_state
 
@@ -277,8 +286,7 @@ class Learner:
         """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
         objective = self.config.objective
         shards = self.layout.row_shards
-        every_token = np.ones((max_rows, width), bool)
-        sizes = RowSizes(np.arange(max_rows), np.ones(max_rows, int), np.full(max_rows, width), every_token)
+        sizes = full_rows(max_rows, width)
         rows, *shapes = plan_microbatches(sizes, self.tokens_per_microbatch, shards, max_rows, is_fixed=True)[0]
         sizes = sizes.select(rows)
         shape = len(rows), width

@@ -40,7 +40,7 @@ from utils.devices.sharding import sharding_of
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
-from utils.training.batching import RowSizes
+from utils.training.batching import full_rows
 from utils.training.optimizers import OptimizerConfig, make_optimizer
 from utils.training.state import init_state
 
@@ -207,7 +207,7 @@ def shardings_on_eight_devices() -> None:
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
     settings = MODEL, ObjectiveConfig(), distribution
-    sizes = RowSizes(np.arange(B), np.ones(B, int), np.full(B, T), np.ones((B, T), bool))
+    sizes = full_rows(B, T)
     packing = layout.put(pack_rows(sizes, T, 2 * T, 2 * T, shards=4))
     (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
     same(grads)

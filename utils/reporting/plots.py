@@ -90,9 +90,8 @@ def by_steps(run: Metrics, name: str) -> dict[float, float]:
     return dict(zip(steps, values, strict=True))
 
 
-def before_and_after(metrics_jsonl: str | Path) -> str:
+def before_and_after(run: Metrics) -> str:
     """Returns a table of the first and the last held-out scores and training metrics; empty where none was logged."""
-    run = read_metrics(metrics_jsonl)
     held_out_names = [held_out for held_out, _ in MAIN]
     rows = []
     for name in (*held_out_names, *SIDE[:3]):

@@ -481,9 +481,9 @@ class Run:
     def print_summary(self, progress: Progress) -> None:
         """Prints the first and the last held-out scores, and where the model and the report are."""
         if self.layout.is_main:
-            metrics_jsonl = self.directory / "metrics.jsonl"
-            self.print(before_and_after(metrics_jsonl))
-            if made_no_update(read_metrics(metrics_jsonl)):
+            metrics = read_metrics(self.directory / "metrics.jsonl")
+            self.print(before_and_after(metrics))
+            if made_no_update(metrics):
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         self.print(f"model: {self.directory / f'step{progress.step}'}")
         self.print(f"curves and completions: {self.directory / 'report.html'}")

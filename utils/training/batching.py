@@ -109,6 +109,12 @@ class RowSizes(NamedTuple):
         return RowSizes(*(x[rows] * is_row.reshape(-1, *[1] * (x.ndim - 1)) for x in self))
 
 
+def full_rows(num_rows: int, width: int) -> RowSizes:
+    """Returns the sizes of rows that fill all columns, each with a prompt of one token of its own; all is scored."""
+    scored = np.ones((num_rows, width), bool)
+    return RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, width), scored)
+
+
 class Microbatch(NamedTuple):
     """Rows of similar length in equal parts for each shard, and the shape that they are packed in: see Packing."""
 
