@@ -10,6 +10,7 @@ import sys
 import termios
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from helpers import ROOT
@@ -180,13 +181,13 @@ def server():
         thread.join()
 
 
-def post(server, body, **headers):
+def post(server, body, timeout=60, **headers):
     """Returns the status and the objects of an answer to a request for a reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=timeout)
     origin = {"Host": f"localhost:{server.server_port}", "Origin": f"http://localhost:{server.server_port}"}
     connection.request("POST", "/reply", json.dumps(body), origin | headers)
-    answer = connection.getresponse()
-    lines = answer.read().splitlines() if answer.status == 200 else []
+    with closing(connection), closing(connection.getresponse()) as answer:
+        lines = answer.read().splitlines() if answer.status == 200 else []
     return answer.status, [json.loads(line) for line in lines]
 
 
@@ -200,6 +201,15 @@ def test_the_server_answers_its_own_page_alone(server):
     for wrong in ({"model": 2}, {"model": True}, {"messages": 1}, {"messages": [{"role": "system", "content": ""}]}):
         assert post(server, body | wrong)[0] == 400
     assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_reply_that_was_stopped_while_it_waited_is_not_computed(server):
+    body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+    with server.lock, pytest.raises(TimeoutError):
+        post(server, body, timeout=0.2)
+    post(server, body | {"model": 1})
+    time.sleep(0.2)  # a reply that had waited would have been given by now
+    assert server.models[0].seen == [] and len(server.models[1].seen) == 1
 
 
 def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium):

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 from collections.abc import Sequence
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,6 +73,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(400, explain="".join(filter(str.isprintable, str(error))))
         self.begin("text/plain; charset=utf-8")
         with self.server.lock:
+            if self.page_has_gone():
+                return  # stopped while another model replied: nobody reads this reply
             try:
                 model.change("temperature", temperature)
                 self.send_line("text", model.reply(messages, partial(self.send_line, "text")))
@@ -79,6 +82,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_line("error", str(error))
             except OSError:
                 self.close_connection = True  # the page has stopped the reply
+
+    def page_has_gone(self) -> bool:
+        """Returns True when the page has closed the connection."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False  # open, and nothing more to read
+        except OSError:
+            return True
 
     def begin(self, kind: str, policy: str = "default-src 'none'") -> None:
         """Sends the head of an answer, whose end is that of the connection."""
