@@ -4,6 +4,7 @@ import fcntl
 import http.client
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -119,19 +120,30 @@ def test_the_command_talks_on_a_terminal():
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     limit = ["--num_generation_tokens", "8"]
     process = subprocess.Popen([*command, *limit], **streams, start_new_session=True, preexec_fn=take_terminal)
-    # Ctrl-C while the first reply compiles; up, for the line before; a setting; the end.
-    said, answers = b"", [b"Use 3 7 12 to make 24.\n", b"\x1b[A\n", b"/set top_k 5\n", b"\x04"]
-    prompts = 0
-    while answers:
-        said += os.read(ours, 4096)
-        if said.count(b"> ") > prompts:
-            prompts = said.count(b"> ")
-            os.write(ours, answers.pop(0))
-            if prompts == 1:
-                os.write(ours, b"\x03")
-            prompts = max(prompts, said.count(b"> "))
+    said = b""
+
+    def read_until(text):
+        nonlocal said
+        while text not in said:
+            assert select.select([ours], [], [], 60)[0], f"{text} never came after {said}"
+            said += os.read(ours, 4096)
+        said = said[said.index(text) + len(text) :]
+
+    read_until(b"Ctrl-C stops a reply")
+    read_until(b"> ")
+    os.write(ours, b"Use 3 7 12 to make 24.\n")
+    read_until(b"24.\r\n")
+    time.sleep(0.1)  # the line has been read: Ctrl-C before that would take it from the terminal
+    os.write(ours, b"\x03")
+    read_until(b"> ")
+    os.write(ours, b"\x1b[A\n")  # up: the line before
+    read_until(b"24.")
+    read_until(b"> ")
+    os.write(ours, b"/set top_k 5\n")
+    read_until(b"top_k 5, ")
+    read_until(b"> ")
+    os.write(ours, b"\x04")
     assert process.wait(60) == 0
-    assert b"Ctrl-C stops a reply" in said and b"top_k 5, " in said
 
 
 def test_an_episode_is_played_by_hand_or_by_the_model():
