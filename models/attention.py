@@ -236,11 +236,19 @@ def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, k
 
 def row_scores(q: Float[Array, "B K Q C"], keys: CachedHeads) -> Float[Array, "B K Q S"]:
     """Computes the products of queries with the keys of their own row."""
-    if jax.default_backend() == "cpu" and q.shape[2] < 8:
-        # XLA:CPU reads the keys at 2 to 5 GB/s in one product, and at 9 to 30 in one for each query.
-        scores = [jnp.einsum("bkc,bksc->bks", query, keys) for query in rearrange(q, "B K Q C -> Q B K C")]
-        return jnp.stack(scores, axis=2)
-    return jnp.einsum("bkqc,bksc->bkqs", q, keys, preferred_element_type=jnp.float32)
+    multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def one_product(q: Array, keys: Array) -> Array:
+        return multiply("bkqc,bksc->bkqs", q, keys)
+
+    def one_for_each_query(q: Array, keys: Array) -> Array:
+        queries = rearrange(q, "B K Q C -> Q B K C")
+        return jnp.stack([multiply("bkc,bksc->bks", query, keys) for query in queries], axis=2)
+
+    if q.shape[2] >= 8:
+        return one_product(q, keys)
+    # XLA:CPU reads the keys at 2 to 5 GB/s in one product, and at 9 to 30 in one for each query.
+    return jax.lax.platform_dependent(q, keys, cpu=one_for_each_query, default=one_product)
 
 
 def decode_attention(

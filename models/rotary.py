@@ -86,11 +86,19 @@ def rotary_angles(rotary: Rotary, num_channels: int, positions: Int[Array, "*B T
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rotary.scaling and rotary.scaling.magnitude != 1:
         cos, sin = cos * rotary.scaling.magnitude, sin * rotary.scaling.magnitude
-    if jax.default_backend() == "cpu":
-        # XLA:CPU computes them again for every head of every layer, barrier or not, unless they come out of a product.
-        one = jnp.eye(cos.shape[-1])
-        return jnp.matmul(cos, one, precision="highest"), jnp.matmul(sin, one, precision="highest")
-    return jax.lax.optimization_barrier((cos, sin))
+    return jax.lax.platform_dependent(cos, sin, cpu=multiply_by_one, default=keep)
+
+
+def keep(*angles: Array) -> Angles:
+    """Returns the angles behind a barrier: no layer computes them again."""
+    return jax.lax.optimization_barrier(angles)
+
+
+def multiply_by_one(*angles: Array) -> Angles:
+    """Returns the angles out of a product: XLA:CPU moves others into every head of every layer, barrier or not."""
+    one = jnp.eye(angles[0].shape[-1])
+    cos, sin = [jnp.matmul(x, one, precision="highest") for x in angles]
+    return cos, sin
 
 
 def apply_rotary(x: Float[Array, "B T H C"], angles: Angles | None) -> Float[Array, "B T H C"]:
