@@ -107,7 +107,7 @@ def table(runs: dict[str, list[dict]]) -> str:
         spread = f" ({', '.join(f'{score:.3f}' for score in last)})" if len(logs) > 1 else ""
         length = np.mean([log["test_env/length"][1][-1] for log in logs])
         kl = np.mean([log["approx_kl"][1].mean() for log in logs])
-        minutes = np.mean([log["times/step"][1].sum() for log in logs]) / 60
+        minutes = np.mean([log["times/run"][1][-1] for log in logs]) / 60
         scores = f"{first.mean():.3f} | **{last.mean():.3f}** ± {error:.3f}{spread}"
         lines.append(f"| `{preset}` | {scores} | {length:.0f} | {kl:.1e} | {minutes:.1f} |")
     return "\n".join(lines)

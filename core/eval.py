@@ -9,6 +9,7 @@ N tasks, G samples of each.
 
 import shlex
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -88,8 +89,9 @@ def evaluate_held_out(
 ) -> tuple[dict[str, float], Episodes]:
     """Returns the scores on held-out problems under the names of the log, and the episodes of the first environment.
 
-    The names are "test_env/..." and "valid_env/...".
+    The names are "test_env/..." and "valid_env/...", and "times/test" for the seconds that it took.
     """
+    clock = time.perf_counter()
     metrics = {}
     examples = None
     for role, worker in workers.items():
@@ -99,6 +101,7 @@ def evaluate_held_out(
     if with_greedy and "test_env" in workers:
         scores, _, _ = evaluate(workers["test_env"].greedy(), params, config.num_eval_tasks, 1, seed)
         metrics |= {f"test_env_greedy/{name}": value for name, value in scores.items()}
+    metrics["times/test"] = time.perf_counter() - clock
     return metrics, examples
 
 

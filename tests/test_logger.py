@@ -91,9 +91,14 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
         for step in (2, 3):
             logger.line(step, {"approx_kl": 1e-5, "times/step": 60.0})
         logger.line(40, {"times/step": 60.0})
-    first, second, third, last = capsys.readouterr().out.splitlines()
+    with Logger(tmp_path, num_steps=40, test_interval=15) as logger:  # after steps 15, 30 and 40
+        logger.line(0, {"test_env/return": 0.5, "times/test": 700.0})
+        logger.line(14, {"times/step": 60.0})
+        logger.line(15, {"env/return": 0.5, "times/step": 60.0, "test_env/return": 0.5, "times/test": 600.0})
+    first, second, third, last, *others = capsys.readouterr().out.splitlines()
     assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
     assert third == "step  3/40  kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
+    assert [line.split("  ")[-1].strip() for line in others] == ["700.0s", "<61m left", "45m left", "600.0s"]
 
 
 def test_lines_are_aligned_and_fit_into_110_columns(tmp_path, capsys):

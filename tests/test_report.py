@@ -19,7 +19,7 @@ from core.records import Batch, Completions, Episodes
 from utils.evaluation.estimates import mean_and_ci
 from utils.metrics.logger import Logger
 from utils.reporting.page import PANELS, embed_json, first_and_last, main, read_rollouts, run_data, thin, write_report
-from utils.reporting.plots import WINDOW, intervals, read_metrics, running_mean
+from utils.reporting.plots import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.reporting.rollouts import rollout_rows, score_arrays
 from utils.reporting.verdict import judge
 
@@ -360,6 +360,11 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     page.run("document.getElementById('theme').click()")
     assert page.run(theme) != before
     page.check()
+    # Numbers are rounded as on the terminal, halves too.
+    values = [0.5625, 0.0625, 0.03125, -0.5625, 100.5, 12.34567, 0.0, 1.0]
+    for unit, metric in (("", "env/return"), ("%", "env/correct_answer")):
+        shown = chromium.execute_script(f"return arguments[0].map((value) => short(value, '{unit}'))", values)
+        assert shown == [format_value(metric, value) for value in values]
 
 
 def test_filters_and_colours(chromium, tmp_path):

@@ -52,8 +52,8 @@ class Logger:
     """Records the metrics of a run in `directory`, and in the `sinks`.
 
     `resume_step` is the step that a resumed run continues from: later lines of both files are dropped, since those
-    steps will be run again. `num_steps`: of the run, 0 where it may end before. With `enabled` false (every process but
-    the main one) all methods do nothing.
+    steps will be run again. `num_steps`: of the run, 0 where it may end before. `test_interval`: steps from one
+    evaluation to the next. With `enabled` false (every process but the main one) all methods do nothing.
 
     Raises: OSError when a file cannot be written.
     """
@@ -65,11 +65,14 @@ class Logger:
         enabled: bool = True,
         resume_step: int | None = None,
         num_steps: int = 0,
+        test_interval: int = 0,
         sinks: Sequence[Sink] = (),
     ):
         self.enabled = enabled
         self.num_steps = num_steps
+        self.test_interval = test_interval
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
+        self.test_time = 0.0  # seconds of the last evaluation
         self.sinks = sinks
         self.health_checks = HealthChecks()
         self.step = 0  # last one that was logged
@@ -127,25 +130,33 @@ class Logger:
         place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
         training = summary(f"step {place}", TRAINING, metrics)
         held_out = summary(f"test {place}", HELD_OUT, metrics)
+        self.test_time = metrics.get("times/test", self.test_time)
         if training or not held_out:
             print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]), flush=True)
         if held_out:
-            print(held_out, flush=True)
+            cells = [f"{self.test_time:>5.1f}s"] if "times/test" in metrics else []
+            print("  ".join([held_out, *cells]), flush=True)
         for metric, warning in self.health_checks.find_warnings(step, metrics).items():
             self.warn(step, metric, warning)
 
     def time_cells(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the seconds of a step, and an estimate of the time until the last one, where these are known."""
+        """Returns the seconds of a step, and an estimate of the time until the end, where these are known."""
         if "times/step" not in metrics:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
         self.step_times.append(metrics["times/step"])
         seconds = (self.num_steps - step) * statistics.median_low(self.step_times)
+        seconds += self.num_tests_left(step) * self.test_time
         size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
         bound = "<" if len(self.step_times) == 1 else ""  # the first step compiles
         if step < self.num_steps:
             cells.append(f"{bound + format(seconds / size, '.0f'):>3}{unit} left")
         return cells
+
+    def num_tests_left(self, step: int) -> int:
+        """Returns how many evaluations follow the one of this step: at intervals, and after the last step."""
+        last = self.num_steps - 1
+        return last // self.test_interval - step // self.test_interval + 1 if self.test_interval else 1
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: the prompt, the completion, and its reward."""

@@ -20,12 +20,18 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// Halves are rounded to even, as on the terminal: 0.5625 is 56.2%.
+const rounding = { useGrouping: false, roundingMode: "halfEven" };
+const percent = new Intl.NumberFormat("en", { ...rounding, style: "percent", minimumFractionDigits: 1 });
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0, roundingMode: "halfEven" });
+const threeDigits = new Intl.NumberFormat("en", { ...rounding, maximumSignificantDigits: 3 });
+
 /** A number as people read it. */
 function short(value, unit = "") {
   if (typeof value !== "number") return "–";
-  if (unit === "%") return `${(100 * value).toFixed(1)}%`;
+  if (unit === "%") return percent.format(value);
   if (value && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(1);
-  return Math.abs(value) < 100 ? String(+value.toPrecision(3)) : Math.round(value).toLocaleString("en");
+  return Math.abs(value) < 100 ? threeDigits.format(value) : whole.format(value);
 }
 
 /** Text in which characters that cannot be seen, that turn the text around them or are half a pair stand as numbers. */

@@ -185,7 +185,12 @@ class Run:
         sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
         num_steps = 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
         self.logger = Logger(
-            self.directory, enabled=is_main, resume_step=resume_step, num_steps=num_steps, sinks=sinks
+            self.directory,
+            enabled=is_main,
+            resume_step=resume_step,
+            num_steps=num_steps,
+            test_interval=self.settings.get("test_interval", 0),
+            sinks=sinks,
         )
         self.compilations = Compilations(self.directory / "programs.jsonl" if is_main else None)
         return self
@@ -377,7 +382,7 @@ class Run:
             stop_trace()
         metrics |= self.compilations.take_metrics()
         metrics["rollout/total_rollouts"] = progress.num_rollouts
-        metrics["times/step"] = time.perf_counter() - self.step_start
+        metrics["times/step"] = time.perf_counter() - self.step_start - metrics.get("times/test", 0.0)
         metrics["times/run"] = self.origin.seconds
         metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
         self.logger.log(step, metrics)
