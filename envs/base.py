@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -120,6 +121,7 @@ class Env:
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
     truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
+    code: tuple[Path, ...] = ()  # files of the user's that it runs
     note: str = ""  # for people, once at the start: facts on its rows, with "; " between
 
     def problem(self, index: int) -> Problem:

@@ -68,6 +68,7 @@ class Dataset(Env):
         self.tokens_per_action = tokens_per_action
         self.reward = load_object(reward, "--reward", "function") if reward else None
         self.has_reward = bool(reward)
+        self.code = tuple(code_file(value) for value in (reward, episode) if value)
         self.adapter = None
         if episode:
             settings = ToolSettings(max_calls=max_tool_calls, error_reward=tool_error_reward)
@@ -249,13 +250,18 @@ def find_source(path: str, hub_split: str) -> Source:
     return Source((), path, hub_split)
 
 
+def code_file(value: str) -> Path:
+    """Returns the file of FILE.py:NAME."""
+    return Path(value.rpartition(":")[0]).expanduser()
+
+
 def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mapping[str, float] | Resettable]:
     """Returns the function or class (`kind`) that FILE.py:NAME, the value of a flag, names.
 
     Raises: UserError when there is none.
     """
     file, _, name = value.rpartition(":")
-    path = Path(file).expanduser()
+    path = code_file(value)
     if not file or not path.is_file():
         raise UserError(f"{flag} {value}: write FILE.py:{kind.upper()}, with a file that is there")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,6 +354,24 @@ def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
     assert "goes on with other data: dataset is" in capsys.readouterr().out
 
 
+def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
+    def play() -> RolloutSettings:
+        settings = played_file(tmp_path / "a.jsonl", rows(*range(20)))
+        env = make_env("dataset", path=str(tmp_path / "a.jsonl"), reward=f"{code}:reward")
+        return replace(settings, env=env)
+
+    folder, code = tmp_path / "run", tmp_path / "rewards.py"
+    code.write_text("def reward(text): return 1.0")
+    with started(small_run(folder, play())) as run:
+        save(run, 1)
+    small_run(folder, play()).release()
+    code.write_text("def reward(text): return 0.5")
+    with pytest.raises(UserError, match=r"other data: .*rewards.py is code, digest \w+ and was code, digest"):
+        small_run(folder, play())
+    small_run(folder, play(), resume="force").release()
+    assert "rewards.py is code" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["countdown3", "poem"])
 def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(name):
     envs = [make_env(split) for split in (name, name, f"{name}-test")]
@@ -371,7 +390,7 @@ def test_processes_that_see_different_data_stop():
             return [1, value]
 
     fingerprints.compare_processes({"a": "5 problems, digest 0"}, Other())
-    with pytest.raises(ValueError, match=r"processes see different problems of a \(here: 6 problems"):
+    with pytest.raises(ValueError, match=r"processes see different contents of a \(here: 6 problems"):
         fingerprints.compare_processes({"a": "6 problems, digest 0"}, Other())
 
 

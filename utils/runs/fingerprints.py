@@ -1,4 +1,4 @@
-"""Fingerprints of environments, to check that all processes, and a resumed run, see the same problems."""
+"""Fingerprints of environments, to check that all processes, and a resumed run, see the same problems and rewards."""
 
 import hashlib
 import json
@@ -24,6 +24,7 @@ class Problem(Protocol):
 class Environment(Protocol):
     num_tasks: int
     is_generated: bool
+    code: Sequence[Path]
 
     def problem(self, index: int) -> Problem:
         """Returns the problem with this number."""
@@ -39,6 +40,12 @@ def fingerprint_env(env: Environment) -> str:
     return f"{env.num_tasks:,} problems, digest {digest.hexdigest()}"
 
 
+def fingerprint_code(env: Environment) -> dict[str, str]:
+    """Returns a digest of each file of the user's code that an environment runs."""
+    digests = {file: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in env.code}
+    return {str(file): f"code, digest {digest}" for file, digest in digests.items()}
+
+
 def stable(value: object) -> JSON:
     """Returns a substitute for a value that JSON lacks, equal in every process: no addresses, no order of a set."""
     if isinstance(value, set | frozenset):
@@ -52,7 +59,7 @@ def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
         is_same = layout.broadcast(here) == here
         if not all(layout.gather_values(is_same)):
             raise UserError(
-                f"processes see different problems of {name} (here: {here}): give all hosts the same files, library "
+                f"processes see different contents of {name} (here: {here}): give all hosts the same files, library "
                 "versions and revision of the data set"
             )
 

@@ -44,7 +44,7 @@ from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
-from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_env
+from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
@@ -148,7 +148,9 @@ class Run:
             self.bucket.download()
         state_folder = self.bucket.path if self.bucket else self.directory
         self.checkpoints = CheckpointManager(state_folder / "state", self.config.keep, layout)
-        self.fingerprints = {played.name: fingerprint_env(played.env) for played in environments.values()}
+        self.fingerprints: dict[str, str] = {}
+        for played in environments.values():
+            self.fingerprints |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)
         if self.checkpoints.steps:
             resumable = {option.name for option in options_of(type(settings)).values() if option.resumable}
             check_settings(self.directory / "config.json", self.settings, self.config.resume, resumable)
