@@ -1,22 +1,20 @@
-"""Every preset on the demo's task with equal samples: learning curves and a table.
+"""Every preset on the demo's task with equal samples, as adapters of one population: learning curves and a table.
 
-    python bench/objectives.py --dir runs/objectives            # an hour on two cores; run it again to go on
+    python bench/objectives.py --dir runs/objectives            # 15 presets x 3 seeds
     python bench/objectives.py --dir runs/objectives --draw     # objectives.png and the table, from what is there
 
-Each step samples 256 completions (16 prompts x 16; sil 8 x 32) and takes four updates, each of a quarter of what is
-learnt from. All else is the preset's or, where that is silent, the demo's; `OWN` holds the exceptions.
+Each step samples 256 completions (16 prompts x 16) and takes four updates, each of a quarter of what is learnt from
+(sil one, of all that it imitates). All else is the preset's or, where that is silent, the demo's. `ppo` is missing: its
+critic is a second model, which adapters have no room for.
 """
 
 import argparse
-import json
-import os
 import runpy
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import Queue
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -24,97 +22,64 @@ if __name__ == "__main__":
 import numpy as np
 from matplotlib.figure import Figure
 
-from utils.reporting.plots import COLOURS, read_metrics
+from utils.reporting.plots import COLOURS, Metrics, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-PRESETS = {  # seeds of each
-    **dict.fromkeys(("grpo", "drgrpo", "ppo", "sil", "nanochat", "cispo"), (0, 1, 2)),
-    **dict.fromkeys(("dapo", "gspo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline"), (0,)),
-    **dict.fromkeys(("maxrl", "sapo", "dppo"), (0,)),
-}
-STEPS = 16
+PRESETS = (
+    "grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline",
+    "policy_gradients", "sil", "nanochat", "maxrl", "sapo", "dppo",
+)  # fmt: skip
+SEEDS = (0, 1, 2)
+FOUR_UPDATES = "ppo_minibatch: 64\n"  # a preset, which that of sil comes behind
 DEMO = runpy.run_path(str(ROOT / "configs" / "demo.py"))["get_config"]()
-COMMON = {
-    "env_name": "countdown", "env_options": DEMO["env_options"], "test_env_name": "countdown-test", "num_epochs": 0,
-    "groups_per_batch": 16, "group_size": 16, "max_resampling": 1, "ppo_minibatch": 64, "entropy_coef": 0,
-    "num_generation_tokens": 192, "max_steps": STEPS, "test_interval": 4, "num_eval_tasks": 512, "num_eval_samples": 1,
-    "test_greedy": 0, "save_interval": 4, "sample_interval": 0, "save_rollouts": "none", "wandb_mode": "disabled",
+SAME = ("env_name", "env_options", "test_env_name", "num_generation_tokens", "force_answer_at", "groups_per_batch")
+FLAGS = {name: DEMO[name] for name in SAME} | {
+    "group_size": 16, "max_resampling": 1, "entropy_coef": 0, "format_reward": "", "format_weight": 0, "temperature": 1,
+    "top_p": 1, "top_k": 0, "lora_rank": 4, "lr": 3e-3, "num_epochs": 0, "max_steps": 16, "test_interval": 8,
+    "num_eval_tasks": 512, "num_eval_samples": 1, "test_greedy": 0, "save_interval": 0, "sample_interval": 0,
+    "save_rollouts": "none", "inference_batch_per_device": 2048, "unroll_layers": 0,
 }  # fmt: skip
-OWN = {
-    "ppo": {"critic_lr": 2e-3},
-    "sil": {"groups_per_batch": 8, "group_size": 32, "ppo_minibatch": 4},
-    "nanochat": {"init_lr_frac": 0.3, "embedding_lr": 8e-4, "lr": 0.002},  # steps as large as the others' AdamW
-}
 SCORE = "test_env/correct_answer"
+Runs = Mapping[str, Sequence[Metrics]]  # by preset, one of each seed
 
 
-def command(preset: str, seed: int, folder: Path) -> list[str]:
-    """The command line of one run."""
-    flags = COMMON | OWN.get(preset, {}) | {"seed": seed, "save_dir": folder}
-    configs = ["--config", "configs/demo.py", "--config", f"configs/{preset}.py"]
+def command(folder: Path) -> list[str]:
+    """Returns the command line of the population."""
+    presets = ",".join(f"configs/{preset}.py" for preset in PRESETS)
+    seeds = ",".join(map(str, SEEDS))
+    flags = [str(x) for name, value in FLAGS.items() for x in (f"--{name}", value)]
     return [
-        sys.executable,
-        "core/grpo.py",
-        *configs,
-        *(str(x) for item in flags.items() for x in (f"--{item[0]}", item[1])),
+        *(sys.executable, "core/population.py", "--population", f"seed={seeds};config={presets}"),
+        *("--config", "configs/demo.py", "--config", str(folder / "four_updates.yaml")),
+        *(*flags, "--save_dir", str(folder)),
     ]
 
 
-def run_all(directory: Path, names: Sequence[str], jobs: int) -> None:
-    """Runs what is not finished, so many at a time, each on its share of the cores."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    places = Queue()
-    for i in range(jobs):
-        places.put(set(cores[i::jobs]))
+def read_runs(folder: Path) -> Runs:
+    """Returns what the members logged."""
 
-    def run(preset: str, seed: int) -> None:
-        folder = directory / f"{preset}-{seed}"
-        if (folder / f"step{STEPS}").exists():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        mine = places.get()
-        with (folder / "log.txt").open("a") as log:
-            process = subprocess.Popen(command(preset, seed, folder), cwd=ROOT, stdout=log, stderr=log)
-            if mine:
-                os.sched_setaffinity(process.pid, mine)
-            status = process.wait()
-        places.put(mine)
-        print(f"{folder.name}: {'done' if status == 0 else f'exit status {status}, see {folder}/log.txt'}", flush=True)
+    def read(preset: str, seed: int) -> Metrics:
+        return read_metrics(folder / f"seed={seed}_config={preset}" / "metrics.jsonl")
 
-    with ThreadPoolExecutor(jobs) as pool:
-        for i in range(3):  # first one seed of each
-            for preset in names:
-                for seed in PRESETS[preset][i : i + 1]:
-                    pool.submit(run, preset, seed)
+    return {preset: [read(preset, seed) for seed in SEEDS] for preset in PRESETS}
 
 
-def finished(directory: Path) -> dict[str, list[dict]]:
-    """What each finished run logged, by preset."""
-    found = {}
-    for preset, seeds in PRESETS.items():
-        folders = [directory / f"{preset}-{seed}" for seed in seeds]
-        runs = [read_metrics(folder / "metrics.jsonl") for folder in folders if (folder / f"step{STEPS}").exists()]
-        found |= {preset: runs} if runs else {}
-    return found
-
-
-def table(runs: dict[str, list[dict]]) -> str:
-    """A row for each preset: held-out score before and after (± one standard error over problems), length, time."""
-    lines = ["| preset | held out, before | after | tokens | KL of a step | minutes |", "|---|---|---|---|---|---|"]
+def table(runs: Runs) -> str:
+    """Returns a row for each preset: means over seeds; of the held-out scores a run's standard error over problems."""
+    lines = ["| preset | held out, before | after | of seeds | tokens | KL of a step |", "|---|---|---|---|---|---|"]
     for preset, logs in sorted(runs.items(), key=lambda item: -np.mean([log[SCORE][1][-1] for log in item[1]])):
         first, last = (np.array([log[SCORE][1][i] for log in logs]) for i in (0, -1))
         error = np.mean([log[f"{SCORE}_ci"][1][-1] for log in logs]) / 1.96
-        spread = f" ({', '.join(f'{score:.3f}' for score in last)})" if len(logs) > 1 else ""
         length = np.mean([log["test_env/length"][1][-1] for log in logs])
-        kl = np.mean([log["approx_kl"][1].mean() for log in logs])
-        minutes = np.mean([log["times/run"][1][-1] for log in logs]) / 60
-        scores = f"{first.mean():.3f} | **{last.mean():.3f}** ± {error:.3f}{spread}"
-        lines.append(f"| `{preset}` | {scores} | {length:.0f} | {kl:.1e} | {minutes:.1f} |")
+        kl = np.mean([np.nanmean(log["approx_kl"][1]) for log in logs])
+        of_seeds = ", ".join(f"{score:.3f}" for score in last)
+        scores = f"{first.mean():.3f} | **{last.mean():.3f}** | {of_seeds}, each ± {error:.3f}"
+        lines.append(f"| `{preset}` | {scores} | {length:.0f} | {kl:.1e} |")
     return "\n".join(lines)
 
 
-def draw(runs: dict[str, list[dict]], out: Path, title: str = "preset (seeds)") -> None:
-    """Held-out score and training return by step; means over seeds, with their range."""
+def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
+    """Draws held-out score and training return by step: means over seeds, with their range."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     panels = figure.subplots(1, 2)
     for i, (preset, logs) in enumerate(runs.items()):
@@ -134,23 +99,21 @@ def draw(runs: dict[str, list[dict]], out: Path, title: str = "preset (seeds)") 
     figure.savefig(out, dpi=100)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--presets", default=",".join(PRESETS), help="comma-separated")
+    parser.add_argument("--dir", type=Path, required=True, help="folder of the population")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw and print what is there")
     args = parser.parse_args()
-    args.dir.mkdir(parents=True, exist_ok=True)
+    folder = args.dir.resolve()
     if not args.draw:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(args.dir.resolve() / "compiled"))
-        run_all(args.dir.resolve(), args.presets.split(","), args.jobs)
-    runs = finished(args.dir)
-    draw(runs, args.dir / "objectives.png")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "four_updates.yaml").write_text(FOUR_UPDATES)
+        line = command(folder)
+        print(shlex.join(line[1:]))
+        subprocess.run(line, cwd=ROOT, check=True)
+    runs = read_runs(folder)
+    draw(runs, folder / "objectives.png")
     print(table(runs))
-    (args.dir / "commands.json").write_text(
-        json.dumps({name: " ".join(command(name, PRESETS[name][0], Path("RUN"))[1:]) for name in PRESETS}, indent=2)
-    )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main() -> None:
         runs = {name: list(map(plots.read_metrics, found)) for name, found in files.items() if found}
         objectives.draw(runs, HERE / "lora.png", "trained (seeds)")
     if args.objectives:
-        objectives.draw(objectives.finished(args.objectives), HERE / "objectives.png")
+        objectives.draw(objectives.read_runs(args.objectives), HERE / "objectives.png")
     if args.report:
         photograph(args.report, HERE / "report.png")
 

@@ -140,6 +140,12 @@ def test_a_frozen_vocabulary_stays_as_it_is_and_norms_and_biases_do_not_decay(op
         assert (after[name] == x).all() == (name in (EMBED, HEAD)), name
 
 
+def test_equal_settings_are_one_optimizer():
+    """An optimiser is a static argument of programs."""
+    first, again, other = (make_optimizer(OptimizerConfig(lr=lr)) for lr in (0.1, 0.1, 0.2))
+    assert first is again is not other
+
+
 # Memory
 
 

@@ -17,6 +17,7 @@ from core.sampling import Sampler
 from models import decoder
 from models.architecture import Decoder
 from tests.kill_runs import FLAGS, arguments, start
+from utils.devices import compilation
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import single_device
 from utils.metrics.speed import PEAKS, sampling_bytes, shares_of_peak, speed_metrics, training_flops
@@ -101,6 +102,19 @@ def test_compilations_are_counted_once():
     assert second == compilations.take_metrics() == {
         "compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0
     }  # fmt: skip
+
+
+def test_programs_are_forgotten_before_they_have_all_memory_mappings(monkeypatch, tmp_path):
+    traced = []
+    double = jax.jit(lambda x: traced.append(x) or 2 * x)
+    double(1.0)
+    few = tmp_path / "max_map_count"
+    few.write_text("100\n")
+    assert not compilation.forget_programs() and double(1.0) == 2 and len(traced) == 1
+    monkeypatch.setattr(compilation, "MOST_MAPS", few)
+    assert compilation.forget_programs() and double(1.0) == 2 and len(traced) == 2
+    monkeypatch.setattr(compilation, "MAPS", tmp_path / "elsewhere")
+    assert not compilation.forget_programs()
 
 
 def test_a_second_process_compiles_nothing(tmp_path):

@@ -1,12 +1,17 @@
-"""Compiles every program of a run before its first step: minutes at its start, and no step waits for the compiler."""
+"""Programs of a run: compiled before its first step, and forgotten before they are more than a process may hold."""
 
+import contextlib
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import jax
 from jaxtyping import PyTree
 
 # Yields jitted functions with their arguments, or shapes of them, and is sent the shapes of what they return.
 Programs = Generator[tuple[Callable, tuple], PyTree, None]
+
+MAPS = Path("/proc/self/maps")  # a line for each memory mapping of this process
+MOST_MAPS = Path("/proc/sys/vm/max_map_count")
 
 
 def compile_programs(programs: Programs) -> None:
@@ -38,3 +43,17 @@ def shapes_of(arrays: PyTree, memory_kind: str = "") -> PyTree:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(shape_of, arrays)
+
+
+def forget_programs() -> bool:
+    """Forgets all compiled programs where they have half of the memory mappings that Linux allows a process.
+
+    Those that are needed again come from the compilation cache. XLA takes three mappings for each kernel of a program
+    on a CPU, a hundred and more for a program, and crashes where there are none left, usually of 65,530.
+    """
+    with contextlib.suppress(OSError, ValueError):  # not on Linux
+        num_maps = MAPS.read_bytes().count(b"\n")
+        if num_maps > int(MOST_MAPS.read_text()) // 2:
+            jax.clear_caches()
+            return True
+    return False

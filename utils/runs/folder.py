@@ -30,6 +30,7 @@ from models.checkpoint import find_local, find_model, save_model
 from models.names import LAYERS, Adapters, Params
 from models.peft import base_name, save_adapters
 from models.tokenizer import Tokenizer
+from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
 from utils.evaluation.tables import find_checkpoints
@@ -398,6 +399,8 @@ class Run:
         is_saved = is_last or is_due(step, self.config.save_interval)
         if is_saved:
             self.save_model(f"step{step}", state.params, progress)
+        if self.layout.is_cpu and forget_programs():
+            self.print(f"step {step}: there were too many compiled programs for this process; it loads them as needed")
         self.num_steps += 1
         self.newest = state, progress
         self.check_lock()

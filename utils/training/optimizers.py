@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import optax
@@ -173,6 +174,7 @@ def schedule(config: OptimizerConfig, progress: float) -> float:
     return schedules[config.lr_schedule]
 
 
+@cache  # so that members of a population with equal settings share programs
 def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.GradientTransformation:
     """Returns the optimiser behind a clip of the global norm; the critic has an AdamW and a clip of its own.
 
