@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import numpy as np
 from matplotlib.figure import Figure
 
-from utils.reporting.plots import COLOURS, Metrics, read_metrics
+from utils.reporting.plots import COLOURS, WINDOW, Metrics, read_metrics, running_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
@@ -86,13 +86,13 @@ def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
         look = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
         for panel, metric in zip(panels, (SCORE, "env/correct_answer"), strict=True):
             steps, scores = logs[0][metric][0], np.array([log[metric][1] for log in logs])
-            if metric != SCORE:  # a running mean over five steps
-                scores = np.array([np.convolve(row, np.ones(5) / 5, "valid") for row in scores])
-                steps = steps[2:-2]
+            if metric != SCORE:
+                scores = np.array([running_mean(row) for row in scores])
             panel.plot(steps, scores.mean(axis=0), label=f"{preset} ({len(logs)})", linewidth=1.6, **look)
             if len(logs) > 1:
                 panel.fill_between(steps, scores.min(axis=0), scores.max(axis=0), color=look["color"], alpha=0.12)
-    for panel, problems in zip(panels, ("held out (512 problems)", "training batch, mean of 5 steps"), strict=True):
+    titles = "held out (512 problems)", f"training batch, mean of {WINDOW} steps"
+    for panel, problems in zip(panels, titles, strict=True):
         panel.set(title=f"Correct answers, {problems}", xlabel="steps of 256 completions", ylim=(0, None))
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title=title)
@@ -114,6 +114,8 @@ def main() -> None:
     runs = read_runs(folder)
     draw(runs, folder / "objectives.png")
     print(table(runs))
+    seconds = max(log["times/run"][1][-1] for logs in runs.values() for log in logs)
+    print(f"{seconds / 60:.0f} minutes for all of them")
 
 
 if __name__ == "__main__":
