@@ -32,12 +32,14 @@ PRESETS = (
 SEEDS = (0, 1, 2)
 FOUR_UPDATES = "ppo_minibatch: 64\n"  # a preset, which that of sil comes behind
 DEMO = runpy.run_path(str(ROOT / "configs" / "demo.py"))["get_config"]()
-SAME = ("env_name", "env_options", "test_env_name", "num_generation_tokens", "force_answer_at", "groups_per_batch")
-FLAGS = {name: DEMO[name] for name in SAME} | {
-    "group_size": 16, "max_resampling": 1, "entropy_coef": 0, "format_reward": "", "format_weight": 0, "temperature": 1,
-    "top_p": 1, "top_k": 0, "lora_rank": 4, "lr": 3e-3, "num_epochs": 0, "max_steps": 16, "test_interval": 8,
-    "num_eval_tasks": 512, "num_eval_samples": 1, "test_greedy": 0, "save_interval": 0, "sample_interval": 0,
-    "save_rollouts": "none", "inference_batch_per_device": 2048, "unroll_layers": 0,
+SAME = (
+    "env_name", "env_options", "test_env_name", "num_generation_tokens", "force_answer_at", "groups_per_batch",
+    "group_size", "max_resampling", "entropy_coef", "num_eval_tasks",
+)  # fmt: skip
+FLAGS = {name: DEMO[name] for name in SAME} | {  # so that presets change the objective only
+    "format_reward": "", "format_weight": 0, "temperature": 1, "top_p": 1, "top_k": 0, "lora_rank": 4, "lr": 3e-3,
+    "num_epochs": 0, "max_steps": 16, "test_interval": 8, "num_eval_samples": 1, "test_greedy": 0, "save_interval": 0,
+    "sample_interval": 0, "save_rollouts": "none", "inference_batch_per_device": 2048, "unroll_layers": 0,
 }  # fmt: skip
 SCORE = "test_env/correct_answer"
 Runs = Mapping[str, Sequence[Metrics]]  # by preset, one of each seed

@@ -260,9 +260,9 @@ def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mappi
 
     Raises: UserError when there is none.
     """
-    file, _, name = value.rpartition(":")
     path = code_file(value)
-    if not file or not path.is_file():
+    name = value.rpartition(":")[2]
+    if not path.is_file():
         raise UserError(f"{flag} {value}: write FILE.py:{kind.upper()}, with a file that is there")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

@@ -214,7 +214,7 @@ def test_a_critic_s_values_are_products_in_float32():
     tokens = np.ones((2, 8), np.int32)
     jaxpr = jax.make_jaxpr(lambda critic: decoder.state_values(model, critic, tokens))(critic)
     products = [equation.params["precision"] for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
-    assert set(products) == {(jax.lax.Precision.HIGHEST,) * 2}, "the layers' are inside of a scan"
+    assert products == [(jax.lax.Precision.HIGHEST,) * 2], "the layers' are inside of a scan"
 
 
 def heads(T: int, C: int) -> list[jax.Array]:
