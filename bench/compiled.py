@@ -57,7 +57,7 @@ from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
 from utils.metrics.speed import PEAKS
 from utils.settings.config import group, option, parse, with_options
 from utils.settings.errors import UserError, user_errors
-from utils.training.batching import bucket
+from utils.training.batching import ONE_SHAPE, bucket
 from utils.training.optimizers import make_optimizer
 from utils.training.state import TrainState
 
@@ -396,7 +396,7 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     settings = model, optimizer, layout, config, width, num_rows * width
-    imagined = ImaginedLearner(*settings, base=base, has_fixed_shapes=True)
+    imagined = ImaginedLearner(*settings, base=base, fractions=ONE_SHAPE)
     return imagined.programs(state, width)
 
 

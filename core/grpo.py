@@ -49,7 +49,7 @@ from utils.settings.config import parse
 from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
-from utils.training.batching import bucket, group_counts, select_rows
+from utils.training.batching import ONE_SHAPE, bucket, group_counts, select_rows
 from utils.training.state import TrainState, fingerprint
 
 
@@ -304,7 +304,7 @@ def precompile(
 def precompile_updates(learner: Learner, state: TrainState, lengths: Sequence[int]) -> Learner:
     """Compiles updates after prompts of these lengths; returns the learner, with one shape for each row length."""
     longest = max(lengths) + learner.num_generation_tokens
-    learner = replace(learner, has_fixed_shapes=True)
+    learner = replace(learner, fractions=ONE_SHAPE)
     for width in dict.fromkeys(map(bucket, range(min(lengths) + 1, longest + 1))):
         compile_programs(learner.programs(state, width))
     return learner

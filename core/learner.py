@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from core.config import Config
 from core.objectives import (
-    ObjectiveConfig,
+    LossConfig,
     describe_objective,
     policy_loss,
     reduce_metrics,
@@ -40,6 +40,8 @@ from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
 from utils.training.batching import (
     EMPTY,
+    ONE_SHAPE,
+    Fractions,
     Microbatch,
     RowSizes,
     bucket,
@@ -81,7 +83,7 @@ class Learner:
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
     sampling_room: int = 0  # bytes on a device that are left for the rows that are sampled at once
-    has_fixed_shapes: bool = False  # one program for all micro-batches of a width; --precompile sets it
+    fractions: Fractions = Fractions()  # fewer shapes are padded more, and compiled sooner
 
     def policy(self, params: Params | Adapters) -> Policy:
         """Returns the policy whose trained parameters these are."""
@@ -171,7 +173,7 @@ class Learner:
 
     def add_up(self, params: Params | Adapters, microbatches: Iterator[Rows]) -> tuple[Sums, list[Part]]:
         """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
-        settings = self.model, self.config.objective, self.config.sampling.distribution
+        settings = self.model, self.config.objective.loss, self.config.sampling.distribution
         sums, parts = self.zero_sums(params), []
         for _, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
@@ -193,7 +195,7 @@ class Learner:
         """
         sizes = row_sizes(batch)
         shards = self.layout.row_shards
-        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.has_fixed_shapes
+        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.fractions
         plan = plan_microbatches(sizes, *settings)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 
@@ -275,7 +277,7 @@ class Learner:
             yield score, (self.model, distribution, shapes_of(self.reference), *arguments, packing)
         batch, packing = self.zero_batch(width, self.config.minibatch_size)
         sums = shapes_of(self.zero_sums(params))
-        settings = self.model, self.config.objective, distribution
+        settings = self.model, self.config.objective.loss, distribution
         yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
         if self.layout.num_chains(self.model.num_parameters) > 1:
             yield add_sums, (sums, sums)
@@ -287,7 +289,8 @@ class Learner:
         objective = self.config.objective
         shards = self.layout.row_shards
         sizes = full_rows(max_rows, width)
-        rows, *shapes = plan_microbatches(sizes, self.tokens_per_microbatch, shards, max_rows, is_fixed=True)[0]
+        plan = plan_microbatches(sizes, self.tokens_per_microbatch, shards, max_rows, fractions=ONE_SHAPE)
+        rows, *shapes = plan[0]
         sizes = sizes.select(rows)
         shape = len(rows), width
         floats = np.zeros(shape, np.float32)
@@ -373,7 +376,7 @@ def score(
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def accumulate(
     model: Decoder,
-    objective: ObjectiveConfig,
+    objective: LossConfig,
     distribution: Distribution,
     params: Params | Adapters,
     sums: Sums,
@@ -387,7 +390,7 @@ def accumulate(
         policy = make_policy(base, params)
         scores = score_tokens(model, policy, batch.tokens, distribution, batch.support, batch.routes, packing)
         loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, objective)
-        if objective.has_critic:
+        if batch.returns is not None:
             metrics["value/loss"] = value_loss(scores.values, batch, objective)
             loss += metrics["value/loss"]
         return loss, metrics

@@ -9,7 +9,7 @@ B = N G rows, T row length, S ids of a truncated distribution, R bins of log rat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import jax
@@ -131,7 +131,7 @@ ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
 
 
 @formula("max(-ratio A, -clip(ratio, {low}, {high}) A){dual_clip}")
-def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of PPO and GRPO. Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5."""
     A = batch.advantages
     ratio = jnp.exp(logprobs - batch.old_logprobs)
@@ -144,7 +144,7 @@ def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") 
 
 
 @formula("-clip(ratio, {low}, {high}) A")
-def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss without a gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     clipped = jnp.clip(ratio, *config.clip_range)
@@ -152,13 +152,13 @@ def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: "Objective
 
 
 @formula("-A log p")
-def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of REINFORCE. Source: Williams 1992."""
     return -batch.advantages * logprobs, jnp.zeros(logprobs.shape, bool)
 
 
 @formula("-stopgrad(clip(ratio, {low}, {high})) A log p")
-def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of CISPO: every token keeps a gradient. Source: arXiv 2506.13585."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     weight = stop_gradient(jnp.clip(ratio, *config.clip_range))
@@ -167,7 +167,7 @@ def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig"
 
 
 @formula("max(-s A, -clip(s, {low}, {high}) A), s = the geometric mean of a completion's ratios")
-def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of GSPO, in its token form. Source: arXiv 2507.18071, section 4.3."""
     mean = stop_gradient(row_mean(logprobs - batch.old_logprobs, batch.mask))
     s = jnp.exp(mean + logprobs - stop_gradient(logprobs))
@@ -177,7 +177,7 @@ def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig")
 
 
 @formula("-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}")
-def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of DPPO with binary total variation. Source: arXiv 2602.04879."""
     low, high = config.clip_range
     moved = stop_gradient(jnp.exp(logprobs)) - jnp.exp(batch.sample_logprobs)
@@ -187,7 +187,7 @@ def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig")
 
 
 @formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = {config.sapo_tau:g}, {config.sapo_tau_negative:g} where A < 0")
-def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "ObjectiveConfig") -> TokenLosses:
+def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of SAPO: a soft gate in the place of the clip. Source: arXiv 2511.20347."""
     tau = jnp.where(batch.advantages > 0, config.sapo_tau, config.sapo_tau_negative)
     ratio = jnp.exp(logprobs - batch.old_logprobs)
@@ -212,17 +212,10 @@ KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-appr
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
-    """Objective."""
+class LossConfig:
+    """Loss: all that a function of OBJECTIVES may read."""
 
-    advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
     objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
-    loss_normalization: str = option(
-        "token_mean",
-        "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"
-        " over completions, constant: sum over (completions x --num_generation_tokens), as Dr. GRPO",
-        ["token_mean", "sequence_mean", "constant"],
-    )
     clip_epsilon: float = option(
         0.2,
         "Lower clip range: the ratio of new to old probability is clipped below 1 - clip_epsilon; with --objective "
@@ -240,16 +233,6 @@ class ObjectiveConfig:
     )
     sapo_tau: float = option(1.0, "Steepness of the gate of --objective sapo for positive advantages")
     sapo_tau_negative: float = option(1.05, "Steepness of the gate of --objective sapo for negative advantages")
-    best_k: int = option(2, "Completions of each group, the best, that --advantage best_k trains on")
-    credit: str = option(
-        "trajectory",
-        "Rewards that a turn of an episode is compared by; trajectory: those of the whole episode, turn: those from "
-        "this turn on, with the turns of the group that have the same number",
-        ["trajectory", "turn"],
-    )
-    turn_gamma: float = option(1.0, "Discount factor per turn of --credit turn; 1: none")
-    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
-    gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     value_clip: float = option(
         0.2,
         "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward; "
@@ -289,6 +272,41 @@ class ObjectiveConfig:
         "Mean log(sampled / new probability), nats per token, above which completions with a negative advantage are"
         " left out of the policy loss; 0: off",
     )
+    do_mask_importance_ratio: bool = option(
+        False, "Mask of tokens whose new / old probability is 2 or more, in the policy loss"
+    )
+    do_mask_inference_ratio: bool = option(
+        False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
+    )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        is_symmetric = self.clip_epsilon_high == -1
+        high = self.clip_epsilon if is_symmetric else self.clip_epsilon_high
+        return 1 - self.clip_epsilon, 1 + high
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(LossConfig):
+    """Objective."""
+
+    advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
+    loss_normalization: str = option(
+        "token_mean",
+        "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"
+        " over completions, constant: sum over (completions x --num_generation_tokens), as Dr. GRPO",
+        ["token_mean", "sequence_mean", "constant"],
+    )
+    best_k: int = option(2, "Completions of each group, the best, that --advantage best_k trains on")
+    credit: str = option(
+        "trajectory",
+        "Rewards that a turn of an episode is compared by; trajectory: those of the whole episode, turn: those from "
+        "this turn on, with the turns of the group that have the same number",
+        ["trajectory", "turn"],
+    )
+    turn_gamma: float = option(1.0, "Discount factor per turn of --credit turn; 1: none")
+    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
+    gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     do_group_filter: bool = option(
         True,
         "Filter of groups whose rewards are all equal; 0: they stay in the batch with advantage 0 (with --advantage"
@@ -300,12 +318,6 @@ class ObjectiveConfig:
     )
     do_clip_advantages: bool = option(False, "Replacement of negative advantages by 0, after --do_global_normalization")
     negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: none")
-    do_mask_importance_ratio: bool = option(
-        False, "Mask of tokens whose new / old probability is 2 or more, in the policy loss"
-    )
-    do_mask_inference_ratio: bool = option(
-        False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
-    )
 
     def __post_init__(self):
         for wrong, message in (
@@ -338,6 +350,11 @@ class ObjectiveConfig:
                 raise UserError(message)
 
     @property
+    def loss(self) -> LossConfig:
+        """Returns the settings of the loss alone: members of a population share its programs where these are equal."""
+        return LossConfig(**{field.name: getattr(self, field.name) for field in fields(LossConfig)})
+
+    @property
     def is_group_relative(self) -> bool:
         return self.advantage not in BATCH_ADVANTAGES
 
@@ -348,12 +365,6 @@ class ObjectiveConfig:
     @property
     def has_kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        is_symmetric = self.clip_epsilon_high == -1
-        high = self.clip_epsilon if is_symmetric else self.clip_epsilon_high
-        return 1 - self.clip_epsilon, 1 + high
 
 
 def has_signal(rewards: Float[np.ndarray, "N G"], config: ObjectiveConfig) -> Bool[np.ndarray, "N"]:
@@ -522,7 +533,7 @@ def set_loss_denominators(
 
 
 def policy_loss(
-    logprobs: Float[Array, "B T"], entropy: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
+    logprobs: Float[Array, "B T"], entropy: Float[Array, "B T"], batch: Batch, config: LossConfig
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics: summands of the optimiser batch's, see `reduce_metrics`."""
     batch = with_old_logprobs(logprobs, batch)
@@ -575,7 +586,7 @@ def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Flo
 
 
 def reference_kl(
-    logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig
+    logprobs: Float[Array, "B T"], batch: Batch, config: LossConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the KL's part of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
     log_ratio = logprobs - zero_outside_mask(batch.ref_logprobs, batch)
@@ -620,7 +631,7 @@ def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float
     return jnp.zeros(num_bins).at[bins].add(counts)
 
 
-def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Bool[Array, "B T"]:
+def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: LossConfig) -> Bool[Array, "B T"]:
     """True for tokens that no mask leaves out of the policy loss.
 
     Source: kvfrans/lmpo for the ratios of a token; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for --off_policy_mask.
@@ -637,7 +648,7 @@ def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: ObjectiveCo
     return keep
 
 
-def importance_weights(log_ratio: Float[Array, "B T"], config: ObjectiveConfig) -> Float[Array, "B #T"]:
+def importance_weights(log_ratio: Float[Array, "B T"], config: LossConfig) -> Float[Array, "B #T"]:
     """Weights that make up for sampling with other probabilities than old ones.
 
     Source: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
@@ -653,7 +664,7 @@ def importance_weights(log_ratio: Float[Array, "B T"], config: ObjectiveConfig) 
     return jnp.where(is_inside, w, 0.0)
 
 
-def value_loss(values: Float[Array, "B T"], batch: Batch, config: ObjectiveConfig) -> Float[Array, ""]:
+def value_loss(values: Float[Array, "B T"], batch: Batch, config: LossConfig) -> Float[Array, ""]:
     """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens. Source: PPO2 of OpenAI's baselines."""
     errors = (values - batch.returns) ** 2
     if config.value_clip:

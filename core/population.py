@@ -46,6 +46,7 @@ from utils.settings.config import option, options_of, parse, to_dict, with_optio
 from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
+from utils.training.batching import FEW_SHAPES
 from utils.training.state import TrainState
 
 SHARED_GROUPS = ("lora", "compute", "devices")  # of options in which members agree, beside SHARED
@@ -246,6 +247,7 @@ def make_member(
     workers = {role: share_sampler(worker, name, run.signals, shared) for role, worker in workers.items()}
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
+    learner = replace(learner, fractions=FEW_SHAPES)  # each is compiled for each objective
     workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
     shared.rows_per_call = workers["env"].rows_per_call
     state, progress = run.restore(state)

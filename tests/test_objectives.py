@@ -314,7 +314,7 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
 
     def loss(new, entropy, weight):
         weighted = replace(batch, denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
-        return policy_loss(new, entropy, weighted, config)[0]
+        return policy_loss(new, entropy, weighted, config.loss)[0]
 
     value, found = jax.value_and_grad(loss, argnums=(0, 1, 2))(new, entropy, jnp.ones(len(new)))
     for x, y, what in zip(found, expected, ("by log-probabilities", "by entropy", "value of each row"), strict=True):
@@ -324,7 +324,7 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
 
 def learn(new, entropy, batch: Batch, config: ObjectiveConfig):
     """The gradient and the metrics of a (micro-)batch."""
-    return jax.grad(policy_loss, has_aux=True)(jnp.asarray(new), jnp.asarray(entropy), batch, config)
+    return jax.grad(policy_loss, has_aux=True)(jnp.asarray(new), jnp.asarray(entropy), batch, config.loss)
 
 
 # Values and gradients
@@ -334,9 +334,10 @@ def learn(new, entropy, batch: Batch, config: ObjectiveConfig):
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
 def test_value_and_gradient(objective, normalization, kl):
     """For every advantage, the random batch having a group without signal."""
-    cases = [credited(ObjectiveConfig(advantage, **KL[kl]), seed=1) for advantage in CHOICES["advantage"]]
+    cases = [credited(ObjectiveConfig(advantage=advantage, **KL[kl]), seed=1) for advantage in CHOICES["advantage"]]
     flags = {"clip_epsilon_high": 0.28, "entropy_coef": 0.01} | KL[kl]
-    check_loss(ObjectiveConfig("group_mean", objective, normalization, **flags), cases, seed=1)
+    config = ObjectiveConfig(objective, advantage="group_mean", loss_normalization=normalization, **flags)
+    check_loss(config, cases, seed=1)
 
 
 ADVANTAGE_FLAGS = [
@@ -386,7 +387,7 @@ def test_value_and_gradient_without_the_rows_that_leave(normalization):
 
 @pytest.mark.parametrize("flags", LOSS_FLAGS, ids=in_words)
 def test_value_and_gradient_under_flags(flags):
-    check_loss(ObjectiveConfig(**flags), [credited(ObjectiveConfig(name), seed=3) for name in TWO], seed=3)
+    check_loss(ObjectiveConfig(**flags), [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO], seed=3)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -395,7 +396,7 @@ def test_value_and_gradient_under_flags(flags):
 def test_importance_correction(objective, correction, level):
     """It weighs the policy loss, not the KL."""
     flags = {"importance_correction": correction, "importance_level": level, "importance_cap": 1.5, "kl_coef": 0.1}
-    cases = [credited(ObjectiveConfig(name), seed=3) for name in TWO]
+    cases = [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO]
     check_loss(ObjectiveConfig(objective=objective, **flags), cases, seed=3)
 
 
@@ -484,7 +485,7 @@ REWARDS = [
 def test_advantages(advantage, flags):
     if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
         return
-    config = ObjectiveConfig(advantage, **flags)
+    config = ObjectiveConfig(advantage=advantage, **flags)
     batch = random_batch(4, np.ravel(REWARDS))
     found = compute_advantages(batch, config)
     expected, keep, signal = oracle_advantages(batch, config)
@@ -502,7 +503,7 @@ def test_advantages(advantage, flags):
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
 def test_generalised_advantages(gamma, gae_lambda, kl):
-    config, batch = ObjectiveConfig("gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl]), random_batch(5)
+    config, batch = ObjectiveConfig(advantage="gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl]), random_batch(5)
     assert_close(generalised_advantages(batch, config), oracle_gae(batch, config), 4 * T, SURPRISE)
 
 
@@ -531,7 +532,7 @@ def test_equal_rewards_carry_no_signal(advantage, flags):
         return
     if advantage == "best_k" and "do_group_filter" in flags:
         return  # imitates such groups
-    config = ObjectiveConfig(advantage, **flags)
+    config = ObjectiveConfig(advantage=advantage, **flags)
     for name, rewards in NEARLY_EQUAL.items():
         G = len(rewards)
         batch = random_batch(6, rewards + [*range(G)], G)
@@ -549,7 +550,7 @@ def test_a_group_without_signal_has_no_gradient(objective):
     config = ObjectiveConfig(objective=objective, do_group_filter=False)
     for advantage in CHOICES["advantage"]:
         if advantage not in (*NOT_RELATIVE, "best_k"):  # of best_k only two rows of a group would be left
-            batch, _ = credited(ObjectiveConfig(advantage, do_group_filter=False), seed=1)
+            batch, _ = credited(ObjectiveConfig(advantage=advantage, do_group_filter=False), seed=1)
             new, entropy = new_logprobs(batch, config, seed=1)
             grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)
             assert not grad[G : 2 * G].any() and grad[:G].any() and grad[2 * G :].any()
@@ -558,7 +559,7 @@ def test_a_group_without_signal_has_no_gradient(objective):
 @pytest.mark.parametrize("do_group_filter", [True, False])
 def test_best_k_imitates_groups_that_are_all_right_without_the_filter(do_group_filter):
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
-    found = compute_advantages(batch, ObjectiveConfig("best_k", do_group_filter=do_group_filter))
+    found = compute_advantages(batch, ObjectiveConfig(advantage="best_k", do_group_filter=do_group_filter))
     best = [5, 7] if do_group_filter else [0, 1, 5, 7]
     assert found.row.tolist() == best
     assert (found.advantages == batch.mask[best]).all()
@@ -608,7 +609,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
     monkeypatch.setitem(objectives.ADVANTAGES, "mine", half_of_group_mean)
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
     for do_group_filter in (True, False):
-        config = ObjectiveConfig("mine", do_group_filter=do_group_filter)
+        config = ObjectiveConfig(advantage="mine", do_group_filter=do_group_filter)
         found = compute_advantages(batch, config)
         assert found.row.tolist() == [*range(4 if do_group_filter else 0, 8)]
         assert not found.advantages[found.row < 4].any() and found.advantages[found.row >= 4].any()
@@ -620,7 +621,8 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
 
 @pytest.mark.parametrize("value_clip", [0.2, 0.0, 0.5])
 def test_value_loss(value_clip):
-    config, batch, rng = ObjectiveConfig("gae", value_clip=value_clip), random_batch(7), np.random.default_rng(7)
+    config = ObjectiveConfig(advantage="gae", value_clip=value_clip)
+    batch, rng = random_batch(7), np.random.default_rng(7)
     returns = np.float32(oracle_gae(batch, config) + batch.values)
     batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
@@ -647,7 +649,8 @@ def test_value_loss(value_clip):
 @pytest.mark.parametrize("objective", ["ppo", "ppo_all_clip", "reinforce", "cispo", "gspo", "sapo"])
 def test_without_old_logprobs_the_ratio_is_one(objective):
     """And all of these have the same gradient (dppo's ratio is to the sampler)."""
-    config, batch = ObjectiveConfig(objective=objective, entropy_coef=0.0), credited(ObjectiveConfig("gae"), 3)[0]
+    config = ObjectiveConfig(objective=objective, entropy_coef=0.0)
+    batch, _ = credited(ObjectiveConfig(advantage="gae"), 3)
     batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config)
     for old in (None, batch.old_logprobs):
         grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), replace(batch, old_logprobs=old), config)
@@ -701,8 +704,9 @@ def test_metrics(objective, kl):
 
 @pytest.mark.parametrize(("objective", "normalization"), LOSSES)
 def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
-    config = ObjectiveConfig("gae", objective, normalization, kl_coef=0.1, entropy_coef=0.1)
-    batch = set_loss_denominators(credited(ObjectiveConfig("gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
+    losses = {"loss_normalization": normalization, "kl_coef": 0.1, "entropy_coef": 0.1}
+    config = ObjectiveConfig(objective, advantage="gae", **losses)
+    batch = set_loss_denominators(credited(ObjectiveConfig(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
     batch = replace(batch, returns=oracle_gae(batch, config))
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
@@ -779,7 +783,9 @@ def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, 
     warning = " (GSPO is that of sequence_mean only)" * (objective == "gspo" and normalization != "sequence_mean")
     for advantage in CHOICES["advantage"]:
         A = {"reinforce": "r"}.get(advantage) or FORMULAS[advantage]
-        config = ObjectiveConfig(advantage, objective, normalization, 0.2, 0.28, 3.0, entropy_coef=0.0)
+        config = ObjectiveConfig(
+            objective, 0.2, 0.28, 3.0, advantage=advantage, loss_normalization=normalization, entropy_coef=0.0
+        )
         assert describe_objective(config) == f"minimise {normalization} of {FORMULAS[objective]}{warning}; A = {A}"
 
 
@@ -808,7 +814,10 @@ def test_the_description_names_what_is_added(flags, words):
 
 def test_the_description_names_what_is_done_to_advantages():
     config = ObjectiveConfig(
-        "group_mean", do_global_normalization=True, do_clip_advantages=True, negative_advantage_multiplier=0.5
+        advantage="group_mean",
+        do_global_normalization=True,
+        do_clip_advantages=True,
+        negative_advantage_multiplier=0.5,
     )
     words = "; A = r - mean of the group, normalised over the batch, 0 where negative, times 0.5 where negative"
     assert describe_objective(config).endswith(words)

@@ -13,7 +13,7 @@ from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD
 from models.packing import Packing, pack, pack_rows, unpack
 from tests.helpers import ROOT, assert_close, gradient_depth, slow
-from utils.training.batching import EMPTY, RowSizes, plan_microbatches
+from utils.training.batching import EMPTY, ONE_SHAPE, RowSizes, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4
@@ -73,7 +73,7 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, attention_cost
 def test_plans_with_fixed_shapes_depend_on_the_width_alone():
     shapes = {}
     for seed in range(5):
-        for part in plan_microbatches(random_sizes(12, seed), 256, 2, 48, is_fixed=True):
+        for part in plan_microbatches(random_sizes(12, seed), 256, 2, 48, fractions=ONE_SHAPE):
             shape = part.rows.size, part.num_scored, part.num_packed
             assert shapes.setdefault(part.width, shape) == shape
 

@@ -46,14 +46,15 @@ def shapes_of(arrays: PyTree, memory_kind: str = "") -> PyTree:
 
 
 def forget_programs() -> bool:
-    """Forgets all compiled programs where they have half of the memory mappings that Linux allows a process.
+    """Forgets all compiled programs where they have most of the memory mappings that Linux allows a process.
 
     Those that are needed again come from the compilation cache. XLA takes three mappings for each kernel of a program
-    on a CPU, a hundred and more for a program, and crashes where there are none left, usually of 65,530.
+    on a CPU, up to 500 for a program, and crashes where there are none left, usually of 65,530: a step may still add a
+    quarter.
     """
     with contextlib.suppress(OSError, ValueError):  # not on Linux
         num_maps = MAPS.read_bytes().count(b"\n")
-        if num_maps > int(MOST_MAPS.read_text()) // 2:
+        if num_maps > int(MOST_MAPS.read_text()) * 3 // 4:
             jax.clear_caches()
             return True
     return False

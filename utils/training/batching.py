@@ -115,6 +115,20 @@ def full_rows(num_rows: int, width: int) -> RowSizes:
     return RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, width), scored)
 
 
+class Fractions(NamedTuple):
+    """Sizes of packings: eighths of a micro-batch's columns for tokens, and of the packed tokens for scored ones.
+
+    Each pair is a shape to compile, for each width of rows.
+    """
+
+    packed: Sequence[int] = (2, 3, 4, 6, 8)
+    scored: Sequence[int] = (4, 8)
+
+
+FEW_SHAPES = Fractions(packed=(4, 8), scored=(8,))
+ONE_SHAPE = Fractions(packed=(8,), scored=(8,))
+
+
 class Microbatch(NamedTuple):
     """Rows of similar length in equal parts for each shard, and the shape that they are packed in: see Packing."""
 
@@ -130,13 +144,13 @@ def plan_microbatches(
     shards: int,
     max_rows: int,
     attention_cost: float = 0.0,
-    is_fixed: bool = False,
+    fractions: Fractions = Fractions(),  # noqa: B008 (frozen)
 ) -> list[Microbatch]:
     """Cuts rows into micro-batches of about `tokens_per_shard` columns of rows for each shard, longest first.
 
     The cheaper of two orders is taken: by length, which leaves little padding to attention, or prompt by prompt, which
     shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens. The number of rows follows
-    from the width, and is no more than hold `max_rows` rows; with `is_fixed` that of packed tokens too.
+    from the width, and is no more than hold `max_rows` rows; that of packed tokens is one of the `fractions`.
     """
     num_prompts = sizes.prompts.max() + 1
     longest_of_prompt = np.zeros(num_prompts, int)
@@ -153,7 +167,7 @@ def plan_microbatches(
 
     plans = []
     for order in (by_length, by_prompt):
-        plan = cut_rows(order, sizes, tokens_per_shard, shards, most_rows, is_fixed)
+        plan = cut_rows(order, sizes, tokens_per_shard, shards, most_rows, fractions)
         plans.append(with_one_shape_per_width(list(plan)))
     return min(plans, key=cost)
 
@@ -170,7 +184,12 @@ def with_one_shape_per_width(plan: list[Microbatch]) -> list[Microbatch]:
 
 
 def cut_rows(
-    order: Int[np.ndarray, "B"], sizes: RowSizes, tokens_per_shard: int, shards: int, most_rows: int, is_fixed: bool
+    order: Int[np.ndarray, "B"],
+    sizes: RowSizes,
+    tokens_per_shard: int,
+    shards: int,
+    most_rows: int,
+    fractions: Fractions,
 ) -> Iterator[Microbatch]:
     """Yields micro-batches of rows in this order: see plan_microbatches."""
     while order.size:
@@ -180,13 +199,11 @@ def cut_rows(
         end = shards * num_rows
         parts = np.array_split(order[:end], shards)
         order = order[end:]
-        num_scored = num_packed = num_rows * width
-        if not is_fixed:
-            part_sizes = [sizes.select(part) for part in parts]
-            num_tokens = max(packed_tokens(part) for part in part_sizes)
-            num_packed = fraction_above(num_tokens, num_packed, eighths=(2, 3, 4, 6, 8))
-            num_tokens = max(int(part.scored.sum()) for part in part_sizes)
-            num_scored = fraction_above(num_tokens, num_packed, eighths=(4, 8))
+        part_sizes = [sizes.select(part) for part in parts]
+        num_tokens = max(packed_tokens(part) for part in part_sizes)
+        num_packed = fraction_above(num_tokens, num_rows * width, fractions.packed)
+        num_tokens = max(int(part.scored.sum()) for part in part_sizes)
+        num_scored = fraction_above(num_tokens, num_packed, fractions.scored)
         yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
 
 
