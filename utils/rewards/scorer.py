@@ -279,6 +279,8 @@ class ScoringStream:
             is_open = True
             while is_open or self.scorer.unfinished:
                 additions = self.take_additions(is_blocking=not self.scorer.unfinished)
+                if self.error:
+                    break  # the block was left: the scorer may be at other jobs already
                 is_open &= None not in additions
                 self.scorer.send({row: job for jobs in additions if jobs for row, job in jobs.items()})
                 if self.scorer.unfinished:
@@ -333,8 +335,8 @@ class ScoringStream:
         return self
 
     def __exit__(self, _, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:  # a signal may have left a chain behind, unknown to its pool, that waits for outcomes
+            self.fail(error)
         self.put(None)
         if error is None:  # else jobs that nobody waits for may be at work, which `Scorer.close` ends
             self.thread.join()
-        else:  # a signal may have left a chain behind that its pool does not know yet, and that waits for outcomes
-            self.fail(error)
