@@ -35,6 +35,7 @@ from envs.base import Env, Episode, Problem, Reply, Step
 from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
 
 MAX_CHUNK = 32  # replies that share one message to a worker
+QUICK = 0.01  # seconds of a worker's share of the queue below which it is one chunk
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
 MAX_EPISODES = 256  # that a worker keeps
 MAX_HOMES = 100_000  # episodes whose workers are known
@@ -144,6 +145,7 @@ class Worker:
     chunk: Sequence[int] = ()
     num_done: int = 0  # of the chunk
     num_chunks: int = 0
+    started: float = 0.0  # when it got the chunk
     is_ready: bool = False  # has made the environment
     exit_code: int | None = None
     closed: float = math.inf  # when its connection was found to be closed
@@ -169,6 +171,7 @@ class Pool:
     num_jobs: int = 0  # since there were none
     num_lost: int = 0  # of these, replies that exceeded their time or ended their worker
     num_idle_ends: int = 0
+    job_seconds: float = math.inf  # time of a job in the last chunk
     last_alive: float = 0.0
 
     def work(self) -> None:
@@ -209,6 +212,7 @@ class Pool:
             if self.queue and worker.is_ready and not worker.chunk and worker.closed == math.inf:
                 worker.chunk = self.take_chunk(worker)
                 worker.num_done = 0
+                worker.started = time.monotonic()
                 PROGRESS.pack_into(worker.progress, 0, *IDLE)
                 try:
                     worker.connection.send([self.jobs[number] for number in worker.chunk])
@@ -217,7 +221,9 @@ class Pool:
 
     def take_chunk(self, worker: Worker) -> list[int]:
         """Takes jobs out of the queue: first those of episodes that the worker has, last those that others have."""
-        size = math.ceil(len(self.queue) / (4 * len(self.workers)))  # 4: the last chunks are small
+        size = math.ceil(len(self.queue) / len(self.workers))
+        if size * self.job_seconds > QUICK:  # else a message takes longer than the jobs in it
+            size = math.ceil(size / 4)  # so that the last chunks are small
         size = min(size, MAX_CHUNK)
         if self.homes:
             homes = {number: self.homes.get(episode_key(self.jobs[number])) for number in self.queue}
@@ -258,6 +264,7 @@ class Pool:
             self.set_outcome(worker.chunk[worker.num_done], outcome)
             worker.num_done += 1
         if worker.num_done == len(worker.chunk):
+            self.job_seconds = (time.monotonic() - worker.started) / len(worker.chunk)
             worker.chunk = ()
             worker.num_chunks += 1
             if worker.num_chunks >= MAX_CHUNKS:
@@ -438,6 +445,7 @@ def score_chunk(
             outcomes, reported = [], now
         PROGRESS.pack_into(progress, 0, now, place)
         outcomes.append(score_reply(env, episodes, problem, index, reply))
+        os.fstat(connection.fileno())  # fails where the reply closed it: it, and none behind it, is then at fault
     connection.send(outcomes)
 
 
