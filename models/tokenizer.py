@@ -141,16 +141,8 @@ class Tokenizer:
         return tuple(body if sign else "" for body, sign, _ in bodies)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns the ids of a text in which special and other added tokens are text, as others wrote it.
-
-        `split_special_tokens` does not split the others, such as Qwen's <tool_call>: the text is cut within them.
-        """
-        signs = [sign for sign in self.added_ids if len(sign) > 1 and sign.strip() and sign in text]
-        cuts = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in signs)
-        ids = []
-        for piece in re.split(cuts, text) if cuts else [text]:
-            ids += self.hf.encode(piece, add_special_tokens=False, split_special_tokens=True)
-        return ids
+        """Returns the ids of a text in which special and other added tokens are text, as others wrote it."""
+        return list(plain_ids(self, text))
 
     def bridge(
         self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
@@ -317,6 +309,21 @@ class Bridge(NamedTuple):
 
     closing: int | None  # the stop token that ends a turn; None: turns have none
     ids: list[int]  # behind it
+
+
+@lru_cache(maxsize=1024)  # environments say the same to many episodes
+def plain_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Returns the ids of a text in which added tokens are text: see `Tokenizer.encode_plain`.
+
+    `split_special_tokens` does not split those that are not special, such as Qwen's <tool_call>: the text is cut within
+    them.
+    """
+    signs = [sign for sign in tokenizer.added_ids if len(sign) > 1 and sign.strip() and sign in text]
+    cuts = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in signs)
+    ids = []
+    for piece in re.split(cuts, text) if cuts else [text]:
+        ids += tokenizer.hf.encode(piece, add_special_tokens=False, split_special_tokens=True)
+    return tuple(ids)
 
 
 @lru_cache(maxsize=256)
