@@ -211,9 +211,9 @@ class Learner:
 
     def zero_sums(self, params: Params | Adapters) -> Sums:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
-        dtype = self.config.memory.grad_dtype or "float32"
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype, device=x.sharding), params)
-        return grads, self.layout.put(np.float32(0))
+        leaves, tree = jax.tree.flatten(shapes_of(params))
+        grads = zeros(tuple(leaves), self.config.memory.grad_dtype or "float32")
+        return jax.tree.unflatten(tree, grads), self.layout.put(np.float32(0))
 
     def policy_moved_too_far(self, updates: Sequence[Update]) -> bool:
         """True if the mean approx_kl of an epoch's updates is above --target_kl."""
@@ -397,6 +397,13 @@ def accumulate(
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def zeros(shapes: Sequence[jax.ShapeDtypeStruct], dtype: str) -> list[Array]:
+    """Returns zeros of this type, laid out as the shapes are: as one program, not one for each array."""
+    arrays = [jnp.zeros(x.shape, dtype) for x in shapes]
+    return [jax.lax.with_sharding_constraint(x, shape.sharding) for x, shape in zip(arrays, shapes, strict=True)]
 
 
 @partial(jax.jit, donate_argnums=0)
