@@ -67,9 +67,11 @@ from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_ea
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]
+Outputs = Float[Array, "B t D"]  # of the first t of T tokens
 Heads = Float[Array, "B T H C"]
+Layers = LayerParams | list[LayerParams]  # stacked, or one by one
 Kept = LayerCache | RecurrentState
-Mixed = tuple[Hidden, Kept | None]
+Mixed = tuple[Outputs, Kept | None]
 Mixer = Callable[[LayerParams, Hidden], Mixed]  # of tokens: the output, and what the layer keeps for later tokens
 Attention = Callable[..., Mixed]  # of queries, keys and values
 Routes = Int[Array, "B T L k"]  # of all layers: see Route; k is 0 without experts
@@ -175,7 +177,7 @@ def attend(model: Decoder, angles: Angles | None, attention: Attention, layer: L
     k = apply_rotary(k, angles)
     out, cache = attention(q, k, v)
     if gate is not None:
-        out = out * jax.nn.sigmoid(gate)
+        out = out * jax.nn.sigmoid(gate[:, : out.shape[1]])
     return linear(layer, "self_attn.o_proj", out), cache
 
 
@@ -186,6 +188,7 @@ def gated_deltanet(
     x: Hidden,
     is_token: Bool[Array, "B T"] | None = None,
     packing: Packing | None = None,
+    out_packing: Packing | None = None,
 ) -> Mixed:
     """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
 
@@ -211,25 +214,29 @@ def gated_deltanet(
         log_decay = jnp.where(is_token[..., None], log_decay, 0)
     inputs = delta_inputs(model.delta, qkv, log_decay, beta)
     out, memory = delta_rule(inputs, state.memory)
-    out = pack(rearrange(out, "B H T E -> B T H E"), packing)
+    out = pack(rearrange(out, "B H T E -> B T H E"), out_packing)
+    gate = gate[:, : out.shape[1]]
     out = gated_norm(out, gate, layer["linear_attn.norm.weight"], model.rms_norm_eps)
     return linear(layer, "linear_attn.out_proj", out), RecurrentState(columns, memory)
 
 
 def decoder_layer(
     model: Decoder, layer: LayerParams, x: Hidden, mixer: Mixer, recorded: Route | None = None
-) -> tuple[Hidden, Kept | None, Route]:
+) -> tuple[Outputs, Kept | None, Int[Array, "B t k"]]:
     """Computes one decoder layer: a mixer of tokens, then an MLP or a mixture of experts, recorded or free to choose.
 
-    Returns the output, what the mixer keeps for later tokens, and the experts of each token.
+    Returns the output, what the mixer keeps for later tokens, and the experts of each token: of the first tokens, where
+    the mixer returns only those.
     """
     before_mixer, after_mixer, before_mlp, after_mlp = NORMS[model.norms]
     h = layer_norm(model, layer, before_mixer, x)
     out, cache = mixer(layer, h)
+    x = x[:, : out.shape[1]]
     x = constrain(x + layer_norm(model, layer, after_mixer, out), "rows")
 
     h = layer_norm(model, layer, before_mlp, x)
     if model.num_experts:
+        recorded = None if recorded is None else recorded[:, : h.shape[1]]
         out, route = expert_mlp(model, layer, h, recorded)
     else:
         out, route = mlp(model, layer, h), jnp.zeros((*h.shape[:2], 0), jnp.int16)
@@ -343,9 +350,15 @@ def weights_of(model: Decoder, params: Params | Weights, *names: str) -> tuple[P
     return weights, {name: table[name] for name in weights}
 
 
-def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs) -> Hidden:
-    """Embeds the tokens of a device, and applies all layers."""
+def apply_layers(
+    model: Decoder, weights: Params | Weights, inputs: LayerInputs, only_scored: bool = False
+) -> Hidden:
+    """Embeds the tokens of a device, and applies all layers.
+
+    With `only_scored` the last layer, where it is not one of a loop, leaves out what no scored token is computed from.
+    """
     tokens, routes, packing = inputs
+    last_packing = packing.of_scored if packing and only_scored else packing
     layers = weights[LAYERS]
     x = embed(model, weights, tokens)
     num_rows, num_columns = tokens.shape if packing is None else packing.numbers.shape
@@ -354,33 +367,36 @@ def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs)
         routes = rearrange(routes, "B T L k -> L B T k")
     remat = REMAT[model.remat]
 
-    def apply_layer(x: Hidden, layers: LayerParams | list[LayerParams], route: Route | None, number: int) -> Hidden:
+    def apply_layer(
+        x: Hidden, layers: Layers, route: Route | None, number: int, out_packing: Packing | None
+    ) -> Outputs:
         kind = model.kinds[number]
         layer = gather_layer(model, layers, number)
         if kind == LINEAR:
             state = init_state(model.delta, num_rows, x.dtype)
-            mixer = partial(gated_deltanet, model, state, packing=packing)
+            mixer = partial(gated_deltanet, model, state, packing=packing, out_packing=out_packing)
         else:
-            attention = partial(row_attention, model, kind, packing)
+            attention = partial(row_attention, model, kind, packing, out_packing)
             mixer = partial(attend, model, angles[kind], attention)
         return decoder_layer(model, layer, x, mixer, route)[0]
 
     def apply_in_order(
-        x: Hidden, layers: LayerParams | list[LayerParams], routes: Array | None, numbers: range
-    ) -> Hidden:
+        x: Hidden, layers: Layers, routes: Array | None, numbers: range, last_packing: Packing | None = packing
+    ) -> Outputs:
         for i in numbers:
             route = None if routes is None else routes[i]
+            out_packing = last_packing if i == numbers[-1] else packing
             # The layer is selected inside: as an argument it would be kept for the backward pass, all layers in a copy.
-            x = remat(partial(apply_layer, number=i))(x, layers, route)
+            x = remat(partial(apply_layer, number=i, out_packing=out_packing))(x, layers, route)
         return x
 
     num_scanned = 0
     if not isinstance(layers, list):  # below adapters they are held one by one, as sampling reads them
         x, num_scanned = scan_periods(model, apply_in_order, x, layers, routes)
-    return apply_in_order(x, layers, routes, range(num_scanned, model.num_hidden_layers))
+    return apply_in_order(x, layers, routes, range(num_scanned, model.num_hidden_layers), last_packing)
 
 
-def gather_layer(model: Decoder, layers: LayerParams | list[LayerParams], i: int) -> LayerParams:
+def gather_layer(model: Decoder, layers: Layers, i: int) -> LayerParams:
     """Returns the arrays of a layer, those that fsdp cuts gathered."""
     layer = select_layer(model, layers, i)
     if isinstance(layers, list):
@@ -398,6 +414,10 @@ def scan_periods(
 ) -> tuple[Hidden, int]:
     """Applies the layers of whole periods in a loop; returns their number too."""
     num_periods = model.num_hidden_layers // model.period
+    if model.unroll:
+        num_periods -= 1  # straight code anyway: the last layer may compute fewer tokens
+    if not num_periods:
+        return x, 0
     num_layers = num_periods * model.period
     periods = stack_periods(model, stacked, num_periods)
     if routes is not None:
@@ -414,16 +434,20 @@ def row_attention(
     model: Decoder,
     kind: str,
     packing: Packing | None,
+    out_packing: Packing | None,
     q: Heads,
     k: Float[Array, "B T K C"],
     v: Float[Array, "B T K C"],
-) -> tuple[Hidden, None]:
-    """Computes attention of right-padded rows in a layer of this kind; with a packing, of its tokens."""
+) -> tuple[Outputs, None]:
+    """Computes attention of right-padded rows in a layer of this kind; with packings, of the tokens of `packing`.
+
+    Returned are those of `out_packing`, its first ones.
+    """
     q = unpack(q, packing, with_shared=False)  # the outputs there are those of the first row
     k = unpack(k, packing)
     v = unpack(v, packing)
     out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh)
-    return pack(out, packing), None
+    return pack(out, out_packing), None
 
 
 def view_of(model: Decoder, kind: str) -> View:
@@ -432,7 +456,7 @@ def view_of(model: Decoder, kind: str) -> View:
     return View(scale, model.sliding_window if kind == SLIDING else 0)
 
 
-def select_layer(model: Decoder, stacked: LayerParams | list[LayerParams], i: int) -> LayerParams:
+def select_layer(model: Decoder, stacked: Layers, i: int) -> LayerParams:
     """Returns the arrays of layer number `i` from those stacked over layers, or from a list of layers."""
     if isinstance(stacked, list):
         return stacked[i]
@@ -641,7 +665,7 @@ def score_rows(
 
     Both uses of a tied embedding are in here, so that their gradients are added before they are summed over copies.
     """
-    hidden = apply_layers(model, weights, rows.layers)
+    hidden = apply_layers(model, weights, rows.layers, only_scored=True)
     states = scored_states(hidden, rows.layers.packing)
     return score_in_chunks(model, distribution, weights, HeadInputs(states, rows.targets, rows.support))
 

@@ -39,6 +39,12 @@ class Packing(NamedTuple):
         return jnp.concatenate([self.scored, self.others], axis=1)
 
     @property
+    def of_scored(self) -> "Packing":
+        """Returns the packing without the other tokens."""
+        is_scored = self.numbers < self.scored.shape[1]
+        return self._replace(others=self.others[:, :0], numbers=jnp.where(is_scored, self.numbers, NOWHERE))
+
+    @property
     def num_slots(self) -> int:
         """Returns the number of packed tokens of all shards with padding."""
         return self.scored.size + self.others.size

@@ -80,7 +80,8 @@ def test_plans_with_fixed_shapes_depend_on_the_width_alone():
 
 def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
     num_tokens = sizes.prompts.size * width // shards
-    return pack_rows(sizes, width, num_tokens * 3 // 4, num_tokens, shards)
+    num_scored = max(int(scored.sum()) for scored in np.split(sizes.scored, shards))
+    return pack_rows(sizes, width, num_scored, num_tokens, shards)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -115,15 +116,16 @@ def test_unpacked_rows_are_those_that_were_packed(shards):
     np.testing.assert_allclose(of_rows, expected, atol=1e-5)
 
 
-MODELS = ["qwen3-tied", "qwen3moe-tied", "qwen3_5-tied", *slow("gemma3-tied", "qwen3-tied critic")]
+UNROLLED = [f"{name}-tied unrolled" for name in ("qwen3", "qwen3moe", "qwen3_5")]
+MODELS = [*UNROLLED, *slow("qwen3-tied", "qwen3moe-tied", "qwen3_5-tied", "gemma3-tied", "qwen3-tied critic")]
 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_packed_tokens_have_the_scores_and_gradients_of_rows(case):
-    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic."""
-    name, _, critic = case.partition(" ")
-    model, params, _ = load_model(FIXTURES / name)
-    if critic:
+    """Full attention, a mixture with recorded experts, a hybrid, windows, a critic; the last layer of scored tokens."""
+    name, _, variant = case.partition(" ")
+    model, params, _ = load_model(FIXTURES / name, unroll=variant == "unrolled")
+    if variant == "critic":
         params |= {CRITIC: make_critic(model, params)}
         params[CRITIC][VALUE_HEAD] += 0.1
     sizes, width = random_sizes(num_groups=2), WIDTH
