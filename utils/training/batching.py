@@ -138,6 +138,16 @@ class Microbatch(NamedTuple):
     num_packed: int
 
 
+class Room(NamedTuple):
+    """Limits of micro-batches: of columns of rows and of rows on a shard; the fractions are of its columns."""
+
+    tokens_per_shard: int
+    shards: int
+    most_rows: int
+    attention_cost: float  # of a pair of columns of a row, in packed tokens
+    fractions: Fractions
+
+
 def plan_microbatches(
     sizes: RowSizes,
     tokens_per_shard: int,
@@ -146,73 +156,98 @@ def plan_microbatches(
     attention_cost: float = 0.0,
     fractions: Fractions = Fractions(),  # noqa: B008 (frozen)
 ) -> list[Microbatch]:
-    """Cuts rows into micro-batches of about `tokens_per_shard` columns of rows for each shard, longest first.
+    """Cuts rows into micro-batches of at most `tokens_per_shard` columns of rows for each shard, longest first.
 
     The cheaper of two orders is taken: by length, which leaves little padding to attention, or prompt by prompt, which
-    shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens. The number of rows follows
-    from the width, and is no more than hold `max_rows` rows; that of packed tokens is one of the `fractions`.
+    shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens. The most rows of a
+    micro-batch follow from the width, and are no more than hold `max_rows` rows; the packed tokens that it has room for
+    are one of the `fractions`.
     """
+    room = Room(tokens_per_shard, shards, power_above(-(-max_rows // shards)), attention_cost, fractions)
     num_prompts = sizes.prompts.max() + 1
     longest_of_prompt = np.zeros(num_prompts, int)
     np.maximum.at(longest_of_prompt, sizes.prompts, sizes.lengths)
     longest = longest_of_prompt[sizes.prompts]
     by_length = np.argsort(-sizes.lengths, kind="stable")
     by_prompt = np.lexsort((sizes.prompts, -longest))
-    most_rows = power_above(-(-max_rows // shards))
+    plans = [list(cut_rows(order, sizes, room)) for order in (by_length, by_prompt)]
 
-    def cost(plan: list[Microbatch]) -> float:
-        num_tokens = sum(part.num_packed for part in plan)
-        num_pairs = sum(len(part.rows) * part.width**2 for part in plan)
-        return num_tokens + attention_cost * num_pairs / shards
+    def plan_cost(plan: list[Microbatch]) -> float:
+        return sum(cost(len(part.rows) // shards, part.width, part.num_packed, room) for part in plan)
 
-    plans = []
-    for order in (by_length, by_prompt):
-        plan = cut_rows(order, sizes, tokens_per_shard, shards, most_rows, fractions)
-        plans.append(with_one_shape_per_width(list(plan)))
-    return min(plans, key=cost)
+    return with_one_shape_per_width(min(plans, key=plan_cost))
+
+
+def cost(num_rows: int, width: int, num_packed: int, room: Room) -> float:
+    """Returns the cost of a micro-batch of this shape for a shard, in packed tokens."""
+    return num_packed + room.attention_cost * num_rows * width**2
+
+
+def cut_rows(order: Int[np.ndarray, "B"], sizes: RowSizes, room: Room) -> Iterator[Microbatch]:
+    """Yields micro-batches of rows in this order, of the same room for each width."""
+    shapes: dict[int, tuple[int, int]] = {}
+    while order.size:
+        width = bucket(int(sizes.lengths[order].max()))
+        if width not in shapes:
+            shapes[width] = choose_shape(order, sizes, width, room)
+        num_rows, num_packed = shapes[width]
+        parts = fill(order, sizes, num_rows, num_packed, room.shards)
+        order = order[sum(map(len, parts)) :]
+        num_tokens = max(int(sizes.select(part).scored.sum()) for part in parts)
+        num_scored = fraction_above(num_tokens, num_packed, room.fractions.scored)
+        yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
+
+
+def choose_shape(order: Int[np.ndarray, "B"], sizes: RowSizes, width: int, room: Room) -> tuple[int, int]:
+    """Returns the rows and packed tokens of a shard that hold most tokens of the next rows for their cost."""
+    fitting = power_below(max(1, room.tokens_per_shard // width))
+    num_rows = min(room.most_rows, fitting)
+
+    def tokens_for_cost(num_packed: int) -> float:
+        parts = fill(order, sizes, num_rows, num_packed, room.shards)
+        num_tokens = sum(packed_tokens(sizes.select(part)) for part in parts)
+        return num_tokens / cost(num_rows, width, num_packed, room)
+
+    choices = [-(-num_rows * width * eighths // 8) for eighths in room.fractions.packed]
+    choices = [num_packed for num_packed in choices if num_packed >= width]  # any row fits
+    return num_rows, max(choices, key=tokens_for_cost)
+
+
+def fill(
+    order: Int[np.ndarray, "B"], sizes: RowSizes, num_rows: int, num_packed: int, shards: int
+) -> list[Int[np.ndarray, "..."]]:
+    """Returns the first rows for each shard: as many as it has room for, or equally many where that is enough."""
+    equal_parts = np.array_split(order[: shards * num_rows], shards)
+    if all(packed_tokens(sizes.select(part)) <= num_packed for part in equal_parts):
+        return equal_parts
+    parts = []
+    for _ in range(shards):
+        num_tokens = cumulative_tokens(sizes.select(order[:num_rows]))
+        end = int(np.searchsorted(num_tokens, num_packed, side="right"))
+        parts.append(order[:end])
+        order = order[end:]
+    return parts
 
 
 def with_one_shape_per_width(plan: list[Microbatch]) -> list[Microbatch]:
-    """Returns the micro-batches with the largest shape of those of their width, so that less is compiled."""
-    shaped = []
+    """Returns the micro-batches with the most scored tokens of those of their width, so that less is compiled."""
+    num_scored: dict[int, int] = {}
     for part in plan:
-        same_width = [other for other in plan if other.width == part.width]
-        num_scored = max(other.num_scored for other in same_width)
-        num_packed = max(other.num_packed for other in same_width)
-        shaped.append(Microbatch(part.rows, part.width, num_scored, num_packed))
-    return shaped
-
-
-def cut_rows(
-    order: Int[np.ndarray, "B"],
-    sizes: RowSizes,
-    tokens_per_shard: int,
-    shards: int,
-    most_rows: int,
-    fractions: Fractions,
-) -> Iterator[Microbatch]:
-    """Yields micro-batches of rows in this order: see plan_microbatches."""
-    while order.size:
-        width = bucket(int(sizes.lengths[order].max()))
-        fitting = power_below(max(1, tokens_per_shard // width))
-        num_rows = min(most_rows, fitting)
-        end = shards * num_rows
-        parts = np.array_split(order[:end], shards)
-        order = order[end:]
-        part_sizes = [sizes.select(part) for part in parts]
-        num_tokens = max(packed_tokens(part) for part in part_sizes)
-        num_packed = fraction_above(num_tokens, num_rows * width, fractions.packed)
-        num_tokens = max(int(part.scored.sum()) for part in part_sizes)
-        num_scored = fraction_above(num_tokens, num_packed, fractions.scored)
-        yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
+        num_scored[part.width] = max(part.num_scored, num_scored.get(part.width, 0))
+    return [part._replace(num_scored=num_scored[part.width]) for part in plan]
 
 
 def packed_tokens(sizes: RowSizes) -> int:
     """Returns the tokens of a packing: those of completions, with the last one of the prompt, and of each prompt."""
+    return int(cumulative_tokens(sizes)[-1]) if sizes.prompts.size else 0
+
+
+def cumulative_tokens(sizes: RowSizes) -> Int[np.ndarray, "B"]:
+    """Returns the tokens of packings of the first row, of the first two, and so on."""
     _, firsts = np.unique(sizes.prompts, return_index=True)
-    prompt_tokens = np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
-    completion_tokens = sizes.lengths - sizes.prompt_lengths
-    return int(completion_tokens.sum() + prompt_tokens.sum())
+    num_tokens = sizes.lengths - sizes.prompt_lengths
+    num_tokens[firsts] += np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
+    return np.cumsum(num_tokens)
 
 
 def fraction_above(n: int, whole: int, eighths: Sequence[int]) -> int:
