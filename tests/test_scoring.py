@@ -158,6 +158,28 @@ def test_leaving_a_stream_frees_a_thread_that_waits_for_outcomes(scorer):
     assert not thread.is_alive()
 
 
+def test_a_stream_that_was_left_reads_nothing_more(scorer, monkeypatch):
+    """Or it takes what the next one waits for, where its thread is late."""
+    take_additions = ScoringStream.take_additions
+    is_next = threading.Event()
+
+    def take_late(stream, is_blocking: bool) -> list:
+        additions = take_additions(stream, is_blocking)
+        assert is_next.wait(5)
+        return additions
+
+    monkeypatch.setattr(ScoringStream, "take_additions", take_late)
+    with pytest.raises(ZeroDivisionError), ScoringStream(scorer) as stream:
+        raise ZeroDivisionError
+    scorer.send({0: (7, "ok")})
+    is_next.set()
+    stream.thread.join(5)
+    assert not stream.thread.is_alive() and scorer.unfinished
+    while scorer.unfinished:
+        outcomes = scorer.receive()
+    assert outcomes[0]["index"] == 7
+
+
 @pytest.mark.parametrize("text", ["sleep", "regex", "endless", "stop"])
 def test_a_reward_that_does_not_return_is_killed(scorer, text):
     start = time.monotonic()
