@@ -24,6 +24,7 @@ from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.names import Params
 from models.tokenizer import Tokenizer
+from utils.devices.runtime import prepare
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
@@ -32,6 +33,7 @@ from utils.settings.environments import RolloutSettings
 
 def run(work: Work, variant: str, gate: Gate) -> None:
     """Runs a work again and again; `variant` is NAME=VALUE:NAME=VALUE of settings."""
+    prepare()  # as every command does
     settings = [setting.split("=") for setting in variant.split(":") if setting]
     if work["name"] in ("rollout", "long_tail"):
         run_rollout(work, {name: int(value) for name, value in settings}, gate)
