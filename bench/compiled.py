@@ -52,6 +52,7 @@ from models.lora import adapter_table, make_policy, quantize_layer
 from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
+from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
 from utils.metrics.speed import PEAKS
@@ -239,6 +240,7 @@ def tpu_topology(target: str, num_devices: int, num_slices: int) -> topologies.T
         sizes = ", ".join(str(size * tpu.devices_per_chip) for size in SLICES[tpu.num_axes])
         raise UserError(f"the mesh has {num_devices} devices, a slice of {target} has {sizes}")
     os.environ.update(LIBTPU | os.environ)
+    set_tpu_options()
     more = {"chips_per_host_bounds": (1, 1, 1)} if num_chips == 1 else {}
     if num_slices > 1:
         more["num_slices"] = num_slices

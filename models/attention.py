@@ -283,16 +283,21 @@ def decode_attention(
     prompt_scores = jnp.einsum("nkqc,nkpc->nkqp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
     is_prompt = jnp.arange(P) >= starts[:, None]
     prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
-    prompt_scores = by_row(prompt_scores)
     scores = row_scores(q, keys)
     in_window, is_seen = seen_columns(columns, T, P, keys.shape[2], view.window)
     if view.window:
-        prompt_scores = jnp.where(of_queries(in_window, Q), prompt_scores, MASKED)
+        in_window = jnp.broadcast_to(of_queries(in_window, Q), (len(q), 1, Q, P))
+        prompt_scores = jnp.where(by_prompt(in_window), prompt_scores, MASKED)
     scores = jnp.where(of_queries(is_seen, Q), scores.astype(jnp.float32) * key_scale, MASKED)
-    scores = jnp.concatenate([prompt_scores, scores], axis=-1)
-    probs = jax.nn.softmax(scores * view.scale)
-    prompt_probs = by_prompt(probs[..., :P]) * prompt_value_scale
-    row_probs = probs[..., P:] * value_scale
+
+    # One softmax of both, each in the order of its own product: put together they would be written once more.
+    prompt_top = by_row(prompt_scores.max(-1, keepdims=True))
+    top = jnp.maximum(prompt_top, scores.max(-1, keepdims=True))
+    prompt_mass = jnp.exp((prompt_scores - by_prompt(top)) * view.scale)
+    mass = jnp.exp((scores - top) * view.scale)
+    total = by_row(prompt_mass.sum(-1, keepdims=True)) + mass.sum(-1, keepdims=True)
+    prompt_probs = prompt_mass / by_prompt(total) * prompt_value_scale
+    row_probs = mass / total * value_scale
     out = jnp.einsum("bkqs,bksc->bkqc", row_probs.astype(q.dtype), values)
     prompt_out = jnp.einsum("nkqp,nkpc->nkqc", prompt_probs.astype(q.dtype), prompt_values)
     out += by_row(prompt_out)

@@ -121,17 +121,19 @@ def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats
     would have to be gathered for every token.
     """
     R, V = logits.shape
-    top = logits.max(-1, keepdims=True)
-    mass = jnp.exp(logits - top)
     padding = (0, 0), (0, -V % 128)
-    mass = jnp.pad(mass, padding)
-    mass = mass.reshape(R, 128, -1)
-    block_mass = replicate(mass.sum(-1))
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    blocks = blocks.reshape(R, 128, -1)
+    top = logits.max(-1, keepdims=True)
+    block_mass = jnp.exp(blocks - top[:, None]).sum(-1)
+    # A value of its own: XLA would add up all of the exponentials a second time for the sum of these sums.
+    block_mass = jax.lax.optimization_barrier(replicate(block_mass))
     block = invert_cdf(block_mass, uniforms[:, 0])
-    mass_in_block = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
-    mass_in_block = constrain(mass_in_block, "rows")
-    tokens = block * mass.shape[2] + invert_cdf(mass_in_block, uniforms[:, 1])
-    token_logits = jnp.take_along_axis(logits - top, tokens[:, None], axis=-1)[:, 0]
+    logits_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    logits_in_block = constrain(logits_in_block, "rows") - top
+    place = invert_cdf(jnp.exp(logits_in_block), uniforms[:, 1])
+    tokens = block * blocks.shape[2] + place
+    token_logits = jnp.take_along_axis(logits_in_block, place[:, None], axis=-1)[:, 0]
     normalizer = jnp.log(block_mass.sum(-1))
     return tokens, token_logits - normalizer
 

@@ -59,7 +59,7 @@ write("stories_test.jsonl", stories(pairs[:24], rng))
 write("stories_train.jsonl", stories(pairs[24:], rng))
 END
 task="${SMOLLM_TASK:-sums}"  # or stories: word problems of one step, 0.07, 0.09, 0.13 -> 0.63, 0.58, 0.68
-exec "$python" core/grpo.py --model_dir "$model" --env_name dataset --test_env_name dataset-test \
+exec "$python" "${SMOLLM_PROGRAM:-core/grpo.py}" --model_dir "$model" --env_name dataset --test_env_name dataset-test \
     --env_options "path=$folder/${task}_train.jsonl,test_path=$folder/${task}_test.jsonl" \
     --num_generation_tokens 24 --temperature 0.7 --groups_per_batch 12 --group_size 8 --max_resampling 1 \
     --ppo_minibatch 0 --inference_batch_per_device 96 --tokens_per_microbatch 2048 \

@@ -185,8 +185,8 @@ def test_eight_h200s_gather_nothing_for_a_token(sizes):
     assert_in_place(program, model, layout)
     sent = hlo.collectives(program.hlo)
     assert not [each.line for each in sent if not each.op.startswith("all-reduce")]
-    # Two of a layer, one of the embedding; four to draw: largest logit, masses of blocks, one block, one logit.
-    assert len(sent) == (2 * model.num_hidden_layers + 5 if "tp" in sizes else 0)
+    # Two of a layer, one of the embedding; three to draw: largest logit, masses of blocks, logits of one block.
+    assert len(sent) == (2 * model.num_hidden_layers + 4 if "tp" in sizes else 0)
 
 
 MIXTURE = Decoder(
@@ -210,15 +210,19 @@ def test_a_step_reads_experts_once(target, num_rows, num_read):
 
 
 @needs_tpu
-def test_decoding_writes_the_cache_in_place_on_a_tpu():
-    """And reads weights and caches once; what a small model has in VMEM all the time it does not read."""
+@pytest.mark.parametrize(("num_layers", "num_rows"), [(1, 64), (4, 40)])
+def test_decoding_writes_the_cache_in_place_on_a_tpu(num_layers, num_rows):
+    """And reads weights and caches once; what a small model has in VMEM all the time it does not read.
+
+    Keys of 40 rows fit into VMEM: without the options of utils/devices/runtime.py they go there and back.
+    """
     layout = compiled.imagine("v5e")
-    model = replace(MODEL, num_hidden_layers=1)
-    program = compiled.decode_segment(model, layout, 64, S)
-    assert not hlo.large_moves(program.hlo, compiled.cache_elements(model, layout, 64, S))
+    model = replace(MODEL, num_hidden_layers=num_layers)
+    program = compiled.decode_segment(model, layout, num_rows, S)
+    assert not hlo.large_moves(program.hlo, compiled.cache_elements(model, layout, num_rows, S))
     least, _ = compiled.least_bytes(model, layout, program)
     step = max(hlo.loop_traffic(program.hlo).values(), key=lambda part: part.num_bytes)
-    assert 0.9 * least < step.num_bytes < 1.5 * least  # with logits, and scores of attention
+    assert 0.9 * least < step.num_bytes < 1.05 * least
     assert not hlo.collectives(program.hlo)
 
 

@@ -1,5 +1,6 @@
 """Several processes: who is asked to join, and that all end when one does."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -99,6 +100,25 @@ def test_products_of_a_float32_model_are_float32(backend, dtype, before, expecte
     monkeypatch.setattr(runtime.jax, "default_backend", lambda: backend)
     runtime.set_matmul_precision(dtype)
     assert config.jax_default_matmul_precision == expected
+
+
+VMEM = "--xla_tpu_scoped_vmem_limit_kib=1"
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [
+        ("0.0.42.1", "", " ".join(runtime.TPU_OPTIONS)),
+        ("0.0.42.1", VMEM, f"{runtime.TPU_OPTIONS[1]} {VMEM}"),
+        ("0.0.43", "", ""),
+    ],
+)
+def test_a_tpu_gets_the_options_that_its_compiler_knows(version, given, expected, monkeypatch):
+    monkeypatch.setattr(runtime.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    for _ in range(2):
+        runtime.set_tpu_options()
+        assert os.environ["LIBTPU_INIT_ARGS"] == expected
 
 
 def train(folder: str, address: str, process_id: int, ending: str) -> None:

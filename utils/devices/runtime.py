@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import resource
@@ -19,6 +20,8 @@ FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and p
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
+LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an option that it does not know
+TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
 
 
 def prepare() -> None:
@@ -34,8 +37,25 @@ def prepare() -> None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    set_tpu_options()
     if sys.platform == "linux" and runs_on_cpu():
         keep_memory()
+
+
+def set_tpu_options() -> None:
+    """Gives fusions up to 32 MiB of a TPU's VMEM, and keeps there only what is read more than it is copied.
+
+    Without the second one, on v5e, each decode step brings the KV cache of a layer to VMEM, adds a token, and writes
+    all of it back. Options in LIBTPU_INIT_ARGS are those of the user, and win.
+    """
+    try:
+        is_known = importlib.metadata.version("libtpu").startswith(LIBTPU)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    missing = [option for option in TPU_OPTIONS if option.split("=")[0] not in given]
+    if is_known and missing:
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([*missing, given]).strip()
 
 
 def runs_on_cpu(devices: Path = Path("/dev")) -> bool:
