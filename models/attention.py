@@ -296,11 +296,11 @@ def decode_attention(
     prompt_mass = jnp.exp((prompt_scores - by_prompt(top)) * view.scale)
     mass = jnp.exp((scores - top) * view.scale)
     total = by_row(prompt_mass.sum(-1, keepdims=True)) + mass.sum(-1, keepdims=True)
-    prompt_probs = prompt_mass / by_prompt(total) * prompt_value_scale
-    row_probs = mass / total * value_scale
-    out = jnp.einsum("bkqs,bksc->bkqc", row_probs.astype(q.dtype), values)
-    prompt_out = jnp.einsum("nkqp,nkpc->nkqc", prompt_probs.astype(q.dtype), prompt_values)
-    out += by_row(prompt_out)
+    mass = (mass * value_scale).astype(q.dtype)
+    prompt_mass = (prompt_mass * prompt_value_scale).astype(q.dtype)
+    out = jnp.einsum("bkqs,bksc->bkqc", mass, values, preferred_element_type=jnp.float32)
+    out += by_row(jnp.einsum("nkqp,nkpc->nkqc", prompt_mass, prompt_values, preferred_element_type=jnp.float32))
+    out = (out / total).astype(q.dtype)
     out = rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
     return out, cache
 

@@ -1,0 +1,142 @@
+"""Where the time of a rollout and of an update goes on a CPU: operations of the compiled programs, by kind.
+
+    python bench/shares.py
+    python bench/shares.py --model_dir models/tiny --groups_per_batch 32 --num_generation_tokens 96
+
+Both run once under JAX's profiler. An operation is of the kind of what it computes, as XLA's programs have it: a
+product of activations and weights, a product within rows (attention), a move (caches that are written or gathered), or
+anything else: norms, rotations, softmax, drawing, losses, the optimiser. What is left of the time of the cores is that
+of the host, of waiting, and of the profiler itself.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import os
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+from jaxtyping import PyTree
+
+from bench import hlo
+from bench.common import Figure, environment, make_prompts, report
+from bench.rollout import make_rollout
+from bench.train_step import BenchTraining, load_training, make_update, random_batch
+from core import learner, sampling
+from core.sampling import Sampler
+from utils.devices.runtime import prepare
+from utils.devices.startup import make_layout
+from utils.settings.config import parse
+
+WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attention", "moves", "everything else"
+MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
+NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
+
+
+class Recorded:
+    """A jitted function that keeps the HLO of each program it runs."""
+
+    def __init__(self, function: Callable):
+        self.function, self.lower = function, function.lower
+        self.__name__ = function.__name__
+        self.texts: dict[str, str] = {}
+
+    def __call__(self, *arguments: PyTree, **options: PyTree) -> PyTree:
+        shapes = str(jax.tree.map(np.shape, (arguments, options)))
+        if shapes not in self.texts:
+            self.texts[shapes] = self.lower(*arguments, **options).compile().as_text()
+        return self.function(*arguments, **options)
+
+
+def record(module: ModuleType, *names: str) -> dict[str, Recorded]:
+    """Puts recorders in the place of a module's jitted functions, and returns them."""
+    recorders = {name: Recorded(getattr(module, name)) for name in names}
+    for name, recorder in recorders.items():
+        setattr(module, name, recorder)
+    return recorders
+
+
+def kinds_of(text: str) -> dict[str, str]:
+    """Returns the kind of each instruction of a program, by its name."""
+    parsed = hlo.computations(text)
+    return {line.name: kind_of(line, parsed) for lines in parsed.values() for line in lines}
+
+
+def kind_of(line: hlo.Instruction, parsed: hlo.Computations) -> str:
+    """Returns the kind of an instruction, of a fusion that of its largest work."""
+    inner = [line, *instructions_in(line, parsed)]
+    products = [each.line for each in inner if each.op == "dot" or "matmul" in each.op]
+    if products:
+        is_batched = any(re.search(r"lhs_batch_dims=\{\d", product) for product in products)
+        return ATTENTION if is_batched else WEIGHTS
+    computing = {each.op for each in inner} - hlo.FREE - {"fusion"}
+    return MOVES if computing & MOVING and len(inner) <= 8 else OTHERS
+
+
+def instructions_in(line: hlo.Instruction, parsed: hlo.Computations) -> Iterator[hlo.Instruction]:
+    """Yields the instructions of the fusion that an instruction runs, and of those within it."""
+    for each in parsed.get(line.calls, ()):
+        yield each
+        yield from instructions_in(each, parsed)
+
+
+def measure(run: Callable[[], PyTree], recorders: dict[str, Recorded]) -> dict[str, float]:
+    """Returns the core seconds of each kind of operation in one call, and those that are none."""
+    for _ in range(2):
+        jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds = time.perf_counter() - start
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = ProfileData.from_file(str(file))
+    kinds: dict[tuple[str, str], str] = {}
+    for name, recorder in recorders.items():
+        for text in recorder.texts.values():
+            kinds |= {(f"jit_{name}", op): kind for op, kind in kinds_of(text).items()}
+    spent: Counter[str] = Counter()
+    for event in (event for plane in profile.planes for line in plane.lines for event in line.events):
+        stats = dict(event.stats)
+        if "hlo_op" in stats and not event.name.startswith(NESTING):
+            spent[kinds.get((stats["hlo_module"], event.name), OTHERS)] += event.duration_ns / 1e9
+    num_cores = len(os.sched_getaffinity(0))
+    return {"seconds": seconds} | spent | {"host and waiting": num_cores * seconds - spent.total()}
+
+
+def main(config: BenchTraining) -> None:
+    prepare()
+    recorders = record(sampling, "prefill", "decode_segment", "gather_cache", "decode_weights")
+    recorders |= record(learner, "score", "accumulate", "apply_gradients")
+    layout = make_layout(config.devices)
+    model, params = load_training(config, layout)
+    prompts = make_prompts(model.vocab_size, config.update.groups_per_batch, config.bench.prompt_tokens)
+    sampler = Sampler(model, config.num_generation_tokens, (), layout=layout)
+    works = {
+        "rollout": make_rollout(sampler, params, prompts, config.update.group_size),
+        "update": make_update(config, model, params, layout, random_batch(config, model.vocab_size)),
+    }
+    table: list[tuple[Figure, ...]] = []
+    for name, run in works.items():
+        spent = measure(run, recorders)
+        seconds = spent.pop("seconds")
+        shares = {kind: f"{value / sum(spent.values()):.0%}" for kind, value in spent.items()}
+        kinds = (WEIGHTS, ATTENTION, MOVES, OTHERS, "host and waiting")
+        table.append((name, seconds, *(shares.get(kind, "0%") for kind in kinds)))
+    title = f"Shares of the cores' time, {config.model_name}, {model.dtype}"
+    columns = ("work", "seconds", *kinds)
+    report(title, columns, table, environment(), config.bench.json)
+
+
+if __name__ == "__main__":
+    main(parse(BenchTraining, sys.argv[1:], __doc__))
