@@ -9,6 +9,7 @@ work must report the same number of tokens. Sides whose packages are absent are 
 
 rollout      completions of equal length, no stop token
 long_tail    256 completions of geometric lengths, mean 32, at most 256: seconds and tokens are of what is useful
+longer_tail  the same with 2,048 completions, mean 64, at most 1,024
 update       for given rollouts old log-probabilities, then loss, gradient and one step of AdamW
 update_once  the same where this is the only update, so that old log-probabilities are the new ones
 step         all of GRPO: rollout, rewards, advantages, one update
@@ -42,17 +43,21 @@ from bench.common import (
 from bench.side import Work
 from utils.settings.config import group, option, parse
 
-WORKS = ("rollout", "long_tail", "update", "update_once", "step")
+WORKS = ("rollout", "long_tail", "longer_tail", "update", "update_once", "step")
+TAILS = {"long_tail": (32, 8, 32, 256), "longer_tail": (256, 8, 64, 1024)}  # prompts, group, mean and limit
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches
 VARIANTS = {  # of each side where there are several, or none
     ("torch", "rollout"): GENERATE,
     ("torch", "long_tail"): GENERATE,
+    ("torch", "longer_tail"): ("dynamic",),
     ("torch", "update"): ("eager", "compiled"),
     ("torch", "update_once"): ("eager", "compiled"),
     ("torch", "step"): (),
     ("trl", "rollout"): (),  # it generates by transformers
     ("trl", "long_tail"): (),
+    ("trl", "longer_tail"): (),
     ("tunix", "long_tail"): (),  # no lengths can be given to it
+    ("tunix", "longer_tail"): (),
     ("lmpo", "long_tail"): ("", "compact=0"),
 }
 
@@ -122,16 +127,17 @@ def compare(sides: Sequence[Side], warmup: int, rounds: int) -> dict[str, list[R
 def make_work(name: str, config: Command, folder: str) -> Work:
     """Returns the work of a side, in plain numbers."""
     num_groups, limit = config.rows.groups_per_batch, config.rows.num_generation_tokens
-    if name == "long_tail":
-        num_groups, limit = 32, 256
     group_size = config.rows.group_size
+    if name in TAILS:
+        num_groups, group_size, mean_length, limit = TAILS[name]
     vocabulary = read_shape(folder).vocab_size
     num_rows = num_groups * group_size
     prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)
     work: Work = {"name": name, "model_dir": folder, "prompts": prompts, "group_size": group_size, "limit": limit}
     work |= {"batch_rows": 64, "lengths": [limit] * num_rows, "stop_ids": []}
-    if name == "long_tail":
-        work["stop_ids"] = list(range(vocabulary // 32))  # to a random model all tokens are about equally likely
+    if name in TAILS:
+        num_stop_ids = vocabulary // mean_length  # to a random model all tokens are about equally likely
+        work["stop_ids"] = list(range(num_stop_ids))
         side = Side("lmpo", "", work)
         work["lengths"] = side.run()["lengths"]
         side.close()

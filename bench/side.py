@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 
 Figure = float | str | list[int]
+ROLLOUTS = ("rollout", "long_tail", "longer_tail")  # works that sample and nothing else
 
 
 class Work(TypedDict, total=False):

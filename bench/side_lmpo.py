@@ -11,7 +11,7 @@ import numpy as np
 from bench import grpo_step, train_step
 from bench.fixed_episodes import FixedEpisodes
 from bench.rollout import completion_lengths, make_rollout
-from bench.side import Gate, Work
+from bench.side import ROLLOUTS, Gate, Work
 from core.config import Config
 from core.grpo import make_batch
 from core.learner import make_learner, split_minibatches
@@ -35,7 +35,7 @@ def run(work: Work, variant: str, gate: Gate) -> None:
     """Runs a work again and again; `variant` is NAME=VALUE:NAME=VALUE of settings."""
     prepare()  # as every command does
     settings = [setting.split("=") for setting in variant.split(":") if setting]
-    if work["name"] in ("rollout", "long_tail"):
+    if work["name"] in ROLLOUTS:
         run_rollout(work, {name: int(value) for name, value in settings}, gate)
     flags = {name: value for name, value in settings}
     flags |= {"groups_per_batch": len(work["prompts"]), "group_size": work["group_size"]}

@@ -6,6 +6,8 @@ rows (the fastest of 4, 8, 16, 64 on two cores), no padding, so no mask. "compil
 
 import os
 
+from bench.side import ROLLOUTS
+
 try:
     import torch
     from transformers import AutoModelForCausalLM, CompileConfig, StoppingCriteriaList
@@ -75,7 +77,7 @@ def update(model, optimizer, work: dict, rows, advantages, forward) -> int:
 def run(work: dict, variant: str, gate) -> None:
     """One of the works, again and again."""
     model, tokens = load(work), 0
-    if work["name"] in ("rollout", "long_tail"):
+    if work["name"] in ROLLOUTS:
         with torch.no_grad():
             while gate(tokens):
                 tokens = rollout(model, work, variant)

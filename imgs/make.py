@@ -4,7 +4,7 @@
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
     python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # runs/games.sh --seed 0, 1, 2
     python imgs/make.py --games runs/tictactoe runs/calculator runs/gridworld    # GAME=tictactoe, ... runs/games.sh
-    python imgs/make.py --lora runs/lora    # adapters beside full training: docs/lora.md
+    python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters beside full training: docs/lora.md
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
 """
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of guess by runs/games.sh, for guess.png")
     parser.add_argument("--games", nargs="+", metavar="RUN", help="runs of other games by runs/games.sh, for games.png")
     parser.add_argument("--lora", type=Path, metavar="FOLDER", help="runs in full, rank1, rank4, rank16, for lora.png")
+    parser.add_argument("--lora_smollm", type=Path, metavar="FOLDER", help="the same of SmolLM2, for lora_smollm.png")
     parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")
     parser.add_argument("--report", type=Path, metavar="RUN", help="a run, for report.png")
     args = parser.parse_args()
@@ -69,10 +70,11 @@ def main() -> None:
         if folders := getattr(args, name):
             runs = {label: plots.read_metrics(file) for label, file in label_runs(folders).items()}
             plots.plot_runs(runs, HERE / f"{name}.png")
-    if args.lora:
-        files = {name: sorted(args.lora.glob(f"{name}/seed=*/metrics.jsonl")) for name in RANKS}
-        runs = {name: list(map(plots.read_metrics, found)) for name, found in files.items() if found}
-        objectives.draw(runs, HERE / "lora.png", "trained (seeds)")
+    for name in ("lora", "lora_smollm"):
+        if folder := getattr(args, name):
+            files = {rank: sorted(folder.glob(f"{rank}/seed=*/metrics.jsonl")) for rank in RANKS}
+            runs = {rank: list(map(plots.read_metrics, found)) for rank, found in files.items() if found}
+            objectives.draw(runs, HERE / f"{name}.png", "trained (seeds)")
     if args.objectives:
         objectives.draw(objectives.read_runs(args.objectives), HERE / "objectives.png")
     if args.report:
