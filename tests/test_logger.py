@@ -11,7 +11,7 @@ import pytest
 
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
-from utils.reporting.plots import before_and_after, plot_run, read_metrics
+from utils.reporting.plots import before_and_after, plot_run, plot_runs, read_metrics
 
 
 def lines(folder) -> list[dict]:
@@ -161,6 +161,13 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     header = (tmp_path / "plot.png").read_bytes()[:24]
     assert header[1:4] == b"PNG"
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]
+
+
+@pytest.mark.filterwarnings("error")
+def test_many_runs_fit_into_one_picture(tmp_path):
+    steps = np.arange(3.0)
+    runs = {f"seed={seed}": {"test_env/return": (steps, steps), "env/return": (steps, steps)} for seed in range(45)}
+    plot_runs(runs, tmp_path / "population.png")
 
 
 @pytest.mark.parametrize("columns", [40, 100])

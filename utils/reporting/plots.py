@@ -219,12 +219,13 @@ def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
 
 
 def format_main_axis(axis: "matplotlib.axes.Axes", has_percents: bool) -> None:
-    """Sets the labels and the legend of the large panel."""
+    """Sets the labels and the legend of the large panel, which has none with more runs than colours."""
     axis.set_xlabel("step")
     if has_percents:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     handles, _ = axis.get_legend_handles_labels()
-    if handles:
+    most_entries = 2 * len(COLOURS)
+    if 0 < len(handles) <= most_entries:
         axis.legend(loc="best", frameon=False, fontsize=9)
 
 
