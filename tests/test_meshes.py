@@ -36,6 +36,7 @@ from models import decoder
 from models.checkpoint import load_model
 from models.distribution import Distribution
 from models.packing import pack_rows
+from utils.devices import sharding
 from utils.devices.sharding import sharding_of
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
@@ -239,6 +240,30 @@ def shardings_on_eight_devices() -> None:
 
 def test_all_that_is_large_is_cut():
     wait(start_processes("from test_meshes import *; shardings_on_eight_devices()", num_devices=8))
+
+
+def gradients_of_a_cube() -> None:
+    mesh = make_layout(DeviceConfig(mesh="fsdp=8")).mesh
+    x = jax.random.normal(jax.random.key(0), (8, 24, 16))  # a gradient of each device
+    table = (24, 16), (None, "embed")
+
+    def gradient_of_sum(weights, rows):
+        _, to_weights = jax.vjp(lambda weights: sharding.gather(weights, table[0], jnp.float32), weights)
+        return to_weights(rows[0])[0][None]
+
+    @jax.jit
+    def on_cube(weights, rows):
+        return sharding.on_each(mesh, gradient_of_sum, weights, rows, table)
+
+    cut = on_cube(jnp.zeros(table[0]), x)  # [8, 24, 2]
+    found = np.moveaxis(np.asarray(cut), 0, 1).reshape(table[0])
+    np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v5"])
+def test_gradients_are_summed_and_cut_in_one_step_or_in_two(kind):
+    call = f"sharding.CUBE_KIND = {kind!r}; gradients_of_a_cube()"
+    wait(start_processes(CALL + call, num_devices=8))
 
 
 def communication_on_eight_devices() -> None:
