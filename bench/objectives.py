@@ -93,9 +93,11 @@ def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
             panel.plot(steps, scores.mean(axis=0), label=f"{preset} ({len(logs)})", linewidth=1.6, **look)
             if len(logs) > 1:
                 panel.fill_between(steps, scores.min(axis=0), scores.max(axis=0), color=look["color"], alpha=0.12)
-    titles = "held out (512 problems)", f"training batch, mean of {WINDOW} steps"
+    log = next(iter(runs.values()))[0]
+    num_problems, num_rollouts = (int(log[name][1][-1]) for name in ("test_env/num_tasks", "rollout/num_rollouts"))
+    titles = f"held out ({num_problems} problems)", f"training batch, mean of {WINDOW} steps"
     for panel, problems in zip(panels, titles, strict=True):
-        panel.set(title=f"Correct answers, {problems}", xlabel="steps of 256 completions", ylim=(0, None))
+        panel.set(title=f"Correct answers, {problems}", xlabel=f"steps of {num_rollouts} completions", ylim=(0, None))
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title=title)
     figure.savefig(out, dpi=100)
