@@ -1,12 +1,12 @@
-"""Where the time of a rollout and of an update goes on a CPU: operations of the compiled programs, by kind.
+"""Where the time of a rollout and of an update goes on a core of a CPU: operations of the compiled programs, by kind.
 
     python bench/shares.py
     python bench/shares.py --model_dir models/tiny --groups_per_batch 32 --num_generation_tokens 96
 
-Both run once under JAX's profiler. An operation is of the kind of what it computes, as XLA's programs have it: a
-product of activations and weights, a product within rows (attention), a move (caches that are written or gathered), or
-anything else: norms, rotations, softmax, drawing, losses, the optimiser. What is left of the time of the cores is that
-of the host, of waiting, and of the profiler itself.
+Both run once under JAX's profiler, on one core, since the time of an operation that several threads compute is counted
+once. An operation is of the kind of what it computes, as XLA's programs have it: a product of activations and weights,
+a product within rows (attention), a move (caches that are written or gathered), or anything else: norms, rotations,
+softmax, drawing, losses, the optimiser. What is left is the time of the host, and of the profiler.
 """
 
 import sys
@@ -39,6 +39,7 @@ from utils.devices.startup import make_layout
 from utils.settings.config import parse
 
 WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attention", "moves", "everything else"
+HOST = "host"
 MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
 NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
 
@@ -91,7 +92,7 @@ def instructions_in(line: hlo.Instruction, parsed: hlo.Computations) -> Iterator
 
 
 def measure(run: Callable[[], PyTree], recorders: dict[str, Recorded]) -> dict[str, float]:
-    """Returns the core seconds of each kind of operation in one call, and those that are none."""
+    """Returns the seconds of one call, of each kind of operation in it, and those that are of none."""
     for _ in range(2):
         jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
@@ -110,11 +111,11 @@ def measure(run: Callable[[], PyTree], recorders: dict[str, Recorded]) -> dict[s
         stats = dict(event.stats)
         if "hlo_op" in stats and not event.name.startswith(NESTING):
             spent[kinds.get((stats["hlo_module"], event.name), OTHERS)] += event.duration_ns / 1e9
-    num_cores = len(os.sched_getaffinity(0))
-    return {"seconds": seconds} | spent | {"host and waiting": num_cores * seconds - spent.total()}
+    return {"seconds": seconds} | spent | {HOST: seconds - spent.total()}
 
 
 def main(config: BenchTraining) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX makes its threads
     prepare()
     recorders = record(sampling, "prefill", "decode_segment", "gather_cache", "decode_weights")
     recorders |= record(learner, "score", "accumulate", "apply_gradients")
@@ -131,9 +132,9 @@ def main(config: BenchTraining) -> None:
         spent = measure(run, recorders)
         seconds = spent.pop("seconds")
         shares = {kind: f"{value / sum(spent.values()):.0%}" for kind, value in spent.items()}
-        kinds = (WEIGHTS, ATTENTION, MOVES, OTHERS, "host and waiting")
+        kinds = (WEIGHTS, ATTENTION, MOVES, OTHERS, HOST)
         table.append((name, seconds, *(shares.get(kind, "0%") for kind in kinds)))
-    title = f"Shares of the cores' time, {config.model_name}, {model.dtype}"
+    title = f"Shares of a core's time, {config.model_name}, {model.dtype}"
     columns = ("work", "seconds", *kinds)
     report(title, columns, table, environment(), config.bench.json)
 
