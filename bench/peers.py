@@ -40,11 +40,10 @@ from bench.common import (
     spread,
     write_random_model,
 )
-from bench.side import Work
+from bench.side import ROLLOUTS, TAILS, Work
 from utils.settings.config import group, option, parse
 
-WORKS = ("rollout", "long_tail", "longer_tail", "update", "update_once", "step")
-TAILS = {"long_tail": (32, 8, 32, 256), "longer_tail": (256, 8, 64, 1024)}  # prompts, group, mean and limit
+WORKS = (*ROLLOUTS, "update", "update_once", "step")
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches
 VARIANTS = {  # of each side where there are several, or none
     ("torch", "rollout"): GENERATE,
@@ -127,9 +126,9 @@ def compare(sides: Sequence[Side], warmup: int, rounds: int) -> dict[str, list[R
 def make_work(name: str, config: Command, folder: str) -> Work:
     """Returns the work of a side, in plain numbers."""
     num_groups, limit = config.rows.groups_per_batch, config.rows.num_generation_tokens
-    group_size = config.rows.group_size
     if name in TAILS:
-        num_groups, group_size, mean_length, limit = TAILS[name]
+        num_groups, mean_length, limit = TAILS[name]
+    group_size = config.rows.group_size
     vocabulary = read_shape(folder).vocab_size
     num_rows = num_groups * group_size
     prompts = make_prompts(vocabulary, num_groups, config.bench.prompt_tokens)

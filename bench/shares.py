@@ -15,13 +15,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import contextlib
 import os
 import re
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from unittest import mock
 
 import jax
 import numpy as np
@@ -40,31 +41,35 @@ from utils.settings.config import parse
 
 WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attention", "moves", "everything else"
 HOST = "host"
+KINDS = WEIGHTS, ATTENTION, MOVES, OTHERS, HOST
 MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
+FUNCTIONS = [(sampling, name) for name in ("prefill", "decode_segment", "gather_cache", "decode_weights")]
+FUNCTIONS += [(learner, name) for name in ("score", "accumulate", "apply_gradients")]
 NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
 
 
-class Recorded:
+class Recorder:
     """A jitted function that keeps the HLO of each program it runs."""
 
     def __init__(self, function: Callable):
-        self.function, self.lower = function, function.lower
-        self.__name__ = function.__name__
+        self.function = function
         self.texts: dict[str, str] = {}
 
     def __call__(self, *arguments: PyTree, **options: PyTree) -> PyTree:
         shapes = str(jax.tree.map(np.shape, (arguments, options)))
         if shapes not in self.texts:
-            self.texts[shapes] = self.lower(*arguments, **options).compile().as_text()
+            self.texts[shapes] = self.function.lower(*arguments, **options).compile().as_text()
         return self.function(*arguments, **options)
 
 
-def record(module: ModuleType, *names: str) -> dict[str, Recorded]:
-    """Puts recorders in the place of a module's jitted functions, and returns them."""
-    recorders = {name: Recorded(getattr(module, name)) for name in names}
-    for name, recorder in recorders.items():
-        setattr(module, name, recorder)
-    return recorders
+@contextlib.contextmanager
+def recording() -> Iterator[dict[str, Recorder]]:
+    """Puts recorders in the place of the jitted functions, for the time of the block."""
+    recorders = {name: Recorder(getattr(module, name)) for module, name in FUNCTIONS}
+    with contextlib.ExitStack() as stack:
+        for module, name in FUNCTIONS:
+            stack.enter_context(mock.patch.object(module, name, recorders[name]))
+        yield recorders
 
 
 def kinds_of(text: str) -> dict[str, str]:
@@ -91,10 +96,11 @@ def instructions_in(line: hlo.Instruction, parsed: hlo.Computations) -> Iterator
         yield from instructions_in(each, parsed)
 
 
-def measure(run: Callable[[], PyTree], recorders: dict[str, Recorded]) -> dict[str, float]:
-    """Returns the seconds of one call, of each kind of operation in it, and those that are of none."""
-    for _ in range(2):
-        jax.block_until_ready(run())
+def measure(run: Callable[[], PyTree]) -> tuple[float, Counter[str]]:
+    """Returns the seconds of one call, and of them those of each kind."""
+    with recording() as recorders:
+        for _ in range(2):
+            jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             start = time.perf_counter()
@@ -111,14 +117,13 @@ def measure(run: Callable[[], PyTree], recorders: dict[str, Recorded]) -> dict[s
         stats = dict(event.stats)
         if "hlo_op" in stats and not event.name.startswith(NESTING):
             spent[kinds.get((stats["hlo_module"], event.name), OTHERS)] += event.duration_ns / 1e9
-    return {"seconds": seconds} | spent | {HOST: seconds - spent.total()}
+    spent[HOST] = seconds - spent.total()
+    return seconds, spent
 
 
 def main(config: BenchTraining) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX makes its threads
     prepare()
-    recorders = record(sampling, "prefill", "decode_segment", "gather_cache", "decode_weights")
-    recorders |= record(learner, "score", "accumulate", "apply_gradients")
     layout = make_layout(config.devices)
     model, params = load_training(config, layout)
     prompts = make_prompts(model.vocab_size, config.update.groups_per_batch, config.bench.prompt_tokens)
@@ -129,13 +134,10 @@ def main(config: BenchTraining) -> None:
     }
     table: list[tuple[Figure, ...]] = []
     for name, run in works.items():
-        spent = measure(run, recorders)
-        seconds = spent.pop("seconds")
-        shares = {kind: f"{value / sum(spent.values()):.0%}" for kind, value in spent.items()}
-        kinds = (WEIGHTS, ATTENTION, MOVES, OTHERS, HOST)
-        table.append((name, seconds, *(shares.get(kind, "0%") for kind in kinds)))
+        seconds, spent = measure(run)
+        table.append((name, seconds, *(f"{spent[kind] / seconds:.0%}" for kind in KINDS)))
     title = f"Shares of a core's time, {config.model_name}, {model.dtype}"
-    columns = ("work", "seconds", *kinds)
+    columns = ("work", "seconds", *KINDS)
     report(title, columns, table, environment(), config.bench.json)
 
 

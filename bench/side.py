@@ -16,7 +16,8 @@ if __name__ == "__main__":
 
 
 Figure = float | str | list[int]
-ROLLOUTS = ("rollout", "long_tail", "longer_tail")  # works that sample and nothing else
+TAILS = {"long_tail": (32, 32, 256), "longer_tail": (256, 64, 1024)}  # prompts, mean and limit of lengths
+ROLLOUTS = ("rollout", *TAILS)  # works that sample and nothing else
 
 
 class Work(TypedDict, total=False):

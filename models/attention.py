@@ -4,6 +4,7 @@ Letters: B rows, T tokens of a row, N prompts of P tokens, S cache columns, H qu
 C channels of a head.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -290,12 +291,7 @@ def decode_attention(
         prompt_scores = jnp.where(by_prompt(in_window), prompt_scores, MASKED)
     scores = jnp.where(of_queries(is_seen, Q), scores.astype(jnp.float32) * key_scale, MASKED)
 
-    # One softmax of both, each in the order of its own product: put together they would be written once more.
-    prompt_top = by_row(prompt_scores.max(-1, keepdims=True))
-    top = jnp.maximum(prompt_top, scores.max(-1, keepdims=True))
-    prompt_mass = jnp.exp((prompt_scores - by_prompt(top)) * view.scale)
-    mass = jnp.exp((scores - top) * view.scale)
-    total = by_row(prompt_mass.sum(-1, keepdims=True)) + mass.sum(-1, keepdims=True)
+    prompt_mass, mass, total = joint_softmax(prompt_scores, scores, by_prompt, by_row, view.scale)
     mass = (mass * value_scale).astype(q.dtype)
     prompt_mass = (prompt_mass * prompt_value_scale).astype(q.dtype)
     out = jnp.einsum("bkqs,bksc->bkqc", mass, values, preferred_element_type=jnp.float32)
@@ -303,6 +299,24 @@ def decode_attention(
     out = (out / total).astype(q.dtype)
     out = rearrange(out, "B K (G T) C -> B T (K G C)", T=T)
     return out, cache
+
+
+def joint_softmax(
+    prompt_scores: Float[Array, "N K RQ P"],
+    scores: Float[Array, "B K Q S"],
+    by_prompt: Callable[[Array], Array],
+    by_row: Callable[[Array], Array],
+    scale: float,
+) -> tuple[Float[Array, "N K RQ P"], Float[Array, "B K Q S"], Float[Array, "B K Q 1"]]:
+    """Returns the exponentials of one softmax over prompt and cache, each in its own order, and their sum.
+
+    Put together the scores would be written to memory once more.
+    """
+    top = jnp.maximum(by_row(prompt_scores.max(-1, keepdims=True)), scores.max(-1, keepdims=True))
+    prompt_mass = jnp.exp((prompt_scores - by_prompt(top)) * scale)
+    mass = jnp.exp((scores - top) * scale)
+    total = by_row(prompt_mass.sum(-1, keepdims=True)) + mass.sum(-1, keepdims=True)
+    return prompt_mass, mass, total
 
 
 def seen_columns(
