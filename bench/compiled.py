@@ -55,7 +55,7 @@ from utils.devices.memory import fit_memory, measure_sizes, rows_that_fit, updat
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
-from utils.metrics.speed import PEAKS
+from utils.metrics.speed import PEAKS, training_flops
 from utils.settings.config import group, option, parse, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.training.batching import ONE_SHAPE, bucket
@@ -69,9 +69,15 @@ class Target(NamedTuple):
     kind: str  # of device, as JAX names it: a row of PEAKS
     platform: str
     memory: int  # bytes that a program may use
+    links: float  # bytes/s that it can send to others of its host or slice
     cache: int = 0  # bytes of the L2 of a GPU
     num_axes: int = 0  # of the torus of a TPU slice
     devices_per_chip: int = 1  # that JAX shows
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of bfloat16 products."""
+        return PEAKS[self.kind][0]
 
     @property
     def bandwidth(self) -> float:
@@ -79,13 +85,15 @@ class Target(NamedTuple):
         return PEAKS[self.kind][1]
 
 
-TARGETS = {  # memory: of GPUs what CUDA reports, of TPUs what the compiler allows
-    "h200": Target("NVIDIA H200", "cuda", 150754820096, 62914560),
-    "h100": Target("NVIDIA H100 80GB HBM3", "cuda", 84930000000, 52428800),
-    "v5e": Target("TPU v5 lite", "tpu", int(15.75 * 2**30), num_axes=2),
-    "v6e": Target("TPU v6 lite", "tpu", int(31.25 * 2**30), num_axes=2),
-    "v5p": Target("TPU v5", "tpu", int(95.74 * 2**30), num_axes=3),
-    "tpu7x": Target("TPU7x", "tpu", int(94.75 * 2**30), num_axes=3, devices_per_chip=2),
+# memory: of GPUs what CUDA reports, of TPUs what the compiler allows; links: of GPUs NVLink 4, of TPUs all of a chip's,
+# one way. Source: NVIDIA's data sheets and cloud.google.com/tpu/docs
+TARGETS = {
+    "h200": Target("NVIDIA H200", "cuda", 150754820096, 450e9, 62914560),
+    "h100": Target("NVIDIA H100 80GB HBM3", "cuda", 84930000000, 450e9, 52428800),
+    "v5e": Target("TPU v5 lite", "tpu", int(15.75 * 2**30), 200e9, num_axes=2),
+    "v6e": Target("TPU v6 lite", "tpu", int(31.25 * 2**30), 400e9, num_axes=2),
+    "v5p": Target("TPU v5", "tpu", int(95.74 * 2**30), 600e9, num_axes=3),
+    "tpu7x": Target("TPU7x", "tpu", int(94.75 * 2**30), 300e9, num_axes=3, devices_per_chip=2),
 }
 # What the compiler asks about a GPU. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
 HOPPER = """
@@ -445,6 +453,7 @@ class Training(NamedTuple):
     update: float  # while a micro-batch's gradient is added up
     estimate: float  # of the same, by utils/devices/memory.py
     optimiser: float
+    flops: float  # of a micro-batch without recomputation, not bytes
     communication: Communication
 
 
@@ -475,6 +484,7 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
         bytes_on_device(held_state(state, config)) - bytes_on_device(state.params) + update.peak,
         update_bytes(sizes, model, model.remat, num_rows * width, width),
         bytes_on_device(base) + apply_gradients(model, layout, config).peak,
+        training_flops(model, np.full(num_rows, width), num_rows * width) / layout.mesh.shape["tp"],
         measure_communication(model, layout, update.hlo),
     )
 
@@ -624,7 +634,7 @@ def table_row(config: Command, target: str, name: str, num_devices: int) -> dict
 
     # All parameters are trained in a loop over layers, which compiles quickly; layers below adapters are a list.
     training = extrapolate(config, run.model, measure_update) if run.base else measure_update(run.model)
-    row |= training_figures(training)
+    row |= training_figures(training, run)
     return row | rollout_figures(config, run, training.held) if run.rows else row
 
 
@@ -639,10 +649,17 @@ def row_or_refusal(config: Command, target: str, name: str, num_devices: int) ->
         return {"model": name, "devices": f"{num_devices} {target}", "mesh": "does not fit"}
 
 
-def training_figures(training: Training) -> dict[str, Figure]:
-    """Returns the columns of an update: its memory, and what it sends."""
+def training_figures(training: Training, run: Run) -> dict[str, Figure]:
+    """Returns the columns of an update: its memory, what it sends, and a bound of its MFU.
+
+    The bound is the time of products at the peak, with those of the layers that --remat full computes again, or of what
+    is sent over all links, whichever is longer: one hides the other. Adapters, which need fewer products, have none.
+    """
     sent = training.communication
     total = sum(sent.sent.values())
+    target = run.layout.target
+    num_passes = 4 if run.model.remat == "full" else 3  # of equal work: forward, backward, and forward again
+    seconds = max(num_passes / 3 * training.flops / target.peak, total / target.links)
     kinds = {kind: f"{count:,.0f}: {sent.sent[kind] / GB:.3g}" for kind, count in sent.counts.items() if count}
     figures = kinds | {
         "held": training.held / GB,
@@ -654,6 +671,8 @@ def training_figures(training: Training) -> dict[str, Figure]:
         "to other slices": sent.crossing / GB,
         "their minimum": sent.least_crossing / GB,
     }
+    if not run.base:
+        figures["MFU at most"] = training.flops / target.peak / seconds
     return figures | {"sent / minimum": total / sent.least} if sent.least else figures
 
 
@@ -684,7 +703,7 @@ DECODE = (
     "rows", "decode step", "at least", "ratio", "of experts", "experts at least", "collectives", "they return",
     "tokens/s at most",
 )  # fmt: skip
-UPDATE = (*KINDS, "sent", "FSDP's minimum", "sent / minimum", "to other slices", "their minimum")
+UPDATE = (*KINDS, "sent", "FSDP's minimum", "sent / minimum", "to other slices", "their minimum", "MFU at most")
 PARTS = {
     "memory": SETTING + MEMORY,
     "what a decode step reads and writes, and its collectives": SETTING[:3] + DECODE,

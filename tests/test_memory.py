@@ -4,9 +4,12 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
 from bench.common import shape
+from bench.compiled import state_shapes
 from core.config import Config
 from models.architecture import Decoder, is_spec
 from utils.devices.memory import (
@@ -21,7 +24,7 @@ from utils.devices.memory import (
     rows_that_fit,
     update_bytes,
 )
-from utils.devices.sharding import Layout, single_device
+from utils.devices.sharding import MESH_AXES, Layout, single_device
 from utils.settings.config import make_config
 from utils.training.batching import bucket
 from utils.training.optimizers import OptimizerConfig, make_optimizer
@@ -91,6 +94,36 @@ def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
     sizes = Sizes(held=params, gradients=2 * params, sampling_copy=0, kv_row=0, available=0)
     estimate = update_bytes(sizes, model, remat, 16 * 1024, 1024) / GB
     assert 0.94 < estimate / COMPILED[name, kernel, remat] < 1.15
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A chip that is not there."""
+
+    id: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+
+
+# The same for TPUs, whose memory is cut by fsdp, by the tokens of a micro-batch on each: docs/memory.md
+COMPILED_FOR_TPUS = {
+    ("Qwen3-0.6B", 8, "dots", 6144): 10.27, ("Qwen3-0.6B", 8, "none", 12288): 32.08,
+    ("Qwen3-1.7B", 8, "full", 12288): 10.63, ("Qwen3-1.7B", 8, "none", 12288): 54.81,
+    ("Qwen3-8B", 8, "full", 6144): 28.3, ("Qwen3-8B", 8, "dots", 12288): 70.24,
+    ("Llama-3.2-3B", 1, "dots", 6144): 89.0, ("Qwen3.5-4B", 1, "full", 3072): 97.3,
+    ("Qwen3-30B-A3B", 8, "full", 12288): 107.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_devices", "remat", "num_tokens"), COMPILED_FOR_TPUS)
+def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, num_tokens):
+    chips = np.array([Tpu(i) for i in range(num_devices)], dtype=object)
+    layout = Device(Mesh(chips.reshape(1, -1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3))
+    model = shape(name, dtype="bfloat16", mesh=layout.mesh)
+    config = settings_for()
+    sizes = measure_sizes(config.memory, model, layout, state_shapes(model, layout, config), None, 1536)
+    estimate = update_bytes(sizes, model, remat, num_tokens, 1536) / GB
+    assert 0.92 < estimate / COMPILED_FOR_TPUS[name, num_devices, remat, num_tokens] < 1.08
 
 
 def test_the_more_memory_the_less_is_recomputed():
