@@ -90,10 +90,10 @@ def make_work(config: Command, vocab_size: int) -> Work:
 
 
 def make_rollout(
-    sampler: Sampler, params: Params, prompts: Sequence[list[int]], group_size: int
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], group_size: int, first_id: int = 0
 ) -> Callable[[], Completions]:
     """Returns a function that samples the same completions at every call, from weights that it lays out anew."""
-    ids = np.arange(len(prompts))
+    ids = first_id + np.arange(len(prompts))
     key = jax.random.key(0)
 
     def rollout() -> Completions:

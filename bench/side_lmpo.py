@@ -59,13 +59,18 @@ def run(work: Work, variant: str, gate: Gate) -> None:
 
 
 def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
-    """Samples again and again; the process ends at the gate."""
+    """Samples again and again, `call_rows` rows at a time (by default all); the process ends at the gate."""
     model, params, _ = load_model(work["model_dir"], dtype="")
+    prompts, group_size = work["prompts"], work["group_size"]
+    per_call = settings.pop("call_rows", len(prompts) * group_size) // group_size
     sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), **settings)
-    rollout = make_rollout(sampler, params, work["prompts"], work["group_size"])
+    rollouts = [
+        make_rollout(sampler, params, prompts[first : first + per_call], group_size, first)
+        for first in range(0, len(prompts), per_call)
+    ]
     lengths = []
     while gate(sum(lengths), lengths=lengths):
-        lengths = completion_lengths(rollout()).tolist()
+        lengths = [length for rollout in rollouts for length in completion_lengths(rollout()).tolist()]
 
 
 NUM_WARMUP = 3  # rollouts before the first run: which programs are compiled depends on when the environment answers

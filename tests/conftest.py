@@ -7,6 +7,7 @@ workers and the next time. `make test-all` compiles them as they are used.
 import importlib.metadata
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ if is_known and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
 CORE = "core.objectives core.sampling core.shared_sampler utils.training.batching"
 MODELS = "models.attention models.decoder models.deltanet models.distribution models.experts models.rotary"
