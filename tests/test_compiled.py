@@ -173,7 +173,7 @@ def test_a_cache_that_is_copied_is_noticed():
 
 @needs_h200
 def test_decoding_writes_the_cache_in_place_on_an_h200():
-    model, layout = replace(MODEL, num_hidden_layers=16), compiled.imagine("h200")
+    model, layout = replace(MODEL, num_hidden_layers=12), compiled.imagine("h200")
     program = compiled.decode_segment(model, layout, B, S)
     assert_in_place(program, model, layout)
     least, _ = compiled.least_bytes(model, layout, program)
