@@ -652,14 +652,10 @@ def row_or_refusal(config: Command, target: str, name: str, num_devices: int) ->
 def training_figures(training: Training, run: Run) -> dict[str, Figure]:
     """Returns the columns of an update: its memory, what it sends, and a bound of its MFU.
 
-    The bound is the time of products at the peak, with those of the layers that --remat full computes again, or of what
-    is sent over all links, whichever is longer: one hides the other. Adapters, which need fewer products, have none.
+    Adapters, which need fewer products, have no bound.
     """
     sent = training.communication
     total = sum(sent.sent.values())
-    target = run.layout.target
-    num_passes = 4 if run.model.remat == "full" else 3  # of equal work: forward, backward, and forward again
-    seconds = max(num_passes / 3 * training.flops / target.peak, total / target.links)
     kinds = {kind: f"{count:,.0f}: {sent.sent[kind] / GB:.3g}" for kind, count in sent.counts.items() if count}
     figures = kinds | {
         "held": training.held / GB,
@@ -672,8 +668,19 @@ def training_figures(training: Training, run: Run) -> dict[str, Figure]:
         "their minimum": sent.least_crossing / GB,
     }
     if not run.base:
-        figures["MFU at most"] = training.flops / target.peak / seconds
+        figures["MFU at most"] = largest_mfu(training.flops, total, run)
     return figures | {"sent / minimum": total / sent.least} if sent.least else figures
+
+
+def largest_mfu(flops: float, num_bytes: float, run: Run) -> float:
+    """Returns the MFU if products run at the peak and all links send at once, and the shorter of both is hidden.
+
+    Products that --remat full computes again take time, and are not counted.
+    """
+    target = run.layout.target
+    num_passes = 4 if run.model.remat == "full" else 3  # of equal work: forward, backward, and forward again
+    seconds = max(num_passes / 3 * flops / target.peak, num_bytes / target.links)
+    return flops / target.peak / seconds
 
 
 def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]:

@@ -273,25 +273,26 @@ MATRICES = {"up": ((3072, 1024), ("mlp", "embed")), "down": ((1024, 3072), ("emb
 
 def multiply(weights: Params, rows: jax.Array) -> jax.Array:
     """Computes an MLP with gathered weights: a layer of the update, which takes minutes to compile."""
-    whole = {name: gather(weights[name], shape, rows.dtype).astype(rows.dtype) for name, (shape, _) in MATRICES.items()}
-    return jax.nn.silu(rows @ whole["up"].T) @ whole["down"].T
+    up, down = (gather(weights[name], MATRICES[name][0], rows.dtype).astype(rows.dtype) for name in ("up", "down"))
+    return jax.nn.silu(rows @ up.T) @ down.T
 
 
-def gradients_of_products(layout: compiled.Imagined, multiply: Callable) -> tuple[str, float]:
-    """Returns the program that multiplies and takes gradients, and what it sends, as a part of FSDP's minimum."""
+def gradients_of_products(layout: compiled.Imagined, compute: Callable) -> tuple[str, float]:
+    """Returns the program that takes gradients of an MLP, and what it sends, as a part of FSDP's minimum."""
     mesh = layout.mesh
     rows = compiled.rows(layout, 8192 * mesh.size, 1024, dtype=jnp.bfloat16)
-    places = {name: layout.sharding(shape, axes) for name, (shape, axes) in MATRICES.items()}
     weights = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places[name]) for name, (shape, _) in MATRICES.items()
+        name: jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=layout.sharding(sizes, axes))
+        for name, (sizes, axes) in MATRICES.items()
     }
+    places = jax.tree.map(lambda x: x.sharding, weights)
 
     def loss(weights: Params, rows: jax.Array) -> jax.Array:
-        return jnp.square(multiply(weights, rows).astype(jnp.float32)).sum()
+        return jnp.square(compute(weights, rows).astype(jnp.float32)).sum()
 
     program = compiled.compile_for(jax.jit(jax.grad(loss), out_shardings=places), weights, rows)
     sent = sum(each.sent for each in hlo.transfers(program.hlo, layout.slices))
-    num_parameters = sum(math.prod(shape) for shape, _ in MATRICES.values())
+    num_parameters = sum(x.size for x in weights.values())
     return program.hlo, sent / hlo.fsdp_minimum(num_parameters, mesh.shape, 2)
 
 
@@ -314,7 +315,7 @@ def test_a_cube_of_tpus_sends_gradients_once(monkeypatch):
     _, sent = gradients_of_products(layout, products)
     monkeypatch.setattr(sharding, "CUBE_KIND", "none")
     _, by_itself = gradients_of_products(layout, products)
-    assert sent < 1 < by_itself
+    assert sent < 0.8 and by_itself > 1
 
 
 @needs_h200

@@ -28,7 +28,7 @@ MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of 
 FEW_ROWS = 16  # sampled at once: with no more than these the start of a run speaks of it
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 # Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
-# of their gradients. Fitted to programs of Qwen3-30B-A3B: eight H200 take 0.89 of the estimate, eight v5p 1.12.
+# of their gradients. Fitted to programs of Qwen3-30B-A3B: eight H200 take 0.89 of the estimate, eight v5p 1.04.
 GATHERED_EXPERTS = 13
 LOGITS = 3 * 4 * (1 << 27)  # bytes of a chunk of the head, its softmax and its gradient: see LOGIT_ELEMENTS
 
