@@ -38,6 +38,7 @@ from utils.training.batching import bucket
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 Tokens = Int[np.ndarray, "B A"]
 Row = dict[str, object]  # with "prompt" or "messages"
+Style = tuple[bool | None, str]  # of prompts: thinking (None: as the template has it), and prefix of the reply
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class PromptConfig:
     env_options: str = option("", "Options of --env_name as name=value with commas between")
     task: int = option(0, "Number of the problem of --env_name")
     raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
-    thinking: bool = option(
-        False, "Thinking mode of Qwen3's chat template; a model that was trained here in that mode has it in any case"
+    thinking: str = option(
+        "",
+        "Thinking mode of the chat template; empty: as a model was trained here, else as the template has it",
+        ["", "on", "off"],
     )
     num_samples: int = option(1, "Completions of each prompt")
     web: int = option(
@@ -105,13 +108,16 @@ def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int
     if config.raw and "prompt" in row:
         return tokenizer.encode(row["prompt"])
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    return encode_messages(messages, tokenizer, config.thinking)
+    (style,) = prompt_styles([tokenizer], config.thinking)
+    return tokenizer.chat(messages, *style)
 
 
-def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, thinking: bool) -> list[int]:
-    """Returns the prompt of a conversation, token ids, as the model was trained where that was here."""
-    was_thinking, prefix = tokenizer.training_prompts
-    return tokenizer.chat(messages, thinking or was_thinking, prefix)
+def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[Style]:
+    """Returns how each model is asked: as it was trained here, else as the first of the others that was."""
+    known = [tokenizer.training_prompts for tokenizer in tokenizers]
+    trained = next((style for style in known if style != (None, "")), (None, ""))
+    styles = [trained if style == (None, "") else style for style in known]
+    return [({"on": True, "off": False}.get(thinking, was), prefix) for was, prefix in styles]
 
 
 def sample_rows(
@@ -154,15 +160,15 @@ def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) ->
 class ChatModel:
     """A model that one can talk to; each reply is drawn with a number of its own under the key."""
 
-    def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, thinking: bool):
-        self.name, self.sampler, self.key, self.thinking = name, sampler, key, thinking
+    def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, style: Style):
+        self.name, self.sampler, self.key, self.style = name, sampler, key, style
         self.weights = sampler.load_weights(params)
         self.numbers = count()
 
     def reply(self, messages: list[Message], show_text: ShowText) -> str:
         """Returns the reply to a conversation; `show_text` gets what there is of it after each segment."""
         tokenizer = self.sampler.tokenizer
-        prompt = encode_messages(messages, tokenizer, self.thinking)
+        prompt = tokenizer.chat(messages, *self.style)
         number = next(self.numbers)
         return tokenizer.decode(stream_reply(self.sampler, self.weights, prompt, number, self.key, show_text))
 
@@ -205,12 +211,11 @@ def main(config: Command) -> None:
     limit = config.sampling.num_generation_tokens
     key = jax.random.key(config.prompts.seed)
     if config.prompts.web:
-        names = config.prompts.ckpt_dir.split(",")
-        return serve([load_chat_model(name, config, layout) for name in names], config.prompts.web)
+        return serve(load_chat_models(config.prompts.ckpt_dir.split(","), config, layout), config.prompts.web)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     has_files = config.prompts.prompts or config.prompts.json
     if is_terminal and not has_files and not config.prompts.env_name:
-        return converse(load_chat_model(config.prompts.ckpt_dir, config, layout))
+        return converse(*load_chat_models([config.prompts.ckpt_dir], config, layout))
     model, params, tokenizer = load_last(config.prompts.ckpt_dir, config, layout)
     if config.prompts.env_name:
         from core.play import play_episode  # which streams replies by this file
@@ -249,13 +254,17 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     return with_speculation(sampler, config.sampling.num_speculative_tokens)
 
 
-def load_chat_model(name: str, config: Command, layout: Layout) -> ChatModel:
-    """Loads a model to talk to, whose replies are shown in short segments."""
-    model, params, tokenizer = load_last(name, config, layout)
-    sampler = make_text_sampler(config, model, tokenizer, layout)
-    sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> list[ChatModel]:
+    """Loads models to talk to, whose replies are shown in short segments."""
+    loaded = [load_last(name, config, layout) for name in names]
+    styles = prompt_styles([tokenizer for _, _, tokenizer in loaded], config.prompts.thinking)
     key = jax.random.key(config.prompts.seed)
-    return ChatModel(name, sampler, params, key, config.prompts.thinking)
+    models = []
+    for name, style, (model, params, tokenizer) in zip(names, styles, loaded, strict=True):
+        sampler = make_text_sampler(config, model, tokenizer, layout)
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        models.append(ChatModel(name, sampler, params, key, style))
+    return models
 
 
 def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:

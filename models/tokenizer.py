@@ -100,16 +100,16 @@ class Tokenizer:
     def chat(
         self,
         messages: Sequence[Message],
-        thinking: bool = False,
+        thinking: bool | None = False,
         prefix: str = "",
         plain: bool = False,
         tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
 
-        `thinking=False` closes Qwen3's thinking before it starts. `plain` leaves the chat template out, as for a base
-        model without one: then the contents of the messages are joined by newlines. Tools that the chat template does
-        not show are announced in the system message.
+        `thinking=False` closes Qwen3's thinking before it starts, None leaves it to the template. `plain` leaves the
+        chat template out, as for a base model without one: then the contents of the messages are joined by newlines.
+        Tools that the chat template does not show are announced in the system message.
 
         Raises: UserError when the chat template fails, or writes far more than the messages; for a tool without type
         hints or a docstring.
@@ -171,7 +171,7 @@ class Tokenizer:
     def render(
         self,
         messages: Sequence[Message],
-        thinking: bool,
+        thinking: bool | None,
         is_open: bool = True,
         tools: Sequence[Schema] = (),
     ) -> str:
@@ -184,7 +184,7 @@ class Tokenizer:
                 list(messages),
                 tools=list(tools) or None,
                 add_generation_prompt=is_open,
-                enable_thinking=thinking,
+                **({} if thinking is None else {"enable_thinking": thinking}),
                 assistant_prefix="",  # `chat` adds it, in ids
                 tokenize=False,
             )
@@ -197,14 +197,15 @@ class Tokenizer:
         return text
 
     @property
-    def training_prompts(self) -> tuple[bool, str]:
-        """Thinking and prefix of the prompts that this model was trained on here; without a record False and ""."""
+    def training_prompts(self) -> tuple[bool | None, str]:
+        """Thinking and prefix of the prompts that this model was trained on here; without a record None and ""."""
         template = self.hf.chat_template
         if not isinstance(template, str):
-            return False, ""
+            return None, ""
         prefix = PREFIX_PATTERN.search(template)
-        is_thinking = template.startswith(THINKING_DEFAULT.replace("VALUE", "true"))
-        return is_thinking, json.loads(prefix[1]) if prefix else ""
+        defaults = {value: THINKING_DEFAULT.replace("VALUE", str(value).lower()) for value in (True, False)}
+        thinking = next((value for value, line in defaults.items() if template.startswith(line)), None)
+        return thinking, json.loads(prefix[1]) if prefix else ""
 
     def with_training_prompts(self, thinking: bool, prefix: str) -> Self:
         """Returns a tokenizer that saves a chat template with these defaults of `enable_thinking` and of `prefix`.

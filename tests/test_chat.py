@@ -16,7 +16,9 @@ from contextlib import closing
 import pytest
 from helpers import ROOT
 
+from core.chat import PromptConfig, encode_row, prompt_styles
 from envs import make_env
+from models.tokenizer import load_tokenizer
 from utils.evaluation.chat import StreamPrinter, converse
 from utils.evaluation.web import ChatServer
 from utils.settings.errors import UserError
@@ -106,6 +108,21 @@ def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
     for text in ("a", "a\ufffd", "a\u2713", "a\u2713\x1b[31mred", "a\u2713\x1b[31mred!"):
         stream(text)
     assert capsys.readouterr().out == "a\u2713red!"
+
+
+@pytest.mark.parametrize("thinking", ["", "on", "off"])
+def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path):
+    base = load_tokenizer(ROOT / "models" / "tiny")
+    base.with_training_prompts(True, "<think>").save(tmp_path)
+    trained = load_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Use 3 7 12 to make 24."}]
+    config = PromptConfig(thinking=thinking)
+    asked = [base.chat(messages, *style) for style in prompt_styles([base, trained], config.thinking)]
+    assert asked == [base.chat(messages, thinking != "off", "<think>")] * 2
+    alone = encode_row({"messages": messages}, base, config)
+    switch = {"enable_thinking": thinking == "on"} if thinking else {}
+    text = base.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switch)
+    assert alone == base.encode(text), "a model without a record of training as its template has it"
 
 
 def take_terminal():
