@@ -41,6 +41,7 @@ from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.environments import EnvConfig, RolloutSettings, check_files, resolve_settings
 from utils.settings.errors import UserError, user_errors
+from utils.settings.presets import announced_demo
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,12 @@ def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
 
-    What does not change results, as the rows drawn at a time, is left to this machine.
+    Of models/tiny they are the demo's. What does not change results, as the rows drawn at a time, is left to this
+    machine.
     """
     _, trained = find_run(str(options.get("model_dir", "")))
+    if not trained and "replay" not in options:
+        trained = announced_demo(options)
     env_name = str(trained.get("env_name", ""))
     if split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
         return {}

@@ -49,6 +49,7 @@ from utils.settings.config import parse
 from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
+from utils.settings.presets import announced_demo
 from utils.training.batching import ONE_SHAPE, bucket, group_counts, select_rows
 from utils.training.state import TrainState, fingerprint
 
@@ -312,4 +313,4 @@ def precompile_updates(learner: Learner, state: TrainState, lengths: Sequence[in
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(Config, sys.argv[1:], __doc__, default_preset="configs/demo.py", spellings=LMPO))
+        main(parse(Config, sys.argv[1:], __doc__, spellings=LMPO, implied=announced_demo))

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from core.config import Config
 from core.grpo import make_workers, train
@@ -46,6 +47,7 @@ from utils.settings.config import option, options_of, parse, to_dict, with_optio
 from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
+from utils.settings.presets import announced_demo, demo_of_tiny
 from utils.training.batching import FEW_SHAPES
 from utils.training.state import TrainState
 
@@ -133,9 +135,10 @@ class Member:
 
 
 def main(argv: Sequence[str]) -> None:
-    config = parse(PopulationConfig, argv, __doc__, spellings=LMPO)
+    config = parse(PopulationConfig, argv, __doc__, spellings=LMPO, implied=announced_demo)
     values = member_values(config.population)
-    configs = {name: parse(Config, member_arguments(argv, own), spellings=LMPO) for name, own in values.items()}
+    read = partial(parse, Config, spellings=LMPO, implied=demo_of_tiny)
+    configs = {name: read(member_arguments(argv, own)) for name, own in values.items()}
     check_members(configs)
     first = next(iter(configs.values()))
     layout = make_layout(first.devices)

@@ -10,7 +10,7 @@ from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
-from utils.settings.presets import read_preset
+from utils.settings.presets import announced_demo, read_preset
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,35 @@ def test_the_settings_of_a_run_are_a_preset(settings, tmp_path):
     assert read(f"--config {tmp_path / 'config.json'}", settings) == config
 
 
-def test_an_empty_command_line_uses_the_default_preset_and_says_so(tmp_path, capsys):
-    (tmp_path / "demo.yaml").write_text("lr: 2.0")
-    assert read("", default_preset=str(tmp_path / "demo.yaml")).loop.lr == 2.0
-    assert "demo.yaml" in capsys.readouterr().out
-    assert read("--group_size 2", default_preset=str(tmp_path / "demo.yaml")).loop.lr == 1e-6
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", {"env_name": "countdown", "max_steps": 50, "lr": 6e-4}),
+        ("--max_steps 3", {"env_name": "countdown", "max_steps": 3, "group_size": 16}),
+        ("--config configs/cispo.py --model_dir models/tiny/", {"env_name": "countdown", "objective": "cispo"}),
+        ("--env_name poem", {"env_name": "poem", "lr": 1e-6}),
+        ("--config configs/poem.py", {"env_name": "poem"}),
+        ("--model_dir Qwen/Qwen3-1.7B", {"env_name": "poem", "lr": 1e-6}),
+    ],
+)
+def test_models_tiny_without_an_environment_is_the_demo(line, expected, capsys):
+    settings = to_dict(parse(grpo.Config, line.split(), spellings=LMPO, implied=announced_demo))
+    assert expected.items() <= settings.items()
+    demo = to_dict(parse(grpo.Config, f"--config configs/demo.py {line}".split(), spellings=LMPO))
+    said = capsys.readouterr().out.splitlines()
+    is_demo = expected["env_name"] == "countdown"
+    assert (settings == demo) == is_demo
+    assert len(said) == is_demo and all("--config configs/demo.py" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("line", "env_name", "limit"),
+    [("", "countdown", 192), ("--env_name poem", "poem", -1), ("--model_dir Qwen/Qwen3-1.7B", "poem", -1)],
+)
+def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit, capsys):
+    settings = to_dict(eval.parse_command(line.split()))
+    assert (settings["env_name"], settings["num_generation_tokens"]) == (env_name, limit)
+    assert ("--config configs/demo.py" in capsys.readouterr().out) == (env_name == "countdown")
 
 
 @pytest.mark.parametrize(

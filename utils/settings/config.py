@@ -161,24 +161,20 @@ def parse(
     argv: Sequence[str],
     description: str = "",
     aliases: Mapping[str, str] = {},
-    default_preset: str | None = None,
     spellings: Spellings = NO_SPELLINGS,
     implied: Callable[[Mapping[str, Value]], Mapping[str, Value]] = lambda options: {},
 ) -> Config:
     """Returns the settings of a command line (without the program's name).
 
     The command line beats the preset (`--config FILE`), the preset beats what it all implies (`implied`, from the
-    options that are set), and that beats the defaults. An empty command line means `--config default_preset` where
-    there is one. `aliases` maps other accepted names to names of options, `spellings` are flags of another program.
-    What is unknown or malformed, and each ValueError of the class itself, ends the program with `fail`.
+    options that are set), and that beats the defaults. `aliases` maps other accepted names to names of options,
+    `spellings` are flags of another program. What is unknown or malformed, and each ValueError of the class itself,
+    ends the program with `fail`.
     """
     flag_values = make_flags(config_class)
     if HELP_FLAGS & set(argv):
         print_help(help_text(config_class, description, spellings, is_complete=bool(ALL_HELP & set(argv))))
         raise SystemExit(0)
-    if default_preset and not argv:
-        print(f"No options given: using --config {default_preset} (--help: the options).")
-        argv = ["--config", default_preset]
     types = {name: known.type for name, known in options_of(config_class).items()}
     types |= {name: str for name in spellings.names}
     try:

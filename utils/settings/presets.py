@@ -9,6 +9,8 @@ from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs"
+DEMO = "configs/demo.py"
+TINY = "models/tiny"  # the model of the demo, and the default
 Preset: TypeAlias = dict[str, object]  # values by name of option, as the file has them
 
 
@@ -36,6 +38,20 @@ def read_preset(path: str) -> Preset:
     preset = to_mapping(read_yaml(file, path), path)
     options, _ = split_origin(preset)
     return expand_data_block(options, file)
+
+
+def demo_of_tiny(options: Mapping[str, object]) -> Preset:
+    """Returns the demo's options where no environment is named for models/tiny, which knows no other; else none."""
+    is_tiny = Path(str(options.get("model_dir", TINY))) == Path(TINY)
+    return read_preset(DEMO) if is_tiny and "env_name" not in options else {}
+
+
+def announced_demo(options: Mapping[str, object]) -> Preset:
+    """Returns `demo_of_tiny`, and says on a line where it is the demo's."""
+    demo = demo_of_tiny(options)
+    if demo:
+        print(f"{TINY} without --env_name: the defaults are those of --config {DEMO} (--help: the options)")
+    return demo
 
 
 def split_origin(settings: Mapping[str, object]) -> tuple[Preset, Preset]:
