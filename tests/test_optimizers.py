@@ -65,19 +65,27 @@ def orthogonalized(x: np.ndarray) -> np.ndarray:
     return u * s @ v
 
 
-def test_muon_orthogonalizes_each_layer_by_itself():
-    shapes = {LAYERS: {"mlp.up_proj.weight": (L, 18, 8), "mlp.down_proj.weight": (L, 8, 18)}}
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ({LAYERS: {"mlp.up_proj.weight": (L, 18, 8), "mlp.down_proj.weight": (L, 8, 18)}}, ("up_proj", "down_proj")),
+        ({"mlp.up_proj.lora_B.weight": (L, 18, 8), "mlp.up_proj.lora_A.weight": (L, 8, 18)}, ("lora_B", "lora_A")),
+    ],
+)
+def test_muon_orthogonalizes_each_layer_by_itself(shapes, names):
     params, gradients = random_tree(shapes), [random_tree(shapes, seed) for seed in (1, 2, 3)]
     for gradient in gradients:
-        for x in gradient[LAYERS].values():
+        for x in by_name(gradient).values():
             x[1] *= 100  # which would drown the first layer, were they taken together
     config = OptimizerConfig(optimizer="muon", matrix_lr=0.1, weight_decay=0.2, **NO_CLIP)
     after = train(config, params, gradients)[-1]
-    for name, scale in (("mlp.up_proj.weight", (18 / 8) ** 0.5), ("mlp.down_proj.weight", 1.0)):
+    assert describe_optimizer(config, params) == "Muon for matrices (576) at 0.1, constant"
+    for part, scale in zip(names, ((18 / 8) ** 0.5, 1.0), strict=True):
+        name = next(name for name in after if part in name)
         for layer in range(L):
-            x, momentum = np.float64(params[LAYERS][name][layer]), 0.0
+            x, momentum = np.float64(by_name(params)[name][layer]), 0.0
             for step, gradient in enumerate(gradients, 1):
-                g = np.float64(gradient[LAYERS][name][layer])
+                g = np.float64(by_name(gradient)[name][layer])
                 momentum = 0.95 * momentum + 0.05 * g
                 ahead = 0.95 * momentum / (1 - 0.95 ** (step + 1)) + 0.05 * g / (1 - 0.95**step)
                 x = x - 0.1 * (scale * orthogonalized(ahead) + 0.2 * x)

@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from models.names import CRITIC, EMBED, HEAD, LAYERS, Array, Params
+from models.names import CRITIC, EMBED, HEAD, LAYERS, LORA_A, LORA_B, Array, Params
 from utils.settings.config import option
 from utils.settings.errors import UserError
 
@@ -28,9 +28,10 @@ def rate_name(path: tuple, x: Array) -> str:
     """Returns the option that holds a parameter's learning rate under --optimizer muon."""
     if path[0].key == CRITIC:
         return "critic_lr"
-    if path[0].key == LAYERS:
+    name = path[0].key
+    if name == LAYERS or name.endswith((LORA_A, LORA_B)):
         return "matrix_lr" if x.ndim >= 3 else "lr"
-    return VOCABULARY.get(path[0].key, "lr")
+    return VOCABULARY.get(name, "lr")
 
 
 def width_factor(x: Array) -> float:
@@ -78,7 +79,7 @@ def adafactor(config: "OptimizerConfig") -> optax.GradientTransformation:
 
 
 def muon(config: "OptimizerConfig") -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, AdamW for the other parameters.
+    """Muon for the matrices of the layers, or A and B of their adapters, AdamW for the other parameters.
 
     Momentum 0.95 with Nesterov's look-ahead, orthogonalised in each layer by 5 steps of Newton-Schulz, times
     max(1, rows / columns)^0.5. Source: kellerjordan.github.io/posts/muon.
@@ -116,7 +117,8 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adamw",
-        "Optimiser; muon: Muon for the matrices of the layers, AdamW for all other parameters",
+        "Optimiser; muon: Muon for the matrices of the layers (or A and B of their adapters), AdamW for all other "
+        "parameters",
         list(OPTIMIZERS),
     )
     lr: float = option(
@@ -211,7 +213,8 @@ def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
             peaks[name] = f"{factor * peak_rate(config, name):.3g}"
     nouns = [f"{NOUNS[name]} ({sizes[name]:,}) at {peaks[name]}" for name in NOUNS if name in sizes]
     if is_muon:
-        text = f"Muon for {nouns[0]}, AdamW for {', '.join(nouns[1:])}"
+        others = ", ".join(nouns[1:])
+        text = f"Muon for {nouns[0]}" + (f", AdamW for {others}" if others else "")
     else:
         text = f"{config.optimizer} for {sizes['lr']:,} parameters at {peaks['lr']}"
         text += f", AdamW for {nouns[-1]}" if CRITIC in params else ""
