@@ -602,7 +602,8 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     num_slices = count_slices(config.table, target, num_devices)
     sizes = mesh_sizes(config.devices, num_devices, num_slices)
     layout = imagine(target, config.table.memory, num_slices, **sizes)
-    model = shape(name, dtype="bfloat16", mesh=layout.mesh, adapts_experts=config.lora.lora_experts)
+    adapters = {"lora_rank": config.lora.lora_rank, "adapts_experts": config.lora.lora_experts}
+    model = shape(name, dtype="bfloat16", mesh=layout.mesh, **adapters)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))

@@ -88,7 +88,8 @@ class Decoder:
     unroll: bool = False  # layers of the training pass as straight code: faster for small models, slow to compile
     attention: str = "auto"  # auto | plain | cudnn | splash: of training rows
     kv_dtype: str = ""  # of the cache: int8, or empty for that of the matmuls
-    lora_alpha: float = 32.0  # of adapters: see models/lora.py
+    lora_rank: int = 0  # of the adapters that are trained: see models/lora.py; 0: all parameters are
+    lora_alpha: float = 32.0
     adapts_experts: bool = True
     merges_adapters: bool = False  # for sampling, into a copy of their base
     mesh: Mesh | None = None  # on which kernels run that XLA cannot partition by itself; None: no kernels

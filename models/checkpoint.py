@@ -186,7 +186,8 @@ def load_policy(
     if not config.lora_rank:
         model, params, tokenizer = load_model(path_or_hub_id, layout, dtype, **overrides)
         return model, {}, params, tokenizer
-    overrides = overrides | {"lora_alpha": config.lora_alpha, "adapts_experts": config.lora_experts}
+    overrides |= {name: getattr(config, name) for name in ("lora_rank", "lora_alpha")}
+    overrides |= {"adapts_experts": config.lora_experts}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
     base = base or load_base(source, layout, config.base_dtype)

@@ -7,6 +7,7 @@ share and the initial values as in "LoRA Without Regret", doi 10.64434/tml.20250
 Letters: L layers, E experts, r rank.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,6 +103,13 @@ def adapter_table(model: Decoder, rank: int) -> LayerTable:
         table[name + LORA_A] = Spec((*stacks, rank, num_inputs), (*stack_axes, None, inputs))
         table[name + LORA_B] = Spec((*stacks, num_outputs, rank), (*stack_axes, outputs, None))
     return table
+
+
+def adapter_parameters(model: Decoder) -> float:
+    """Returns the parameters of the adapters that each token is multiplied by: of experts, those of its own."""
+    sizes = {name: math.prod(spec.shape) for name, spec in adapter_table(model, model.lora_rank).items()}
+    in_experts = sum(size for name, size in sizes.items() if EXPERT in name)
+    return sum(sizes.values()) - in_experts * (1 - model.num_experts_per_tok / max(1, model.num_experts))
 
 
 def init_adapters(model: Decoder, rank: int, key: Key) -> Adapters:

@@ -16,6 +16,8 @@ from core.records import Episodes
 from core.sampling import Sampler
 from models import decoder
 from models.architecture import Decoder
+from models.lora import adapter_parameters, init_adapters, make_policy
+from models.names import CRITIC
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations
@@ -26,14 +28,30 @@ MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
 
 
-def test_flops_of_training_are_those_that_the_compiler_counts(optimized):
-    params, tokens = decoder.init_params(MODEL, jax.random.key(0)), jnp.zeros((2, 256), jnp.int32)
-    loss = jax.grad(lambda params: decoder.score_tokens(MODEL, params, tokens).logprobs.sum())
-    counted = jax.jit(loss).lower(params).compile().cost_analysis()["flops"]
-    found = training_flops(MODEL, np.full(2, 256), 512)
+@pytest.mark.parametrize("trained", ["all", "adapters", "with a critic"])
+def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized):
+    model = replace(MODEL, lora_rank=16 if trained == "adapters" else 0)
+    params, base, tokens = decoder.init_params(model, jax.random.key(0)), {}, jnp.zeros((2, 256), jnp.int32)
+    if trained == "adapters":
+        base, params = decoder.decode_weights(model, params), init_adapters(model, 16, jax.random.key(0))
+    if has_critic := trained == "with a critic":
+        params |= {CRITIC: decoder.make_critic(model, params)}
+
+    def loss(params):
+        scores = decoder.score_tokens(model, make_policy(base, params), tokens)
+        return scores.logprobs.sum() + (scores.values.sum() if has_critic else 0)
+
+    counted = jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]
+    found = training_flops(model, np.full(2, 256), 512, has_critic)
     # The compiler counts what stands right of a token in its quarter of the row too, and what is no matrix product.
-    masked = 2 * 6 * 3 * 4 * 32 * 256**2 / 4
+    masked = (2 if has_critic else 1) * 2 * 6 * 3 * 4 * 32 * 256**2 / 4
     assert 0.85 * counted < found + masked < 1.05 * counted
+
+
+def test_a_token_is_multiplied_by_the_adapters_of_its_own_experts():
+    model = replace(EXPERTS, lora_rank=2)
+    attention = 3 * 2 * ((128 + 128) + 2 * (128 + 64) + (128 + 128))
+    assert adapter_parameters(model) == attention + 3 * 4 * 2 * 3 * (128 + 96)
 
 
 def test_bytes_of_sampling_are_the_weights_for_each_step_and_the_cache_for_each_draw():

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from core.records import Episodes
 from models.architecture import Decoder
+from models.lora import adapter_parameters
 from models.names import Array
 from utils.devices.sharding import Layout
 
@@ -60,20 +61,25 @@ def sampling_bytes(model: Decoder, prompt_lengths: Counts, lengths: Counts) -> f
     return float(jnp.dtype(model.dtype).itemsize * num_read + row_bytes)
 
 
-def training_flops(model: Decoder, lengths: Counts, num_tokens: int) -> float:
+def training_flops(model: Decoder, lengths: Counts, num_tokens: int, has_critic: bool = False) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
-    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, and those of causal
-    attention of rows of these lengths. A token of linear attention makes three
-    products with the memory: it reads the old value, writes the new one, and reads the output.
+    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, 4 where it has no gradient
+    as below adapters, and those of causal attention of rows of these lengths. A token of linear attention makes three
+    products with the memory: it reads the old value, writes the new one, and reads the output. A critic is a second
+    trunk.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
     width = model.num_attention_layers * model.num_attention_heads * model.head_dim
-    products = 6 * model.num_matrix_parameters * num_tokens
+    products = (4 if model.lora_rank else 6) * model.num_matrix_parameters + 6 * adapter_parameters(model)
     attention = 6 * width * lengths.astype(np.float64) ** 2
     memory_size = model.delta.memory_size if model.delta else 0
     recurrence = 18 * model.num_linear_layers * memory_size * lengths
-    return float(products + (attention + recurrence).sum())
+    mixing = (attention + recurrence).sum()
+    if has_critic:
+        products += 6 * (model.num_matrix_parameters - model.vocab_size * model.hidden_size)
+        mixing *= 2
+    return float(products * num_tokens + mixing)
 
 
 def speed_metrics(
