@@ -44,6 +44,7 @@ from core.objectives import compute_advantages, describe_objective, set_loss_den
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
 from core.sampling import Sampler
+from envs import make_env, parse_options
 from envs.base import Env, Problem
 from models import decoder
 from models.distribution import Distribution
@@ -727,6 +728,31 @@ def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
 def test_presets_are_valid_and_say_what_they_maximise(path):
     config = parse(Config, ["--config", str(path)])
     assert describe_objective(config.objective).startswith("minimise ")
+
+
+THEIRS = {  # policy-gradients' configs/grpo.yaml and ppo.yaml; Adam is torch's: betas 0.9, 0.999, no decay
+    "grpo": {"prompts_per_step": 4, "num_rollouts": 8, "size": 3000, "updates": 4},
+    "ppo": {"prompts_per_step": 16, "num_rollouts": 1, "size": 15000, "gamma": 0.99, "lam": 0.95, "updates": 2},
+}
+
+
+@pytest.mark.parametrize("loss", THEIRS)
+def test_the_presets_of_policy_gradients_are_its_files(loss):
+    """train_batch_size 2 x batch_acc 4 are the eight completions of an update; one pass over `size` problems."""
+    theirs = THEIRS[loss]
+    files = ["configs/policy_gradients.py", *["configs/policy_gradients_ppo.py"] * (loss == "ppo")]
+    config = parse(Config, [word for file in files for word in ("--config", file)])
+    update, optimizer, objective = config.update, config.optimizer, config.objective
+    assert (update.groups_per_batch, update.group_size) == (theirs["prompts_per_step"], theirs["num_rollouts"])
+    assert (config.minibatch_size, config.updates_per_step, config.num_epochs) == (2 * 4, theirs["updates"], 1)
+    assert (optimizer.b1, optimizer.b2, optimizer.adam_eps, optimizer.weight_decay) == (0.9, 0.999, 1e-8, 0)
+    assert optimizer.lr == 5e-6 and not objective.do_group_filter and not objective.kl_coef
+    if loss == "ppo":
+        assert (objective.gamma, objective.gae_lambda, optimizer.critic_lr) == (theirs["gamma"], theirs["lam"], 5e-6)
+    env = make_env(config.env.env_name, **parse_options(config.env.env_options))
+    assert env.num_tasks == theirs["size"]
+    words = [env.problem(index).answer[1]["metadata"]["word"] for index in range(50)]
+    assert {3, 10} <= {*map(len, words)} <= {*range(3, 11)}
 
 
 MISTAKES = [
