@@ -602,6 +602,7 @@ def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Arr
     return {
         "approx_kl": token_mean((ratio - 1) - log_ratio, batch),
         "importance_ratio": token_mean(ratio, batch),
+        "importance_ratio_magnitude": token_mean(jnp.abs(ratio - 1), batch),
         "importance_ratio_max": ratio.max(where=batch.mask, initial=0.0),
         "importance_ratio_min": ratio.min(where=batch.mask, initial=jnp.inf),
         "importance_ratio_histogram": histogram(log_ratio, batch.mask) / batch.num_tokens[0],
@@ -612,6 +613,7 @@ def sampler_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, A
     """Metrics of the ratio of old probability to the sampler's; the KL is k3 of KL(sampled || old)."""
     ratio = jnp.exp(log_ratio)
     names = {
+        "prob_diff": token_mean(jnp.abs(jnp.exp(batch.old_logprobs) - jnp.exp(batch.sample_logprobs)), batch),
         "logprob_diff": token_mean(jnp.abs(log_ratio), batch),
         "logprob_diff_max": jnp.abs(log_ratio).max(),
         "kl": token_mean((ratio - 1) - log_ratio, batch),

@@ -6,13 +6,14 @@ Letters: N prompts, G rollouts of each, B = N G rows, T row length.
 import functools
 import itertools
 import math
+import shlex
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import ROOT, assert_close
 
 from core import objectives
 from core.config import Config
@@ -28,7 +29,7 @@ from core.objectives import (
     value_loss,
 )
 from core.records import Batch
-from utils.settings.config import make_config
+from utils.settings.config import make_config, parse
 from utils.training.batching import concatenate, select_rows
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of groups without a graded rollout
@@ -659,6 +660,29 @@ def test_without_old_logprobs_the_ratio_is_one(objective):
         assert_close(metrics["importance_ratio"], 1, B * T)
 
 
+def test_the_countdown_recipe_has_the_gradient_of_lmpo_times_a_factor():
+    """lmpo averages over all columns, its entropy bonus too: the token mean times the share of trained columns."""
+    script = (ROOT / "runs" / "countdown.sh").read_text().replace("\\\n", " ")
+    flags = shlex.split(script.partition("core/grpo.py")[2])
+    config = parse(Config, flags[: flags.index("$@")]).objective
+    batch = set_loss_denominators(credited(config, 1)[0], ROLLOUTS, LIMIT, config)
+    new, entropy = new_logprobs(batch, config, 4)
+    mask, a, low, high = batch.mask, batch.advantages, *clip_range(config)
+    old = jnp.where(mask, batch.old_logprobs, new)
+
+    def lmpo(new, entropy):
+        ratio = jnp.exp(new - old)
+        losses = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, low, high))
+        mean_entropy = jnp.sum(entropy * mask) / mask.sum()
+        return jnp.mean(losses * mask) - config.entropy_coef * jnp.mean(mean_entropy * mask)
+
+    def ours(new, entropy):
+        return policy_loss(new, entropy, batch, config.loss)[0]
+
+    for found, expected in zip(*(jax.grad(loss, argnums=(0, 1))(new, entropy) for loss in (ours, lmpo)), strict=True):
+        assert_close(found, expected / mask.mean(), B * T, SURPRISE * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("kl", KL)
 @pytest.mark.parametrize("objective", CHOICES["objective"])
 def test_metrics(objective, kl):
@@ -669,6 +693,7 @@ def test_metrics(objective, kl):
     mask, a = batch.mask, np.float64(batch.advantages)
     log_ratio = np.float64(new)[mask] - np.float64(batch.old_logprobs)[mask]
     log_w = np.float64(batch.old_logprobs)[mask] - np.float64(batch.sample_logprobs)[mask]
+    old_and_sampled = [np.exp(np.float64(x)[mask]) for x in (batch.old_logprobs, batch.sample_logprobs)]
     slope = slopes(oracle_policy, new, a, batch, config)
     loss = oracle_loss(new, new, entropy, a, batch, config).sum()
     expected = {
@@ -680,9 +705,11 @@ def test_metrics(objective, kl):
         "entropy_loss": -config.entropy_coef * entropy[mask].mean(),
         "logprob": new[mask].mean(),
         "importance_ratio": np.exp(log_ratio).mean(),
+        "importance_ratio_magnitude": np.abs(np.exp(log_ratio) - 1).mean(),
         "importance_ratio_max": np.exp(log_ratio).max(),
         "importance_ratio_min": np.exp(log_ratio).min(),
         "importance_ratio_q99": pytest.approx(np.quantile(np.exp(log_ratio), 0.99, method="inverted_cdf"), rel=0.006),
+        "inference_recompute/prob_diff": np.abs(np.subtract(*old_and_sampled)).mean(),
         "inference_recompute/logprob_diff": np.abs(log_w).mean(),
         "inference_recompute/logprob_diff_max": np.abs(log_w).max(),
         "inference_recompute/kl": (np.exp(log_w) - 1 - log_w).mean(),
