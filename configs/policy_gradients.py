@@ -1,12 +1,13 @@
 """GRPO as policy-gradients' configs/grpo.yaml has it: words spelt backwards, small batches, sharp sampling, one pass.
 
 4 prompts x 8 completions a step at temperature 0.6, top-p 0.95 and top-k 20; four updates of 8 completions by Adam
-(5e-6, no weight decay), each a mean over sequences; groups whose rewards are equal stay in that mean. 3,000 problems make
-750 steps. --env_options datasets=FILE.yaml takes another data block of that project.
+(5e-6, no weight decay), each a mean over sequences; groups whose rewards are equal stay in that mean. 3,000 problems
+make 750 steps. --env_options datasets=FILE.yaml takes another data block of that project.
 
 Differences: its ratio ignores temperature and truncation, here both sides are of the distribution that was sampled; its
 512 tokens include the prompt; its standard deviation is that of a sample (n - 1); a fifth of the questions is kept for
-reasoning_gym-test, a tenth for -valid. With --kl_coef (its beta, 0) the KL is k3 in the loss, as there.
+reasoning_gym-test, a tenth for -valid. --kl_coef (its beta, 0) adds k3 of reference / policy to the loss, there of
+policy / reference.
 Source: github.com/zafstojano/policy-gradients. Expect little exploration: at temperature 0.6 most groups are alike.
 """
 
