@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from envs.base import Env
 from envs.style import Style, Styled
-from utils.settings.errors import UserError, most_similar
+from utils.settings.errors import UserError, check_number, most_similar
 
 Value = int | float | bool | str
 Options = dict[str, Value]
@@ -131,3 +131,5 @@ def check_options(name: str, constructor: Callable[..., Env | Style], options: O
         expected = type(defaults[key])
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise UserError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")
+        if type(value) in (int, float):
+            check_number(f"environment {name}: option {key}", value)

@@ -32,8 +32,9 @@ class Distribution:
 
     def __post_init__(self):
         is_top_k = 0 <= self.top_k <= MAX_SUPPORT
-        if self.temperature < 0 or not is_top_k:
-            raise UserError(f"--temperature must be at least 0, and --top_k 0 (all ids) to {MAX_SUPPORT}")
+        is_temperature = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30  # logits / it are finite
+        if not is_temperature or not is_top_k:
+            raise UserError(f"--temperature must be 0, or 1e-30 to 1e30, and --top_k 0 (all ids) to {MAX_SUPPORT}")
         is_top_p = 0 < self.top_p <= 1
         is_min_p = 0 <= self.min_p < 1
         if not is_top_p or not is_min_p:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from core import chat, eval, grpo
+from envs import make_env, parse_options
 from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
@@ -238,6 +239,25 @@ def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit,
 @both
 def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
     assert words in mistake(line, capsys, settings)
+
+
+@pytest.mark.parametrize("command", [grpo.Config, eval.Command, chat.Command])
+def test_numbers_that_no_array_holds_are_refused_by_name(command, capsys):
+    """All options times NaN, infinity, what float32 rounds to either or to 0, and seeds that JAX takes for others."""
+    hostile = {float: ["nan", "inf", "-1e39", "1e-40"], int: [2**31, -(2**31), 2**32, 2**64, "9" * 5000]}
+    cases = [(known.name, x) for known in options_of(command).values() for x in hostile.get(known.type, [])]
+    assert len(cases) >= 60
+    for name, value in cases:
+        assert f"--{name}" in mistake(f"--{name}={value}", capsys, command)
+    assert make_config(command, seed=2**31 - 1, temperature=1e-30)
+    with pytest.raises(UserError, match="--seed must be of type int, and is a float"):
+        make_config(command, seed=1.0)
+
+
+def test_numbers_of_environments_are_those_of_options():
+    for text in ("nan", "inf", "1e39", "1e-40", str(2**64)):
+        with pytest.raises(UserError, match="option call_cost is"):
+            make_env("calculator", **parse_options(f"call_cost={text}"))
 
 
 @pytest.mark.parametrize(

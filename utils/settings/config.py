@@ -23,7 +23,7 @@ from typing import TypeVar
 from absl import flags
 
 from utils.settings.arguments import NO_SPELLINGS, Assignment, Spellings, Value, nearest, read_assignments, rewrite
-from utils.settings.errors import UserError, fail
+from utils.settings.errors import UserError, check_number, fail
 from utils.settings.presets import list_presets
 
 Config = TypeVar("Config")
@@ -60,6 +60,16 @@ class OptionField:
     choices: Sequence[str] | None = None
     resumable: bool = False
     essential: bool = False
+
+    def check(self, value: Value) -> None:
+        """Raises UserError for a value that the option does not take, by its type, its choices or its size."""
+        is_typed = type(value) is self.type or (self.type is float and type(value) is int)
+        if not is_typed:
+            raise UserError(f"--{self.name} must be of type {self.type.__name__}, and is a {type(value).__name__}")
+        if self.choices and value not in self.choices:
+            raise UserError(f"--{self.name} {value} must be one of {', '.join(self.choices)}")
+        if self.type in (int, float):
+            check_number(f"--{self.name}", value)
 
 
 def option(
@@ -134,8 +144,8 @@ def make_config(config_class: type[Config], /, **options: Value) -> Config:
     for name, value in options.items():
         if name not in known:
             raise UserError(f"there is no option {name}{nearest(name, known)}")
-        group_name = known[name].group
-        values[group_name][name] = value
+        known[name].check(value)
+        values[known[name].group][name] = value
     members = {}
     for group_name, group_class in groups.items():
         members[group_name] = group_class(**values[group_name])

@@ -100,6 +100,8 @@ class HeldOutConfig:
     )
 
     def __post_init__(self):
+        if self.test_interval < 0:
+            raise UserError("--test_interval must not be negative; 0: only before and after training")
         if self.test_env_options and not (self.test_env_name or self.valid_env_name):
             raise UserError("--test_env_options are those of --test_env_name: name one")
 
