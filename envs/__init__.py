@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from envs.base import Env
 from envs.style import Style, Styled
-from utils.settings.errors import UserError, check_number, most_similar
+from utils.settings.checks import check_number
+from utils.settings.errors import UserError, most_similar
 
 Value = int | float | bool | str
 Options = dict[str, Value]

@@ -21,6 +21,7 @@ from envs.answers import extract_answer
 from envs.base import Env, Problem
 from envs.splits import choose_split
 from envs.verifiers import AUDITED, check_release, may_be_verified
+from utils.settings.checks import load_yaml, read_text
 from utils.settings.errors import UserError
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
@@ -104,19 +105,17 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
     """
     size = 0
     if text.endswith((".yaml", ".yml", ".json")):
-        import yaml
-
         path = Path(text).expanduser()
         if not path.is_file():
             raise UserError(f"datasets={text}: there is no such file")
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rows = load_yaml(read_text(path), str(path))
         if isinstance(rows, dict) and isinstance(rows.get("data"), dict):
             rows = rows["data"]
             size = rows.get("size", 0)
         if type(size) is not int or size < 0:
             raise UserError(f"{path}: data.size must be a number of problems, not {size!r}")
         rows = rows.get("specs", rows.get("datasets")) if isinstance(rows, dict) else rows
-        if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
+        if not isinstance(rows, list) or not all(map(is_spec, rows)):
             raise UserError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
         specs = [Spec(row["name"], float(row.get("weight", 1)), dict(row.get("config") or {})) for row in rows]
     else:
@@ -124,6 +123,13 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
     if not specs or any(not math.isfinite(spec.weight) or spec.weight <= 0 for spec in specs):
         raise UserError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
     return specs, size
+
+
+def is_spec(row: object) -> bool:
+    """True for a mapping that describes a data set."""
+    if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+        return False
+    return type(row.get("weight", 1)) in (int, float) and isinstance(row.get("config") or {}, dict)
 
 
 def parse_spec(item: str) -> Spec:

@@ -272,6 +272,49 @@ def test_mistakes_in_a_preset_name_the_file(text, words, tmp_path, capsys):
     assert words in message and "wrong.yaml" in message
 
 
+LINES = {  # of a preset, and the words of its sentence
+    "a.yaml": [
+        ("lr: " + "[" * 10**5, "a.yaml, line 1, nests more than 20"),
+        ("{" + '"a": {' * 10**4, "a.yaml, line 1, nests more than 20"),
+        ("a: &a [1, 2]\nb: &b [*a, *a]\nlr: [*b, *b]", "a.yaml, line 2, repeats a value"),
+        ("a: &a {lr: 1}\nb:\n  <<: [*a, *a]", "a.yaml, line 3, repeats a value"),
+        ("lr: *a", "a.yaml, line 1, repeats"),
+        ("lr: " + " " * 2**17, "longer than 131,072"),
+        ("seed: " + "9" * 5000, "a.yaml holds no value"),
+        ("seed: 2020-13-45", "month must be in"),
+        ("lr: !!python/object/apply:os.system ['true']", "line 1"),
+        ("lr: {a: {b: 1}}", "lr must be of type float"),
+        ("do_group_filter: [1]", "type bool"),
+        ("ckpt_dir: {}", "is text"),
+        ("1: 2", "no option 1"),
+        ("{[1]: 2}", "unhashable"),
+        ("lr: \x00", "not YAML"),
+        (b"lr: 1\xff", "not UTF-8"),
+        ("lr: 1".encode("utf-16"), "not UTF-8"),
+    ],
+    "a.py": [
+        ("def get_config(:", "a.py, line 1: SyntaxError"),
+        ("\n\nimport no_such_module", "a.py, line 3: ModuleNotFoundError"),
+        ("def get_config():\n    return {}['lr']", "a.py, line 2: KeyError: 'lr'"),
+        ("def get_config():\n    return get_config()", "a.py, line 2: RecursionError"),
+        ("def get_config(x):\n    return {}", "a.py: TypeError"),
+        ("get_config = 1", "a.py: TypeError"),
+        ("raise SystemExit(0)", "a.py, line 1: SystemExit: 0"),
+        ("x = 1", "defines no get_config"),
+        ("def get_config():\n    return [1]", "names and values"),
+        ("def get_config():\n    x = []\n    x.append(x)\n    return {'lr': x}", "type float"),
+        (b"lr = '\xff'", "a.py, line 1: SyntaxError"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [(name, *case) for name, cases in LINES.items() for case in cases])
+def test_a_preset_that_is_hostile_or_wrong_is_one_sentence(name, text, words, tmp_path, capsys):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    message = mistake(f"--config {tmp_path / name}", capsys)
+    assert words in message and str(tmp_path / name) in message and len(message) < 500
+
+
 def help_text(line: str, capsys, settings: type) -> str:
     with pytest.raises(SystemExit) as end:
         read(line, settings)

@@ -62,9 +62,10 @@ LAW = {
     "utils.rewards.helper": ("envs", "utils.rewards.processes"),
     "utils.settings": ("utils.evaluation.preview", "utils.settings"),
     "utils.settings.environments": ("envs", "utils.evaluation.preview", "utils.settings"),
+    "utils.settings.checks": ("utils.settings.errors",),
     "utils.settings.errors": (),  # a leaf
     "utils.training.batching": (),  # a leaf
-    "envs": ("envs", "utils.settings.errors"),
+    "envs": ("envs", "utils.settings.checks", "utils.settings.errors"),
     "configs": ("configs",),
     "bench": ("bench", "core", "envs", "models", "utils"),
 }

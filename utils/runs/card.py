@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import yaml
 
@@ -20,6 +21,7 @@ from models.files import CARD, CARD_MARK
 from utils.metrics.jsonl import JSON
 from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.settings.arguments import Value
+from utils.settings.checks import load_yaml
 from utils.settings.config import options_of
 from utils.settings.environments import RolloutSettings
 
@@ -153,12 +155,12 @@ def generation_settings(settings: Mapping[str, Value], max_new_tokens: int) -> d
 def find_license(base_model: str) -> dict[str, JSON]:
     """Returns the licence that the base model's own card states, in the hub's fields; nothing where it states none."""
     from huggingface_hub import try_to_load_from_cache  # here: an error of the options does not wait for it
-    from huggingface_hub.repocard import metadata_load
 
     folder = find_local(base_model)
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         file = folder / CARD if folder else try_to_load_from_cache(base_model, CARD)
-        card = metadata_load(str(file)) or {}
+        _, metadata, _ = re.split(r"^---\s*$", Path(file).read_text(), maxsplit=2, flags=re.MULTILINE)
+        card = dict(load_yaml(metadata, CARD))
         return {name: str(card[name]) for name in LICENSE if name in card}
     return {}
 

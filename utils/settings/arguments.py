@@ -1,5 +1,6 @@
 """Reads a command line and its presets as assignments of values to names; rewrites flags of other programs."""
 
+import reprlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
 def preset_assignments(path: str, aliases: Mapping[str, str]) -> list[Assignment]:
     assignments = []
     for name, value in read_preset(path).items():
-        source = f"{name}={value!r} in {path}"
+        source = f"{name}={reprlib.repr(value)} in {path}"
         assignments.append(Assignment(aliases.get(name, name), value, source))
     return assignments
 

@@ -23,7 +23,8 @@ from typing import TypeVar
 from absl import flags
 
 from utils.settings.arguments import NO_SPELLINGS, Assignment, Spellings, Value, nearest, read_assignments, rewrite
-from utils.settings.errors import UserError, check_number, fail
+from utils.settings.checks import check_number
+from utils.settings.errors import UserError, fail
 from utils.settings.presets import list_presets
 
 Config = TypeVar("Config")
@@ -229,12 +230,13 @@ def set_flag(flag_values: flags.FlagValues, assignment: Assignment) -> None:
     is_text = flag.flag_type() == "string"
     if is_text and not isinstance(assignment.value, str):  # YAML reads a bare `off` or `1` as something else
         raise UserError(f"{source}: {name} is text; put the value into quotes.")
+    text = str(assignment.value) if isinstance(assignment.value, str | float | int) else ""  # no lists of a preset
     try:
-        flag.parse(str(assignment.value))
-    except flags.IllegalFlagValueError:
+        flag.parse(text)
+    except (flags.IllegalFlagValueError, ValueError):  # ValueError: an int of too many digits to be text
         choices = getattr(flag.parser, "enum_values", None)
         needs = f"must be one of {', '.join(choices)}" if choices else f"must be of type {flag.flag_type()}"
-        preset = f"{str(assignment.value).lower()}.py"
+        preset = f"{text.lower()}.py"
         hint = f"; --config configs/{preset} is a preset" if choices and preset in list_presets() else ""
         raise UserError(f"{source}: {name} {needs}{hint}.") from None
 

@@ -33,19 +33,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def check_number(name: str, value: float) -> None:
-    """Raises UserError for a number of a setting that arrays cannot hold.
-
-    That is an integer beyond 32 bits, of which JAX would take the lowest ones, so that two seeds are one; NaN, infinity,
-    and a fraction that is infinite or 0 in float32.
-    """
-    size = abs(value)
-    if type(value) is int and size >= 2**31:
-        raise UserError(f"{name} is an integer of more than 32 bits: give one between -{2**31 - 1:,} and {2**31 - 1:,}")
-    if type(value) is float and size and not 2.0**-126 <= size < 2.0**128:
-        raise UserError(f"{name} is {value:g}, which is no number that float32 holds: give 0, or 1.2e-38 to 3.4e38")
-
-
 def most_similar(name: str, names: Iterable[str]) -> str:
     """Returns the one of these names that is most like an unknown one; empty if none is like it."""
     close = difflib.get_close_matches(name, list(names), n=1)

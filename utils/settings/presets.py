@@ -1,11 +1,13 @@
 """Presets: files of options, as Python with get_config(), YAML or JSON."""
 
 import runpy
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from utils.settings.errors import UserError, most_similar
+from utils.settings.checks import load_yaml, read_text
+from utils.settings.errors import UserError, describe_error, most_similar
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs"
@@ -34,8 +36,8 @@ def read_preset(path: str) -> Preset:
     """
     file = find_file(path)
     if file.suffix == ".py":
-        return to_mapping(run_file(file, path), path)
-    preset = to_mapping(read_yaml(file, path), path)
+        return run_file(file, path)
+    preset = to_mapping(load_yaml(read_text(file), path) or {}, path)
     options, _ = split_origin(preset)
     return expand_data_block(options, file)
 
@@ -71,23 +73,21 @@ def find_file(path: str) -> Path:
     raise UserError(f"there is no preset {path} (looked here and in {ROOT}){hint}")
 
 
-def run_file(file: Path, path: str) -> object:
+def run_file(file: Path, path: str) -> Preset:
     """Returns what get_config() of a Python file returns."""
-    names = runpy.run_path(str(file))
-    if "get_config" not in names:
-        raise UserError(f"{path} defines no get_config().")
-    return names["get_config"]()
-
-
-def read_yaml(file: Path, path: str) -> object:
-    """Returns the content of a YAML file, of which JSON is a part."""
-    import yaml
-
     try:
-        return yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not YAML: {reason}") from error
+        names = runpy.run_path(str(file))
+        if "get_config" not in names:
+            raise UserError(f"{path} defines no get_config().")
+        return to_mapping(names["get_config"](), path)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [error.lineno] if isinstance(error, SyntaxError) else []
+        lines += [frame.lineno for frame in reversed(frames) if frame.filename == str(file)]
+        place = f"{path}, line {lines[0]}" if lines else path
+        raise UserError(f"{place}: {describe_error(error)}") from error
 
 
 def to_mapping(preset: object, path: str) -> Preset:

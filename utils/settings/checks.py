@@ -1,0 +1,52 @@
+"""Checks of what comes from outside, and may be hostile: numbers and YAML. envs/ and all others read them by these."""
+
+from pathlib import Path
+
+from utils.settings.errors import UserError
+
+MAX_YAML = 1 << 17  # characters
+MAX_DEPTH = 20  # lists and mappings in one another
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises UserError for a number of a setting that arrays cannot hold.
+
+    That is an integer beyond 32 bits, of which JAX would take the lowest ones, so that two seeds are one; NaN,
+    infinity, and a fraction that is infinite or 0 in float32.
+    """
+    size = abs(value)
+    if type(value) is int and size >= 2**31:
+        raise UserError(f"{name} is an integer of more than 32 bits: give one between -{2**31 - 1:,} and {2**31 - 1:,}")
+    if type(value) is float and size and not 2.0**-126 <= size < 2.0**128:
+        raise UserError(f"{name} is {value:g}, which is no number that float32 holds: give 0, or 1.2e-38 to 3.4e38")
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file. Raises: UserError for one that is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
+
+
+def load_yaml(text: str, name: str) -> object:
+    """Returns the value of YAML, of which JSON is a part; `name` is that of the file.
+
+    Raises: UserError for what is no YAML, and for what is small in a file and endless in memory.
+    """
+    import yaml  # here: it takes a quarter of the time in which a command finds a wrong option
+
+    depth = 0
+    try:
+        if len(text) > MAX_YAML:
+            raise UserError(f"{name} is longer than {MAX_YAML:,} characters")
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+                fault = f"nests more than {MAX_DEPTH} values" if depth > MAX_DEPTH else "repeats a value by its alias"
+                raise UserError(f"{name}, line {event.start_mark.line + 1}, {fault}: write it out")
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{name} holds no value of YAML: {error}") from error
