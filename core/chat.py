@@ -31,7 +31,7 @@ from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import group, option
-from utils.settings.environments import EnvConfig, resolve_settings
+from utils.settings.environments import EnvConfig, check_files, resolve_settings
 from utils.settings.errors import UserError
 from utils.training.batching import bucket
 
@@ -57,8 +57,6 @@ class PromptConfig:
         essential=True,
     )
     json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
-    env_name: str = option("", "Environment of several turns, to play by hand or to watch; empty: none")
-    env_options: str = option("", "Options of --env_name as name=value with commas between")
     task: int = option(0, "Number of the problem of --env_name")
     raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
     thinking: str = option(
@@ -74,10 +72,18 @@ class PromptConfig:
 
 
 @dataclass(frozen=True)
+class PlayConfig(EnvConfig):
+    """Environment of several turns, to play by hand or to watch."""
+
+    env_name: str = option("", "Environment of several turns, to play by hand or to watch; empty: none")
+
+
+@dataclass(frozen=True)
 class Command:
     """Sampling from a checkpoint."""
 
     prompts: PromptConfig = group(PromptConfig)
+    env: PlayConfig = group(PlayConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     compute: ComputeConfig = group(ComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
@@ -214,14 +220,14 @@ def main(config: Command) -> None:
         return serve(load_chat_models(config.prompts.ckpt_dir.split(","), config, layout), config.prompts.web)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     has_files = config.prompts.prompts or config.prompts.json
-    if is_terminal and not has_files and not config.prompts.env_name:
+    if is_terminal and not has_files and not config.env.env_name:
         return converse(*load_chat_models([config.prompts.ckpt_dir], config, layout))
     model, params, tokenizer = load_last(config.prompts.ckpt_dir, config, layout)
-    if config.prompts.env_name:
+    check_files(config.env, list(filter(None, [config.env.env_name])))
+    if config.env.env_name:
         from core.play import play_episode  # which streams replies by this file
 
-        env = EnvConfig(env_name=config.prompts.env_name, env_options=config.prompts.env_options)
-        settings = resolve_settings(env, env.env_name, limit, force_answer_at=0)
+        settings = resolve_settings(config.env, config.env.env_name, limit, force_answer_at=0)
         limit = settings.env.tokens_per_turn or settings.max_new_tokens
         sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
         sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)

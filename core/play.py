@@ -16,6 +16,7 @@ from core.turns import Conversations
 from envs.base import DIALECTS
 from models.names import Key, Params, Weights
 from utils.evaluation.chat import StreamPrinter
+from utils.evaluation.preview import example_calls
 from utils.metrics.logger import printable
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.settings.environments import RolloutSettings
@@ -40,6 +41,7 @@ def play_episode(sampler: Sampler, params: Params, settings: RolloutSettings, ta
     tokens = list(prompt)
     print("A line is your turn, an empty one lets the model write it, Ctrl-D ends the episode.")
     show(problem.messages)
+    show([{"role": "a call", "content": call.text} for call in example_calls(env, problem)])
     with Scorer(settings.name, settings.options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
         conversations = Conversations(env, tokenizer, sampler.layout, [problem], np.array([task]), [0], stream)
         observed = prompt

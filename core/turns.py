@@ -415,7 +415,8 @@ class Conversations:
                 self.failures[row] = outcome
             else:
                 self.add_scores(row, outcome)
-        jobs = [(task, episode.turns) for task, episode in zip(self.task_ids, self.episodes, strict=True)]
+        played = zip(self.task_ids, self.problems, self.episodes, strict=True)
+        jobs = [(task, problem.messages + episode.conversation()) for task, problem, episode in played]
         outcomes = [self.failures.get(row, self.scores(episode)) for row, episode in enumerate(self.episodes)]
         return self.stream.scorer.check_failures(jobs, outcomes)
 

@@ -145,5 +145,5 @@ class Env:
         return final_answer(text, self.form)
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        """Returns example replies by name: "right" earns full marks, "wrong" looks alike; none if not known."""
-        return {}
+        """Returns example replies by name: "right" earns full marks, "wrong" looks alike; else the reference itself."""
+        return {"reference": problem.answer} if isinstance(problem.answer, str) else {}

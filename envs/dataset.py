@@ -199,7 +199,8 @@ class Dataset(Env):
         return str(problem.answer.get(self.answer_column, ""))
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        return written_answers(self.form, self.reference(problem))
+        reference = self.reference(problem)
+        return {"reference": reference, **written_answers(self.form, reference)} if reference else {}
 
 
 def is_required(parameter: inspect.Parameter) -> bool:

@@ -75,6 +75,11 @@ class Unpaid:
         return text
 
 
+class Broken(Counter):
+    def get_reward(self) -> float:
+        raise ValueError("nothing is paid")
+
+
 class Countdown:
     """Gym: so many steps to 0, each of which pays 0.5; `answer` makes what a step returns."""
 

@@ -7,6 +7,7 @@ import re
 import string
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
 from itertools import pairwise
@@ -17,6 +18,7 @@ import pytest
 from helpers import MODEL, ROOT
 from test_scoring import is_alive, wait_until_gone
 
+from core import chat
 from core.config import Config
 from core.rollout import answering_calls, make_worker
 from core.sampling import Sampler
@@ -29,6 +31,7 @@ from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers
 from tests.hostile import MEMORY
 from utils.devices.sharding import single_device
+from utils.evaluation.preview import show
 from utils.metrics.terminal import Wait
 from utils.rewards import scorer as scoring
 from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns
@@ -454,6 +457,60 @@ def test_a_tool_without_types_is_the_users_mistake(rows):
         tokenizer_of(TINY).chat(problem.messages, tools=problem.tools)
 
 
+PREVIEWS = [  # class or environment, a call made from the schema and its answer, or a reply and its score
+    ("Counter", ['{"name": "add", "arguments": {"amount": 1}}', "reward 0, tool_calls 1, tool_errors 0: '1'"]),
+    ("Counter", ['{"name": "take", "arguments": {"amount": 1}}', "tool_errors 1: \"{'error': 'there are only 0'}"]),
+    ("Unpaid", ['{"name": "echo", "arguments": {"text": "1"}}', " reference '3'", "correct_answer 1, format 1: 'the"]),
+    ("Broken", [" reference '3'", "fails: ValueError: nothing is paid"]),
+    ("calculator", ["""'<tool_call>{"name": "calculate", "arguments": {"expression": "1"}}""", "errors 0: '1'"]),
+]
+
+
+@pytest.mark.parametrize(("name", "expected"), PREVIEWS)
+def test_a_preview_calls_the_tools_and_scores_the_reference(name, expected, rows):
+    env = make_env(name) if name == "calculator" else dataset(rows, name)
+    text = show(env, lambda problem: [1], lambda ids: "", 1).replace("\\'", "'")
+    places = [text.index(part) for part in expected]
+    assert places == sorted(places)
+
+
+def test_a_preview_scores_the_reference_of_a_simple_environment():
+    text = show(Reverse(), lambda problem: [1], lambda ids: "", 1)
+    assert " reference 'ab'\n           return 1" in text
+
+
+@dataclass
+class Reverse(Env):
+    num_tasks = 1
+
+    def problem(self, index: int) -> Problem:
+        return Problem([{"role": "user", "content": "ba"}], "ab")
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        return {"return": float(text == problem.answer)}
+
+
+def test_own_tools_are_tried_by_hand(rows, monkeypatch, capsys):
+    written = iter([f"<tool_call>{call('add', amount=8)}</tool_call>", "It is 8."])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(written))
+    options = f"--env_name dataset --env_options path={rows} --episode {other_trainers.__file__}:Counter --task 5"
+    chat.main(parse(chat.Command, options.split()))
+    out = capsys.readouterr().out
+    assert '[a call] <tool_call>{"name": "take", "arguments": {"amount": 1}}</tool_call>' in out
+    assert "[tool] 8\n" in out and "stop done: return 1, correct_answer 1, turns 2, tool_calls 1" in out
+
+
+def test_a_conversation_that_got_no_score_is_written_as_one(rows, tmp_path):
+    turn = tokenizer_of(TINY).encode(f"<tool_call>{call('add', amount=2)}</tool_call><|im_end|>")
+    end = tokenizer_of(TINY).encode("Done.<|im_end|>")
+    options = {"path": str(rows), "episode": f"{other_trainers.__file__}:Broken"}
+    play("dataset", options, tokenizer_of(TINY), turn, end, failures_dir=tmp_path)
+    (line,) = map(json.loads, (tmp_path / "reward_failures.jsonl").read_text().splitlines())
+    assert [message["role"] for message in line["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert [message["content"] for message in line["messages"][2:]] == ["2", "Done."]
+    assert line["reason"].startswith("ValueError: nothing is paid") and "text" not in line
+
+
 def test_the_flag_goes_to_the_environment(rows):
     episode = f"{other_trainers.__file__}:Counter"
     flags = ["--env_name", "dataset", "--env_options", f"path={rows},max_turns=3", "--episode", episode]
@@ -531,11 +588,14 @@ def test_a_turn_stops_at_an_inline_call():
     assert answering_calls(sampler, python, tokenizer, problem).stop_ids == (3, tokenizer.added_ids["<|python_end|>"])
 
 
-def play(name: str, options: dict, tokenizer: Tokenizer, *turns: list[int]) -> tuple[list[list[int]], dict[str, float]]:
+def play(
+    name: str, options: dict, tokenizer: Tokenizer, *turns: list[int], **settings
+) -> tuple[list[list[int]], dict[str, float]]:
     """Returns what is observed after each of these turns of task 0, as tokens, and the rewards."""
     env = make_env(name, **options)
     layout, seeds = single_device(), [3]
-    with Scorer(name, options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
+    settings |= {"num_workers": 1, "max_error_share": 1}
+    with Scorer(name, options, **settings) as scorer, ScoringStream(scorer) as stream:
         conversations = Conversations(env, tokenizer, layout, [env.problem(0)], np.zeros(1, int), seeds, stream)
         conversations.wait = Wait("")
         observed = []

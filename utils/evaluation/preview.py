@@ -1,16 +1,21 @@
 """Preview of an environment before training: prompts as the model sees them, references, rewards, prompt lengths."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Int
 
-from envs.base import Env, Problem, Reply
+from envs.base import DIALECTS, Env, Problem, Reply
+from models.tokenizer import tool_schema
 from utils.metrics.logger import printable
+from utils.settings.errors import describe_error
 
 MAX_MEASURED = 1000  # prompts whose lengths are counted, spread over the environment
 MAX_MADE_UP = 10_000  # problems that are all made in order to measure them
+# Arguments of example calls, by the types of JSON's schema; "1" of all others, which is also an expression, and code.
+ARGUMENTS = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 Encode = Callable[[Problem], list[int]]  # returns the prompt of a problem, token ids
 Decode = Callable[[list[int]], str]  # returns the text of token ids, special tokens included
@@ -29,8 +34,9 @@ def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
         lines.append(f"======== problem {index}")
         lines.append(decode(encode(problem)))
         lines.append(f"-------- reference {shorten(problem.answer)}")
+        lines += [format_example(env, problem, "call", call) for call in example_calls(env, problem)]
         replies = {**env.examples(problem), "empty": ""}
-        lines += [format_example(env, problem, name, reply) for name, reply in replies.items()]
+        lines += [format_example(env, problem, name, Reply(text)) for name, text in replies.items()]
     lengths = prompt_lengths(env, encode)
     quantiles = []
     for percent in (5, 50, 95, 99):
@@ -42,24 +48,50 @@ def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
     return printable(text, max_chars=len(text))
 
 
-def format_example(env: Env, problem: Problem, name: str, reply: str) -> str:
+def example_calls(env: Env, problem: Problem) -> list[Reply]:
+    """Returns a call of each tool that is announced, made from its schema: with the arguments that it requires."""
+    calls = []
+    for tool in problem.tools:
+        function = tool_schema(tool)["function"]
+        schema = function["parameters"]
+        arguments = {name: example_argument(schema["properties"][name]) for name in schema.get("required", [])}
+        call = json.dumps({"name": function["name"], "arguments": arguments})
+        dialect = DIALECTS[env.dialect]
+        calls.append(Reply(dialect.opening + call + dialect.closing, (call,)))
+    return calls
+
+
+def example_argument(schema: Mapping[str, object]) -> object:
+    """Returns a value of an argument: the first of those that it may have, else one of its type."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = schema.get("type")
+    return ARGUMENTS.get(kind[0] if isinstance(kind, list) else kind, "1")
+
+
+def format_example(env: Env, problem: Problem, name: str, reply: Reply) -> str:
     """Returns a reply and its scores, on two lines."""
-    text = problem.prefix + reply.removeprefix(problem.prefix)
-    outcome = describe_scores(env.score(problem, text)) if env.max_turns == 1 else describe_turn(env, problem, text)
+    text = problem.prefix + reply.text.removeprefix(problem.prefix)
+    try:
+        outcome = describe_outcome(env, problem, reply._replace(text=text))
+    except Exception as error:  # of a reward or a class of the user's
+        outcome = f"fails: {describe_error(error)}"
     indent = " " * 10
-    return f"{name:>10} {shorten(reply)}\n{indent} {outcome}"
+    return f"{name:>10} {shorten(reply.text)}\n{indent} {outcome}"
+
+
+def describe_outcome(env: Env, problem: Problem, reply: Reply) -> str:
+    """Returns the scores of a reply, or what follows it as the first turn of an episode, on a line."""
+    if env.max_turns == 1:
+        return describe_scores(env.score(problem, reply.text))
+    step = env.episode(problem, seed=0).act(reply)
+    said = "the end" if step.done else " / ".join(message["content"] for message in step.messages)
+    return f"{describe_scores({'reward': step.reward, **step.info})}: {shorten(said)}"
 
 
 def describe_scores(scores: Mapping[str, float]) -> str:
     """Returns scores on a line."""
     return ", ".join(f"{key} {value:g}" for key, value in scores.items())
-
-
-def describe_turn(env: Env, problem: Problem, text: str) -> str:
-    """Returns what follows this first turn of an episode, on a line."""
-    step = env.episode(problem, seed=0).act(Reply(text))
-    said = "the end" if step.done else " / ".join(message["content"] for message in step.messages)
-    return f"{describe_scores({'reward': step.reward, **step.info})}: {shorten(said)}"
 
 
 def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:

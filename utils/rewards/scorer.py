@@ -36,6 +36,7 @@ PASSED = re.compile(
     r"|PYTHON\w+|CONDA_\w+|XDG_\w+|HF_\w+|CUDA_\w+|NVIDIA_\w+|OMP_\w+|MKL_\w+|OPENBLAS_\w+|NUMEXPR_\w+"
     r"|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_proxy|\w+_PROXY|REWARD_\w+"
 )
+Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the reply to it or the conversation
 Scores = tuple[list[Rewards | None], dict[str, int]]  # rewards of each reply, None for a failure; counts of failures
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
@@ -92,7 +93,7 @@ class Scorer:
                 f"{failures[0].reason}: correct it, or go on with --max_error_share 1"
             )
 
-    def check_failures(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> Scores:
+    def check_failures(self, jobs: Sequence[Scored], outcomes: Sequence[Outcome]) -> Scores:
         """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
         failures = []
         counts = {"reward_timeouts": 0, "reward_errors": 0}
@@ -111,7 +112,7 @@ class Scorer:
             )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
-    def report_failures(self, failures: Sequence[tuple[Job, Failure]]) -> None:
+    def report_failures(self, failures: Sequence[tuple[Scored, Failure]]) -> None:
         """Warns about the first failure of the run, and writes the first MAX_WRITTEN ones to a file."""
         if failures and not self.num_failures:
             where = f"; see {self.failures_file}" if self.failures_file else ""
@@ -121,8 +122,9 @@ class Scorer:
         if failures[:num_writable] and self.failures_file:
             self.failures_file.parent.mkdir(parents=True, exist_ok=True)
             with self.failures_file.open("a") as file:
-                for (index, text), failure in failures[:num_writable]:
-                    record = {"env": self.settings.env_name, "problem": index, "reason": failure.reason, "text": text}
+                for (index, reply), failure in failures[:num_writable]:
+                    record = {"env": self.settings.env_name, "problem": index, "reason": failure.reason}
+                    record["text" if isinstance(reply, str) else "messages"] = reply
                     file.write(json.dumps(record) + "\n")
 
     def request_outcomes(self, jobs: list[Job]) -> list[Outcome]:

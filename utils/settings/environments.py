@@ -20,9 +20,7 @@ FILES = ("data_dir", "reward", "episode")  # flags that go to each environment w
 class EnvConfig:
     """Environment."""
 
-    env_name: str = option(
-        "poem", f"Environment: {', '.join(ENVS)}; models/tiny without it: as configs/demo.py has it", essential=True
-    )
+    env_name: str = option("poem", f"Environment to train on: {', '.join(ENVS)}", essential=True)
     env_options: str = option(
         "",
         "Options of the environment as name=value with commas between, for example numbers=3,max_number=15; an "
@@ -242,4 +240,4 @@ def check_files(config: EnvConfig, names: Iterable[str]) -> None:
     for flag in FILES:
         is_taken = any(flag in option_names(name) for name in names)
         if getattr(config, flag) and not is_taken:
-            raise UserError(f"--{flag}: no environment of {', '.join(names)} has such an option")
+            raise UserError(f"--{flag}: no environment of {', '.join(names) or 'an empty --env_name'} has such an option")
