@@ -240,4 +240,5 @@ def check_files(config: EnvConfig, names: Iterable[str]) -> None:
     for flag in FILES:
         is_taken = any(flag in option_names(name) for name in names)
         if getattr(config, flag) and not is_taken:
-            raise UserError(f"--{flag}: no environment of {', '.join(names) or 'an empty --env_name'} has such an option")
+            named = ", ".join(names) or "an empty --env_name"
+            raise UserError(f"--{flag}: no environment of {named} has such an option")
