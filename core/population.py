@@ -37,7 +37,7 @@ from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.evaluation.tables import format_runs
 from utils.metrics.logger import labelled_output, lossy_output
-from utils.metrics.sinks import uses_wandb
+from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs, read_metrics
 from utils.runs.folder import Run, make_default_folder
@@ -140,6 +140,7 @@ def main(argv: Sequence[str]) -> None:
     read = partial(parse, Config, spellings=LMPO, implied=demo_of_tiny)
     configs = {name: read(member_arguments(argv, own)) for name, own in values.items()}
     check_members(configs)
+    os.environ["WANDB_MODE"] = "disabled"  # whoever is logged in: it logs one run of a process
     first = next(iter(configs.values()))
     layout = make_layout(first.devices)
     if layout.mesh.size > 1:
@@ -211,7 +212,7 @@ def check_members(configs: Mapping[str, Config]) -> None:
             (config.ahead, "--ahead draws for a run alone: leave it out of a population"),
             (config.precompile, "--precompile knows the programs of a run alone: leave it out of a population"),
             (config.run.profile, "--profile traces a run alone: leave it out of a population"),
-            (uses_wandb(config.run), "wandb logs one run of a process: --wandb_mode disabled, and --tensorboard 1"),
+            (asks_for_wandb(config.run), "wandb logs one run of a process: --wandb_mode disabled, and --tensorboard 1"),
         ]
         for is_wrong, message in mistakes:
             if is_wrong:

@@ -19,6 +19,7 @@ SETTINGS = {
 OLD_EMITTERS = "--xla_cpu_use_fusion_emitters=false"  # a gradient compiles four times as fast so
 
 os.environ.update(SETTINGS | os.environ)  # before JAX is imported, which reads them then
+os.environ["WANDB_MODE"] = "disabled"  # whoever is logged in
 is_known = importlib.metadata.version("jaxlib").startswith("0.10.")  # XLA ends the process for flags that it has not
 if is_known and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     os.environ["XLA_FLAGS"] = f"{OLD_EMITTERS} {os.environ.get('XLA_FLAGS', '')}".strip()

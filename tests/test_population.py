@@ -139,8 +139,13 @@ def assert_equal_runs(found: Path, expected: Path, steps: range) -> None:
         near(load_file(found / file)[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys):
-    """With an epsilon: AdamW divides a gradient near 0 by itself, which would make whole steps of another rounding."""
+def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, monkeypatch):
+    """With an epsilon: AdamW divides a gradient near 0 by itself, which would make whole steps of another rounding.
+
+    Also after a login at wandb, which logs one run of a process, so that a population leaves it off.
+    """
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.delenv("WANDB_MODE")
     arguments = [*ALL, "--save_rollouts", "all", "--adam_eps", "1e-5"]
     preset = tmp_path / "filtering.json"
     preset.write_text(json.dumps({"do_group_filter": 1, "objective": "cispo", "clip_epsilon": 1.0}))
@@ -148,7 +153,8 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys):
     together = [*arguments, "--population", members, "--save_dir", str(tmp_path / "all")]
     population.main([*together, "--max_steps=1"])
     population.main(together)
-    output = capsys.readouterr().out
+    output, errors = capsys.readouterr()
+    assert "wandb" not in output + errors
     for seed, config in ((0, "configs/drgrpo.py"), (1, str(preset))):
         name = f"seed={seed}_config={Path(config).stem}"
         assert f"[{name}] step 2/" in output

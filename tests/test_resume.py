@@ -241,6 +241,7 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
     broken = SimpleNamespace(init=lambda **_: SimpleNamespace(log=vanished, finish=vanished), Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", broken)
     monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.delenv("WANDB_MODE")
     assert train(folder) == 0
     said = capsys.readouterr()
     assert f"step {STEPS} is damaged" in said.out and "wandb is switched off" in said.err

@@ -1,6 +1,7 @@
 """wandb, TensorBoard and MLflow hold the numbers of metrics.jsonl, and cannot stop a run."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from utils.metrics import sinks as sinks_module
 from utils.metrics.logger import Logger
 from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.settings.errors import UserError
@@ -17,8 +17,9 @@ from utils.settings.errors import UserError
 
 @pytest.fixture(autouse=True)
 def no_wandb_in_the_environment(monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", os.devnull)
 
 
 def start(tmp_path, resume_step: int = -1, **options) -> Logger:
@@ -163,15 +164,35 @@ def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, opt
         start(tmp_path, **options)
 
 
+CLOUD, OWN = "machine api.wandb.ai\n login user\n password x\n", "machine wandb.lab:8080 login user password x\n"
+KEY, NAME, OFF = {"WANDB_API_KEY": "x"}, {"wandb_name": "x"}, {"wandb_mode": "disabled"}
+AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
+
+
 @pytest.mark.parametrize(
-    ("options", "mode"),
-    [({}, None), ({"wandb_name": "x"}, "offline"), ({"wandb_name": "x", "wandb_mode": "disabled"}, None)],
-)
-def test_when_wandb_is_on(tmp_path, options, mode, monkeypatch):
-    modes = []
+    ("options", "logins", "environment", "mode"),
+    [
+        ({}, "", {}, None), (NAME, "", {}, "offline"), (NAME | OFF, CLOUD, KEY, None), (NAME, CLOUD, {}, "online"),
+        ({}, CLOUD, {}, "online"), ({}, "", KEY, "online"), ({}, CLOUD, {"WANDB_MODE": "offline"}, "offline"),
+        (OFF, CLOUD, KEY, None), ({}, CLOUD, {"WANDB_MODE": "disabled"}, None), ({}, OWN, {}, None),
+        ({}, OWN, AT_OWN, "online"), ({}, CLOUD, AT_OWN, None), ({}, "default login user password x", {}, None),
+        ({}, "machine github.com login user password x", {}, None), ({}, "not a netrc", {}, None),
+    ],
+)  # fmt: skip
+def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypatch, capsys):
+    """By an option, or by a login alone, in one line that says how to leave it off."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "netrc").write_text(logins)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    modes, names = [], []
     fake_run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
-    fake = SimpleNamespace(init=lambda mode, **_: modes.append(mode) or fake_run, Settings=dict, Table=list)
+    settings = SimpleNamespace(base_url=environment.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    fake = SimpleNamespace(
+        init=lambda mode, name, **_: modes.append(mode) or names.append(name) or fake_run,
+        setup=lambda: SimpleNamespace(settings=settings), Settings=dict, Table=list,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(sinks_module, "has_wandb_login", lambda wandb: False)
     start(tmp_path, **options).close()
-    assert modes == ([mode] if mode else [])
+    assert modes == ([mode] if mode else []) and names == ([options.get("wandb_name", tmp_path.name)] if mode else [])
+    assert ("--wandb_mode disabled leaves it off" in capsys.readouterr().out) == (bool(mode) and options == {})

@@ -36,11 +36,11 @@ class SinkConfig:
 
     wandb_project: str = option(
         "",
-        "Project at Weights & Biases, where the run is logged if this, --wandb_name, --wandb_mode online or "
-        "offline, or WANDB_API_KEY is set; empty: lmpo",
+        "Project at Weights & Biases, where the run is logged if this, --wandb_name, or --wandb_mode online or "
+        "offline is given, or after `wandb login` or with WANDB_API_KEY; empty: lmpo",
         resumable=True,
     )
-    wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow", resumable=True)
+    wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow; empty: its folder's", resumable=True)
     wandb_group: str = option("", "Group of the run at Weights & Biases", resumable=True)
     wandb_mode: str = option(
         "",
@@ -110,6 +110,8 @@ def open_sinks(
     """Returns the sinks that are switched on; `settings` is the run's configuration, which they show."""
     sinks = []
     if uses_wandb(config):
+        if not asks_for_wandb(config):
+            print("wandb: there is a login, so this run is logged; --wandb_mode disabled leaves it off.")
         sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
     if config.tensorboard:
         sinks.append(GuardedSink("TensorBoard", lambda: TensorBoard(directory, resume_step)))
@@ -118,13 +120,17 @@ def open_sinks(
     return sinks
 
 
+def asks_for_wandb(config: SinkConfig) -> bool:
+    """True if an option names a run or a project at wandb, or a mode of it, and the mode is not "disabled"."""
+    return config.wandb_mode != "disabled" and any((config.wandb_name, config.wandb_project, config.wandb_mode))
+
+
 def uses_wandb(config: SinkConfig) -> bool:
-    """True if a name, a mode or a key of wandb is set, and the mode is not "disabled"."""
-    if config.wandb_mode == "disabled":
+    """True if an option asks for wandb, or there is a login, and the mode is not "disabled"."""
+    mode = config.wandb_mode or os.environ.get("WANDB_MODE")
+    if mode == "disabled":
         return False
-    has_name = bool(config.wandb_name or config.wandb_project)
-    has_key = bool(os.environ.get("WANDB_API_KEY"))
-    return has_name or has_key or config.wandb_mode in ("online", "offline")
+    return asks_for_wandb(config) or has_wandb_login()
 
 
 class Wandb:
@@ -150,7 +156,7 @@ class Wandb:
             dir=str(directory),
             id=read_or_create(directory / "wandb_id", lambda: secrets.token_hex(4)),
             project=config.wandb_project or "lmpo",
-            name=config.wandb_name or None,
+            name=config.wandb_name or directory.name,
         )
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
@@ -260,13 +266,16 @@ def read_or_create(file: Path, make: Callable[[], str]) -> str:
     return file.read_text()
 
 
-def has_wandb_login(wandb: ModuleType) -> bool:
-    """True if wandb can log in without a prompt: it prompts on any terminal, and a run must not wait for an answer."""
+def has_wandb_login(wandb: ModuleType | None = None) -> bool:
+    """True if wandb can log in without a prompt: it prompts on any terminal, and a run must not wait for an answer.
+
+    The module knows its server's address from its own settings too; importing it takes half a second.
+    """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    hosts = (urlparse(wandb.setup().settings.base_url).netloc, "api.wandb.ai")
+    address = wandb.setup().settings.base_url if wandb else os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
         logins = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    return any(logins.authenticators(host) for host in hosts)
+    return urlparse(address).netloc in logins.hosts
