@@ -58,6 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_SHARD_BYTES = 5 * 10**9
 READABLE = (*DTYPES.values(), "F64")
 CHECKED_AT_ONCE = 1 << 20  # numbers: their bits stay in the processor's cache
+ROWS_AT_ONCE = 1 << 12  # of a vocabulary
 Index = tuple[slice, ...]
 Read = Callable[[np.dtype, str, Index], np.ndarray]
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
@@ -293,8 +294,7 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
             readers |= {name: opened.get_slice(stored) for name, stored in names.items() if name}
         except SafetensorError as error:
             raise UserError(f"{file} is not a whole safetensors file ({error}): download it again") from error
-    if model.tie_word_embeddings:
-        readers.pop(HEAD, None)  # some writers store the tied weight twice
+    head = readers.pop(HEAD, None) if model.tie_word_embeddings else None  # some writers store the tied weight twice
     expected = tensor_shapes(model)
     check_names(folder, "lacks tensor", expected.keys() - readers)
     check_names(folder, "has the unknown tensor", readers.keys() - expected)
@@ -305,7 +305,20 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
         dtype = readers[name].get_dtype()
         if dtype not in READABLE:
             raise UserError(f"{folder}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
+    if head is not None and not is_same(head, readers[EMBED]):
+        message = f"{folder}: {HEAD} is not {EMBED}, as tie_word_embeddings in {CONFIG} says"
+        raise UserError(f"{message}: set it to false, by which transformers reads such a file too")
     return readers
+
+
+def is_same(tensor: Any, other: Any) -> bool:
+    """True if two tensors of files, of which some rows are read at a time, have the same shape, type and numbers."""
+    if (tensor.get_shape(), tensor.get_dtype()) != (other.get_shape(), other.get_dtype()):
+        return False
+    num_rows, _ = tensor.get_shape()
+    starts = range(0, num_rows, ROWS_AT_ONCE)
+    parts = [slice(start, min(start + ROWS_AT_ONCE, num_rows)) for start in starts]
+    return all(np.array_equal(tensor[part], other[part]) for part in parts)
 
 
 def load_params(source: Source, layout: Layout | None) -> Params:

@@ -49,8 +49,8 @@ CONFIG_TYPES = {  # field of config.json: its type, and the least and the larges
     "no_rope_layers": (tuple, 1, 1000),
     "norm_topk_prob": (bool, 0, 1),
     "num_attention_heads": (int, 1, 1 << 16),
-    "num_experts": (int, 1, 10_000),
-    "num_experts_per_tok": (int, 1, 10_000),
+    "num_experts": (int, 1, 1000),
+    "num_experts_per_tok": (int, 1, 1000),
     "num_hidden_layers": (int, 1, 1000),
     "num_key_value_heads": (int, 1, 1 << 16),
     "partial_rotary_factor": (float, 1e-3, 1),
@@ -60,7 +60,7 @@ CONFIG_TYPES = {  # field of config.json: its type, and the least and the larges
     "rope_parameters": (dict, 0, 100),
     "rope_scaling": (dict, 0, 100),
     "rope_theta": (float, 1, 10**12),
-    "sliding_window": (int, 0, 1 << 40),
+    "sliding_window": (int, 1, 1 << 40),
     "sliding_window_pattern": (int, 1, 1000),
     "tie_word_embeddings": (bool, 0, 1),
     "torch_dtype": (str, 1, 20),
@@ -72,6 +72,7 @@ RENAMED = {"num_local_experts": "num_experts"}  # by transformers 5
 ROPE_TYPES = {  # of a block of rope_parameters, as CONFIG_TYPES
     "rope_theta": (float, 1, 10**12),
     "factor": (float, 1e-3, 10**6),
+    "attention_factor": (float, 1e-3, 10**6),
     "original_max_position_embeddings": (int, 1, 1 << 40),
     "low_freq_factor": (float, 1e-3, 10**6),
     "high_freq_factor": (float, 1e-3, 10**6),
@@ -104,7 +105,7 @@ class Family(NamedTuple):
 
     model_type: str
     fields: dict[str, bool | float | str]
-    defaults: dict[str, bool | float]  # of its config.json
+    defaults: dict[str, bool | float]  # of its config.json, where they are not those of DEFAULTS
     read: Callable[[Fields], dict[str, Any]]  # further fields of Decoder
     write: Callable[[Decoder], dict[str, Any]]  # further fields of config.json
     kinds: tuple[str, ...] = (FULL,)  # of layers, as config.json may name them
@@ -224,9 +225,17 @@ DELTA_FIELDS = {  # of DeltaShape: those of config.json
     "value_channels": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
 }
+DEFAULTS = {  # of a field that config.json leaves out, as transformers has them
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768, "rope_theta": 10_000,
+}  # fmt: skip
+QWEN3_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
+QWEN3_MOE_DEFAULTS = {"num_key_value_heads": 4, "norm_topk_prob": False}
+SMOLLM3_DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000, "tie_word_embeddings": True}
+OLMO3_DEFAULTS = {"rope_theta": 500_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 QWEN3_5_DEFAULTS = {
-    "head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }  # fmt: skip
 GEMMA3 = {
     "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True
@@ -236,15 +245,15 @@ GEMMA3_DEFAULTS = {  # the published text_config of Gemma 3 4B leaves all of the
     "max_position_embeddings": 131_072, "rope_theta": 1_000_000, "tie_word_embeddings": True,
 }  # fmt: skip
 FAMILIES = {
-    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {}, read_nothing, write_full),
+    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, QWEN3_DEFAULTS, read_nothing, write_full),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", {"qk_norm": "head"}, {"norm_topk_prob": False}, read_qwen3_moe, write_qwen3_moe
+        "qwen3_moe", {"qk_norm": "head"}, QWEN3_MOE_DEFAULTS, read_qwen3_moe, write_qwen3_moe
     ),
-    "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}, {}, read_nothing, write_full),
-    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {}, read_nothing, write_full),
-    "SmolLM3ForCausalLM": Family(
-        "smollm3", {"qk_norm": ""}, {"tie_word_embeddings": True}, read_smollm3, write_smollm3
+    "Qwen2ForCausalLM": Family(
+        "qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}, read_nothing, write_full
     ),
+    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {"max_position_embeddings": 2048}, read_nothing, write_full),
+    "SmolLM3ForCausalLM": Family("smollm3", {"qk_norm": ""}, SMOLLM3_DEFAULTS, read_smollm3, write_smollm3),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         GEMMA3,
@@ -256,7 +265,7 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3",
         {"qk_norm": "projection", "norms": "post"},
-        {"rope_theta": 500_000, "rms_norm_eps": 1e-5},
+        OLMO3_DEFAULTS,
         read_olmo3,
         write_olmo3,
         (FULL, SLIDING),
@@ -290,6 +299,8 @@ def text_config(config: Fields, file: Path) -> Fields:
 
 def tensor_name(model: Decoder, name: str) -> str | None:
     """Returns the name in the text model of a tensor of a file; None: it is not part of it."""
+    if name.endswith("rotary_emb.inv_freq"):  # of old folders: config.json has it
+        return None
     if model.family not in WRAPPED.values():
         return name
     if name.startswith(UNREAD):
@@ -308,22 +319,16 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
     fields = {RENAMED.get(name, name): value for name, value in config.items() if value is not None}
     check_types(fields, CONFIG_TYPES, file)
     if config.get("sliding_window", 4096) is None:
-        fields.pop("use_sliding_window", None)  # a window of null disables it
+        fields["use_sliding_window"] = False  # a window of null disables it
     check_supported(fields, file)
     name = fields["architectures"][0]
     family = FAMILIES[name]
     try:
-        fields = family.defaults | fields
-        heads = fields["num_attention_heads"]
-        defaults = {
-            "num_key_value_heads": heads,
-            "head_dim": fields["hidden_size"] // heads,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 32768,
-            "rope_theta": 10_000,
-        }
-        fields = defaults | fields
+        defaults = DEFAULTS | family.defaults
+        heads = (defaults | fields)["num_attention_heads"]
+        sizes = {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
+        null = {name: size for name, size in sizes.items() if name in config}
+        fields = sizes | defaults | null | fields
         check_heads(fields, file)
         check_layers(fields, file)
         check_experts(fields, file)
@@ -331,9 +336,12 @@ def read_config(config: Fields, file: Path) -> dict[str, Any]:
         fields["rope_theta"] = float(block.get("rope_theta", fields["rope_theta"]))
         common = {name: fields[name] for name in COMMON}
         common |= {"family": name, "rope_scaling": read_scaling(block, fields)}
-        return common | family.fields | family.read(fields)
+        common |= family.fields | family.read(fields)
     except KeyError as error:
         raise UserError(f"{file} has no {error.args[0]}: it is not the config of a {name}") from None
+    if SLIDING in common.get("layer_types", ()) and "sliding_window" in config:
+        check_value("sliding_window", config["sliding_window"], (common["sliding_window"],), file)  # it may be null
+    return common
 
 
 def read_scaling(block: Fields, fields: Fields) -> Scaling | None:
@@ -388,7 +396,9 @@ def check_supported(fields: Fields, file: Path) -> None:
         ("mlp_bias", fields.get("mlp_bias", False), (False,)),
         ("mlp_only_layers", fields.get("mlp_only_layers", []), ([],)),
         ("decoder_sparse_step", fields.get("decoder_sparse_step", 1), (1,)),
-        ("layer_types (see use_sliding_window)", unusual_layer_type(fields, family.kinds), family.kinds),
+        ("layer_types (see use_sliding_window)", unusual_layer_type(fields, family), family.kinds),
+        ("attn_output_gate", fields.get("attn_output_gate", True), (True,)),
+        ("output_gate_type", fields.get("output_gate_type", "silu"), ("silu", "swish")),
         ("use_bidirectional_attention", fields.get("use_bidirectional_attention", False), (False,)),
         ("attn_logit_softcapping", fields.get("attn_logit_softcapping"), (None,)),
         ("final_logit_softcapping", fields.get("final_logit_softcapping"), (None,)),
@@ -398,8 +408,7 @@ def check_supported(fields: Fields, file: Path) -> None:
     )
     for field, value, supported in checks:
         check_value(field, value, supported, file)
-    is_partial = "partial_rotary_factor" in family.defaults
-    check_rope(fields, file, is_partial)
+    check_rope(fields, file, family)
 
 
 def check_value(field: str, value: object, supported: tuple[object, ...], file: Path) -> None:
@@ -409,21 +418,34 @@ def check_value(field: str, value: object, supported: tuple[object, ...], file: 
         raise UserError(f"{file}: {field} is {reprlib.repr(value)}, supported is {choices}")
 
 
-def check_rope(fields: Fields, file: Path, is_partial: bool) -> None:
-    """Raises UserError for rotary embeddings that are malformed or not computed."""
+def check_rope(fields: Fields, file: Path, family: Family) -> None:
+    """Raises UserError for rotary embeddings that are malformed, not computed, or read in two ways elsewhere."""
+    parameters, scaling = fields.get("rope_parameters"), fields.get("rope_scaling", {})
+    if SLIDING in family.kinds and parameters and not parameters.keys() & {FULL, SLIDING}:
+        raise UserError(f"{file}: rope_parameters have no {FULL} and {SLIDING}, which are rotated differently")
     for kind, supported in ((FULL, ("default", *SCALING_FIELDS)), (SLIDING, ("default",))):
         block = rope_block(fields, kind)
         if not isinstance(block, dict):
             raise UserError(f"{file}: rope_parameters of {kind} are {reprlib.repr(block)}, not an object")
         given = {name: value for name, value in block.items() if value is not None}
-        check_value("rope_type", given.get("rope_type", given.get("type", "default")), supported, file)
+        rope_type = given.get("rope_type", given.get("type", "default"))
+        check_value("rope_type", rope_type, supported, file)
         check_types(given, ROPE_TYPES, file)
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        magnitude = Scaling(rope_type, given.get("factor", 1)).magnitude
+        factor = given.get("attention_factor", magnitude)
+        check_value("attention_factor", magnitude if abs(factor - magnitude) < 1e-6 else factor, (magnitude,), file)
+        for name in ("mscale", "mscale_all_dim"):
             check_value(name, given.get(name), (None,), file)
         check_value("truncate", given.get("truncate", True), (True,), file)
-        if not is_partial:
+        if "partial_rotary_factor" not in family.defaults:
             factor = given.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
             check_value("partial_rotary_factor", factor, (1,), file)
+    block = rope_block(fields, FULL)
+    for name, value in scaling.items() if parameters else ():
+        check_value(f"rope_scaling's {name}", value, (block.get("rope_type" if name == "type" else name),), file)
+    if family.model_type == "olmo3" and "rope_theta" not in rope_block(fields, SLIDING):
+        theta = block.get("rope_theta", fields.get("rope_theta", 500_000))  # versions of transformers read others apart
+        check_value("rope_theta without one of sliding_attention", theta, (500_000,), file)
 
 
 def rope_block(fields: Fields, kind: str) -> Fields:
@@ -443,14 +465,16 @@ def rotated_share(fields: Fields) -> float:
     return float(factor or fields.get("partial_rotary_factor", 1))
 
 
-def unusual_layer_type(fields: Fields, kinds: tuple[str, ...]) -> str:
-    """Returns a kind of layer other than these if the model has one, else the first of them."""
+def unusual_layer_type(fields: Fields, family: Family) -> str:
+    """Returns a kind of layer other than the family's if the model has one, else the first of them."""
     types = set(fields.get("layer_types", ()))
-    has_window = fields.get("use_sliding_window") and fields.get("sliding_window", 4096)
-    first_with_window = fields.get("max_window_layers", 28)
-    if not types and has_window and first_with_window < fields.get("num_hidden_layers", 0):
-        return SLIDING
-    return next(iter(sorted(types - set(kinds))), kinds[0])
+    unusual = sorted(types - set(family.kinds))
+    has_list = family.model_type in ("qwen2", "qwen3")  # else a window is one of all layers
+    first_with_window = fields.get("max_window_layers", 28) if has_list else 0
+    has_window = fields.get("use_sliding_window") and first_with_window < fields.get("num_hidden_layers", 0)
+    if has_window and not (types and has_list):
+        unusual.append(SLIDING)
+    return next(iter(unusual), family.kinds[0])
 
 
 def check_types(fields: Fields, types: Mapping[str, tuple[type, float, float]], file: Path) -> None:

@@ -355,12 +355,14 @@ def test_only_the_writing_process_writes(tmp_path):
     assert not list(tmp_path.iterdir()) and len(fetched) == len(checkpoint.tensor_shapes(model))
 
 
-def test_a_second_copy_of_a_tied_weight_is_ignored(tmp_path):
+def test_tensors_that_say_nothing_new_are_ignored(tmp_path):
+    """A second copy of a tied weight; frequencies, as Llama 2 was published with them."""
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(FIXTURES / "qwen3-tied", tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {HEAD: tensors[EMBED]}, tmp_path / "model.safetensors")
+    repeated = {HEAD: tensors[EMBED], "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float16)}
+    save_file(tensors | repeated, tmp_path / "model.safetensors")
     assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3-tied")[1])
 
 
@@ -393,6 +395,7 @@ def truncate(folder):
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 DAMAGES = {
     "folder": ("qwen3-tied", shutil.rmtree, "there is no folder .*model"),
     "config": ("qwen3-tied", remove("config.json"), "config.json"),
@@ -437,6 +440,24 @@ DAMAGES = {
     "heads of values": (
         "qwen3_5-tied", edit_config(linear_num_value_heads=3), "linear_num_value_heads 3 is no multiple of"
     ),
+    "magnitude": (
+        "olmo3-yarn",
+        edit_config(rope_parameters=None, rope_scaling=YARN | {"attention_factor": 1.1}),
+        "attention_factor is 1.1, supported is 1.20794",
+    ),
+    "two scalings": (
+        "llama-linear", edit_config(rope_scaling={"type": "linear", "factor": 8}), "rope_scaling's factor is 8"
+    ),
+    "one scaling of two kinds": ("olmo3-yarn", edit_config(rope_parameters=YARN), "have no full_attention and sliding"),
+    "wavelength of a kind": (
+        "olmo3-yarn", edit_config(rope_parameters=None, rope_theta=1e4), "rope_theta without one of sliding_att.* 10000"
+    ),
+    "other head": (
+        "qwen3-tied", edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})), "lm_head.weight is not model.embed_tokens"
+    ),
+    "no window": ("gemma3-tied", edit_config(sliding_window=None), "sliding_window is None"),
+    "empty window": ("olmo3-rest", edit_config(sliding_window=0), "sliding_window is 0"),
+    "window of all layers": ("qwen3moe-tied", edit_config(use_sliding_window=True, sliding_window=5), "sliding_att"),
     "layers": ("smollm3-tied", edit_config(no_rope_layers=[1]), "no_rope_layers has 1 entries"),
     "window": ("qwen2-tied", edit_config(use_sliding_window=True, max_window_layers=1), "sliding_attention"),
     "layer types": ("qwen3-tied", edit_config(layer_types=["chunked_attention"] * 2), "chunked_attention"),
