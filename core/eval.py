@@ -26,7 +26,7 @@ from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampling import SamplingConfig
 from envs import split_name, test_name
-from models.checkpoint import ComputeConfig, find_local, find_model, load_model
+from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Params
 from utils.devices.memory import sampling_room
 from utils.devices.sharding import Layout
@@ -37,6 +37,7 @@ from utils.evaluation.tables import Result, check_writable, find_checkpoints, wr
 from utils.metrics.logger import writable
 from utils.reporting.page import read_settings
 from utils.rewards.shaping import RewardConfig
+from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.environments import EnvConfig, RolloutSettings, check_files, resolve_settings
@@ -161,23 +162,13 @@ def parse_command(argv: Sequence[str]) -> Command:
     return parse(Command, argv, __doc__, aliases, implied=settings_of_run)
 
 
-def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
-    """Returns the folder and the settings of the first run that one of the models is of; both empty without any."""
-    folders = filter(None, [find_local(name.strip()) for name in model_dir.split(",")])
-    for path in [path for folder in folders for path in (folder, folder.absolute().parent)]:
-        settings, _ = read_settings(path / "config.json")
-        if "env_name" in settings:
-            return str(path), settings
-    return "", {}
-
-
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """Returns environment and sampling of the run that is evaluated, unless the options name other environments.
 
     Of models/tiny they are the demo's. What does not change results, as the rows drawn at a time, is left to this
-    machine.
+    machine. Raises: UserError for a run of others that would run code.
     """
-    _, trained = find_run(str(options.get("model_dir", "")))
+    run, trained = find_run(str(options.get("model_dir", "")))
     if not trained and "replay" not in options:
         trained = announced_demo(options)
     env_name = str(trained.get("env_name", ""))
@@ -186,7 +177,9 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     fields = options_of(Command).values()
     env = {field.name for field in fields if field.group == "env"}
     sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
-    return {name: x for name, x in trained.items() if name in env | sampling}
+    inherited = {name: x for name, x in trained.items() if name in env | sampling}
+    check_code(run, trained, inherited.keys() - options.keys())
+    return inherited
 
 
 def inheritance_note(config: Command) -> str:
@@ -252,7 +245,7 @@ def main(config: Command) -> None:
         from core.replay import replay
 
         row, from_turn = config.replay.row, config.replay.from_turn
-        return replay(config.replay.replay, row, from_turn, config.eval.num_eval_samples, layout)
+        return replay(config.replay.replay, row, from_turn, config.eval.num_eval_samples, layout, to_dict(config))
     environments = resolve_test_environments(config)
     names = config.output.model_dir.split(",")
     checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name, find_model)]

@@ -7,9 +7,11 @@ Draws are addressed by seed, step, place in the run, sample and token: with the 
 draws the same tokens again.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -22,13 +24,19 @@ from core.sampling import row_keys
 from models.checkpoint import find_model, load_model
 from models.names import Key, Weights
 from utils.devices.sharding import Layout
+from utils.metrics.jsonl import parse_json
 from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
 from utils.rewards.scorer import ScoringStream
-from utils.settings.config import make_config
+from utils.runs.card import training_command
+from utils.runs.foreign import check_code
+from utils.settings.arguments import Value
+from utils.settings.config import make_config, to_dict
 from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
+
+EMPTY: Mapping[str, Value] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,16 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     if not file.is_file():
         raise UserError(f"--replay {path}: there is no {file}: runs write it under --save_rollouts all")
     run = file.parent.parent
-    with np.load(file) as arrays:
-        rows = dict(arrays)
+    try:
+        with np.load(file) as arrays:
+            rows = dict(arrays)
+        step = int(file.stem.removeprefix("step_"))
+        options, _ = split_origin(parse_json((run / "config.json").read_bytes()))
+        config = make_config(Config, **options)
+    except (ValueError, TypeError, BadZipFile) as error:
+        raise UserError(f"--replay {path}: the rollouts or the settings of {run} cannot be read ({error})") from error
     if not 0 <= row < len(rows["tokens"]):
         raise UserError(f"--row {row}: {file} has rows 0 to {len(rows['tokens']) - 1}")
-    options, _ = split_origin(json.loads((run / "config.json").read_text()))
-    config = make_config(Config, **options)
-    step = int(file.stem.removeprefix("step_"))
     length = rows["lengths"][row]
     stored = Stored(
         run,
@@ -100,13 +111,18 @@ def weights_before(stored: Stored, config: Config) -> Path:
     return folder
 
 
-def replay(path: str, row: int, from_turn: int, num_samples: int, layout: Layout) -> None:
+def replay(
+    path: str, row: int, from_turn: int, num_samples: int, layout: Layout, named: Mapping[str, Value] = EMPTY
+) -> None:
     """Draws a stored episode again and compares it, or `num_samples` others that begin with its first turns; prints.
 
     `from_turn`: the first turn that is drawn anew, from 1 on; 0: none, the episode is drawn as it was.
-    Raises: UserError for what cannot be drawn again.
+    Raises: UserError for what cannot be drawn again, and where a run of others would run code that is not `named`.
     """
     stored, config = read_stored(path, row)
+    settings = to_dict(config)
+    check_code(stored.run, settings, [name for name, value in settings.items() if named.get(name) != value])
+    print(f"as in {stored.run}: {printable(training_command(Config, settings))}")
     model, params, tokenizer = load_model(weights_before(stored, config), layout, **config.compute.arguments)
     settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
     key = jax.random.fold_in(jax.random.key(config.seed), stored.step)

@@ -3,10 +3,14 @@
 Letters: N tasks, G samples of each.
 """
 
+import inspect
 import json
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +18,8 @@ import scipy.stats
 from helpers import ROOT
 
 from core import eval as evaluation
+from core.replay import replay
+from envs import ENVS, find_class
 from envs.base import Env
 from envs.style import Style, Styled
 from utils.evaluation.estimates import (
@@ -27,8 +33,11 @@ from utils.evaluation.estimates import (
     task_estimates,
 )
 from utils.evaluation.tables import Result, compare_results, find_checkpoints, format_report, format_table, json_or_text
+from utils.runs.fingerprints import fingerprint_code
+from utils.runs.foreign import own_file, remember_code
 from utils.settings.config import with_options
-from utils.settings.errors import user_errors
+from utils.settings.environments import CODE
+from utils.settings.errors import UserError, user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
 
@@ -273,7 +282,7 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path):
     run = tmp_path / "run"
     (run / "step2").mkdir(parents=True)
     trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
-    others = {"seed": 7, "device_type": "tpu", "inference_batch_per_device": 9}
+    others = {"seed": 7, "device_type": "tpu", "inference_batch_per_device": 9, "run": {"lmpo": "version 1"}}
     (run / "config.json").write_text(json.dumps(trained | others))
 
     def settings(*argv: str) -> tuple[str, str, float, int]:
@@ -319,3 +328,96 @@ def test_explained_variance():
     expected = 1 - np.var([r - v for r, v in pairs]) / np.var([r for r, _ in pairs])
     assert explained_variance(rewards, values, mask) == pytest.approx(expected) and expected < 1
     assert explained_variance(np.ones((5, 1)), values, mask) == 0
+
+
+# Runs of others
+
+HELPER = "from pathlib import Path\nPath('executed').touch()\ndef f(completion, **row): return 0.0\nclass G: pass\n"
+FOREIGN = {  # where the config.json lies, how the model is named, and the settings that would run helper.py
+    "a model with a reward": ("model", "model", {"reward": "x/helper.py:f"}, {}),
+    "a model in a folder with a config.json": (".", "model", {"reward": "x/helper.py:f"}, {}),
+    "the model of a run": (".", "step1", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "the best model of a run": (".", "best", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "a run": (".", ".", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "an episode": (".", "step1", {"episode": "x/helper.py:G"}, {"lmpo": "0"}),
+    "a reward among the options": (".", "step1", {"env_options": "path=x/q.jsonl,reward=x/helper.py:f"}, {"lmpo": "0"}),
+    "an episode among them": (".", "step1", {"env_options": "path=x/q.jsonl,episode = x/helper.py:G"}, {"lmpo": "0"}),
+    "no sandbox": (".", "step1", {"env_name": "python", "env_options": "problems=gsm8k,sandbox=off"}, {"lmpo": "0"}),
+    "rollouts": (".", "", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "rollouts with an episode": (".", "", {"env_options": "path=x/q.jsonl,episode=x/helper.py:G"}, {"lmpo": "0"}),
+    "rollouts of a test": (".", "", {"test_env_name": "python", "test_env_options": "sandbox=off"}, {"lmpo": "0"}),
+}
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """The folder x, downloaded: a run, its models and rollouts, and code; the current folder is the one around it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    for name in ("model", "step1", "best"):
+        shutil.copytree(MODEL, f"x/{name}")
+    Path("x/rollouts").mkdir()
+    np.savez("x/rollouts/step_1.npz", tokens=[[1]], lengths=[1], prompt_lengths=[0], mask=[[1]], tasks=[0], places=[0])
+    Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
+    Path("x/helper.py").write_text(HELPER)
+    return tmp_path / "x"
+
+
+def write_settings(folder, **settings) -> dict:
+    """Writes a config.json over that of the model, and digests of the code as a run has them; returns the settings."""
+    settings = {"env_name": "dataset", "env_options": "path=x/q.jsonl"} | settings
+    model = json.loads((MODEL / "config.json").read_text()) if (folder / "model.safetensors").exists() else {}
+    (folder / "config.json").write_text(json.dumps(model | settings))
+    (folder / "data.json").write_text(json.dumps(fingerprint_code(SimpleNamespace(code=[Path("x/helper.py")]))))
+    return settings
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_no_downloaded_folder_runs_code(case, foreign, capsys):
+    place, name, settings, origin = FOREIGN[case]
+    write_settings(foreign / place, **settings, **({"run": origin} if origin else {}))
+    argv = ["--model_dir", str(foreign / name), "--show", "1"] if name else ["--replay", "x/rollouts/step_1"]
+    with pytest.raises(SystemExit) if origin else nullcontext(), user_errors():
+        evaluation.main(evaluation.parse_command(argv))
+    assert not Path("executed").exists()
+    said = capsys.readouterr()
+    if origin:
+        (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name" and x != "test_env_name"]
+        assert said.err.count("\n") == 1 and f"if you trust it, add --{flag} {value!r}" in said.err
+    else:
+        assert "poem-test: completions" in said.out, "no run: an environment is not inherited either"
+
+
+def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
+    settings = write_settings(foreign, reward="x/helper.py:f", run={"lmpo": "0"})
+
+    def reward(*argv: str) -> str:
+        return evaluation.parse_command(["--model_dir", str(foreign / "step1"), *argv]).env.reward
+
+    def is_refused() -> bool:
+        with pytest.raises(SystemExit):
+            reward()
+        return "asks for reward=x/helper.py:f, which runs code" in capsys.readouterr().err
+
+    assert is_refused() and reward("--reward", "x/helper.py:f") == "x/helper.py:f" and reward("--reward", "") == ""
+    assert reward("--env_name", "poem") == "", "the environment is another"
+    remember_code(foreign, settings)
+    remember_code(foreign, settings)
+    assert reward() == "x/helper.py:f" and len(own_file().read_text().splitlines()) == 1
+    Path("x/helper.py").write_text(HELPER + "# changed")
+    assert is_refused()
+    Path("x/helper.py").write_text(HELPER)
+    shutil.copytree(foreign, "y")
+    foreign = foreign.parent / "y"
+    assert is_refused(), "a copy, as it may be shared and come back"
+    own_file().unlink()
+    with pytest.raises(UserError, match=r"add --reward 'x/helper.py:f'"):
+        replay("x/rollouts/step_1", 0, 0, 1, None, {"reward": "x/other.py:f"})
+
+
+def test_each_text_option_of_an_environment_is_known_to_run_code_or_not():
+    """Another one is to be decided: those that run code belong into CODE."""
+    names = "answer corpus data_dir data_set datasets dialect expression form hub_split operators opponent path"
+    names += " problems prompt questions split subjects_file test_hub_split test_path words"
+    parameters = {x for name in ENVS for x in inspect.signature(find_class(name)[0]).parameters.values()}
+    assert {x.name for x in parameters if isinstance(x.default, str)} == {*names.split(), *CODE}

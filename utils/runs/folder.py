@@ -46,6 +46,7 @@ from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
+from utils.runs.foreign import remember_code
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
@@ -185,6 +186,7 @@ class Run:
         if is_main:
             self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)
+            remember_code(self.directory, self.settings)
         sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
         num_steps = 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
         self.logger = Logger(

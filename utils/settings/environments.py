@@ -1,6 +1,6 @@
 """Environments of a run: which ones, and how each is played, resolved once from settings, environment and training."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
@@ -13,6 +13,7 @@ from utils.settings.errors import UserError
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
+CODE = {"reward": "", "episode": "", "sandbox": "on"}  # options that run code with the user's rights; the safe value
 FILES = ("data_dir", "reward", "episode")  # flags that go to each environment with such an option
 
 
@@ -68,6 +69,15 @@ class EnvConfig:
             return options
         inherited = names & {*STYLE, *FILES}
         return {key: value for key, value in options.items() if key in inherited}
+
+
+def option_values(settings: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
+    """Yields the flag, the name and the value of each option of environments that the settings of a run set."""
+    for flag in FILES:
+        yield flag, flag, str(settings.get(flag, ""))
+    for flag in ("env_options", "test_env_options"):
+        for name, value in parse_options(str(settings.get(flag, "")), f"--{flag}").items():
+            yield flag, name, str(value)
 
 
 @dataclass(frozen=True)

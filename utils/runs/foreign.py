@@ -1,0 +1,100 @@
+"""Runs that others have made: which settings of a run folder may be taken over without asking.
+
+Settings can run code with the rights of the user: files of Python, and the code of a model where the sandbox is off. A
+run that this user has trained, with these files as they are, is in the user's own list, out of reach of what is
+downloaded. Of all others, such settings must be named on the command line.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from models.checkpoint import find_local
+from utils.reporting.page import read_settings
+from utils.settings.arguments import Value
+from utils.settings.environments import CODE, option_values
+from utils.settings.errors import UserError
+
+OWN = "lmpo/own_runs"  # a line for each run with such settings, in the folder of the user's states
+
+
+class Setting(NamedTuple):
+    """A setting that runs code: the flag, the option of an environment that it sets, and the option's value."""
+
+    flag: str
+    option: str
+    value: str
+
+
+def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
+    """Returns the folder and the settings of the first run that one of the models is of; both empty without any.
+
+    A run says in its config.json where it comes from, and holds the model in question.
+    """
+    folders = filter(None, [find_local(name.strip()) for name in model_dir.split(",")])
+    for path in [path for folder in folders for path in (folder, folder.absolute().parent)]:
+        settings, origin = read_settings(path / "config.json")
+        has_models = (path / "best").is_dir() or any(path.glob("step*/"))
+        if "env_name" in settings and origin and has_models:
+            return str(path), settings
+    return "", {}
+
+
+def settings_with_code(settings: Mapping[str, Value]) -> list[Setting]:
+    """Returns the settings by which a run executes files, or a model's code outside of the sandbox."""
+    found = []
+    for flag, option, value in option_values(settings):
+        if option in CODE and value not in ("", CODE[option]):
+            found.append(Setting(flag, option, value))
+    return found
+
+
+def check_code(run: str | Path, settings: Mapping[str, Value], taken: Collection[str]) -> None:
+    """Raises UserError where one of the settings that are `taken` over executes code, and the run is not the user's."""
+    found = settings_with_code(settings)
+    unknown = [setting for setting in found if setting.flag in taken]
+    if not unknown or fingerprint(run, found) in own_runs():
+        return
+    flag, option, value = unknown[0]
+    raise UserError(
+        f"{run} asks for {option}={value}, which runs code with your rights, and is no run that you have trained here "
+        f"with that code: if you trust it, add --{flag} {str(settings[flag])!r}"
+    )
+
+
+def remember_code(run: Path, settings: Mapping[str, Value]) -> None:
+    """Notes that the user has trained a run with these settings, where they execute code."""
+    found = settings_with_code(settings)
+    line = fingerprint(run, found)
+    if found and line not in own_runs():
+        with contextlib.suppress(OSError):  # they have to be named then
+            own_file().parent.mkdir(parents=True, exist_ok=True)
+            with own_file().open("a") as file:
+                file.write(line + "\n")
+
+
+def own_file() -> Path:
+    """Returns the user's own list."""
+    return Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")) / OWN
+
+
+def own_runs() -> set[str]:
+    """Returns the fingerprints of the runs that this user has trained."""
+    try:
+        return set(own_file().read_text().split())
+    except (OSError, ValueError):
+        return set()
+
+
+def fingerprint(run: str | Path, settings: list[Setting]) -> str:
+    """Returns a digest of a run's folder, its settings with code, and the content of their files."""
+    parts = [str(Path(run).resolve()), settings]
+    for setting in settings:
+        with contextlib.suppress(OSError, ValueError):
+            content = Path(os.path.expanduser(setting.value.rpartition(":")[0])).read_bytes()
+            parts.append(hashlib.sha256(content).hexdigest())
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
