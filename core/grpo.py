@@ -44,12 +44,11 @@ from utils.evaluation.preview import prompt_lengths
 from utils.metrics.rollout import rollout_metrics
 from utils.metrics.speed import speed_metrics
 from utils.metrics.terminal import waiting
-from utils.runs.folder import Run, is_due
+from utils.runs.folder import Run, is_due, settings_of_model
 from utils.settings.config import parse
 from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
-from utils.settings.presets import announced_demo
 from utils.training.batching import ONE_SHAPE, bucket, group_counts, select_rows
 from utils.training.state import TrainState, fingerprint
 
@@ -313,4 +312,4 @@ def precompile_updates(learner: Learner, state: TrainState, lengths: Sequence[in
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(Config, sys.argv[1:], __doc__, spellings=LMPO, implied=announced_demo))
+        main(parse(Config, sys.argv[1:], __doc__, spellings=LMPO, implied=settings_of_model))

@@ -529,8 +529,9 @@ def describe_adapters(config: Config, model: Decoder, base: Weights) -> str:
         is_fast = lr >= FULL_RATES * 10 and model.num_parameters > SMALL
         return f"--lr {lr:g} fits adapters: full training takes about a tenth" if is_fast else ""
     sampled = "from a copy with them added" if model.merges_adapters else "beside the base"
-    dtype = config.lora.base_dtype or model.dtype
-    text = f"adapters of rank {config.lora.lora_rank} over a base in {dtype}, sampled {sampled}"
+    dtype = model.base_dtype or model.dtype
+    sizes = f"rank {model.lora_rank} and alpha {model.lora_alpha:g}"
+    text = f"adapters of {sizes} over a base in {dtype}, sampled {sampled}"
     if lr <= FULL_RATES:
         text += f"; --lr {lr:g} fits full training: adapters take about 10 times as much"
     return text

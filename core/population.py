@@ -40,14 +40,14 @@ from utils.metrics.logger import labelled_output, lossy_output
 from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs, read_metrics
-from utils.runs.folder import Run, make_default_folder
+from utils.runs.folder import Run, make_default_folder, settings_of_model
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import option, options_of, parse, to_dict, with_options
 from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
-from utils.settings.presets import announced_demo, demo_of_tiny
+from utils.settings.presets import announced_demo
 from utils.training.batching import FEW_SHAPES
 from utils.training.state import TrainState
 
@@ -137,7 +137,7 @@ class Member:
 def main(argv: Sequence[str]) -> None:
     config = parse(PopulationConfig, argv, __doc__, spellings=LMPO, implied=announced_demo)
     values = member_values(config.population)
-    read = partial(parse, Config, spellings=LMPO, implied=demo_of_tiny)
+    read = partial(parse, Config, spellings=LMPO, implied=partial(settings_of_model, is_announced=False))
     configs = {name: read(member_arguments(argv, own)) for name, own in values.items()}
     check_members(configs)
     os.environ["WANDB_MODE"] = "disabled"  # whoever is logged in: it logs one run of a process

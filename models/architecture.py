@@ -91,6 +91,7 @@ class Decoder:
     lora_rank: int = 0  # of the adapters that are trained: see models/lora.py; 0: all parameters are
     lora_alpha: float = 32.0
     adapts_experts: bool = True
+    base_dtype: str = ""  # of the matrices below adapters: int8, or empty for that of the matmuls
     merges_adapters: bool = False  # for sampling, into a copy of their base
     mesh: Mesh | None = None  # on which kernels run that XLA cannot partition by itself; None: no kernels
 

@@ -46,7 +46,7 @@ from models.names import (
     Weights,
     decode_axes,
 )
-from models.peft import AdapterConfig, load_adapters, read_adapter_config
+from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import Tokenizer, load_tokenizer, read_json
 from utils.devices.memory import has_room_for_copy
 from utils.devices.runtime import set_matmul_precision
@@ -125,10 +125,11 @@ def open_model(
 ) -> Source:
     """Returns what `load_model` loads. Raises: UserError, as it does."""
     folder = find_model(path_or_hub_id)
-    adapters = read_adapter_config(folder) if (folder / ADAPTER_CONFIG).is_file() else None
+    adapters = read_adapters(folder)
     if adapters:
         folder = find_base(adapters)
-        overrides = {"lora_alpha": adapters.alpha, "adapts_experts": adapters.has_experts} | overrides
+        fixed = {"lora_alpha": adapters.alpha, "adapts_experts": adapters.has_experts}
+        overrides = {"base_dtype": adapters.base_dtype} | overrides | fixed
     config = text_config(read_json(folder / CONFIG), folder / CONFIG)
     mesh = layout.mesh if layout else None
     settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
@@ -182,18 +183,20 @@ def load_policy(
     Without a rank all float32 parameters are trained, and the base is empty. Otherwise the base is loaded in the layout
     and dtype of sampling, unless it is given, and adapters are those of a PEFT folder, or new ones by the seed.
 
-    Raises: UserError as `load_model`, and for adapters of another rank.
+    Raises: UserError as `load_model`, and for adapters of another rank or alpha.
     """
     if not config.lora_rank:
         model, params, tokenizer = load_model(path_or_hub_id, layout, dtype, **overrides)
         return model, {}, params, tokenizer
-    overrides |= {name: getattr(config, name) for name in ("lora_rank", "lora_alpha")}
+    if adapters := read_adapters(find_model(path_or_hub_id)):
+        config = adapters.settle(config)
+    overrides |= {name: getattr(config, name) for name in ("lora_rank", "lora_alpha", "base_dtype")}
     overrides |= {"adapts_experts": config.lora_experts}
     source = open_model(path_or_hub_id, layout, dtype, dtype or default_dtype(), **overrides)
     model = source.model
-    base = base or load_base(source, layout, config.base_dtype)
+    base = base or load_base(source, layout)
     if source.adapters:
-        adapters = load_adapters(source.adapters, model, config.lora_rank)
+        adapters = load_adapters(source.adapters, model)
     else:
         adapters = init_adapters(model, config.lora_rank, jax.random.key(seed))
     model = replace(model, merges_adapters=is_merged(config, base, layout))
@@ -343,7 +346,7 @@ def load_params(source: Source, layout: Layout | None) -> Params:
     return params
 
 
-def load_base(source: Source, layout: Layout, base_dtype: str) -> Weights:
+def load_base(source: Source, layout: Layout) -> Weights:
     """Loads weights as `decode_weights` makes them, without a copy of the parameters on the way.
 
     Raises: UserError for a tensor with NaN or infinity.
@@ -355,7 +358,7 @@ def load_base(source: Source, layout: Layout, base_dtype: str) -> Weights:
         layer = {}
         for name, spec in layer_table.items():
             layer[name] = load_weight(source, layout, layer_tensor(i, name), spec)
-        layers.append(quantize_layer(layer) if base_dtype == "int8" else layer)
+        layers.append(quantize_layer(layer) if model.base_dtype else layer)
     base = {name: load_weight(source, layout, name, spec) for name, spec in table.items()}
     base[LAYERS] = layers
     layout.check_mesh_axes(base, ["tp"])  # fsdp cuts rows only

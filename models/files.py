@@ -33,11 +33,13 @@ def expert_tensors(name: str, num_experts: int) -> list[str]:
     return [name.replace(EXPERT, str(i)) for i in range(num_experts)]
 
 
-def check_names(folder: Path, problem: str, names: set[str]) -> None:
+def check_names(
+    folder: Path, problem: str, names: set[str], reason: str = f"its {CONFIG} is that of another model"
+) -> None:
     """Raises UserError if there are tensors with this problem."""
     if names:
         count = f"{len(names)} such tensors" if len(names) > 1 else "the only one"
-        raise UserError(f"{folder} {problem} {min(names)} ({count}): its {CONFIG} is that of another model")
+        raise UserError(f"{folder} {problem} {min(names)} ({count}): {reason}")
 
 
 def prepare(new: Path, directory: Path) -> None:

@@ -47,10 +47,12 @@ class LoraConfig:
     lora_rank: int = option(
         0,
         "Rank of the adapters that are trained in place of the parameters, which stay as they are; 1 to 32 suffice for "
-        "RL, with about 10 times the --lr; 0: all parameters are trained",
+        "RL, with about 10 times the --lr; 0: all parameters are trained; where --model_dir holds adapters, theirs",
         essential=True,
     )
-    lora_alpha: float = option(32.0, "Scale of the adapters, as a multiple of 1 / --lora_rank")
+    lora_alpha: float = option(
+        32.0, "Scale of the adapters, as a multiple of 1 / --lora_rank; where --model_dir holds adapters, theirs"
+    )
     lora_experts: bool = option(
         True, "Adapters for each expert of a mixture too, besides attention; without them they are a thirtieth as large"
     )
@@ -223,27 +225,35 @@ def merge_layer(layer: LayerParams) -> LayerParams:
 
 
 def merge_stacked(model: Decoder, params: Params, adapters: Adapters) -> Params:
-    """Returns parameters with adapters added, in float32 and then rounded once."""
+    """Returns parameters with adapters added, in float32 and then rounded once, over the base that they belong to."""
     layers = dict(params[LAYERS])
     for name in adapted_layers(model):
         A, B = adapters[name + LORA_A], adapters[name + LORA_B]
         scale = model.lora_alpha / A.shape[-2]
         matrix = layers[f"{name}.weight"]
-        delta = scale * jnp.matmul(B, A)
-        merged = (matrix.astype(jnp.float32) + delta).astype(matrix.dtype)
+        base = matrix.astype(jnp.float32)
+        if model.base_dtype and EXPERT not in name:
+            int8, int8_scale = quantize(matrix.astype(model.dtype), -1)
+            base = int8 * int8_scale
+        merged = (base + scale * jnp.matmul(B, A)).astype(matrix.dtype)
         layers[f"{name}.weight"] = jax.device_put(merged, matrix.sharding)
     return params | {LAYERS: layers}
 
 
 def quantize_layer(layer: LayerParams) -> LayerParams:
-    """Returns a layer whose matrices are int8, each with a float32 scale for each output channel.
-
-    A channel's largest number is 127 scales. Norms, routers and experts stay as they are.
-    """
+    """Returns a layer whose matrices are int8, each with its scales. Norms, routers and experts stay as they are."""
     quantized = dict(layer)
     for name, matrix in layer.items():
         if name.endswith(f".weight{TRANSPOSED}") and matrix.ndim == 2 and not name.startswith(ROUTER):
-            scale = jnp.maximum(jnp.abs(matrix).max(0), 1e-30).astype(jnp.float32) / 127
-            quantized[name] = jnp.round(matrix.astype(jnp.float32) / scale).astype(jnp.int8)
-            quantized[name.removesuffix(f".weight{TRANSPOSED}") + SCALE] = scale
+            quantized[name], scale = quantize(matrix, 0)
+            quantized[name.removesuffix(f".weight{TRANSPOSED}") + SCALE] = scale[0]
     return quantized
+
+
+def quantize(matrix: Array, inputs: int) -> tuple[Array, Array]:
+    """Returns int8, and a float32 scale for each output channel, whose largest number is 127 scales.
+
+    `inputs`: the axis of the input channels.
+    """
+    scale = jnp.maximum(jnp.abs(matrix).max(inputs, keepdims=True), 1e-30).astype(jnp.float32) / 127
+    return jnp.round(matrix.astype(jnp.float32) / scale).astype(jnp.int8), scale

@@ -1,17 +1,19 @@
 """Adapters in and out: folders of PEFT, which peft and vLLM load (github.com/huggingface/peft)."""
 
-from collections.abc import Callable
+import re
+import reprlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors import SafetensorError, safe_open
 
 from models.architecture import Decoder
 from models.files import (
     ADAPTER_CONFIG,
+    Shape,
     check_names,
     expert_tensors,
     layer_tensor,
@@ -19,14 +21,44 @@ from models.files import (
     write_json,
     write_tensors,
 )
-from models.lora import adapted_layers, adapter_table
+from models.lora import LoraConfig, adapted_layers, adapter_table
 from models.names import EXPERT, LORA_A, LORA_B, Adapters
 from models.tokenizer import Tokenizer, read_json
 from utils.settings.errors import UserError
 
 WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
-UNSUPPORTED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+MERGE = "merge it by peft (merge_and_unload, save_pretrained), and name the merged model"
+PLAIN = "save it by peft with path_initial_model_for_weight_conversion, which makes plain LoRA"
+NO_MATRIX = "it changes no matrix of the layers that could be merged"
+ANY = object()
+# Each field of adapter_config.json (those of LoraConfig in peft 0.21.2), with the values that are supported: any other
+# but null, false and empty ones is refused, and so is a field of a later release.
+FIELDS = {
+    "base_model_name_or_path": ANY, "r": ANY, "lora_alpha": ANY, "use_rslora": ANY,
+    "rank_pattern": ANY, "alpha_pattern": ANY,
+    # Which matrices: the tensors say so.
+    "target_modules": ANY, "exclude_modules": ANY, "layers_to_transform": ANY, "layers_pattern": ANY,
+    # Training by peft, initial values (which come with init_lora_weights), layers of other kinds than nn.Linear.
+    "lora_dropout": ANY, "inference_mode": ANY, "velora_config": ANY, "eva_config": ANY, "corda_config": ANY,
+    "loftq_config": ANY, "lora_ga_config": ANY, "fan_in_fan_out": ANY, "use_qalora": ANY, "qalora_group_size": ANY,
+    "megatron_core": ANY, "ensure_weight_tying": ANY, "runtime_config": ANY,
+    "task_type": ANY, "auto_mapping": ANY, "peft_version": ANY,
+    "peft_type": ("LORA",), "bias": ("none",), "revision": ("main",), "base_dtype": ("int8",),  # the last: of ours
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others change the base when they are loaded
+    "use_dora": (), "modules_to_save": (), "lora_bias": (), "layer_replication": (), "target_parameters": (),
+    "trainable_token_indices": (), "alora_invocation_tokens": (), "use_bdlora": (), "arrow_config": (),
+    "monteclora_config": (), "kasa_config": (), "megatron_config": (),
+}  # fmt: skip
+REMEDIES = {
+    "init_lora_weights": PLAIN,
+    "revision": "download that revision of the base, and name its folder in base_model_name_or_path",
+    "alora_invocation_tokens": "it is for some of the tokens only, and cannot be merged",
+    "arrow_config": "it chooses among adapters for each token, and cannot be merged",
+}
+PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
+MAX_PATTERNS, MAX_REPEATS = 10_000, 3
 FIXED = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
     "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
@@ -35,66 +67,167 @@ FIXED = {
 
 
 class AdapterConfig(NamedTuple):
-    """Fields of adapter_config.json, the file of PEFT, that are read here."""
+    """A folder of PEFT that has been checked: what adapter_config.json and the names and shapes of the tensors say."""
 
     folder: Path
     base: str
-    rank: int
-    alpha: float
-    has_experts: bool  # of a mixture; else of no effect
+    base_dtype: str  # int8: of the base that the adapters were trained over
+    rank: int  # the largest of the matrices
+    alpha: float  # scale as a multiple of 1 / rank, but for matrices with a factor
+    factors: dict[str, float]  # of each matrix: its own scale over alpha / rank
+    shapes: dict[str, Shape]  # of the tensors
+
+    @property
+    def has_experts(self) -> bool:
+        """True if experts of a mixture have adapters."""
+        return any(".experts." in name for name in self.factors)
+
+    @property
+    def options(self) -> dict[str, int | float | bool | str]:
+        """Settings of training that goes on with these adapters."""
+        options = {"lora_rank": self.rank, "lora_alpha": self.alpha, "base_dtype": self.base_dtype}
+        return options | ({"lora_experts": True} if self.has_experts else {})
+
+    def check_options(self, given: Mapping[str, object]) -> None:
+        """Raises UserError where settings that were given are not those of the adapters; an int8 base may be chosen."""
+        for name, value in self.options.items():
+            wrong = given.get(name, value)
+            if wrong not in (value, "int8"):
+                value, wrong = (int(x) if isinstance(x, bool) else x for x in (value, wrong))
+                both = f"--{name} {value}, and --{name} {wrong} was given"
+                raise UserError(f"{self.folder} holds adapters of {both}: give theirs, or leave it out")
+
+    def settle(self, config: LoraConfig) -> LoraConfig:
+        """Returns the settings with what the adapters have in the place of defaults. Raises: as `check_options`."""
+        given = {name: x for name, x in vars(config).items() if x != getattr(LoraConfig, name)}
+        self.check_options(given)
+        return LoraConfig(**(vars(config) | self.options | {name: given[name] for name in given}))
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Reads adapter_config.json. Raises: UserError where it is malformed, or asks for what is not supported."""
-    config = read_json(folder / ADAPTER_CONFIG)
-    base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
-    is_whole = isinstance(base, str) and isinstance(rank, int) and isinstance(alpha, int | float)
-    if not is_whole or isinstance(rank, bool) or not (rank > 0 and alpha > 0):
-        raise UserError(f"{folder / ADAPTER_CONFIG} lacks base_model_name_or_path, r or lora_alpha: export it again")
-    unsupported = [name for name in UNSUPPORTED if config.get(name)]
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unsupported:
-        name = min(unsupported, default="peft_type" if config.get("peft_type") != "LORA" else "bias")
-        raise UserError(f"{folder / ADAPTER_CONFIG}: {name} {config.get(name)!r} is not supported: plain LoRA is")
-    has_experts = "down_proj" in (config.get("target_modules") or ())
-    return AdapterConfig(folder, base, rank, float(alpha), has_experts)
+    """Reads adapter_config.json, and of the tensors the names and shapes.
 
-
-def base_name(model_dir: str) -> str:
-    """Returns the folder or hub id of the base of what is trained from here: of adapters that of their own base."""
-    folder = Path(model_dir)
-    return read_adapter_config(folder).base if (folder / ADAPTER_CONFIG).is_file() else model_dir
-
-
-def load_adapters(config: AdapterConfig, model: Decoder, rank: int = 0) -> Adapters:
-    """Loads the adapters of a PEFT folder, float32, on the host.
-
-    Raises: UserError where a tensor is missing, unknown, of another shape, or not finite; for another rank (0: any).
+    Raises: UserError where they are malformed, or a field has a value that is not supported.
     """
-    folder = config.folder
-    if rank and config.rank != rank:
-        raise UserError(f"{folder} has adapters of rank {config.rank}: give --lora_rank {config.rank}")
-    if model.num_experts and config.has_experts != model.adapts_experts:
-        raise UserError(f"{folder} was saved with the other --lora_experts: give --lora_experts {config.has_experts:d}")
+    file = folder / ADAPTER_CONFIG
+    config = read_json(file)
+    check_fields(file, config)
+    base, rank, alpha = config.get("base_model_name_or_path"), config.get("r"), config.get("lora_alpha")
+    if not isinstance(base, str) or not is_size(rank) or not is_size(alpha):
+        raise UserError(f"{file} lacks base_model_name_or_path, r or lora_alpha: export it again")
+    ranks, alphas = (read_patterns(file, config, name) for name in ("rank_pattern", "alpha_pattern"))
+    power = 0.5 if config.get("use_rslora") else 1.0  # of the rank, which the scale is divided by
+    shapes = read_shapes(folder)
+    largest, factors = 0, {}
+    for name in shapes:
+        if not name.endswith(LORA_A):
+            continue
+        matrix = name.removesuffix(LORA_A)
+        own_rank = value_of(ranks, matrix, rank)
+        if shapes[name][:1] != (own_rank,):
+            raise UserError(f"{folder}: {name} has shape {shapes[name]}, {ADAPTER_CONFIG} makes its rank {own_rank}")
+        largest = max(largest, shapes[name][0])
+        factors[matrix] = value_of(alphas, matrix, alpha) / alpha * (rank / own_rank) ** power
+    if not factors:
+        raise UserError(f"{folder / WEIGHTS} has no tensor that ends in {LORA_A}: export it again")
+    alpha *= largest / rank**power
+    return AdapterConfig(folder, base, config.get("base_dtype") or "", largest, alpha, factors, shapes)
+
+
+def is_size(value: object) -> bool:
+    """True for a number above 0 that is neither a bool nor beyond any rank or alpha."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def check_fields(file: Path, config: Mapping[str, object]) -> None:
+    """Raises UserError naming a field that makes the adapters others than those that are supported here."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        remedy = NO_MATRIX if kind in PROMPTS else MERGE
+        raise UserError(f"{file}: peft_type {reprlib.repr(kind)} is not supported, LORA is: {remedy}")
+    for name, value in config.items():
+        supported = FIELDS.get(name, ())
+        if supported is ANY or value in (None, False, "", [], {}) or value in supported:
+            continue
+        remedy = REMEDIES.get(name, MERGE)
+        raise UserError(f"{file}: {reprlib.repr(name)[1:-1]} {reprlib.repr(value)} is not supported: {remedy}")
+
+
+def read_patterns(file: Path, config: Mapping[str, object], field: str) -> list[tuple[re.Pattern, float]]:
+    """Returns what peft compares the names of matrices with, in its order, and the value for each.
+
+    Raises: UserError for what is malformed, or could take for ever to be compared: with groups, or many repetitions.
+    """
+    patterns = config.get(field) or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+        raise UserError(f"{file}: {field} is no object of at most {MAX_PATTERNS:,} names: export it again")
+    compiled = []
+    for pattern, value in patterns.items():
+        is_simple = "(" not in pattern and sum(map(pattern.count, "*+?{")) <= MAX_REPEATS
+        try:
+            if not is_simple or not is_size(value):
+                raise ValueError("a pattern without groups and a number above 0 is supported")
+            compiled.append((re.compile(rf"(.*\.)?({pattern})$"), value))
+        except (re.error, OverflowError, ValueError) as error:
+            entry = f"{reprlib.repr(pattern)}: {reprlib.repr(value)}"
+            raise UserError(f"{file}: {field} has {entry} ({error}): write out the names of matrices") from error
+    return compiled
+
+
+def value_of(patterns: list[tuple[re.Pattern, float]], matrix: str, default: float) -> float:
+    """Returns the value of the first pattern that a matrix of PEFT's file matches."""
+    module = matrix.removeprefix(PREFIX)
+    return next((value for pattern, value in patterns if pattern.match(module)), default)
+
+
+def read_shapes(folder: Path) -> dict[str, Shape]:
+    """Returns the shapes of the tensors of adapters. Raises: UserError where the file cannot be read."""
     file = folder / WEIGHTS
+    if not file.is_file():
+        pickled = f"{PICKLE} is a pickle, which is not read: load it by peft and save it"
+        raise UserError(f"{folder} has no file {WEIGHTS}: {pickled if (folder / PICKLE).exists() else 'copy it again'}")
     try:
-        tensors = load_file(file)
+        with safe_open(file, "np") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
+
+
+def read_adapters(folder: Path) -> AdapterConfig | None:
+    """Returns what a folder's adapters are, None where it is that of a model. Raises: as `read_adapter_config`."""
+    return read_adapter_config(folder) if (folder / ADAPTER_CONFIG).is_file() else None
+
+
+def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
+    """Loads the adapters of a PEFT folder, float32, on the host; those that it lacks are zeros, which stay zeros.
+
+    All have one rank and one scale: smaller ranks are padded with zeros, and B is multiplied by the matrix's factor.
+    Raises: UserError where a tensor is unknown, lacks its other half, has another shape, or is not finite.
+    """
+    folder, shapes = config.folder, config.shapes
     table = adapter_table(model, config.rank)
     names = {name: peft_names(model, layers, name) for name, layers in adapter_layers(model).items()}
     every = {tensor for stacked in names.values() for tensor in stacked}
-    check_names(folder, "lacks tensor", every - tensors.keys())
-    check_names(folder, "has the unknown tensor", tensors.keys() - every)
-    adapters = {}
-    for name, stacked in names.items():
-        shapes = {tensors[tensor].shape for tensor in stacked}
-        expected = table[name].shape[-2:]
-        if shapes != {expected}:
-            raise UserError(f"{folder}: {stacked[0]} has shape {min(shapes)}, the base makes it {expected}")
-        arrays = np.stack([tensors[tensor].astype(np.float32) for tensor in stacked])
-        adapters[name] = arrays.reshape(table[name].shape)
-        if not np.isfinite(adapters[name]).all():
-            raise UserError(f"{folder}: {name} holds NaN or infinity: the file is damaged, or its training diverged")
+    matrices = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in shapes}
+    halves = {matrix + part for matrix in matrices for part in (LORA_A, LORA_B)}
+    check_names(folder, "has the unknown tensor", shapes.keys() - every, "matrices of the base's layers have adapters")
+    check_names(folder, "lacks tensor", halves - shapes.keys(), "copy it again")
+    adapters = {name: np.zeros(spec.shape, np.float32) for name, spec in table.items()}
+    with safe_open(folder / WEIGHTS, "np") as tensors:
+        for name, stacked in names.items():
+            places = adapters[name].reshape(-1, *table[name].shape[-2:])
+            for place, tensor in zip(places, stacked, strict=True):
+                if tensor not in shapes:
+                    continue
+                matrix, is_A = tensor.removesuffix(LORA_A).removesuffix(LORA_B), tensor.endswith(LORA_A)
+                rank = shapes[matrix + LORA_A][0]
+                own = place[:rank] if is_A else place[:, :rank]
+                if shapes[tensor] != own.shape:
+                    raise UserError(f"{folder}: {tensor} has shape {shapes[tensor]}, the base makes it {own.shape}")
+                own[:] = tensors.get_tensor(tensor).astype(np.float32) * (1.0 if is_A else config.factors[matrix])
+            if not np.isfinite(adapters[name]).all():
+                problem = "holds NaN or infinity: the file is damaged, or its training diverged"
+                raise UserError(f"{folder}: {name} {problem}")
     return adapters
 
 
@@ -131,21 +264,32 @@ def save_adapters(
 ) -> None:
     """Writes adapters as a PEFT folder, whole or not at all. `base`: folder or hub id of their model.
 
-    The other arguments are those of `save_model`.
+    Those that are zeros, in A too, are left out, as they were in the folder that they came from. The other arguments
+    are those of `save_model`.
     """
-    arrays, shapes = {}, {}
+    arrays = {}
     for name, layers in adapter_layers(model).items():
         stacked = np.asarray(fetch(adapters[name]))
-        matrices = stacked.reshape(-1, *stacked.shape[-2:])
-        for tensor, matrix in zip(peft_names(model, layers, name), matrices, strict=True):
-            arrays[tensor] = matrix
-            shapes[tensor] = matrix.shape
+        places = stacked.reshape(-1, *stacked.shape[-2:])
+        arrays |= dict(zip(peft_names(model, layers, name), places, strict=True))
     if not write:
         return
-    rank = next(shape[0] for name, shape in shapes.items() if name.endswith(LORA_A))
-    targets = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
+    every = {name.removesuffix(LORA_A) for name in arrays if name.endswith(LORA_A)}
+    matrices = {name for name in every if arrays[name + LORA_A].any() or arrays[name + LORA_B].any()} or every
+    arrays = {name: x for name, x in arrays.items() if name.removesuffix(LORA_A).removesuffix(LORA_B) in matrices}
+    config = FIXED | {
+        "base_model_name_or_path": base,
+        "r": next(x.shape[0] for name, x in arrays.items() if name.endswith(LORA_A)),
+        "lora_alpha": model.lora_alpha,
+        "target_modules": target_modules(matrices, every - matrices),
+    }
     with new_folder(directory, tokenizer, card) as new:
-        write_json(new / ADAPTER_CONFIG, FIXED | {
-            "base_model_name_or_path": base, "r": rank, "lora_alpha": model.lora_alpha, "target_modules": targets,
-        })
+        write_json(new / ADAPTER_CONFIG, config | ({"base_dtype": model.base_dtype} if model.base_dtype else {}))
+        shapes = {name: x.shape for name, x in arrays.items()}
         write_tensors(new / WEIGHTS, shapes, np.dtype("float32"), arrays.values())
+
+
+def target_modules(matrices: set[str], others: set[str]) -> list[str]:
+    """Returns what PEFT finds these matrices by: the ends of their names, or where others end alike the whole names."""
+    ends, other_ends = ({name.rpartition(".")[2] for name in names} for names in (matrices, others))
+    return sorted({name.removeprefix(PREFIX) for name in matrices} if ends & other_ends else ends)

@@ -1,6 +1,7 @@
 """Adapters: against transformers and PEFT, merged and not, over int8, in and out, in a run."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -24,9 +25,10 @@ from models.checkpoint import load_model, load_policy
 from models.distribution import Distribution
 from models.lora import LoraConfig, adapted_layers, make_policy, merge_stacked
 from models.names import LAYERS, LORA_A, LORA_B
-from models.peft import peft_name, save_adapters
+from models.peft import FIELDS, PREFIX, WEIGHTS, peft_name, save_adapters
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
+from utils.runs.folder import settings_of_model
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
@@ -203,7 +205,7 @@ def test_adapters_of_experts_are_saved_one_by_one(tmp_path):
     config = LoraConfig(lora_rank=2)
     found = load_policy(tmp_path / "a", config, 0, single_device(), "float32")[2]
     assert_trees_all_equal(found, adapters)
-    with pytest.raises(UserError, match="give --lora_experts 1"):
+    with pytest.raises(UserError, match="holds adapters of --lora_experts 1, and --lora_experts 0 was given"):
         load_policy(tmp_path / "a", replace(config, lora_experts=False), 0, single_device(), "float32")
 
 
@@ -244,28 +246,168 @@ def test_adapters_are_the_same_on_meshes():
     on_four_devices(__file__, "same_on_meshes()")
 
 
+ATTENTION = r".*self_attn\.[qkvo]_proj"
+PARTS = {  # of the matrices, by a pattern; fields of adapter_config.json; rank and alpha that training goes on with
+    "q and v": (".*[qv]_proj", {"target_modules": ["q_proj", "v_proj"]}, 2, 6),
+    "a layer": (r".*\.1\..*", {"layers_to_transform": [1]}, 2, 6),
+    "attention": (ATTENTION, {"target_modules": ATTENTION, "exclude_modules": ["mlp"], "lora_dropout": 0.1}, 2, 6),
+    "ranks": (".*", {"rank_pattern": {"q_proj": 4, r"layers.1.mlp\.up_proj": 1, "up_proj": 3}}, 4, 12),
+    "alphas": (".*", {"alpha_pattern": {"^model.layers.0.self_attn.v_proj": 3, r".*\.mlp\.[a-z]+_proj": 1}}, 2, 6),
+    "rslora": (".*_proj", {"use_rslora": True, "init_lora_weights": "gaussian"}, 2, 6 * 2**0.5),
+    "all": (
+        ATTENTION, {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"o_proj": 2}}, 8, 24 * 2**0.5
+    ),
+}  # fmt: skip
+
+
+def peft_deltas(folder: Path) -> dict[str, np.ndarray]:
+    """What peft adds to each matrix of these names, in float64."""
+    config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / WEIGHTS)
+    deltas = {}
+    for name in tensors:
+        module, is_A, _ = name.removeprefix(PREFIX).partition(".lora_A")
+        values = []
+        for field, default in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
+            matching = [x for key, x in config[field].items() if re.match(rf"(.*\.)?({key})$", module)]
+            values.append([*matching, default][0])
+        rank, alpha = values
+        targets = config["target_modules"]
+        is_target = isinstance(targets, str) or any(f".{module}".endswith(f".{target}") for target in targets)
+        if is_A and is_target:
+            A, B = (np.float64(tensors[name.replace("lora_A", part)]) for part in ("lora_A", "lora_B"))
+            assert A.shape[0] == rank
+            deltas[module] = alpha / (rank**0.5 if config["use_rslora"] else rank) * B @ A
+    return deltas
+
+
+def added(model, params, base) -> dict[str, np.ndarray]:
+    """What these parameters have more than a base, by matrix, where they have."""
+    found = {}
+    for name, layers in adapted_layers(model).items():
+        for place, layer in enumerate(layers):
+            x, y = (np.float64(tree[LAYERS][f"{name}.weight"][place]) for tree in (params, base))
+            found |= {f"model.layers.{layer}.{name}": x - y} if np.any(x != y) else {}
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_adapters_on_part_of_the_matrices_with_ranks_and_scales_of_their_own(part, tmp_path):
+    pattern, fields, rank, alpha = PARTS[part]
+    base = "qwen3moe-untied" if part == "attention" else "qwen3-tied"
+    model, _, adapters, tokenizer = load(base)
+    folder, other, tensors, rng = tmp_path / "a", tmp_path / "b", {}, np.random.default_rng(0)
+    config = json.loads((FIXTURES / "lora-qwen3/adapter_config.json").read_text()) | {"target_modules": "all-linear"}
+    config |= fields | {"base_model_name_or_path": str(FIXTURES / base)}
+    save_adapters(folder, model, adapters, tokenizer, "")
+    for name, x in load_file(folder / WEIGHTS).items():
+        module = name.removeprefix(PREFIX).rpartition(".lora")[0]
+        if re.fullmatch(pattern, module):
+            own = [r for key, r in config["rank_pattern"].items() if re.match(rf"(.*\.)?({key})$", module)] or [2]
+            shape = (own[0], x.shape[1]) if "lora_A" in name else (x.shape[0], own[0])
+            tensors[name] = np.float32(rng.normal(0, 0.2, shape))
+    save_file(tensors, folder / WEIGHTS)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    plain, expected = load_model(FIXTURES / base)[1], peft_deltas(folder)
+    found, params, _ = load_model(folder)
+    assert_trees_all_close(added(found, params, plain), expected, atol=1e-6)
+    model, _, adapters, _ = load_policy(folder, LoraConfig(lora_rank=rank), 0, single_device(), "float32")
+    assert (model.lora_rank, model.lora_alpha) == (rank, pytest.approx(alpha))
+    save_adapters(other, model, adapters, tokenizer, str(FIXTURES / base))
+    assert_trees_all_close(peft_deltas(other), expected, atol=1e-6)
+    for wrong in (LoraConfig(rank + 1), LoraConfig(rank, alpha + 1)):
+        with pytest.raises(UserError, match="holds adapters of --lora_.*: give theirs, or leave it out"):
+            load_policy(folder, wrong, 0, single_device(), "float32")
+
+
+def test_adapters_that_a_folder_lacks_are_not_trained(tmp_path):
+    model, base, adapters, tokenizer = load("qwen3-tied")
+    kept = {name: np.full(x.shape, 0.1 if "v_proj" in name else 0, np.float32) for name, x in adapters.items()}
+    save_adapters(tmp_path / "a", model, kept, tokenizer, str(FIXTURES / "qwen3-tied"))
+    model, base, adapters, _ = load_policy(tmp_path / "a", LoraConfig(lora_rank=2), 0, single_device(), "float32")
+
+    def loss(adapters):
+        return decoder.score_tokens(model, make_policy(base, adapters), np.ones((2, 9), np.int32)).logprobs[:, 1:].sum()
+
+    for name, gradient in jax.jit(jax.grad(loss))(adapters).items():
+        assert np.any(gradient) == ("v_proj" in name), name
+
+
+def test_training_goes_on_with_the_adapters_of_a_folder(tmp_path):
+    model, base, adapters, tokenizer = load("qwen3-tied", base_dtype="int8")
+    adapters = {name: np.full(x.shape, 0.1, np.float32) for name, x in adapters.items()}
+    save_adapters(tmp_path / "step3", model, adapters, tokenizer, str(FIXTURES / "qwen3-tied"))
+    tokens = expected("lora-qwen3")["tokens"]
+    reference = logits(model, make_policy(base, adapters), tokens)
+    found, params, _ = load_model(tmp_path / "step3")  # as evaluation, chat and export do
+    near(logits(found, params, tokens), reference, atol=1e-4)
+
+    read = partial(parse, Config, implied=settings_of_model)
+    for name in ("step3", ""):  # a folder of adapters, a run folder
+        lora = read(["--model_dir", str(tmp_path / name)]).lora
+        assert (lora.lora_rank, lora.lora_alpha, lora.base_dtype) == (2, 6.0, "int8")
+    model, base, adapters, _ = load_policy(tmp_path / "step3", lora, 0, single_device(), "float32")
+    near(logits(model, make_policy(base, adapters), tokens), reference, atol=1e-4)
+    flags = ["--model_dir", str(tmp_path / "step3"), "--lora_merge", "always"]
+    assert read([*flags, "--lora_rank", "0"]).lora.lora_alpha == 32, "all parameters of the merged model"
+    for wrong in ("--lora_rank 4", "--lora_alpha 32", "--lora_merge always"):  # 32 is the default
+        with pytest.raises(SystemExit):
+            read([*flags[:2], *wrong.split()])
+
+
 DAMAGES = {
-    "rank": (lambda config, tensors: config.update(r=5), "has shape"),
-    "method": (lambda config, tensors: config.update(use_dora=True), "use_dora True is not supported"),
-    "type": (lambda config, tensors: config.update(peft_type="IA3"), "peft_type 'IA3' is not supported"),
+    "rank": (lambda config, tensors: config.update(r=5), "makes its rank 5"),
+    "shape": (lambda config, tensors: tensors.update({min(tensors): np.ones((2, 3), np.float32)}), "the base makes it"),
     "base": (lambda config, tensors: config.update(base_model_name_or_path="/no/a"), "of their base there is no"),
     "no base": (lambda config, tensors: config.pop("base_model_name_or_path"), "lacks base_model_name_or_path"),
+    "alpha": (lambda config, tensors: config.update(lora_alpha=float("inf")), "lacks base_model_name_or_path, r or"),
     "tensor": (lambda config, tensors: tensors.popitem(), "lacks tensor"),
+    "none": (lambda config, tensors: tensors.clear(), "has no tensor that ends in .lora_A.weight"),
     "head": (lambda config, tensors: tensors.update(x=np.zeros(3, np.float32)), "has the unknown tensor x"),
     "number": (lambda config, tensors: next(iter(tensors.values())).fill(np.nan), "NaN or infinity"),
+    "hangs": (lambda config, tensors: config.update(rank_pattern={"(a+)+b": 2}), "write out the names of matrices"),
+    "malformed": (lambda config, tensors: config.update(alpha_pattern={"[": 2}), "write out the names of matrices"),
+    "no pattern": (lambda config, tensors: config.update(alpha_pattern=["q_proj"]), "alpha_pattern is no object"),
 }
+REFUSED = {
+    "peft_type": "IA3", "use_dora": True, "modules_to_save": ["lm_head"], "bias": "all", "lora_bias": True,
+    "layer_replication": [[0, 2]], "target_parameters": ["down_proj"], "trainable_token_indices": [3],
+    "alora_invocation_tokens": [1, 2], "use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 3},
+    "kasa_config": {"b": 1}, "monteclora_config": {"num_samples": 2}, "megatron_config": {"a": 1}, "revision": "v2",
+}  # fmt: skip
+CHANGE_THE_BASE = ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga")
+OTHERS = [("field_of_2027", 0.5), *(("init_lora_weights", name) for name in CHANGE_THE_BASE)]
+for field, value in [*REFUSED.items(), *OTHERS]:
+    change = partial(lambda new, config, tensors: config.update(new), {field: value})
+    DAMAGES[f"{field} {value!r}"] = (change, f"{field} {value!r} is not supported")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_named(damage, tmp_path):
+def test_a_folder_that_is_damaged_or_not_supported_is_named(damage, tmp_path):
     folder = shutil.copytree(FIXTURES / "lora-qwen3", tmp_path / "a")
     config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = load_file(folder / WEIGHTS)
     change, message = DAMAGES[damage]
     change(config, tensors)
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / WEIGHTS)
     with pytest.raises(UserError, match=re.escape(message)):
+        load_model(folder)
+
+
+def test_each_field_of_peft_has_a_decision():
+    fields = json.loads((FIXTURES / "lora-qwen3/adapter_config.json").read_text())
+    assert fields.keys() <= FIELDS.keys() and REFUSED.keys() <= FIELDS.keys()
+
+
+def test_tensors_that_are_no_safetensors_are_named(tmp_path):
+    folder = shutil.copytree(FIXTURES / "lora-qwen3", tmp_path / "a")
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(UserError, match="has no file adapter_model.safetensors: copy it again"):
+        load_model(folder)
+    os.mkfifo(folder / WEIGHTS)  # which nobody writes to
+    (folder / "adapter_model.bin").touch()
+    with pytest.raises(UserError, match="adapter_model.bin is a pickle, which is not read"):
         load_model(folder)
 
 

@@ -28,7 +28,7 @@ from core.records import Batch, Episodes, Progress
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, save_model
 from models.names import LAYERS, Adapters, Params
-from models.peft import base_name, save_adapters
+from models.peft import read_adapters, save_adapters
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
@@ -51,9 +51,11 @@ from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
+from utils.settings.arguments import Value
 from utils.settings.config import option, options_of, to_dict
 from utils.settings.environments import RolloutSettings, describe_environments
 from utils.settings.errors import UserError, counted
+from utils.settings.presets import Preset, announced_demo, demo_of_tiny
 from utils.training.state import TrainState
 
 PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
@@ -178,6 +180,8 @@ class Run:
     def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[AbstractContextManager]) -> Self:
         """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it."""
         self.model, self.tokenizer, self.workers = model, tokenizer, workers
+        adapters = read_adapters(find_model(self.model_dir))
+        self.base = adapters.base if adapters else self.model_dir
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
@@ -317,8 +321,7 @@ class Run:
             dtype = self.config.save_dtype
             save_model(folder, self.model, params, tokenizer, dtype, layout.fetch, layout.is_main, card)
         else:
-            base = base_name(self.model_dir)
-            save_adapters(folder, self.model, params, tokenizer, base, layout.fetch, layout.is_main, card)
+            save_adapters(folder, self.model, params, tokenizer, self.base, layout.fetch, layout.is_main, card)
 
     @property
     def notes(self) -> list[str]:
@@ -504,6 +507,20 @@ class Run:
 def resolve_model_dir(name: str) -> str:
     """Returns the name of the model to load: for a local run folder, that of its last step."""
     return find_checkpoints(name, find_model)[-1][0] if find_local(name) else name
+
+
+def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -> Preset:
+    """Returns the settings that --model_dir implies: the demo's for models/tiny, for a folder of adapters their own.
+
+    `is_announced`: the demo's are named on a line. --lora_rank 0 trains all parameters of the merged model.
+    Raises: UserError where the options name other adapters than the folder's.
+    """
+    folder = find_local(resolve_model_dir(str(options["model_dir"]))) if "model_dir" in options else None
+    adapters = read_adapters(folder) if folder else None
+    if not adapters or options.get("lora_rank") == 0:
+        return announced_demo(options) if is_announced else demo_of_tiny(options)
+    adapters.check_options(options)
+    return adapters.options
 
 
 def selection_score(metrics: Mapping[str, float]) -> float | None:
