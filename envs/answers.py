@@ -180,6 +180,7 @@ def same_math(reference: str, answer: str) -> bool:
 
 
 def _same_math(reference: str, answer: str) -> bool:
+    reference, answer = reference.rstrip(" \t\n\\"), answer.rstrip(" \t\n\\")  # a stray \\ at the end
     simple_reference = simplified(reference)
     if simple_reference and simple_reference == simplified(answer):
         return True

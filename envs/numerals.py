@@ -171,7 +171,7 @@ SPELLINGS |= {0xFF01 + k: 0x21 + k for k in range(94)}  # of full width
 SPELLINGS |= str.maketrans("−–‐‑⁄∕", "----//")
 MARKUP = [
     (re.compile(r"</?(?:b|i|em|strong|u|p|br|span|div|code|mark|big|small|center)\s*/?>", re.IGNORECASE), ""),
-    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\!|\\+\s*$"), ""),  # at the end: what is left of a cut "\ " or "\\"
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"&nbsp;|\\[,;: ]|^\s*[*•](?=\s)"), " "),
     (re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?![\w*_`])"), r"\2"),

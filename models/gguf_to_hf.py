@@ -79,6 +79,7 @@ PATTERNS = {  # of the pieces that a text is cut into before merges; source: lla
 }
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")  # as llama.cpp knows them too
 READ_SECONDS = 30  # limit for metadata: vocabularies of 150,000 tokens take 3
 READ_BYTES = 1 << 31  # limit of memory for it
 Item = TypeVar("Item")
@@ -254,9 +255,12 @@ def write_tokenizer(gguf: Gguf, folder: Path) -> None:
     template = gguf.metadata.get("tokenizer.chat_template")
     if template is not None:
         config["chat_template"] = template
-    stops = dict.fromkeys(ids[name] for name in STOPS if ids[name] is not None)
-    generation = {"bos_token_id": ids["bos"], "eos_token_id": list(stops), "pad_token_id": ids["padding"]}
     backend = make_backend(gguf, tokens)
+    stops = dict.fromkeys(ids[name] for name in STOPS if ids[name] is not None)  # there is room for one of each
+    for i, (token, kind) in enumerate(zip(tokens, gguf.list_of("token_type", int), strict=True)):
+        if kind == CONTROL and token in ENDS:
+            stops[i] = None
+    generation = {"bos_token_id": ids["bos"], "eos_token_id": list(stops), "pad_token_id": ids["padding"]}
     if gguf.metadata.get("tokenizer.ggml.add_bos_token") is True and "bos_token" in config:
         bos = config["bos_token"]
         backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, ids["bos"])])

@@ -168,6 +168,7 @@ def test_the_tokenizer_of_qwen3_survives(tmp_path):
         "tokenizer.ggml.eos_token_id": 151645, "tokenizer.chat_template": config["chat_template"],
     }  # fmt: skip
     tokenizer = gguf_to_hf.read_tokenizer(gguf_to_hf.Gguf(tmp_path, "qwen3", metadata, {}), len(tokens))
+    assert tokenizer.stop_ids == (151645, 151643), "the second one is not in the metadata"
     for row in rows("llama_cpp_qwen2.jsonl"):
         assert tokenizer.encode(row["text"]) == row["ids"]
         assert tokenizer.decode(row["ids"]) == row["text"]
@@ -178,15 +179,16 @@ def test_the_tokenizer_of_qwen3_survives(tmp_path):
 
 def test_digits_of_smollm_are_tokens_of_their_own(tmp_path):
     letters = byte_letters()
-    tokens = ["<|end|>", *letters, "12", "ab", "\u0120\u0120"]
+    tokens = ["<|end|>", *letters, "12", "ab", "\u0120\u0120", "<|im_end|>", "<|eot_id|>"]
     metadata = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1), "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 3) + [3, 1], "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.merges": ["1 2", "a b", "\u0120 \u0120"],
     }  # fmt: skip
     tokenizer = gguf_to_hf.read_tokenizer(gguf_to_hf.Gguf(tmp_path, "llama", metadata, {}), len(tokens))
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("ab12")) == ["ab", "1", "2"]
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("a  1")) == ["a", "\u0120\u0120", "1"]
+    assert tokenizer.stop_ids == (0, tokens.index("<|im_end|>")), "the other one is no control token"
 
 
 # Files that are refused

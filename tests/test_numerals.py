@@ -35,7 +35,7 @@ RIGHT = {
         # LaTeX
         "$18$", "$$18$$", r"\(18\)", r"\[ 18 \]", r"\text{18}", r"\mathbf{18}", r"\boxed{18}", r"18\text{ dollars}",
         r"{18}", r"18^\circ", r"18^{\circ}", r"\left(18\right)", r"\textbf{18 dollars}", r"18\!", r"\displaystyle 18",
-        r"18 \quad",
+        r"18 \quad", "18\\", "18 \\", "18\\\\", "18 dollars\\",
         # currencies, degrees, percent
         "$18", r"\$18", "$ 18", "$18.00", "18$", "18 $", "€18", "18 €", "£18", "¥18", "₹18", "US$18", "A$18", "R$ 18",
         "HK$18", "USD 18", "18 USD", "Rs. 18", "Rs 18", "EUR 18", "18 euros", "18°", "18 °C", "18%", r"18\%",

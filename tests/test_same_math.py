@@ -29,6 +29,12 @@ RIGHT = {
     r"2\pi": [
         "2π", r"\pi+\pi", r"2 \pi", r"2\cdot\pi",
     ],
+    "185\\": [
+        "185", "185\\", "$185$",
+    ],
+    "x+1 \\": [
+        "x+1", "1+x", "x+1\\",
+    ],
     r"\sqrt{2}": [
         "√2", r"\sqrt2", "2^{1/2}", r"\frac{2}{\sqrt2}", r"\sqrt{2}\text{ cm}",
     ],
@@ -157,7 +163,7 @@ WRONG = {
         r"\text{half of }5", r"\text{minus }5", r"\text{not }5", r"5\text{ dozen}", r"5\text{ thousand}", "4=5",
         "2+2=5x", "3=5", "5.5", r"5\%5", "0.5", "5e5", r"5\text{ billion}", r"\frac{5}{2}", r"5\frac12", "5_5!",
         r"\log 5", r"5\ldots", "the answer is 4, not $5$", r"5\text{ or }6", "5 or 6", "5,6", "(5,6)", r"5+\infty",
-        r"5\cdot 10^3", r"5 \times 10^{2}", "50%", r"5\text{ tenths}", r"5 \text{ cubed}",
+        r"5\cdot 10^3", r"5 \times 10^{2}", "50%", "5 m^2", "5 km/h", r"5\text{ tenths}", r"5 \text{ cubed}",
         r"\text{square root of } 5", "5 squared", "half of 5", "twice 5", r"\text{twice } 5", "5th root",
         "more than 5", r"5\text{th power}", r"\lfloor 5.5", r"5 \text{ times } 2",
     ],
