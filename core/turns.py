@@ -29,7 +29,7 @@ from models.names import Array, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.metrics.terminal import Wait
-from utils.rewards.helper import Failure, Outcome, Rewards, Turns
+from utils.rewards.helper import Failure, Outcome, Rewards, Turns, outcome_from_json, outcome_to_json
 from utils.rewards.scorer import ScoringStream
 from utils.settings.environments import RolloutSettings
 from utils.settings.errors import UserError
@@ -357,11 +357,10 @@ class Conversations:
             own_rows = {rows[i] for i in share}
             self.send(own_rows)
             outcomes = self.stream.take(own_rows, len(own_rows))
-            return [[type(outcome).__name__, *outcome] for outcome in outcomes.values()]
+            return [outcome_to_json(outcome) for outcome in outcomes.values()]
 
-        kinds = {"Failure": Failure, "Step": Step}
-        results = self.layout.share(own_outcomes, len(rows))
-        return {row: kinds[kind](*fields) for row, (kind, *fields) in zip(rows, results, strict=True)}
+        results = map(outcome_from_json, self.layout.share(own_outcomes, len(rows)))
+        return dict(zip(rows, results, strict=True))
 
     def send(self, rows: Set[int]) -> None:
         """Asks the environment about rows, with one request."""

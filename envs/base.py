@@ -82,6 +82,11 @@ class Step(NamedTuple):
     info: Mapping[str, float] = MappingProxyType({})  # to be logged, summed over turns; "correct_answer" is 1.0 or 0.0
 
 
+def cut(text: str, limit: int) -> str:
+    """Returns a text of at most `limit` characters, and a note behind it where some are left out."""
+    return text if len(text) <= limit else text[:limit] + f" ... (cut at {limit} of {len(text)} characters)"
+
+
 class Episode:
     """One conversation with the policy: a pure function of the problem, the seed and the replies so far.
 

@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from envs.base import DIALECTS, INLINE, Episode, Reply, Step
+from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
 from envs.data import JSON
 
 Tool = Callable[..., object]
 MAX_CALL = 100_000  # characters of a call
 MAX_ERROR = 200  # characters of the reason of an error
-CUT = " ... (cut at {} of {} characters)"
 
 
 class ToolSettings(NamedTuple):
@@ -78,7 +77,7 @@ class ToolEpisode(Episode):
     def run(self, call: str) -> str:
         """Returns the result of a call, or one line with an error."""
         try:
-            return self.cut(str(self.result(call)))
+            return cut(str(self.result(call)), self.settings.max_result_characters)
         except BaseException as error:  # noqa: BLE001 (tools are other people's code, and may exit)
             self.num_errors += 1
             return str({"error": reason(error)})  # as TRL writes it; repr leaves no line break
@@ -106,13 +105,6 @@ class ToolEpisode(Episode):
         if name not in self.tools:
             raise CallError(f"there is no tool {name[:50]!r}; there are {', '.join(self.tools)}")
         return self.tools[name]
-
-    def cut(self, result: str) -> str:
-        """Returns a result, cut to the limit with a note."""
-        limit = self.settings.max_result_characters
-        if len(result) <= limit:
-            return result
-        return result[:limit] + CUT.format(limit, len(result))
 
 
 def parse_call(text: str) -> tuple[str, dict[str, JSON]]:

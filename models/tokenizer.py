@@ -34,6 +34,7 @@ MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
 TEMPLATE_CHARACTERS = 10**6  # that a template may write besides the messages
+MAX_CACHED = 4000  # characters of a text whose ids are kept
 CONTENT, TURN = "lmpo{}content", "lmpoturn"  # of a conversation that shows how a template frames its messages
 ANNOUNCEMENT = """# Tools
 
@@ -142,7 +143,8 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Returns the ids of a text in which special and other added tokens are text, as others wrote it."""
-        return list(plain_ids(self, text))
+        ids = plain_ids if len(text) <= MAX_CACHED else plain_ids.__wrapped__
+        return list(ids(self, text))
 
     def bridge(
         self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False

@@ -4,8 +4,10 @@ import asyncio
 import itertools
 import mmap
 import os
+import pickle
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -87,9 +89,42 @@ class Hostile(Env):
             return {"return": sum(itertools.count())}
         if text == "nan":
             return {"return": float("nan")}
+        if text == "huge":
+            return {"return": 1e300}
+        if text == "half a pair":
+            return {"return": 1.0, "\ud800": 1.0}
+        if text == "long name":
+            return {"return": 1.0, "x" * 10**6: 1.0}
+        if text.startswith("pickle "):
+            pretend(pickle.dumps(Payload(text.removeprefix("pickle "))))
+        if text == "no outcomes":
+            pretend(b"[[0], 1]")
+        if text == "too many outcomes":
+            pretend(b'[' + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]")
         if text == "slow":
             time.sleep(0.3)
         return {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}
+
+
+class Payload:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def pretend(message: bytes) -> None:
+    """Writes a message into each pipe of this process, as if it came from the worker."""
+    for fd in range(3, 100):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, len(message).to_bytes(4, "big") + message)
+        except OSError:
+            pass
+    time.sleep(1000)
 
 
 def fill(size: int) -> None:
@@ -109,7 +144,8 @@ class Counting(Episode):
         self.num_turns += 1
         scores = self.env.score(self.problem, reply)
         info = {"turn": self.num_turns, "pid": scores["pid"], "object": id(self)}
-        return Step([{"role": "user", "content": "more"}], scores["return"], self.num_turns == 4, info)
+        size = 10**7 if reply == "much" else 1
+        return Step([{"role": "user", "content": "more" * size}] * size, scores["return"], self.num_turns == 4, info)
 
     def truncate(self) -> Step:
         return Step([], self.num_turns / 10, done=True)

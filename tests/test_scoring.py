@@ -16,7 +16,7 @@ import pytest
 from envs.base import Reply, Step
 from tests.hostile import MEMORY
 from utils.rewards import scorer as scoring
-from utils.rewards.helper import Outcome, ScorerSettings, Turns
+from utils.rewards.helper import MAX_OBSERVED, Outcome, ScorerSettings, Turns
 from utils.rewards.scorer import Failure, Scorer, ScoringStream
 from utils.settings.errors import UserError
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "tests.hostile:make"
 FAILING = (
     "raise", "exit", "exit 0", "kill", "kill group", "kill group 9", "kill parent", "close files", "nan", "cancel",
-    "mute", "memory", "generator",
+    "mute", "memory", "generator", "huge", "half a pair", "long name", "no outcomes", "too many outcomes",
 )  # fmt: skip
 
 
@@ -130,6 +130,12 @@ def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
     assert outcomes[3].kind == kind and all(step.info["turn"] == 2 for step in outcomes if isinstance(step, Step))
 
 
+def test_what_an_environment_says_is_cut(scorer):
+    (message,) = ask(scorer, "much").messages
+    note = f" ... (cut at {MAX_OBSERVED} of {4 * 10**7} characters)"
+    assert message["content"] == "more" * (MAX_OBSERVED // 4) + note
+
+
 def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
     with pytest.raises(ZeroDivisionError), Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
         helper = scorer.process.pid
@@ -197,6 +203,13 @@ def test_a_reward_that_fails_costs_one_score(scorer, text):
     assert [i for i, score in enumerate(scores) if score is None] == [20]
     assert counts == {"reward_timeouts": 0, "reward_errors": 1}
     assert scorer.process.pid == helper
+
+
+def test_what_a_worker_sends_does_not_execute(tmp_path):
+    with Scorer(HOSTILE, num_workers=1) as scorer:
+        scores, counts = scorer.score_replies([0, 1], [f"pickle {tmp_path / 'made'}", "ok"])
+    assert scores[0] is None and scores[1]["return"] == 1 and counts["reward_errors"] == 1
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):

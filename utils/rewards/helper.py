@@ -12,6 +12,7 @@ worker. It adopts what rewards start in sessions of their own, and ends it with 
 import contextlib
 import functools
 import importlib
+import json
 import math
 import mmap
 import os
@@ -27,11 +28,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import NamedTuple
 
 from envs import make_env
-from envs.base import Env, Episode, Problem, Reply, Step
+from envs.base import Env, Episode, Problem, Reply, Step, cut
 from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
 
 MAX_CHUNK = 32  # replies that share one message to a worker
@@ -45,6 +45,10 @@ CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers
 MEMORY_INTERVAL = 0.25  # seconds between two looks at their memory
 REPORT_INTERVAL = 0.1  # seconds after which a worker reports the outcomes that it has, in the middle of a chunk
 ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
+MAX_MESSAGE = 2**26  # bytes of a message of a worker
+MAX_REWARD = 1e35  # of a reply or turn: float32, which has 3e38, holds sums of many
+MAX_NAME = 200  # characters of the name of a reward
+MAX_OBSERVED = 100_000  # characters that an environment says to a turn; what is longer is cut
 STALL = 60  # seconds without one after which a process at the other end of a connection is held to be stuck
 
 PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
@@ -81,6 +85,19 @@ class Failure(NamedTuple):
 
 
 Outcome = Rewards | Step | Failure
+JSONOutcome = list[object]  # its kind, and its fields
+
+
+def outcome_to_json(outcome: Outcome) -> JSONOutcome:
+    """Returns an outcome as numbers, texts and lists: what a worker sends must not execute where it is read."""
+    fields = [outcome] if isinstance(outcome, dict) else outcome
+    return [type(outcome).__name__, *fields]
+
+
+def outcome_from_json(values: JSONOutcome) -> Outcome:
+    """Returns an outcome. Raises: KeyError, TypeError or ValueError for anything else."""
+    kind, *fields = values
+    return {"dict": checked_rewards, "Step": Step, "Failure": Failure}[kind](*fields)
 
 
 class ScorerSettings(NamedTuple):
@@ -251,17 +268,24 @@ class Pool:
     def receive(self, worker: Worker) -> None:
         """Takes a message of a worker: "" or an error once the environment is made, outcomes from then on."""
         try:
-            message = worker.connection.recv()
-        except (EOFError, OSError, UnpicklingError):
+            message = json.loads(worker.connection.recv_bytes(MAX_MESSAGE))
+            outcomes = [outcome_from_json(values) for values in message] if worker.is_ready else []
+            numbers = worker.chunk[worker.num_done :][: len(outcomes)]
+            finished = list(zip(numbers, outcomes, strict=True))
+        except (EOFError, OSError):
             worker.closed = time.monotonic()
+            return
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            worker.closed = time.monotonic()
+            self.replace_worker(worker, Failure("reward_errors", "it wrote into the connection of its process"))
             return
         if not worker.is_ready:
             if message:
-                raise BrokenEnvironment(message)
+                raise BrokenEnvironment(str(message))
             worker.is_ready = True
             return
-        for outcome in message:
-            self.set_outcome(worker.chunk[worker.num_done], outcome)
+        for number, outcome in finished:
+            self.set_outcome(number, outcome)
             worker.num_done += 1
         if worker.num_done == len(worker.chunk):
             self.job_seconds = (time.monotonic() - worker.started) / len(worker.chunk)
@@ -412,13 +436,18 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
         with temporary_variables(settings.tokens):
             env = make_environment(settings.env_name, settings.env_options)
     except BaseException as error:  # noqa: BLE001 (environments are other people's code)
-        connection.send(describe_failure(error))
+        send_json(connection, describe_failure(error))
         return
-    connection.send("")
+    send_json(connection, "")
     with contextlib.suppress(EOFError, OSError):
         episodes = EpisodeCache()
         while True:
             score_chunk(env, episodes, connection.recv(), connection, progress)
+
+
+def send_json(connection: Connection, message: str | list[JSONOutcome]) -> None:
+    """Sends a message of a worker."""
+    connection.send_bytes(json.dumps(message).encode())
 
 
 @contextlib.contextmanager
@@ -441,12 +470,12 @@ def score_chunk(
     for place, (index, reply) in enumerate(jobs):
         now = time.monotonic()
         if now - reported > REPORT_INTERVAL:
-            connection.send(outcomes)
+            send_json(connection, outcomes)
             outcomes, reported = [], now
         PROGRESS.pack_into(progress, 0, now, place)
-        outcomes.append(score_reply(env, episodes, problem, index, reply))
+        outcomes.append(outcome_to_json(score_reply(env, episodes, problem, index, reply)))
         os.fstat(connection.fileno())  # fails where the reply closed it: it, and none behind it, is then at fault
-    connection.send(outcomes)
+    send_json(connection, outcomes)
 
 
 def score_reply(
@@ -458,10 +487,8 @@ def score_reply(
         if isinstance(reply, Turns):
             outcome = checked_step(episodes.play(env, problem, index, reply))
         else:
-            scores = {str(key): float(value) for key, value in env.score(problem(index), reply).items()}
-            if not math.isfinite(scores["return"]):
-                raise ValueError(f"the return is {scores['return']}")
-            outcome = scores
+            outcome = checked_rewards(env.score(problem(index), reply))
+            checked_number("return", outcome["return"])
     except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
         outcome = Failure("reward_errors", describe_failure(error))
     if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
@@ -494,16 +521,40 @@ class EpisodeCache:
         return step
 
 
+def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
+    """Returns rewards as plain numbers. Raises: ValueError for a name that a file of them cannot hold."""
+    for name in rewards:
+        if len(str(name)) > MAX_NAME or valid_text(name) != str(name):
+            raise ValueError(f"{name!r:.100} is no name of a reward: take at most {MAX_NAME} characters of text")
+    return {str(name): float(value) for name, value in rewards.items()}
+
+
+def checked_number(name: str, value: float) -> float:
+    """Returns a number. Raises: ValueError for one that is not finite, or too large for sums in float32."""
+    number = float(value)
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(f"the {name} is {number}, not from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return number
+
+
 def checked_step(step: Step) -> Step:
-    """Returns a step with numbers and texts of plain types. Raises: ValueError for a reward that is not finite."""
-    messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
-    reward = float(step.reward)
-    info = {str(name): float(value) for name, value in step.info.items()}
-    if not all(map(math.isfinite, (reward, *info.values()))):
-        raise ValueError(f"the reward of a turn is {reward}, its info {info}")
+    """Returns a step with numbers and texts of plain types, cut to MAX_OBSERVED characters.
+
+    Raises: ValueError for a reward that is not finite, and where it neither says anything nor ends the episode.
+    """
+    messages, num_left = [], MAX_OBSERVED
+    for message in step.messages:
+        content = cut(valid_text(message["content"]), num_left)
+        messages.append({"role": str(message["role"]), "content": content})
+        num_left -= len(content)
+        if num_left <= 0:
+            break
+    info = checked_rewards(step.info)
+    for name, value in info.items():
+        checked_number(name, value)
     if not messages and not step.done:
         raise ValueError("the environment says nothing, and does not end the episode")
-    return Step(messages, reward, bool(step.done), info)
+    return Step(messages, checked_number("reward of a turn", step.reward), bool(step.done), info)
 
 
 def valid_text(content: object) -> str:
