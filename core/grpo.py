@@ -24,13 +24,13 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from core.ahead import Rollouts, prepare_ahead
 from core.config import Config
 from core.eval import evaluate_held_out
 from core.learner import Learner, make_learner, split_minibatches
-from core.objectives import compute_advantages, has_signal
+from core.objectives import compared_rewards, compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
 from models.architecture import Decoder
@@ -126,7 +126,7 @@ def train(
             update_metrics = learner.metrics(batch, updates)  # which waits for the devices
 
         # Log, evaluate, save.
-        metrics = run.times | rollout_metrics(episodes, config.update.group_size) | update_metrics
+        metrics = run.times | rollout_metrics(episodes, groups_with_signal(episodes, config)) | update_metrics
         metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics) | rollouts.metrics
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
@@ -172,7 +172,8 @@ def collect(
         # In training only: held-out returns are without it.
         episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
         parts.append(episodes)
-        groups = groups_to_learn_from(episodes, config)[:missing]
+        is_kept = groups_with_signal(episodes, config) | (not config.objective.do_group_filter)
+        groups = np.flatnonzero(is_kept)[:missing]
         first_rows = (num_sampled_groups + groups) * group_size
         batch_rows.append((first_rows[:, None] + np.arange(group_size)).ravel())
         missing -= len(groups)
@@ -194,11 +195,10 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
     return min(counts, default=max_groups)
 
 
-def groups_to_learn_from(episodes: Episodes, config: Config) -> Int[np.ndarray, "N"]:
-    """Returns the numbers of the groups that the filter lets through."""
-    rewards = training_rewards(episodes, config).reshape(-1, config.update.group_size)
-    is_kept = has_signal(rewards, config.objective) | (not config.objective.do_group_filter)
-    return np.flatnonzero(is_kept)
+def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
+    """True for groups that can teach, by the rewards that --advantage and --credit compare."""
+    rewards, _ = compared_rewards(rollout_batch(episodes, config), config.objective)
+    return has_signal(rewards, config.update.group_size, config.objective).any(axis=1)
 
 
 def training_rewards(episodes: Episodes, config: Config) -> Float[np.ndarray, "B"]:
@@ -209,8 +209,13 @@ def training_rewards(episodes: Episodes, config: Config) -> Float[np.ndarray, "B
 
 def make_batch(episodes: Episodes, config: Config) -> Batch:
     """Returns the rows to learn from."""
+    return select_rows(rollout_batch(episodes, config), episodes.batch_rows)
+
+
+def rollout_batch(episodes: Episodes, config: Config) -> Batch:
+    """Returns all rows of the episodes."""
     completions = episodes.completions
-    batch = Batch(
+    return Batch(
         completions.tokens,
         completions.mask,
         completions.logprobs,
@@ -224,7 +229,6 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
         token_rewards(episodes, training_rewards(episodes, config)),
         group_size=config.update.group_size,
     )
-    return select_rows(batch, episodes.batch_rows)
 
 
 def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"] | None:

@@ -123,9 +123,10 @@ GROUP_ADVANTAGES = {
     "reinforce++_baseline": whitened_group_mean,
     "best_k": best_k,
 }
-# These do not: the group filter leaves them alone, and a group of one will do.
+# These do not: the group filter drops rewards of 0 of reinforce and nothing else, and a group of one will do.
 BATCH_ADVANTAGES = {"reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
 ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
+WHOLE_EPISODES = ("gae", "best_k", "reinforce++_baseline")  # these do not value a turn by itself
 
 # Policy losses: of each token, from its log-probability; gradients flow through `logprobs` alone
 
@@ -309,8 +310,8 @@ class ObjectiveConfig(LossConfig):
     gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     do_group_filter: bool = option(
         True,
-        "Filter of groups whose rewards are all equal; 0: they stay in the batch with advantage 0 (with --advantage"
-        " best_k, their first k completions are trained on, right or wrong)",
+        "Filter of groups whose rewards are all equal (--advantage reinforce: all 0; --credit turn: in each turn); 0: "
+        "they stay with advantage 0 (--advantage best_k trains on their first k completions, right or wrong)",
     )
     do_truncation_filter: bool = option(False, "Filter of completions that were cut off at --num_generation_tokens")
     do_global_normalization: bool = option(
@@ -334,8 +335,8 @@ class ObjectiveConfig(LossConfig):
             (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
             (min(self.value_clip, self.kl_coef) < 0, "--value_clip and --kl_coef must not be negative"),
             (not 0 <= self.turn_gamma <= 1, "--turn_gamma goes from 0 to 1"),
-            (self.credit == "turn" and (self.advantage in ("gae", "best_k") or self.has_kl_in_reward),
-             "--credit turn has no use for --advantage gae or best_k, nor for --kl_in reward"),
+            (self.credit == "turn" and (self.has_kl_in_reward or self.advantage in WHOLE_EPISODES),
+             "--credit turn has no use for --advantage gae, best_k or reinforce++_baseline, nor for --kl_in reward"),
             (self.best_k < 1, "--best_k must be at least 1"),
             (self.kl_in == "loss" and self.kl_estimator == "k1",
              "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
@@ -367,17 +368,42 @@ class ObjectiveConfig(LossConfig):
         return self.kl_coef > 0 and self.kl_in == "reward"
 
 
-def has_signal(rewards: Float[np.ndarray, "N G"], config: ObjectiveConfig) -> Bool[np.ndarray, "N"]:
-    """True for groups that can teach: their rewards differ, or the advantage does not compare them.
+def compared_rewards(
+    batch: Batch, config: ObjectiveConfig
+) -> tuple[Float[np.ndarray, "B K"], Int[np.ndarray, "B T"] | None]:
+    """Returns what rollouts of a group are compared by, and the column that a token is credited with; None: the only.
 
-    Without the filter best_k does not compare either: it imitates the first k rollouts of equal ones.
+    It is the reward, or with --credit turn for the turn of each number the rewards from there on, discounted by
+    turn_gamma a turn; NaN where a grader failed or there is no such turn. Source: PipelineRL and Tunix.
     """
-    is_graded = ~np.isnan(rewards)
-    highest = rewards.max(axis=1, where=is_graded, initial=-np.inf)
-    lowest = rewards.min(axis=1, where=is_graded, initial=np.inf)
-    differ = highest - lowest > NO_SIGNAL
+    rewards = np.float32(batch.rewards)
+    if config.credit != "turn" or batch.token_rewards is None or not batch.mask.any():
+        return rewards[:, None], None
+    turns = turn_numbers(batch.mask)
+    num_turns = turns.max() + 1
+    returns = np.full((len(batch), num_turns), np.nan, np.float32)
+    rewards_to_go = np.zeros(len(batch), np.float32)
+    for turn in reversed(range(num_turns)):
+        is_turn = batch.mask & (turns == turn)
+        rewards = np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
+        rewards_to_go = rewards + np.float32(config.turn_gamma) * rewards_to_go
+        returns[:, turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
+    return returns, np.maximum(turns, 0)
+
+
+def has_signal(rewards: Float[np.ndarray, "B K"], group_size: int, config: ObjectiveConfig) -> Bool[np.ndarray, "N K"]:
+    """True where a group can teach: what its rollouts are compared by differs, or the advantage compares nothing.
+
+    Raw rewards are compared with 0. Without the filter best_k imitates the first k rollouts of equal ones.
+    """
+    groups = rewards.reshape(-1, group_size, rewards.shape[1])
+    is_graded = ~np.isnan(groups)
+    is_raw = config.advantage == "reinforce" and not (config.do_global_normalization or config.has_kl_in_reward)
+    highest = groups.max(axis=1, where=is_graded, initial=0 if is_raw else -np.inf)
+    lowest = groups.min(axis=1, where=is_graded, initial=0 if is_raw else np.inf)
     imitates_all = config.advantage == "best_k" and not config.do_group_filter
-    return differ | imitates_all | (not config.is_group_relative)
+    compares = is_raw or (config.is_group_relative and not imitates_all)
+    return (highest - lowest > NO_SIGNAL) | (not compares)
 
 
 def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
@@ -389,61 +415,32 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     """
     if not len(batch):
         return batch
-    rewards = np.float32(batch.rewards) - kl_penalty(batch, config).sum(axis=1)
-    is_graded = np.isfinite(rewards)
-    rewards = rewards.reshape(-1, batch.group_size)
-    signal = np.repeat(has_signal(rewards, config), batch.group_size)
-    keep = is_graded & (signal | (not config.do_group_filter))
+    # Grade.
+    rewards, columns = compared_rewards(batch, config)
+    rewards = rewards - kl_penalty(batch, config).sum(axis=1, keepdims=True)
+    # Filter.
+    signal = np.repeat(has_signal(rewards, batch.group_size, config), batch.group_size, axis=0)
+    keep = np.isfinite(batch.rewards) & (signal.any(axis=1) | (not config.do_group_filter))
     if config.do_truncation_filter:
         keep &= batch.finished
-    whole = batch  # rows that leave stay in their group's baseline
-    batch = replace(batch, mask=batch.mask & keep[:, None], token_rewards=None)
-    if config.credit == "turn" and whole.token_rewards is not None and whole.mask.any():
-        advantages = turn_advantages(whole, batch, config)
-    else:
-        advantages = ADVANTAGES[config.advantage](rewards, batch, config)
-    advantages = np.float32(advantages).reshape(len(keep), -1)  # [B, 1] or [B, T]
+    batch = replace(batch, mask=batch.mask & keep[:, None])
+    # Compare.
+    groups = np.moveaxis(rewards.reshape(-1, batch.group_size, rewards.shape[1]), 2, 0)
+    compared = [ADVANTAGES[config.advantage](group, batch, config) for group in groups]
+    advantages = np.concatenate([np.float32(x).reshape(len(keep), -1) for x in compared], axis=1)  # [B, K] or [B, T]
+    if columns is not None:
+        advantages, signal = (np.take_along_axis(x, columns, axis=1) for x in (advantages, signal))
     keep &= np.isfinite(advantages).all(axis=1)
     if config.advantage == "best_k":
         keep &= advantages[:, 0] > 0
     batch = replace(batch, mask=batch.mask & keep[:, None])
-    advantages = np.where(signal[:, None], advantages, 0)
+    # Shape.
+    advantages = np.where(signal, advantages, 0)
     advantages = shape_advantages(advantages, keep, batch, config)
-    advantages = np.where(batch.mask & signal[:, None], advantages, 0)
-    batch = replace(batch, advantages=np.float32(advantages))
-    if config.has_critic:
-        returns = generalised_advantages(batch, config) + batch.values
-        batch = replace(batch, returns=returns)
+    advantages = np.where(batch.mask & signal, advantages, 0)
+    returns = generalised_advantages(batch, config) + batch.values if config.has_critic else None
+    batch = replace(batch, advantages=np.float32(advantages), returns=returns, token_rewards=None)
     return select_rows(batch, np.flatnonzero(keep))
-
-
-def turn_returns(
-    batch: Batch, turns: Int[np.ndarray, "B T"], config: ObjectiveConfig
-) -> Float[np.ndarray, "B K"]:
-    """Returns rewards from each turn on, discounted by turn_gamma a turn; NaN for turns that a row does not have."""
-    num_turns = turns.max() + 1
-    returns = np.full((len(batch), num_turns), np.nan, np.float32)
-    rewards_to_go = np.zeros(len(batch), np.float32)
-    for turn in reversed(range(num_turns)):
-        is_turn = batch.mask & (turns == turn)
-        rewards = np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
-        rewards_to_go = rewards + np.float32(config.turn_gamma) * rewards_to_go
-        returns[:, turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
-    return returns
-
-
-def turn_advantages(whole: Batch, batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
-    """Compares each turn with the turns of its group that have the same number, by the rewards from there on.
-
-    `whole`: the batch before rows left it. Source: PipelineRL and Tunix, which discount rewards per turn.
-    """
-    turns = turn_numbers(whole.mask)
-    returns = turn_returns(whole, turns, config)
-    compare = ADVANTAGES[config.advantage]
-    groups = returns.reshape(-1, batch.group_size, returns.shape[1])
-    by_turn = [compare(groups[:, :, turn], batch, config).reshape(-1) for turn in range(returns.shape[1])]
-    advantages = np.stack(by_turn, axis=1)
-    return np.take_along_axis(advantages, np.maximum(turns, 0), axis=1)
 
 
 def shape_advantages(
@@ -496,12 +493,14 @@ def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"
 def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
     """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
 
-    Tokens that the policy did not choose are passed over. Source: arXiv 1506.02438, eq. 16.
+    In episodes each turn's reward comes with its own last token. Tokens that the policy did not choose are passed over.
+    Source: arXiv 1506.02438, eq. 16.
     """
-    mask, values = batch.mask, batch.values
-    tokens_to_go = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
-    is_last = mask & (tokens_to_go == 1)
-    rewards = np.where(is_last, batch.rewards[:, None], 0) - kl_penalty(batch, config)
+    mask, values, rewards = batch.mask, batch.values, batch.token_rewards
+    if rewards is None:
+        tokens_to_go = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+        rewards = np.where(mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
+    rewards = rewards - kl_penalty(batch, config)
     gamma, decay = np.float32(config.gamma), np.float32(config.gae_lambda)
     advantages = np.zeros(mask.shape, np.float32)
     next_value = np.zeros(len(mask), np.float32)

@@ -142,6 +142,8 @@ def oracle_gae(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
         deltas = []
         for n, t in enumerate(chosen):
             reward = (float(batch.rewards[i]) if t == chosen[-1] else 0.0) - penalty[i, t]
+            if batch.token_rewards is not None:
+                reward = float(batch.token_rewards[i, t]) - penalty[i, t]
             deltas.append(reward + config.gamma * values[n + 1] - values[n])
         for n, t in enumerate(chosen):
             later = [(config.gamma * config.gae_lambda) ** m * delta for m, delta in enumerate(deltas[n:])]
@@ -152,7 +154,8 @@ def oracle_gae(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
 def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray, list[bool], list[bool]]:
     """The advantage of each token, which rows stay in the batch, and which have a signal.
 
-    A group with max - min <= 1e-6 has none, its advantages are exactly 0; best_k without the filter imitates it too.
+    A group with max - min <= 1e-6 has none, its advantages are exactly 0; best_k without the filter imitates it too,
+    and raw rewards that are all 0 are all that reinforce cannot learn from.
     """
     name, G, rows = config.advantage, batch.group_size, range(len(batch.rewards))
     penalty = oracle_penalty(batch, config)
@@ -162,7 +165,9 @@ def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray
         r, group = rewards[i], rewards[i // G * G : i // G * G + G]
         mu = mean(group)
         imitates_all = name == "best_k" and not config.do_group_filter
-        signal.append(name in NOT_RELATIVE or imitates_all or max(group) - min(group) > 1e-6)
+        is_raw = name == "reinforce" and not config.do_global_normalization and config.kl_in != "reward"
+        differs = max(map(abs, group)) > 1e-6 if is_raw else max(group) - min(group) > 1e-6
+        signal.append(differs or imitates_all or (name in NOT_RELATIVE and not is_raw))
         keep.append(signal[i] or not config.do_group_filter)
         if config.do_truncation_filter and not batch.finished[i]:
             keep[i] = False
@@ -504,8 +509,12 @@ def test_advantages(advantage, flags):
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
 def test_generalised_advantages(gamma, gae_lambda, kl):
+    """Of single replies, and of episodes that are rewarded on the way."""
     config, batch = ObjectiveConfig(advantage="gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl]), random_batch(5)
-    assert_close(generalised_advantages(batch, config), oracle_gae(batch, config), 4 * T, SURPRISE)
+    rng = np.random.default_rng(5)
+    rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
+    for case in (batch, replace(batch, token_rewards=rewards)):
+        assert_close(generalised_advantages(case, config), oracle_gae(case, config), 4 * T, SURPRISE)
 
 
 def in_sequence(*parts: float) -> np.float32:
@@ -587,9 +596,10 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
 
 def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
     config = ObjectiveConfig()
-    rewards = np.float32([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
-    assert np.asarray(objectives.has_signal(rewards, config)).tolist() == [False, False, True, True]
-    found = compute_advantages(random_batch(0, rewards.ravel()), config)
+    rewards = np.ravel([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
+    signal = objectives.has_signal(np.float32(rewards)[:, None], G, config)
+    assert signal.tolist() == [[False], [False], [True], [True]]
+    found = compute_advantages(random_batch(0, rewards), config)
     assert found.row.tolist() == [9, 10, 12, 13, 15]
 
 
@@ -776,6 +786,10 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
         ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_in": "reward"}, "--kl_estimator k2"),
         ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "reward"}, "--kl_estimator k3"),
         ({"objective": "dppo", "importance_correction": "mask"}, "--importance_correction"),
+        ({"credit": "turn", "advantage": "gae"}, "--credit turn has no use for"),
+        ({"credit": "turn", "advantage": "best_k"}, "--credit turn has no use for"),
+        ({"credit": "turn", "advantage": "reinforce++_baseline"}, "--credit turn has no use for"),
+        ({"credit": "turn", "kl_in": "reward", "kl_coef": 0.1}, "--credit turn has no use for"),
         ({"advantage": "gae", "do_global_normalization": True}, "--do_global_normalization"),
         ({"advantage": "best_k", "do_global_normalization": True}, "--do_global_normalization"),
     ],
@@ -853,6 +867,50 @@ def test_the_description_names_what_is_done_to_advantages():
 # Turns of episodes
 
 
+def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_size: int) -> tuple[Batch, np.ndarray]:
+    """Episodes of turns with so many tokens and such rewards, a token said behind each; the turn's number by token."""
+    B, T = len(lengths), 2 + max(sum(turns) + len(turns) for turns in lengths)
+    mask, by_token, turn_of = np.zeros((B, T), bool), np.zeros((B, T), np.float32), np.full((B, T), -1)
+    for row, turns in enumerate(lengths):
+        column = 2
+        for number, length in enumerate(turns):
+            mask[row, column : column + length] = True
+            turn_of[row, column : column + length] = number
+            by_token[row, column + length - 1] = rewards[row][number]
+            column += length + 1
+    zeros, facts = np.zeros((B, T), np.float32), (mask.sum(1) + 2, np.full(B, 2), np.ones(B, bool))
+    named = {"row": np.arange(B), "token_rewards": by_token, "group_size": group_size}
+    return Batch(zeros, mask, zeros, by_token.sum(1), *facts, **named), turn_of
+
+
+@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}, {"do_global_normalization": True}], ids=in_words)
+@pytest.mark.parametrize("advantage", ["group_zscore", "group_mean", "rloo", "maxrl"])
+def test_turns_of_equal_rewards_carry_no_signal(advantage, flags):
+    """Whatever other turns of the group are worth, and whatever single bits their float32 means are off by."""
+    config = ObjectiveConfig(advantage=advantage, credit="turn", **flags)
+    for name, equal in NEARLY_EQUAL.items():
+        G = len(equal)
+        second = equal if name != "sums of many parts" else equal[: G // 2]  # the others have no such turn
+        rewards = [[float(i % 2), *second[i : i + 1]] for i in range(G)]
+        batch, turn_of = episode_batch([[2] * len(turns) for turns in rewards], rewards, G)
+        found = compute_advantages(batch, config)
+        assert found.row.tolist() == [*range(G)]
+        assert not found.advantages[turn_of == 1].any(), f"exactly 0 for {name}"
+        assert found.advantages[turn_of == 0].any()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_groups_of_equal_sums_are_kept_where_turns_differ(gamma):
+    """All solve it, after one, two and three turns; and two whose rewards come in another order."""
+    rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
+    batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
+    config = ObjectiveConfig(advantage="group_mean", credit="turn", turn_gamma=gamma)
+    found = compute_advantages(batch, config)
+    expected = [*range(4)] * (gamma < 1) + [4, 5, 6, 7]
+    assert found.row.tolist() == expected and found.advantages.any(axis=1).all()
+    assert not len(compute_advantages(batch, replace(config, credit="trajectory")))
+
+
 @pytest.mark.parametrize("advantage", ["group_mean", "group_zscore", "rloo", "reinforce"])
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_turns_are_compared_by_their_rewards_to_go(advantage, gamma):
@@ -861,19 +919,8 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage, gamma):
     lengths = [[2, 1], [1, 3, 2], [4], [1, 1, 1], [2, 2], [3, 1, 2], [2], [1, 2]]  # tokens of turns, two groups of 4
     rewards = [[float(x) for x in rng.integers(0, 3, len(turns))] for turns in lengths]
     rewards[5] = [np.nan] * 3
-    mask, by_token, turn_of = np.zeros((8, 16), bool), np.zeros((8, 16), np.float32), np.full((8, 16), -1)
-    for row, turns in enumerate(lengths):
-        column = 2
-        for number, length in enumerate(turns):
-            mask[row, column : column + length] = True
-            turn_of[row, column : column + length] = number
-            by_token[row, column + length - 1] = rewards[row][number]
-            column += length + 1  # and a token of the environment
-    zeros = np.zeros((8, 16), np.float32)
-    totals = by_token.sum(1)
-    finished = np.arange(8) != 1
-    facts = mask.sum(1) + 2, np.full(8, 2), finished
-    batch = Batch(zeros, mask, zeros, totals, *facts, row=np.arange(8), token_rewards=by_token, group_size=4)
+    batch, turn_of = episode_batch(lengths, rewards, group_size=4)
+    batch = replace(batch, finished=np.arange(8) != 1)
     config = ObjectiveConfig(advantage=advantage, credit="turn", turn_gamma=gamma, do_truncation_filter=True)
     found = compute_advantages(batch, config)
     assert found.row.tolist() == [0, 2, 3, 4, 6, 7] and found.token_rewards is None

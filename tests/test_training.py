@@ -38,7 +38,7 @@ from safetensors.numpy import load_file
 from core import grpo
 from core.config import Config
 from core.eval import evaluate
-from core.grpo import collect, make_batch, num_groups_to_sample, task_numbers
+from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
 from core.learner import Learner, Update, apply_gradients, split_minibatches
 from core.objectives import compute_advantages, describe_objective, set_loss_denominators
 from core.records import Batch, Episodes
@@ -593,7 +593,7 @@ def test_a_failed_grader_is_no_reward_of_zero(on_failure, monkeypatch):
     worker.scorer.settings = worker.scorer.settings._replace(max_error_share=1.0)
     batch, episodes, _ = collect_batch(worker, with_options(COLLECT, on_reward_failure=on_failure))
     failed, returns = episodes.failed, episodes.scores["return"]
-    metrics = rollout_metrics(episodes, G)
+    metrics = rollout_metrics(episodes, groups_with_signal(episodes, COLLECT))
     assert metrics["env/reward_timeouts"] == failed.sum() > 0
     assert metrics["env/return"] == pytest.approx(returns[~failed].mean(), rel=1e-5)
     if on_failure == "zero":

@@ -1,24 +1,21 @@
 """Metrics of the rollouts of a step, whether they are learnt from or not."""
 
 import numpy as np
+from jaxtyping import Bool
 
-from core.records import NO_SIGNAL, Episodes
+from core.records import Episodes
 
 
-def rollout_metrics(episodes: Episodes, group_size: int) -> dict[str, float]:
-    """Returns means over the rollouts that were graded, lengths, failures and times."""
+def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> dict[str, float]:
+    """Returns means over the rollouts that were graded, lengths, failures and times; `has_signal`: of each group."""
     is_graded = ~episodes.failed
     num_graded = max(is_graded.sum(), 1)
     lengths = episodes.completion_lengths
     returns = np.where(is_graded, episodes.scores["return"], np.nan)
-    groups = returns.reshape(-1, group_size)
-    spreads = np.fmax.reduce(groups, axis=1) - np.fmin.reduce(groups, axis=1)
-    has_signal = spreads > NO_SIGNAL
-    finished = np.asarray(episodes.completions.finished)
     metrics = {
         "env/length": float(lengths.mean()),
-        "env/finished": float(finished.mean()),
-        "env/groups_without_signal": float((~has_signal).mean()),
+        "env/finished": float(np.mean(episodes.completions.finished)),
+        "env/groups_without_signal": 1 - float(np.mean(has_signal)),
         "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
         "rollout/tokens_per_second": float(lengths.sum() / episodes.times["rollout"]),
