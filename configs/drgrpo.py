@@ -13,4 +13,5 @@ def get_config():
         "objective": "ppo",
         "loss_normalization": "constant",
         "clip_epsilon": 0.2,
+        "clip_epsilon_high": -1.0,
     }

@@ -25,6 +25,7 @@ def get_config():
         "clip_epsilon": 0.2,
         "kl_coef": 0.0,
         "do_group_filter": False,
+        "clip_epsilon_high": -1.0,
         "groups_per_batch": 4,
         "group_size": 8,
         "max_resampling": 1.0,

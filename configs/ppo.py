@@ -14,6 +14,7 @@ def get_config():
         "objective": "ppo",
         "loss_normalization": "token_mean",
         "clip_epsilon": 0.2,
+        "clip_epsilon_high": -1.0,
         "gamma": 1.0,
         "gae_lambda": 0.95,
     }

@@ -12,6 +12,7 @@ def get_config():
         "objective": "ppo",
         "loss_normalization": "token_mean",
         "clip_epsilon": 0.2,
+        "clip_epsilon_high": -1.0,
         "kl_coef": 0.001,
         "kl_in": "reward",
     }

@@ -12,4 +12,5 @@ def get_config():
         "objective": "ppo",
         "loss_normalization": "token_mean",
         "clip_epsilon": 0.2,
+        "clip_epsilon_high": -1.0,
     }

@@ -755,6 +755,21 @@ def test_the_presets_of_policy_gradients_are_its_files(loss):
     assert {3, 10} <= {*map(len, words)} <= {*range(3, 11)}
 
 
+def test_a_preset_has_its_own_row_of_the_table_behind_any_other():
+    """Advantage, loss, aggregation and clip range are its own, whatever a preset before it has set."""
+
+    def row(*paths: Path) -> tuple:
+        objective = parse(Config, [word for path in paths for word in ("--config", str(path))]).objective
+        clip = objective.clip_range if objective.objective in CLIPS else ()
+        return objective.advantage, objective.objective, objective.loss_normalization, clip
+
+    CLIPS = ("ppo", "ppo_all_clip", "cispo", "gspo", "dppo")
+    methods = [path for path in (ROOT / "configs").glob("*.py") if '"objective"' in path.read_text()]
+    assert len(methods) >= 16
+    for before, path in itertools.permutations(methods, 2):
+        assert row(before, path) == row(path), f"{path.stem} behind {before.stem}"
+
+
 MISTAKES = [
     ({"group_size": 1}, "raise --group_size above 1"),
     ({"ppo_minibatch": 3}, "--ppo_minibatch 3 does not divide"),
