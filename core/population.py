@@ -227,6 +227,10 @@ def make_members(configs: Mapping[str, Config], layout: Layout, shared: SharedSa
             members.append(make_member(name, config, layout, shared, *members[:1]))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
+    shared.rows_per_call = min(worker.rows_per_call for member in members for worker in member.workers.values())
+    for member in members:
+        own = member.workers.items()
+        member.workers = {role: replace(worker, rows_per_call=shared.rows_per_call) for role, worker in own}
     return members
 
 
@@ -253,7 +257,6 @@ def make_member(
     learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
     learner = replace(learner, fractions=FEW_SHAPES)  # each is compiled for each objective
     workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
-    shared.rows_per_call = workers["env"].rows_per_call
     state, progress = run.restore(state)
     return Member(name, config, run, workers, learner, tokenizer, state, progress)
 

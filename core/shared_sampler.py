@@ -140,7 +140,8 @@ class SharedSampler:
         keys = np.concatenate([request.keys for request in batch])
         starts = np.cumsum([0, *(len(request.keys) for request in batch)]).tolist()
         weights, members = self.join_weights(batch)
-        per_call = max(1, self.rows_per_call // num_samples)
+        # The rows of a request alone are no more than its worker draws at once, and conversations count them.
+        per_call = max(1, self.rows_per_call // num_samples) if len(batch) > 1 else len(prompts)
         parts = []
         for first in range(0, len(prompts), per_call):
             call = slice(first, min(first + per_call, len(prompts)))

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from scipy import stats
+from test_turns import Script, assert_same, conversations, draw_all, rows_of
 
 from core import grpo, population
 from core.config import Config
+from core.rollout import RolloutWorker
 from core.sampling import Sampler
 from core.shared_sampler import MemberSampler, SharedSampler
 from models import decoder
@@ -164,6 +166,32 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
         assert_equal_runs(tmp_path / "all" / name, tmp_path / name, range(1, 3))
     assert "config=drgrpo: mean over 2 seeds" in output
     assert (tmp_path / "all" / "population.html").is_file()
+
+
+def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
+    """What fits of the environment may not of a held-out one with a larger limit, nor of another member."""
+    room = lambda worker, _: replace(worker, rows_per_call=6400 // worker.max_new_tokens)  # noqa: E731
+    monkeypatch.setattr(RolloutWorker, "with_room", room)
+    options = [*ALL, "--inference_batch_per_device=0", "--test_env_options=num_generation_tokens=200"]
+    shared = SharedSampler(["a"])
+    configs = {"a": parse(Config, [*options, f"--save_dir={tmp_path / 'a'}"])}
+    members = population.make_members(configs, single_device(), shared)
+    workers = [worker for member in members for worker in member.workers.values()]
+    for worker in workers:
+        worker.scorer.close()
+    least = 6400 // max(worker.max_new_tokens for worker in workers)
+    assert {shared.rows_per_call, *(worker.rows_per_call for worker in workers)} == {least}
+
+
+def test_conversations_are_drawn_as_alone_whatever_the_rows_of_a_call():
+    def draw(rows_per_call: int) -> tuple[dict, set[int]]:
+        script = Script()
+        own = {"member": "a", "signals": Signals(), "shared": SharedSampler(["a"], rows_per_call)}
+        return rows_of(draw_all(script, make_sampler=MemberSampler, **own)), {*script.turns}
+
+    found, rows = draw(8)
+    assert rows == {*range(16)}
+    assert_same(found, rows_of(conversations()))
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,11 @@ class Script:
         return found
 
 
-def draw_all(script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, **settings) -> Completions:
+def draw_all(
+    script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, make_sampler=Sampler, **settings
+) -> Completions:
     settings = {"segment": 4} | settings
-    sampler = Sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
+    sampler = make_sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
     weights = sampler.load_weights(random_params(model))
     return sampler.generate(weights, prompts, np.array(ids), G, jax.random.key(SEED))
 
