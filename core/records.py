@@ -31,7 +31,7 @@ class Completions:
     logprobs: Float[Array, "B T"]  # of completion tokens under the distribution that was sampled, nats
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
-    finished: Bool[Array, "B"]  # ended by a stop token or string, not by the limit
+    finished: Bool[Array, "B"]  # ended in another way than by the limit of tokens; else it was cut off
     slot_steps: Float[Array, "B"]  # share of the sampler's work: slots x steps of each segment / its live rows
     num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
@@ -51,7 +51,7 @@ class Episodes:
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
-    stops: list[str] = field(default_factory=list)  # reasons of the ends of conversations; single replies have none
+    stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens where not `finished`
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
     turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
     places: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run: see `play`
@@ -122,7 +122,7 @@ class Batch:
     rewards: Float[Array, "B"]  # NaN: the grader failed
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
-    finished: Bool[Array, "B"] | None = None  # not cut off by the limit
+    finished: Bool[Array, "B"] | None = None  # not cut off by the limit of tokens
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0 or None: not recorded
     row: Int[Array, "B"] | None = None  # number of the row in the step's episodes

@@ -309,9 +309,11 @@ def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, n
 def with_length_reward(episodes: Episodes, limit: int, config: RewardConfig) -> Episodes:
     """Returns the episodes with --length_reward in their scores, 0 where the reward failed.
 
-    `limit`: most tokens of a completion.
+    `limit`: most tokens of a completion, or of an episode with what was said in it; one that it cut off counts as full.
     """
-    scores = add_length_reward(episodes.scores, episodes.completion_lengths, limit, config)
+    completions = episodes.completions
+    lengths = np.where(completions.finished, completions.lengths - completions.prompt_lengths, limit)
+    scores = add_length_reward(episodes.scores, lengths, limit, config)
     scores = {name: np.where(episodes.failed, np.float32(0), x) for name, x in scores.items()}
     return replace(episodes, scores=scores)
 

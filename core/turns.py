@@ -42,7 +42,7 @@ class Observation(NamedTuple):
     """Tokens to append to a row, or the end of its episode where there are none."""
 
     tokens: Sequence[int] = ()
-    finished: bool = False  # the episode ended by itself, not by a limit
+    finished: bool = False  # the episode ended in another way than by the limit of tokens
 
 
 class Environment(Protocol):
@@ -51,7 +51,10 @@ class Environment(Protocol):
     tokens_per_turn: int  # limit; 0: none
 
     def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
-        """Takes the tokens of a turn that has ended; `num_left`: tokens that still fit into the row."""
+        """Takes the tokens of a turn that has ended.
+
+        `num_left`: tokens that still fit into the row; -1 where not even the end of the turn did.
+        """
 
     def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
         """Returns what has come for these rows, whose turns have ended; if it `is_blocking`, for one at least.
@@ -144,7 +147,8 @@ class TurnChain(Chain):
         if end or stop == limit:
             self.is_drawing[row] = False
             turn = drawn.tokens[row, turn_start:stop].copy()
-            self.environment.end_turn(self.row_offset + row, turn, sampler.max_new_tokens - stop)
+            num_left = sampler.max_new_tokens - stop
+            self.environment.end_turn(self.row_offset + row, turn, num_left if end or num_left else -1)
 
     def add_observed(self, row: int, tokens: Int[np.ndarray, "n"]) -> None:
         """Adds what was said to a row."""
@@ -255,16 +259,29 @@ class Record:
     seed: int
     replies: list[Reply] = field(default_factory=list)  # of the policy, its prefix with each
     messages: list[list[Message]] = field(default_factory=list)  # that followed each reply but the last
-    num_left: int = 0  # tokens that fit into the row behind the last reply
+    num_left: int = 0  # tokens that fit into the row behind the last reply; -1: it was cut off
     last_token: int = -1  # of the last reply
     scores: Counter[str] = field(default_factory=Counter)
     turn_rewards: list[float] = field(default_factory=list)
-    stop: str = ""  # reason of its end: done, max_turns, max_tokens or failed
+    stop: str = ""  # reason of its end: see `stop_reason`
 
     @property
     def turns(self) -> Turns:
         """The question to the environment what follows the last reply."""
         return Turns(self.seed, tuple(self.replies), is_truncated=bool(self.stop))
+
+    def stop_reason(self, outcome: Outcome, max_turns: int) -> str:
+        """Returns why the episode ends with its last reply, to which the environment says this.
+
+        max_tokens: the limit of tokens cut the reply off, or leaves no room for what follows it.
+        """
+        if self.num_left < 0:
+            return "max_tokens"
+        if isinstance(outcome, Failure):
+            return "failed"
+        if outcome.done:
+            return "done"
+        return "max_turns" if len(self.replies) == max_turns else "max_tokens"
 
     def conversation(self) -> list[Message]:
         """Returns turns and what followed them."""
@@ -322,7 +339,7 @@ class Conversations:
                 self.episodes[row].messages.append(outcome.messages)
 
     def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
-        """Takes the tokens of a turn."""
+        """Takes the tokens of a turn: see `Environment`."""
         episode = self.episodes[row]
         text = self.problems[row].prefix + self.tokenizer.decode(turn)
         episode.replies.append(Reply(text, self.calls(turn)))
@@ -370,21 +387,20 @@ class Conversations:
     def observation(self, row: int, outcome: Outcome) -> Observation:
         """Returns what an outcome says to the policy."""
         episode = self.episodes[row]
+        tokens = []
         if isinstance(outcome, Failure):
             self.failures[row] = outcome
-            episode.stop = "failed"
         else:
             self.add_scores(row, outcome)
-        tokens = [] if episode.stop or outcome.done else self.encode(row, outcome)
+            tokens = [] if outcome.done else self.encode(row, outcome)
         if tokens and len(episode.replies) < self.env.max_turns and len(tokens) < episode.num_left:
             episode.messages.append(outcome.messages)
             return Observation(tokens)
         self.wait.done += 1
         if tokens:
-            episode.stop = "max_turns" if len(episode.replies) == self.env.max_turns else "max_tokens"
             self.unasked.add(row)  # whether there is a reward left
-        episode.stop = episode.stop or "done"
-        return Observation(finished=episode.stop == "done")
+        episode.stop = episode.stop_reason(outcome, self.env.max_turns)
+        return Observation(finished=episode.stop != "max_tokens")
 
     def encode(self, row: int, step: Step) -> list[int]:
         """Returns the tokens between a turn and the next; a turn that was cut off, or ended otherwise, is closed."""
@@ -425,10 +441,11 @@ class Conversations:
         return scores | episode.scores
 
     def records(self) -> tuple[list[str], list[list[Message]], list[list[float]]]:
-        """Returns the reason of the end of each episode, its messages, and the rewards of its turns."""
+        """Returns the reason of the end of each episode, its messages, and the rewards of its turns, if none failed."""
         stops = [episode.stop for episode in self.episodes]
         messages = [episode.conversation() for episode in self.episodes]
-        return stops, messages, [episode.turn_rewards for episode in self.episodes]
+        rewards = [[] if row in self.failures else episode.turn_rewards for row, episode in enumerate(self.episodes)]
+        return stops, messages, rewards
 
     def texts(self) -> list[str]:
         """Returns the last reply of each episode."""

@@ -46,12 +46,6 @@ def test_a_reward_that_is_the_same_everywhere_is_named():
     assert sentence.startswith("100% of the groups have equal rewards (0.1 everywhere) and teach nothing")
 
 
-@pytest.mark.parametrize(("cut_off", "is_told"), [({}, False), ({"stop/max_tokens": 0.6}, True)])
-def test_only_episodes_that_reach_the_limit_of_tokens_are_cut_off(cut_off, is_told):
-    metrics = {"env/finished": 0.4, "stop/done": 0.4, "stop/max_turns": 0.6} | cut_off
-    assert bool(HealthChecks().find_warnings(1, metrics)) == is_told
-
-
 HEALTHY = {
     "env/return": 0.34, "env/return_spread": 1.0, "rollout/num_rollouts": 64, "env/length": 40.0, "entropy": 0.13,
     "approx_kl": 0.0, "update_norm": 0.5, "param_norm": 181.0, "env/finished": 1.0, "env/groups_without_signal": 0.0,

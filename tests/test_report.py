@@ -158,16 +158,18 @@ def test_the_verdict_compares_intervals(name):
 
 
 @pytest.mark.parametrize("held_out", [{}, {"test_env/return": 1.0, "test_env/return_low": 0.6}])
-@pytest.mark.parametrize(("shares", "rewards", "spread", "reason"), [
-    (1.0, (0.1, 0.1), 0.0, "all rewards were equal (0.1 everywhere), so no update"),
-    (1.0, (0.1, 0.2), 0.0, "all rewards were equal, so no update"), (1.0, (0.5, 0.5), 1.0, "were equal, so no update"),
-    (0.5, (0.1, 0.1), 0.2, "Nothing learnt: no update"),
+@pytest.mark.parametrize(("shares", "rewards", "spread", "finished", "reason"), [
+    (1.0, (0.1, 0.1), 0.0, 1.0, "all rewards were equal (0.1 everywhere), so no update"),
+    (1.0, (0.1, 0.2), 0.0, 0.0, "all rewards were equal, so no update"),
+    (1.0, (0.5, 0.5), 1.0, 0.5, "were equal, so no update"),
+    (0.5, (0.1, 0.1), 0.2, 0.1, "Nothing learnt: no update"),
+    (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learnt: the limit of tokens cut all completions off, and no update"),
 ])
-def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, reason):
+def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, finished, reason):
     with Logger(tmp_path) as logger:
         for step, reward in enumerate(rewards, start=1):
             facts = {"env/return": reward, "env/return_spread": spread, "env/groups_without_signal": shares}
-            logger.log(step, facts | held_out | {"num_updates": 0})
+            logger.log(step, facts | held_out | {"num_updates": 0, "env/finished": finished})
     verdict = judge(read_metrics(tmp_path / "metrics.jsonl"))
     assert verdict["kind"] == "same" and reason in verdict["text"]
     assert ("--test_env_name X-test" in verdict["text"]) == (not held_out)

@@ -273,7 +273,7 @@ def test_an_episode_is_what_its_turns_make_of_it():
                 assert tokenizer.hf.decode(tokens) == text + "<think>\n\n</think>\n\n"
         assert episodes.scores["return"][row] == np.float32(total)
         assert episodes.scores["turns"][row] == sum(is_drawn for is_drawn, _ in runs)
-        assert episodes.completions.finished[row] == step.done == (episodes.stops[row] == "done")
+        assert episodes.completions.finished[row] and (episodes.stops[row] == "done") == step.done
         if not step.done:
             assert episodes.stops[row] == "max_turns" and episodes.scores["turns"][row] == 4
     assert {*episodes.stops} == {"done", "max_turns"} and not episodes.failed.any()

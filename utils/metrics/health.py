@@ -71,8 +71,6 @@ class HealthChecks:
     def find_symptoms(self, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom of a step, by its metric."""
         present = {}
-        if "env/finished" in metrics:
-            metrics = {**metrics, "env/finished": share_within_limit(metrics)}
         same = describe_same(metrics.get("env/return"), metrics.get("env/return_spread"))
         for metric, is_present, words in self.symptoms:
             if metrics.get(metric) is None:
@@ -137,9 +135,3 @@ def has_jumped(metrics: Mapping[str, JSON], before: Sequence[Mapping[str, JSON]]
 def describe_same(reward: float | None, spread: float | None) -> str:
     """Returns in brackets the reward of all rollouts, by their mean and spread; empty where they differ."""
     return f" ({format_value('env/return', reward)} everywhere)" if spread == 0 and reward is not None else ""
-
-
-def share_within_limit(metrics: Mapping[str, JSON]) -> float:
-    """Returns the share of completions that end before the limit of tokens; episodes may also use up their turns."""
-    is_episode = any(name.startswith("stop/") for name in metrics)
-    return 1 - metrics.get("stop/max_tokens", 0.0) if is_episode else metrics["env/finished"]

@@ -74,8 +74,8 @@ PANELS = (
     ),
     Panel(
         "Finished",
-        "Share of completions that end by themselves; the others hit the limit of tokens, mostly before an answer, or "
-        "are episodes that use up their turns, which is no harm.",
+        "Share of completions and episodes that end before the limit of tokens; the others are cut off by it, mostly "
+        "before an answer.",
         {"test_env/finished": "held out", "env/finished": "training"}, "%",
     ),
     Panel(

@@ -52,7 +52,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     mask            bool [B, T]     tokens that the policy chose: the completion without forced tokens
     logprobs        float32 [B, T]  of the completion's tokens under the distribution they were drawn from, nats
     lengths, prompt_lengths  int32 [B]  tokens of prompt and completion, and of the prompt
-    finished        bool [B]        ended by a stop token or string
+    finished        bool [B]        not cut off by the limit of tokens
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
     places          int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py

@@ -67,7 +67,9 @@ def explain_no_update(run: Metrics) -> str:
         run.get(f"env/{name}", ((), np.zeros(1)))[1] for name in ("groups_without_signal", "return", "return_spread")
     )
     if not (shares == 1).all():
-        return "Nothing learnt: no update was made."
+        _, finished = run.get("env/finished", ((), np.ones(1)))
+        why = "" if finished.any() else "the limit of tokens cut all completions off, and "
+        return f"Nothing learnt: {why}no update was made."
     spread = max(spreads.max(), np.ptp(returns)) if "env/return_spread" in run else None
     same = describe_same(float(returns[0]), spread)
     return f"Nothing could be learnt: in all groups all rewards were equal{same}, so no update was made."
