@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,8 @@ from utils.metrics import logger
 from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, fingerprints, lock
 from utils.runs import folder as run_folder
+from utils.runs.checks import check_folder
+from utils.runs.files import open_log
 from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config
@@ -519,7 +522,7 @@ OBSTACLES = {  # what is made at a path of the run folder, and the sentence abou
     "rollouts is a file": ("rollouts", Path.touch, "rollouts is not a folder"),
     "metrics.jsonl is a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl is not a file"),
     "metrics.jsonl is a pipe": ("metrics.jsonl", os.mkfifo, "metrics.jsonl is not a file"),
-    "config.json leads nowhere": ("config.json", lambda path: path.symlink_to("x"), "config.json is not a file"),
+    "config.json leads nowhere": ("config.json", lambda path: path.symlink_to("x"), "config.json is a link"),
 }
 
 
@@ -533,6 +536,48 @@ def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys)
     error = capsys.readouterr().err
     assert re.match(rf"error: {re.escape(str(tmp_path))}/{sentence}, and is in the way", error), error
     assert error.count("\n") == 1 and path.exists() | path.is_symlink() and not [*tmp_path.glob("step1*")]
+
+
+WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl plot.png report.html reward_failures.jsonl"
+WRITTEN += " .lock config.json.new metrics.jsonl.new wandb_id mlflow_run_id rollouts/step_1.jsonl rollouts/step_1.npz"
+WRITTEN += " rollouts/held_out_0.jsonl rollouts/held_out_0.npz bad_batches/0.npz state/1/state/x step1/README.md"
+FOLDERS = "rollouts state state/1 bad_batches profile profile/plugins tensorboard wandb step1 best .step1.new"
+TARGETS = {"a file": Path.touch, "a folder": Path.mkdir, "nothing": lambda path: None}
+LINKS = [*product(WRITTEN.split(), ("a file", "nothing")), *product(FOLDERS.split(), ("a folder", "nothing"))]
+
+
+@pytest.mark.parametrize(("name", "kind"), LINKS)
+def test_no_run_writes_through_a_link_in_its_folder(name, kind, tmp_path):
+    path, target = tmp_path / "run" / name, tmp_path / "target"
+    path.parent.mkdir(parents=True)
+    TARGETS[kind](target)
+    check_folder(tmp_path / "run")
+    path.symlink_to(target)
+    with pytest.raises(UserError, match=f"{path} is a link, and is in the way"):
+        check_folder(tmp_path / "run")
+
+
+def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path, capsys):
+    """Hard links, as of a backup: what the run writes stays out of them. A lock is written in place, and refused."""
+    folder, backup = tmp_path / "run", tmp_path / "backup"
+    (folder / "wandb").mkdir(parents=True)
+    (folder / "wandb" / "latest-run").symlink_to("run-1")  # as wandb makes it
+    names = [name for name in WRITTEN.split() if "/" not in name or name.startswith("rollouts/")]
+    before = {name: f'{{"global_step": 9, "name": "{name}"}}\n' for name in names}
+    for name, text in before.items():
+        for path in (folder / name, backup / name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        (backup / name).write_text(text)
+        os.link(backup / name, folder / name)
+    assert train(folder) == 2 and f"{folder}/.lock is a link" in capsys.readouterr().err
+    (folder / ".lock").unlink()
+    assert train(folder, max_steps=1, save_rollouts="all") == 0
+    for name in ("reward_failures.jsonl", "programs.jsonl"):  # perhaps nothing failed, and nothing was compiled
+        with open_log(folder / name) as file:
+            file.write("more")
+    assert {name: (backup / name).read_text() for name in names} == before
+    written = [name for name in names if not name.endswith((".new", "_id", ".lock"))]
+    assert len(written) == 12 and all((folder / name).stat().st_nlink == 1 for name in written)
 
 
 @pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from utils.runs.files import open_log
+
 COMPILER = "jax._src.interpreters.pxla"  # logs the shapes of a program that is lowered
 COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also one from the cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -63,7 +65,7 @@ class Compilations:
                 "seconds": round(seconds, 3),
                 "from_cache": self.is_from_cache,
             }
-            with contextlib.suppress(OSError), self.file.open("a") as file:
+            with contextlib.suppress(OSError), open_log(self.file) as file:
                 file.write(json.dumps(row) + "\n")
         self.num_programs += 1
         self.seconds += seconds

@@ -27,6 +27,7 @@ from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, read_lines
 from utils.metrics.sinks import Sink
 from utils.reporting.plots import format_value
+from utils.runs.files import open_log, replacing
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
     "env/return": ("return", 6),
@@ -86,7 +87,7 @@ class Logger:
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             truncate(directory / name, resume_step)
-            self.files[name] = (directory / name).open("a")
+            self.files[name] = open_log(directory / name)
         for _, record in read_lines(directory / FILES[0], key="global_step"):
             self.step = record["global_step"]
             self.health_checks.find_warnings(self.step, record)
@@ -216,9 +217,8 @@ def truncate(path: Path, last_step: int | None) -> None:
     lines = [line for line, row in rows if last_step is None or row["global_step"] <= last_step]
     text = b"".join(lines)
     if text != path.read_bytes():
-        draft = path.with_name(path.name + ".new")
-        draft.write_bytes(text)
-        os.replace(draft, path)  # at every moment there is a whole file
+        with replacing(path) as file:
+            file.write(text)
 
 
 def json_value(value: Value) -> JSON:

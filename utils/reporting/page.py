@@ -13,7 +13,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 import re
 import sys
 import zipfile
@@ -32,6 +31,7 @@ from jaxtyping import Float, Int
 from utils.metrics.jsonl import JSON, parse_json, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, judge
+from utils.runs.files import replacing
 from utils.settings.errors import counted
 from utils.settings.presets import split_origin
 
@@ -150,13 +150,8 @@ def write_report(runs: Sequence[str | Path], out_html: str | Path) -> None:
     """
     budget = ROLLOUT_BYTES // len(runs)
     page = render_page([run_data(label, file, budget) for label, file in label_runs(runs).items()])
-    draft = Path(f"{out_html}.new")
-    try:
-        draft.write_text(page, encoding="utf-8", newline="\n")
-        os.replace(draft, out_html)
-    except OSError:
-        draft.unlink(missing_ok=True)  # a full disk keeps its last bytes for metrics and states
-        raise
+    with replacing(out_html) as file:
+        file.write(page.encode())
 
 
 def label_runs(runs: Sequence[str | Path]) -> dict[str, Path]:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from utils.metrics.jsonl import read_lines
+from utils.runs.files import replacing
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -162,7 +163,8 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
         metric = held_out if name == "main" else name
         format_axis(axis, TITLES[metric])
     format_main_axis(axes["main"], is_share(held_out))
-    figure.savefig(out_png, facecolor="white")
+    with replacing(out_png) as file:
+        figure.savefig(file, facecolor="white", format=Path(out_png).suffix.removeprefix(".") or None)
 
 
 def choose_score(logged: set[str]) -> tuple[str, str]:

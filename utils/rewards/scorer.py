@@ -121,7 +121,7 @@ class Scorer:
         self.num_failures += len(failures)
         if failures[:num_writable] and self.failures_file:
             self.failures_file.parent.mkdir(parents=True, exist_ok=True)
-            with self.failures_file.open("a") as file:
+            with open_log(self.failures_file) as file:
                 for (index, reply), failure in failures[:num_writable]:
                     record = {"env": self.settings.env_name, "problem": index, "reason": failure.reason}
                     record["text" if isinstance(reply, str) else "messages"] = reply

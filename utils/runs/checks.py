@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from utils.runs.lock import NAME
 from utils.settings.errors import UserError
 
 BUCKETS = ("gs://", "s3://")
@@ -34,7 +35,12 @@ def folder_errors() -> Iterator[None]:
 
 
 def check_folder(directory: Path) -> None:
-    """Raises UserError naming an entry of a run folder that is in the way of files or folders of the run."""
+    """Raises UserError naming an entry of a run folder that is in the way of files or folders of the run.
+
+    Links are, since what the run writes would go through them; Orbax takes states beside a link for another format's.
+    """
+    for path in links(directory):
+        raise UserError(obstacle_message(path, "is a link"))
     for name in FOLDERS:
         path = directory / name
         if os.path.lexists(path) and not path.is_dir():
@@ -43,9 +49,16 @@ def check_folder(directory: Path) -> None:
         path = directory / name
         if os.path.lexists(path) and not path.is_file():
             raise UserError(obstacle_message(path, "is not a file"))
-    for path in (directory / "state").glob("*"):
-        if path.is_symlink():  # Orbax would take the states beside it for those of another format
-            raise UserError(obstacle_message(path, "is a link"))
+
+
+def links(directory: Path) -> Iterator[Path]:
+    """Yields the symbolic links in a folder, at any depth, but for those that wandb keeps; and a lock of two names."""
+    for folder, folders, files in os.walk(directory):
+        yield from filter(Path.is_symlink, [Path(folder, name) for name in (*folders, *files)])
+        folders[:] = [name for name in folders if name != "wandb"]
+    lock = directory / NAME
+    if lock.exists() and lock.stat().st_nlink > 1:  # it is written in place; other files are replaced
+        yield lock
 
 
 def check_models(directory: Path, resume_step: int) -> None:

@@ -45,6 +45,7 @@ from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
+from utils.runs.files import replacing
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
 from utils.runs.foreign import remember_code
 from utils.runs.lock import FolderLock
@@ -454,7 +455,7 @@ class Run:
         folder = self.directory / "rollouts"
         folder.mkdir(exist_ok=True)
         if self.config.save_rollouts == "all":
-            np.savez_compressed(folder / f"step_{step}.npz", **rollout_arrays(episodes, group_size))
+            write_arrays(folder / f"step_{step}.npz", rollout_arrays(episodes, group_size))
             first_rows = rows
         write_rows(folder / f"step_{step}.jsonl", first_rows)
 
@@ -466,7 +467,7 @@ class Run:
         folder = self.directory / "rollouts"
         folder.mkdir(exist_ok=True)
         write_rows(folder / f"held_out_{step}.jsonl", [row for row in rows if row["group"] < NUM_HELD_OUT])
-        np.savez(folder / f"held_out_{step}.npz", **score_arrays(episodes))
+        write_arrays(folder / f"held_out_{step}.npz", score_arrays(episodes))
 
     def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""
@@ -475,8 +476,7 @@ class Run:
         folder = self.directory / "bad_batches"
         folder.mkdir(exist_ok=True)
         path = folder / f"{len(list(folder.iterdir()))}.npz"
-        arrays = {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)}
-        np.savez(path, **arrays)
+        write_arrays(path, {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)})
         text = f"an update was skipped, since its loss or gradient is not finite; its batch: {path}"
         self.logger.warn(self.logger.step + 1, "loss", text)
 
@@ -568,15 +568,21 @@ def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
 
 def write_json(file: Path, value: Mapping[str, object]) -> None:
     """Writes a JSON file, whole or not at all."""
-    draft = file.with_name(file.name + ".new")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(draft, file)
+    with replacing(file) as new:
+        new.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Writes one JSON object a line."""
     lines = [json.dumps(row, default=json_value) + "\n" for row in rows]
-    file.write_text("".join(lines))
+    with replacing(file) as new:
+        new.write("".join(lines).encode())
+
+
+def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays by name, compressed."""
+    with replacing(file) as new:
+        np.savez_compressed(new, **arrays)
 
 
 def is_due(step: int, interval: int) -> bool:
