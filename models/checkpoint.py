@@ -47,7 +47,7 @@ from models.names import (
     decode_axes,
 )
 from models.peft import AdapterConfig, load_adapters, read_adapters
-from models.tokenizer import Tokenizer, load_tokenizer, read_json
+from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
 from utils.devices.memory import has_room_for_copy
 from utils.devices.runtime import set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
@@ -138,7 +138,8 @@ def open_model(
     assert model.kernel  # which checks that it can run
     set_matmul_precision(model.dtype)
     readers = open_tensors(folder, model)
-    tokenizer = load_tokenizer(adapters.folder if adapters else folder, model.vocab_size)
+    has_own = adapters and any((adapters.folder / name).is_file() for name in VOCABULARIES)
+    tokenizer = load_tokenizer(adapters.folder if has_own else folder, model.vocab_size)
     param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     return Source(model, tokenizer, partial(read_tensor, folder, readers), param_dtype, adapters)
 

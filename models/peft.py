@@ -30,7 +30,8 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 MERGE = "merge it by peft (merge_and_unload, save_pretrained), and name the merged model"
-PLAIN = "save it by peft with path_initial_model_for_weight_conversion, which makes plain LoRA"
+PLAIN = "pissa, olora, corda and lora_ga become plain LoRA where peft saves them with "
+PLAIN += "path_initial_model_for_weight_conversion, and others are merged by it (merge_and_unload)"
 NO_MATRIX = "it changes no matrix of the layers that could be merged"
 ANY = object()
 # Each field of adapter_config.json (those of LoraConfig in peft 0.21.2), with the values that are supported: any other
@@ -41,7 +42,7 @@ FIELDS = {
     # Which matrices: the tensors say so.
     "target_modules": ANY, "exclude_modules": ANY, "layers_to_transform": ANY, "layers_pattern": ANY,
     # Training by peft, initial values (which come with init_lora_weights), layers of other kinds than nn.Linear.
-    "lora_dropout": ANY, "inference_mode": ANY, "velora_config": ANY, "eva_config": ANY, "corda_config": ANY,
+    "lora_dropout": ANY, "inference_mode": ANY, "eva_config": ANY, "corda_config": ANY,
     "loftq_config": ANY, "lora_ga_config": ANY, "fan_in_fan_out": ANY, "use_qalora": ANY, "qalora_group_size": ANY,
     "megatron_core": ANY, "ensure_weight_tying": ANY, "runtime_config": ANY,
     "task_type": ANY, "auto_mapping": ANY, "peft_version": ANY,
@@ -49,7 +50,7 @@ FIELDS = {
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others change the base when they are loaded
     "use_dora": (), "modules_to_save": (), "lora_bias": (), "layer_replication": (), "target_parameters": (),
     "trainable_token_indices": (), "alora_invocation_tokens": (), "use_bdlora": (), "arrow_config": (),
-    "monteclora_config": (), "kasa_config": (), "megatron_config": (),
+    "monteclora_config": (), "kasa_config": (), "velora_config": (), "megatron_config": (),
 }  # fmt: skip
 REMEDIES = {
     "init_lora_weights": PLAIN,
@@ -210,7 +211,7 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     every = {tensor for stacked in names.values() for tensor in stacked}
     matrices = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in shapes}
     halves = {matrix + part for matrix in matrices for part in (LORA_A, LORA_B)}
-    check_names(folder, "has the unknown tensor", shapes.keys() - every, "matrices of the base's layers have adapters")
+    check_names(folder, "has the unknown tensor", shapes.keys() - every, "adapters of the matrices of layers are read")
     check_names(folder, "lacks tensor", halves - shapes.keys(), "copy it again")
     adapters = {name: np.zeros(spec.shape, np.float32) for name, spec in table.items()}
     with safe_open(folder / WEIGHTS, "np") as tensors:

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # of which a folder with a tokenizer has one
 FILES = (
-    "tokenizer.json", TOKENIZER_CONFIG, "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
-    CHAT_TEMPLATE, GENERATION_CONFIG,
+    *VOCABULARIES, TOKENIZER_CONFIG, "merges.txt", "added_tokens.json", "special_tokens_map.json", CHAT_TEMPLATE,
+    GENERATION_CONFIG,
 )  # fmt: skip
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
@@ -381,7 +382,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
     folder = Path(os.path.expanduser(folder))
     names = [name for name in FILES if (folder / name).is_file()]
-    if "tokenizer.json" not in names and "vocab.json" not in names:
+    if not {*VOCABULARIES} & {*names}:
         raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
     for name in names:
         check_file(folder, name)

@@ -374,6 +374,7 @@ REFUSED = {
     "layer_replication": [[0, 2]], "target_parameters": ["down_proj"], "trainable_token_indices": [3],
     "alora_invocation_tokens": [1, 2], "use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 3},
     "kasa_config": {"b": 1}, "monteclora_config": {"num_samples": 2}, "megatron_config": {"a": 1}, "revision": "v2",
+    "velora_config": {"num_groups": 4},
 }  # fmt: skip
 CHANGE_THE_BASE = ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga")
 OTHERS = [("field_of_2027", 0.5), *(("init_lora_weights", name) for name in CHANGE_THE_BASE)]
@@ -400,8 +401,10 @@ def test_each_field_of_peft_has_a_decision():
     assert fields.keys() <= FIELDS.keys() and REFUSED.keys() <= FIELDS.keys()
 
 
-def test_tensors_that_are_no_safetensors_are_named(tmp_path):
+def test_files_that_a_folder_lacks(tmp_path):
     folder = shutil.copytree(FIXTURES / "lora-qwen3", tmp_path / "a")
+    (folder / "tokenizer.json").unlink()
+    assert load_model(folder)[2].encode("12"), "by the tokenizer of the base: peft saves none"
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match="has no file adapter_model.safetensors: copy it again"):
         load_model(folder)
