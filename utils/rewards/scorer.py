@@ -25,6 +25,7 @@ from typing import Self
 
 from utils.rewards.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
 from utils.rewards.processes import kill_tree
+from utils.runs.files import open_log
 from utils.settings.errors import UserError
 
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"
