@@ -43,6 +43,7 @@ from bench import hlo
 from bench.common import Figure, report, shape, write_figures
 from core import learner, sampling
 from core.config import Config
+from core.extensions.programs import sampler_programs, update_programs
 from core.learner import Learner
 from core.sampling import Sampler, SamplingConfig
 from models import architecture
@@ -379,7 +380,7 @@ def sampling_programs(
     sampler = OneSegment(model, width, (0,), prompt_columns=prompt_columns, layout=layout)
     num_prompts = num_slots // group_size
     num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
-    programs = sampler.programs(policy_shapes(model, layout, config), num_prompts, group_size)
+    programs = sampler_programs(sampler, policy_shapes(model, layout, config), num_prompts, group_size)
     return compile_until(programs, sampling.decode_segment)
 
 
@@ -407,7 +408,7 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     base = base_shapes(model, layout, config)
     settings = model, optimizer, layout, config, width, num_rows * width
     imagined = ImaginedLearner(*settings, base=base, fractions=ONE_SHAPE)
-    return imagined.programs(state, width)
+    return update_programs(imagined, state, width)
 
 
 def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:

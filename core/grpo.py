@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -29,28 +29,26 @@ from jaxtyping import Bool, Float, Int
 from core.ahead import Rollouts, prepare_ahead
 from core.config import Config
 from core.eval import evaluate_held_out
+from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compared_rewards, compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
 from models.architecture import Decoder
 from models.checkpoint import load_policy
-from models.names import LAYERS, Weights
+from models.names import Weights
 from models.tokenizer import Tokenizer
-from utils.devices.compilation import compile_programs, shapes_of
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layouts
-from utils.evaluation.preview import prompt_lengths
 from utils.metrics.rollout import rollout_metrics
 from utils.metrics.speed import speed_metrics
-from utils.metrics.terminal import waiting
 from utils.runs.folder import Run, is_due, settings_of_model
 from utils.settings.config import parse
 from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
-from utils.training.batching import ONE_SHAPE, bucket, group_counts, select_rows
-from utils.training.state import TrainState, fingerprint
+from utils.training.batching import group_counts, select_rows
+from utils.training.state import TrainState
 
 
 def main(config: Config) -> None:
@@ -273,45 +271,6 @@ def split_roles(workers: Mapping[str, RolloutWorker]) -> tuple[RolloutWorker, di
     """Returns the worker that trains, and those of held-out problems by role."""
     held_out = {role: worker for role, worker in workers.items() if role != "env"}
     return workers["env"], held_out
-
-
-@waiting("compiling ahead")
-def precompile(
-    config: Config, workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
-) -> tuple[dict[str, RolloutWorker], Learner]:
-    """Compiles the programs of a run; returns its workers and learner, with all prompts padded alike: few shapes.
-
-    They are padded as the longest one of an environment, or of 1,000 of a large one.
-    """
-    params = shapes_of(workers["env"].take_over(learner.policy(state.params)))
-    lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
-    workers = {role: worker.with_prompt_columns(max(lengths[role])) for role, worker in workers.items()}
-    worker, held_out = split_roles(workers)
-    group_size, max_groups = config.update.group_size, config.update.max_groups
-    largest = worker.prompts_per_call(config.update.groups_per_batch, group_size)
-    refills = group_counts(largest) if max_groups > largest else []
-    for num_prompts in {largest, *refills, max_groups % largest} - {0}:
-        compile_programs(worker.programs(params, num_prompts, group_size))
-    for role, tester in held_out.items():
-        num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
-        compile_programs(tester.programs(params, num_tasks, config.eval.num_eval_samples))
-        if config.held_out.test_greedy and role == "test_env":
-            compile_programs(tester.greedy().programs(params, num_tasks, 1))
-    learner = precompile_updates(learner, state, lengths["env"])
-    # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
-    jax.random.fold_in(jax.random.key(config.seed), 0)
-    fingerprint(state)
-    jax.tree.map(lambda x: x[0], state.params.get(LAYERS, {}))
-    return workers, learner
-
-
-def precompile_updates(learner: Learner, state: TrainState, lengths: Sequence[int]) -> Learner:
-    """Compiles updates after prompts of these lengths; returns the learner, with one shape for each row length."""
-    longest = max(lengths) + learner.num_generation_tokens
-    learner = replace(learner, fractions=ONE_SHAPE)
-    for width in dict.fromkeys(map(bucket, range(min(lengths) + 1, longest + 1))):
-        compile_programs(learner.programs(state, width))
-    return learner
 
 
 if __name__ == "__main__":

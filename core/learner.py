@@ -32,7 +32,7 @@ from models.distribution import Distribution
 from models.lora import make_policy
 from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
 from models.packing import Packing, pack_rows
-from utils.devices.compilation import Programs, shapes_of
+from utils.devices.compilation import shapes_of
 from utils.devices.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from utils.devices.sharding import Layout, side_by_side
 from utils.evaluation.estimates import explained_variance
@@ -40,12 +40,10 @@ from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
 from utils.training.batching import (
     EMPTY,
-    ONE_SHAPE,
     Fractions,
     Microbatch,
     RowSizes,
     bucket,
-    full_rows,
     plan_microbatches,
     resize_columns,
     select_rows,
@@ -262,60 +260,6 @@ class Learner:
         """Ends the program with what to lower where a device has no memory left."""
         more = "" if self.model.remat == "full" else " or set --remat full"
         return out_of_memory("tokens_per_microbatch", self.tokens_per_microbatch, more)
-
-    def programs(self, state: TrainState, width: int) -> Programs:
-        """Yields the programs that rows of so many columns can need: see `Sampler.programs`."""
-        distribution = self.config.sampling.distribution
-        params = shapes_of(state.params)
-        batch, packing = self.zero_batch(width, self.config.batch_size)
-        arguments = batch.tokens, batch.support, batch.routes
-        if self.has_old_logprobs:
-            policy = make_policy(shapes_of(self.base), params)
-            yield score, (self.model, distribution, policy, *arguments, packing)
-        if self.config.objective.kl_coef:
-            arguments = batch.tokens, batch.support, None
-            yield score, (self.model, distribution, shapes_of(self.reference), *arguments, packing)
-        batch, packing = self.zero_batch(width, self.config.minibatch_size)
-        sums = shapes_of(self.zero_sums(params))
-        settings = self.model, self.config.objective.loss, distribution
-        yield accumulate, (*settings, params, sums, batch, packing, shapes_of(self.base))
-        if self.layout.num_chains(self.model.num_parameters) > 1:
-            yield add_sums, (sums, sums)
-        warmup_steps = self.config.optimizer.warmup_steps
-        yield apply_gradients, (self.optimizer, warmup_steps, shapes_of(state.trained, DEVICE), *sums, np.float32(1))
-
-    def zero_batch(self, width: int, max_rows: int) -> tuple[Batch, Packing]:
-        """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
-        objective = self.config.objective
-        shards = self.layout.row_shards
-        sizes = full_rows(max_rows, width)
-        plan = plan_microbatches(sizes, self.tokens_per_microbatch, shards, max_rows, fractions=ONE_SHAPE)
-        rows, *shapes = plan[0]
-        sizes = sizes.select(rows)
-        shape = len(rows), width
-        floats = np.zeros(shape, np.float32)
-        support_size = self.config.sampling.distribution.support_size(self.model.vocab_size)
-        has_old = self.has_old_logprobs or self.config.trusts_sampler
-        batch = Batch(
-            tokens=np.zeros(shape, np.int32),
-            mask=np.zeros(shape, bool),
-            sample_logprobs=floats,
-            rewards=floats[:, 0],
-            lengths=sizes.lengths,
-            prompt_lengths=sizes.prompt_lengths,
-            finished=np.zeros(len(rows), bool),
-            support=np.zeros((*shape, support_size), np.int32) if support_size else None,
-            routes=np.zeros((*shape, *self.model.route_shape), np.int16) if self.model.num_experts else None,
-            old_logprobs=floats if has_old else None,
-            ref_logprobs=floats if objective.kl_coef else None,
-            values=floats if objective.has_critic else None,
-            advantages=floats,
-            returns=floats if objective.has_critic else None,
-            denominator=floats[:, 0],
-            num_tokens=floats[:, 0],
-            group_size=self.config.update.group_size,
-        )
-        return self.layout.put((batch, pack_rows(sizes, *shapes, shards)))
 
 
 def row_sizes(batch: Batch) -> RowSizes:

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Self
 
 import numpy as np
-from jaxtyping import Int, PyTree, UInt32
+from jaxtyping import Int, UInt32
 
 from core.records import Completions, Episodes
 from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
@@ -24,7 +24,6 @@ from models.decoder import cast_params
 from models.distribution import Distribution
 from models.names import ADAPTERS, Array, Key, Policy, Weights
 from models.tokenizer import Tokenizer
-from utils.devices.compilation import Programs
 from utils.devices.memory import out_of_memory, rows_that_fit
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import prompt_lengths, tasks_that_fit
@@ -75,11 +74,6 @@ class RolloutWorker:
     @property
     def max_new_tokens(self) -> int:
         return self.sampler.max_new_tokens
-
-    def with_prompt_columns(self, max_tokens: int) -> Self:
-        """Returns a worker that pads all prompts alike, to hold `max_tokens` tokens."""
-        num_columns = bucket(max_tokens - 1)
-        return replace(self, sampler=replace(self.sampler, prompt_columns=num_columns))
 
     def with_room(self, num_bytes: int) -> Self:
         """Returns a worker that samples as many rows at once as fit in so much of each device, if that is left open."""
@@ -215,14 +209,6 @@ class RolloutWorker:
             with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
                 parts.append(sampler.generate(weights, prompts[calls], places[calls], num_samples, key))
         return concatenate(parts)
-
-    def programs(self, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
-        """Yields the programs that `play` can need for so many tasks: see `Sampler.programs`; none of conversations."""
-        if self.env.max_turns > 1:
-            return
-        per_call = self.prompts_per_call(num_tasks, num_samples)
-        for num_prompts in {per_call, num_tasks % per_call} - {0}:
-            yield from self.sampler.programs(params, num_prompts, num_samples)
 
 
 class Replies:

@@ -25,7 +25,6 @@ from threading import Event, Lock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int, PyTree, Shaped, UInt32
 
 from core.records import Completions
@@ -37,7 +36,6 @@ from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy, with_members
 from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
-from utils.devices.compilation import Programs
 from utils.devices.sharding import Layout, on_each, single_device
 from utils.devices.startup import ending_together
 from utils.runs.shutdown import Stop
@@ -296,63 +294,6 @@ class Sampler:
         text = self.tokenizer.decode(tokens)
         return any(stop in text for stop in self.stop_strings)
 
-    def programs(self, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
-        """Yields each program that `generate` can need for so many prompts of `prompt_columns` tokens, and its shapes.
-
-        `params`: arrays or their shapes. The shapes of a program's results come back from the yield.
-        """
-        yield row_keys, (jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
-        weights = yield from self.weight_programs(params)
-        size = round_up(num_prompts // self.num_chains(num_prompts), self.layout.row_shards)
-        starts = row_shape(self.layout, size)
-        prompts = row_shape(self.layout, size, self.prompt_columns)
-        cache = yield prefill, (self.model, weights, prompts, starts)
-        prompt_cache = decoder.without_states(cache)
-        width, num_slots = 0, size * num_samples
-        while num_slots:
-            smaller = self.num_slots_after(num_slots)
-            compacted = None
-            for steps, needed in dict.fromkeys(self.segment_shapes()):
-                slots = row_shape(self.layout, num_slots)
-                if needed > width:
-                    cache = yield gather_cache, (cache, slots, needed)
-                    width = needed
-                keys = row_shape(self.layout, num_slots, 2, dtype=np.uint32)
-                forced = row_shape(self.layout, num_slots, steps)
-                settings = self.model, self.distribution, self.force_answer_at > 0
-                state = np.int32(0), starts, slots, keys, forced
-                cache, _ = yield decode_segment, (*settings, weights, prompt_cache, cache, *state)
-                if smaller:
-                    gathered = yield gather_cache, (cache, row_shape(self.layout, smaller), width)
-                    compacted = compacted or (gathered, width)
-            if smaller:
-                starts = row_shape(self.layout, smaller)
-                prompt_cache = yield gather_cache, (prompt_cache, starts, self.prompt_columns)
-                cache, width = compacted
-            num_slots = smaller
-
-    def weight_programs(self, params: PyTree) -> Programs:
-        """Yields the programs of `load_weights`, and returns the shapes of the weights."""
-        if ADAPTERS not in params:
-            policy = {name: params[name] for name in self.model.parameter_table()}
-            return (yield decode_weights, (self.model, self.layout, policy))
-        base, adapters = split_policy(params)
-        weights = attach(base, (yield layer_adapters, (self.model, adapters)))
-        if self.model.merges_adapters:
-            weights = yield merge, (weights,)
-        return weights
-
-    def segment_shapes(self) -> list[tuple[int, int]]:
-        """Returns the steps of each segment and the columns of the cache in it."""
-        steps = self.segments()
-        return list(zip(steps, map(bucket, np.cumsum(steps).tolist()), strict=True))
-
-    def num_slots_after(self, num_slots: int) -> int:
-        """Returns the slots that a compaction leaves of so many; 0: there is none."""
-        all_done = np.ones(num_slots, bool)
-        kept = live_slots(np.arange(num_slots), all_done, self.layout.row_shards) if self.compact else None
-        return 0 if kept is None else len(kept)
-
 
 class Chain:
     """The completions of some prompts while they are drawn: slots on the device, rows on the host."""
@@ -518,11 +459,6 @@ def released(lock: Lock) -> Iterator[None]:
         yield
     finally:
         lock.acquire()
-
-
-def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array that is cut by rows."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
 
 
 @jax.jit

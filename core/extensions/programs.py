@@ -1,0 +1,220 @@
+"""Programs of a run, for --precompile and bench/compiled.py: which there are, by public fields of those who call them.
+
+Each function yields jitted functions with the shapes of their arguments, and is sent the shapes of what they return.
+"""
+
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from typing import get_args, get_type_hints
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from core import learner as learners
+from core import sampling
+from core.config import Config
+from core.learner import Learner
+from core.records import Batch
+from core.rollout import RolloutWorker
+from core.sampling import Sampler
+from models import decoder
+from models.lora import attach, make_policy, split_policy
+from models.names import ADAPTERS, LAYERS
+from models.packing import Packing, pack_rows
+from utils.devices.compilation import Programs, compile_programs, shapes_of
+from utils.devices.sharding import Layout
+from utils.evaluation.preview import prompt_lengths
+from utils.metrics.terminal import waiting
+from utils.training.batching import (
+    ONE_SHAPE,
+    bucket,
+    full_rows,
+    group_counts,
+    live_slots,
+    plan_microbatches,
+    round_up,
+)
+from utils.training.state import DEVICE, TrainState, fingerprint
+
+
+@waiting("compiling ahead")
+def precompile(
+    config: Config, workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
+) -> tuple[dict[str, RolloutWorker], Learner]:
+    """Compiles the programs of a run; returns its workers and learner, with all prompts padded alike: few shapes.
+
+    They are padded as the longest one of an environment, or of 1,000 of a large one.
+    """
+    params = shapes_of(workers["env"].take_over(learner.policy(state.params)))
+    lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
+    workers = {role: with_prompt_columns(worker, max(lengths[role])) for role, worker in workers.items()}
+    worker, group_size, max_groups = workers["env"], config.update.group_size, config.update.max_groups
+    largest = worker.prompts_per_call(config.update.groups_per_batch, group_size)
+    refills = group_counts(largest) if max_groups > largest else []
+    for num_prompts in {largest, *refills, max_groups % largest} - {0}:
+        compile_programs(rollout_programs(worker, params, num_prompts, group_size))
+    for role, tester in workers.items():
+        if role == "env":
+            continue
+        num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
+        compile_programs(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
+        if config.held_out.test_greedy and role == "test_env":
+            compile_programs(rollout_programs(tester.greedy(), params, num_tasks, 1))
+    learner = replace(learner, fractions=ONE_SHAPE)
+    longest = max(lengths["env"]) + learner.num_generation_tokens
+    for width in dict.fromkeys(map(bucket, range(min(lengths["env"]) + 1, longest + 1))):
+        compile_programs(update_programs(learner, state, width))
+    # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
+    jax.random.fold_in(jax.random.key(config.seed), 0)
+    fingerprint(state)
+    jax.tree.map(lambda x: x[0], state.params.get(LAYERS, {}))
+    return workers, learner
+
+
+def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker:
+    """Returns a worker that pads all prompts alike, to hold `max_tokens` tokens."""
+    num_columns = bucket(max_tokens - 1)
+    return replace(worker, sampler=replace(worker.sampler, prompt_columns=num_columns))
+
+
+# Rollouts
+
+
+def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
+    """Yields the programs that `play` can need for so many tasks; none of conversations."""
+    if worker.env.max_turns > 1:
+        return
+    per_call = worker.prompts_per_call(num_tasks, num_samples)
+    for num_prompts in {per_call, num_tasks % per_call} - {0}:
+        yield from sampler_programs(worker.sampler, params, num_prompts, num_samples)
+
+
+def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
+    """Yields each program that `generate` can need for so many prompts of `prompt_columns` tokens.
+
+    `params`: arrays or their shapes.
+    """
+    layout, model = sampler.layout, sampler.model
+    yield sampling.row_keys, (jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
+    weights = yield from weight_programs(sampler, params)
+    size = round_up(num_prompts // sampler.num_chains(num_prompts), layout.row_shards)
+    starts = row_shape(layout, size)
+    prompts = row_shape(layout, size, sampler.prompt_columns)
+    cache = yield sampling.prefill, (model, weights, prompts, starts)
+    prompt_cache = decoder.without_states(cache)
+    width, num_slots = 0, size * num_samples
+    while num_slots:
+        smaller = num_slots_after(sampler, num_slots)
+        compacted = None
+        for steps, needed in dict.fromkeys(segment_shapes(sampler)):
+            slots = row_shape(layout, num_slots)
+            if needed > width:
+                cache = yield sampling.gather_cache, (cache, slots, needed)
+                width = needed
+            keys = row_shape(layout, num_slots, 2, dtype=np.uint32)
+            forced = row_shape(layout, num_slots, steps)
+            settings = model, sampler.distribution, sampler.force_answer_at > 0
+            state = np.int32(0), starts, slots, keys, forced
+            cache, _ = yield sampling.decode_segment, (*settings, weights, prompt_cache, cache, *state)
+            if smaller:
+                gathered = yield sampling.gather_cache, (cache, row_shape(layout, smaller), width)
+                compacted = compacted or (gathered, width)
+        if smaller:
+            starts = row_shape(layout, smaller)
+            prompt_cache = yield sampling.gather_cache, (prompt_cache, starts, sampler.prompt_columns)
+            cache, width = compacted
+        num_slots = smaller
+
+
+def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
+    """Yields the programs of `load_weights`, and returns the shapes of the weights."""
+    model = sampler.model
+    if ADAPTERS not in params:
+        policy = {name: params[name] for name in model.parameter_table()}
+        return (yield sampling.decode_weights, (model, sampler.layout, policy))
+    base, adapters = split_policy(params)
+    weights = attach(base, (yield sampling.layer_adapters, (model, adapters)))
+    if model.merges_adapters:
+        weights = yield sampling.merge, (weights,)
+    return weights
+
+
+def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:
+    """Returns the steps of each segment and the columns of the cache in it."""
+    steps = sampler.segments()
+    return list(zip(steps, map(bucket, np.cumsum(steps).tolist()), strict=True))
+
+
+def num_slots_after(sampler: Sampler, num_slots: int) -> int:
+    """Returns the slots that a compaction leaves of so many; 0: there is none."""
+    all_done = np.ones(num_slots, bool)
+    kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards) if sampler.compact else None
+    return 0 if kept is None else len(kept)
+
+
+def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that is cut by rows."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
+
+
+# Updates
+
+
+def update_programs(learner: Learner, state: TrainState, width: int) -> Programs:
+    """Yields the programs that rows of so many columns can need."""
+    config, model = learner.config, learner.model
+    distribution = config.sampling.distribution
+    params = shapes_of(state.params)
+    batch, packing = zero_batch(learner, width, config.batch_size)
+    arguments = batch.tokens, batch.support, batch.routes
+    if learner.has_old_logprobs:
+        policy = make_policy(shapes_of(learner.base), params)
+        yield learners.score, (model, distribution, policy, *arguments, packing)
+    if config.objective.kl_coef:
+        arguments = batch.tokens, batch.support, None
+        yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing)
+    batch, packing = zero_batch(learner, width, config.minibatch_size)
+    sums = shapes_of(learner.zero_sums(params))
+    settings = model, config.objective.loss, distribution
+    yield learners.accumulate, (*settings, params, sums, batch, packing, shapes_of(learner.base))
+    if learner.layout.num_chains(model.num_parameters) > 1:
+        yield learners.add_sums, (sums, sums)
+    trained = shapes_of(state.trained, DEVICE)
+    warmup_steps = config.optimizer.warmup_steps
+    yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1))
+
+
+def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Packing]:
+    """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
+    config, model, shards = learner.config, learner.model, learner.layout.row_shards
+    sizes = full_rows(max_rows, width)
+    plan = plan_microbatches(sizes, learner.tokens_per_microbatch, shards, max_rows, fractions=ONE_SHAPE)
+    rows, *shapes = plan[0]
+    sizes = sizes.select(rows)
+    num_layers, num_routes = model.route_shape
+    support_size = config.sampling.distribution.support_size(model.vocab_size)
+    letters = {"B": len(rows), "T": width, "S": support_size, "L": num_layers, "k": num_routes}
+    is_used = {
+        "support": support_size > 0,
+        "routes": model.num_experts > 0,
+        "row": False,
+        "token_rewards": False,
+        "entropies": False,
+        "old_logprobs": learner.has_old_logprobs or config.trusts_sampler,
+        "ref_logprobs": config.objective.kl_coef > 0,
+        "values": config.objective.has_critic,
+        "returns": config.objective.has_critic,
+    }
+    hints = get_type_hints(Batch)
+
+    def zeros(field: Field) -> np.ndarray:
+        hint = next(iter(get_args(hints[field.name])), hints[field.name])
+        dtype = np.int16 if field.name == "routes" else {"f": np.float32, "i": np.int32, "b": bool}[hint.dtypes[0][0]]
+        return np.zeros([letters[letter] for letter in hint.dim_str.split()], dtype)
+
+    arrays = [field for field in fields(Batch) if field.name != "group_size" and is_used.get(field.name, True)]
+    batch = Batch(**{field.name: zeros(field) for field in arrays}, group_size=config.update.group_size)
+    batch = replace(batch, lengths=sizes.lengths, prompt_lengths=sizes.prompt_lengths)
+    return learner.layout.put((batch, pack_rows(sizes, *shapes, shards)))
