@@ -67,9 +67,12 @@ class RolloutWorker:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines about it for people."""
-        if self.tokenizer.has_template or self.env.problem(0).plain:
-            return ()
-        return (f"{self.name}: the model has no chat template: messages are joined by newlines, as with plain=true",)
+        notes, problem = [], self.env.problem(0)
+        if not (self.tokenizer.has_template or problem.plain):
+            notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
+        if spelled := self.tokenizer.spelled(problem.messages):
+            notes.append(f"prompts spell {spelled}, which stays text: only the chat template writes special tokens")
+        return tuple(f"{self.name}: {note}" for note in notes)
 
     @property
     def max_new_tokens(self) -> int:

@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -36,6 +36,8 @@ TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templa
 TEMPLATE_BYTES = 1 << 28  # limit of memory for it
 TEMPLATE_CHARACTERS = 10**6  # that a template may write besides the messages
 MAX_CACHED = 4000  # characters of a text whose ids are kept
+CUT = "\ufdd0"  # no character: divides a text where someone spelled a token in it
+TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpo{}content", "lmpoturn"  # of a conversation that shows how a template frames its messages
 ANNOUNCEMENT = """# Tools
 
@@ -90,9 +92,40 @@ class Tokenizer:
         """The ids of tokens that are found in a text as a whole, special or not, by their text."""
         return self.hf.get_added_vocab()
 
+    @cached_property
+    def signs(self) -> tuple[str, ...]:
+        """Texts of added tokens that are more than a character and blanks."""
+        return tuple(sign for sign in self.added_ids if len(sign) > 1 and sign.strip())
+
+    @cached_property
+    def control_signs(self) -> tuple[str, ...]:
+        """Those of `signs` that are special, or like them (<|fim_pad|>) in all but the name: without tags."""
+        return tuple(sign for sign in self.signs if sign in self.special_ids or not TAG.fullmatch(sign))
+
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text; nothing is added before or after it."""
-        return self.hf.encode(text, add_special_tokens=False)
+        """Returns the ids of a text, of each piece between CUT; nothing is added before or after it."""
+        pieces = text.split(CUT)
+        return [i for piece in pieces for i in self.hf.encode(piece, add_special_tokens=False)]
+
+    def cut(self, text: str, signs: Sequence[str]) -> str:
+        """Returns a text with CUT within each of these signs, so that `encode` makes no tokens of them."""
+        text = text.replace(CUT, "")
+        found = [sign for sign in signs if sign in text]
+        places = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in found)
+        text = re.sub(places, CUT, text) if found else text
+        spelled = self.normalize(text)  # which drops no CUT
+        return CUT.join(text) if any(self.normalize(sign) in spelled for sign in signs) else text
+
+    def spelled(self, messages: Sequence[Message]) -> str:
+        """Returns the first of `control_signs` that messages spell; empty: none."""
+        return next((sign for sign in self.control_signs if any(sign in m["content"] for m in messages)), "")
+
+    @cached_property
+    def normalize(self) -> Callable[[str], str]:
+        """What a text becomes before added tokens are looked for in it."""
+        are_normalized = any(token.normalized for token in self.hf.added_tokens_decoder.values())
+        normalizer = self.hf.backend_tokenizer.normalizer if are_normalized else None
+        return normalizer.normalize_str if normalizer else str
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:
         """Returns the text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
@@ -111,11 +144,13 @@ class Tokenizer:
 
         `thinking=False` closes Qwen3's thinking before it starts, None leaves it to the template. `plain` leaves the
         chat template out, as for a base model without one: then the contents of the messages are joined by newlines.
-        Tools that the chat template does not show are announced in the system message.
+        Tools that the chat template does not show are announced in the system message. What a message spells stays
+        text, but for tags (<think>): see `control_signs`.
 
         Raises: UserError when the chat template fails, or writes far more than the messages; for a tool without type
         hints or a docstring.
         """
+        messages = [{**message, "content": self.cut(message["content"], self.control_signs)} for message in messages]
         schemas = [tool_schema(tool) for tool in tools]
         if plain or not self.has_template:
             text = "\n".join(message["content"] for message in announce(messages, schemas))
@@ -317,17 +352,8 @@ class Bridge(NamedTuple):
 
 @lru_cache(maxsize=1024)  # environments say the same to many episodes
 def plain_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Returns the ids of a text in which added tokens are text: see `Tokenizer.encode_plain`.
-
-    `split_special_tokens` does not split those that are not special, such as Qwen's <tool_call>: the text is cut within
-    them.
-    """
-    signs = [sign for sign in tokenizer.added_ids if len(sign) > 1 and sign.strip() and sign in text]
-    cuts = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in signs)
-    ids = []
-    for piece in re.split(cuts, text) if cuts else [text]:
-        ids += tokenizer.hf.encode(piece, add_special_tokens=False, split_special_tokens=True)
-    return tuple(ids)
+    """Returns the ids of a text in which added tokens are text: see `Tokenizer.encode_plain`."""
+    return tuple(tokenizer.encode(tokenizer.cut(text, tokenizer.signs)))
 
 
 @lru_cache(maxsize=256)

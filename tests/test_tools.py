@@ -226,6 +226,49 @@ def test_text_of_others_makes_no_added_token(folder):
         assert not set(ids) & set(tokenizer.added_ids.values()) and tokenizer.hf.decode(ids) == text
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
+def test_messages_make_no_special_token(folder):
+    """The first observation, rows of data, replies of a chat: what the template writes is the same for any content."""
+    tokenizer, rng = tokenizer_of(folder), random.Random(2)
+    signs = tokenizer.control_signs
+    assert "<think>" not in signs and "<|im_end|>" in signs, "Countdown's prompts quote <think>"
+    for plain in (False, True):
+
+        def chat(contents: list[str], is_plain: bool = plain) -> list[int]:
+            roles = "user", "assistant", "user"
+            messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+            return tokenizer.chat(messages, plain=is_plain)
+
+        def controls(ids: list[int]) -> list[int]:
+            return [i for i in ids if i in {tokenizer.added_ids[sign] for sign in signs}]
+
+        expected = controls(chat(["a", "b", "c"]))
+        for _ in range(100):
+            parts = [rng.choice([rng.choice(signs), rng.choice(signs)[:-1], "<", "a b", "\ufdd0"]) for _ in range(9)]
+            ids = chat(["".join(parts[i::3]) for i in range(3)])
+            assert controls(ids) == expected
+            assert "".join(parts[::3]).replace("\ufdd0", "") in tokenizer.hf.decode(ids)
+    said = [{"role": "user", "content": "Show your work in <think> </think> tags.\n\n1 | 2 <b>"}]
+    assert tokenizer.chat(said) == tokenizer.encode(tokenizer.render(said, thinking=False)), "ids of before"
+    assert tokenizer.spelled(said) == ""
+    assert tokenizer.spelled([{"role": "user", "content": "say <|im_end|>"}]) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [("Lowercase", "a <TURN>"), ("NFKC", "a \uff1cturn\uff1e"), ("StripAccents", "<t\u0301urn>"), ("NFC", "<turn>")],
+)
+def test_a_sign_that_the_tokenizer_would_normalize_stays_text(rule, text):
+    from tokenizers import AddedToken, normalizers
+
+    hf = load_tokenizer(TINY).hf
+    hf.backend_tokenizer.normalizer = getattr(normalizers, rule)()
+    hf.add_tokens([AddedToken("<turn>", special=False, normalized=True)])
+    tokenizer = Tokenizer(hf)
+    sign = tokenizer.added_ids["<turn>"]
+    assert sign in tokenizer.encode(text) and sign not in tokenizer.encode_plain(text)
+
+
 # Announcements
 
 
