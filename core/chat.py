@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from jaxtyping import Int
 from core.records import Completions
 from core.sampling import Sampler, SamplingConfig, make_sampler
 from core.speculation import with_speculation
+from envs.data import check_text, read_file
+from envs.dataset import check_prompt
 from models.architecture import Decoder
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.names import Key, Params, Weights
@@ -53,7 +56,7 @@ class PromptConfig:
     )
     prompts: str = option(
         "",
-        'JSONL file of {"prompt": text} or {"messages": [...]}; empty: a few built-in prompts',
+        'File of {"prompt": text} or {"messages": [...]} (JSONL, JSON, CSV, Parquet); empty: a few built-in prompts',
         essential=True,
     )
     json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
@@ -69,6 +72,10 @@ class PromptConfig:
         0, "Port of a page for a chat with the models of --ckpt_dir side by side, for this machine only; 0: none"
     )
     seed: int = option(0, "Seed of sampling")
+
+    def __post_init__(self):
+        if self.num_samples < 1 or not 0 <= self.web < 2**16:
+            raise UserError("--num_samples starts at 1, and --web is a port from 1 to 65535, or 0 for none")
 
 
 @dataclass(frozen=True)
@@ -90,23 +97,24 @@ class Command:
 
 
 def read_prompts(path: str) -> list[Row]:
-    """Returns the rows of a JSONL file. Raises: UserError for one without "prompt" and "messages"."""
+    """Returns the rows of a file. Raises: UserError for one without "prompt" and "messages", or no text."""
     if not path:
         return [{"prompt": prompt} for prompt in BUILT_IN]
-    lines = Path(path).expanduser().read_text().splitlines()
-    rows = [parse_row(line, f"{path}: row {i}") for i, line in enumerate(filter(str.strip, lines), 1)]
+    rows = []
+    for place, row in read_file(Path(os.path.expanduser(path))):
+        try:
+            if isinstance(row, Exception):
+                raise row
+            check_text(row)
+            check_prompt(row.get("messages") or row["prompt"])
+        except KeyError:
+            raise UserError(f'{place} has neither "prompt" nor "messages"') from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: {error}") from error
+        rows.append(row)
+    if not rows:
+        raise UserError(f"--prompts {path} holds no row")
     return rows
-
-
-def parse_row(line: str, name: str) -> Row:
-    """Returns a row of a JSONL file. Raises: UserError, see read_prompts."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON") from error
-    if not isinstance(row, dict) or not ("prompt" in row or row.get("messages")):
-        raise UserError(f'{name} has neither "prompt" nor "messages"')
-    return row
 
 
 def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int]:
@@ -173,6 +181,7 @@ class ChatModel:
 
     def reply(self, messages: list[Message], show_text: ShowText) -> str:
         """Returns the reply to a conversation; `show_text` gets what there is of it after each segment."""
+        check_text([message["content"] for message in messages])
         tokenizer = self.sampler.tokenizer
         prompt = tokenizer.chat(messages, *self.style)
         number = next(self.numbers)

@@ -4,8 +4,11 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import termios
@@ -16,11 +19,12 @@ from contextlib import closing
 import pytest
 from helpers import ROOT
 
-from core.chat import PromptConfig, encode_row, prompt_styles
+from core.chat import ChatModel, PromptConfig, encode_row, prompt_styles, read_prompts
 from envs import make_env
 from models.tokenizer import load_tokenizer
+from utils.evaluation import web
 from utils.evaluation.chat import StreamPrinter, converse
-from utils.evaluation.web import ChatServer
+from utils.evaluation.web import ChatServer, Handler, serve
 from utils.settings.errors import UserError
 
 
@@ -239,6 +243,121 @@ def test_a_reply_that_was_stopped_while_it_waited_is_not_computed(server):
     post(server, body | {"model": 1})
     time.sleep(0.2)  # a reply that had waited would have been given by now
     assert server.models[0].seen == [] and len(server.models[1].seen) == 1
+
+
+def send(server, text, length):
+    """Begins a request for a reply and returns its connection; nothing of the answer is read."""
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+    host = f"localhost:{server.server_port}"
+    head = f"POST /reply HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\nContent-Length: {length}\r\n\r\n"
+    connection.sendall(head.encode() + text)
+    return connection
+
+
+REQUEST = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+
+
+@pytest.mark.parametrize(("length", "status"), [("-1", b"400"), ("10000001", b"400"), ("x", b"400"), ("9", b"")])
+def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
+    monkeypatch.setattr(Handler, "timeout", 0.3)
+    with send(server, b"{", length) as connection:
+        assert connection.makefile("rb").readline().split()[1:2] == [status] * bool(status)
+    assert capsys.readouterr().err == "" and server.models[0].seen == []
+
+
+def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
+    def flood(show):
+        for size in range(100):
+            show("x" * size * 10**5)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(Handler, "timeout", 0.3)
+    server.models[0].replies["flood"] = flood
+    body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "flood"}]}).encode()
+    with send(server, body, len(body)):
+        while not server.models[0].seen:
+            time.sleep(0.01)
+        assert post(server, REQUEST | {"model": 1}) == (200, [{"text": "yes"}])
+    with send(server, body, len(body)) as connection:  # resets the connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert post(server, REQUEST | {"model": 1})[0] == 200 and capsys.readouterr().err == ""
+
+
+def test_errors_are_told_to_the_page(server, capsys):
+    def fail(show):
+        raise TypeError("of the tokenizer")
+
+    server.models[0].replies["fail"] = fail
+    messages = [{"role": "user", "content": "fail"}]
+    assert post(server, REQUEST | {"messages": messages})[1] == [{"error": "TypeError: of the tokenizer"}]
+    assert "Traceback" in capsys.readouterr().err
+    long = post(server, REQUEST | {"messages": [{"role": "user", "content": "x" * (10**6 + 1)}]})[1]
+    assert long == [{"error": "the conversation has 1,000,001 characters, and may have 1,000,000"}]
+    assert server.models[0].seen == [["fail"]]
+
+
+def test_ctrl_c_ends_a_reply_that_is_being_drawn():
+    started = threading.Event()
+
+    def endless(show):
+        started.set()
+        while True:
+            show("more")
+            time.sleep(0.01)
+
+    def ask(server):
+        with send(server, body, len(body)) as connection:
+            started.wait(20)
+            os.kill(os.getpid(), signal.SIGINT)
+            connection.makefile("rb").read()
+
+    body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "endless"}]}).encode()
+    servers = []
+
+    class Recording(ChatServer):
+        def serve_forever(self):
+            servers.append(self)
+            threading.Thread(target=ask, args=(self,), daemon=True).start()
+            super().serve_forever()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web, "ChatServer", Recording)
+        serve([Scripted({"endless": endless})], 0)
+    assert servers[0].is_ending and not servers[0].lock.locked()
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\udcff", "\0"])
+def test_half_characters_are_refused_in_a_sentence(text):
+    with pytest.raises(UserError, match="it holds"):
+        ChatModel.reply(None, [{"role": "user", "content": text}], print)
+
+
+PROMPT_FILES = {
+    "line separators": ("a.jsonl", '{"prompt": "a\u2028b\u2029c\u0085d"}\n\n{"prompt": "e"}\n'.encode(), 2),
+    "a byte order mark": ("a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}', 1),
+    "a table": ("a.csv", b"prompt,n\na,1\nb,2\n", 2),
+    "latin-1": ("a.jsonl", b'{"prompt": "caf\xe9"}', "a.jsonl:1: it is not UTF-8; from Latin-1"),
+    "utf-16": ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "a.jsonl is UTF-16"),
+    "half a pair": ("a.jsonl", b'{"prompt": "\\ud83d"}', "a.jsonl:1: it holds"),
+    "a zero": ("a.jsonl", b'{"messages": [{"role": "user", "content": "\\u0000"}]}', "a.jsonl:1: it holds a zero byte"),
+    "a number": ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 5}', "a.jsonl:2: its prompt is neither text nor"),
+    "no prompt": ("a.jsonl", b'{"text": "a"}', 'a.jsonl:1 has neither "prompt" nor "messages"'),
+    "no content": ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: its prompt is neither"),
+    "nested": ("a.jsonl", b"[" * 10**5, "a.jsonl:1: not JSON"),
+    "nothing": ("a.jsonl", b"\n", "a.jsonl holds no row"),
+    "half a line": ("a.jsonl", b'{"prompt": ', "a.jsonl:1: not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPT_FILES)
+def test_rows_of_prompts_are_read_or_named(name, tmp_path):
+    file, content, expected = PROMPT_FILES[name]
+    (tmp_path / file).write_bytes(content)
+    if isinstance(expected, int):
+        assert len(read_prompts(str(tmp_path / file))) == expected
+    else:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            read_prompts(str(tmp_path / file))
 
 
 def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium):

@@ -367,6 +367,11 @@ def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
     assert read(f"--config {tmp_path / 'old.json'}", settings) == make_config(settings, lr=1.0)
 
 
+@pytest.mark.parametrize("line", ["--num_samples 0", "--web -1", "--web 65536"])
+def test_a_chat_has_samples_and_a_port(line, capsys):
+    assert line.split()[0] in mistake(line, capsys, chat.Command)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

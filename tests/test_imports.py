@@ -27,7 +27,10 @@ LAW = {
     "core.objectives": ("core.records", "models.names", "utils.settings", "utils.training.batching"),
     "core.sampling": ("core.chat", "core.records", "envs.base", "models", "utils"),  # core.chat is its command
     "core.speculation": ("core.records", "core.sampling", "models", "utils"),
-    "core.chat": ("core.play", "core.records", "core.sampling", "core.speculation", "models", "utils"),
+    "core.chat": (
+        *("core.play", "core.records", "core.sampling", "core.speculation"),
+        *("envs.data", "envs.dataset", "models", "utils"),
+    ),
     "core.play": (
         *("core.chat", "core.records", "core.rollout", "core.sampling", "core.turns"),
         *("envs.base", "models", "utils"),

@@ -86,6 +86,9 @@ class Interrupts:
         except KeyboardInterrupt:
             print()
             return ""
+        except UnicodeDecodeError as error:
+            print(f"this line cannot be read: {error}")
+            return ""
         finally:
             self.is_reading = False
             self.requested = False

@@ -4,10 +4,12 @@ The server answers this machine only, and only its own page: other sites that a 
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
 import socket
+import sys
 from collections.abc import Sequence
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,11 +17,13 @@ from pathlib import Path
 from threading import Lock
 
 from utils.evaluation.chat import Message, Model
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, describe_error
 
 PAGE = Path(__file__).with_name("web.html")
 ROLES = ("user", "assistant")
-MAX_BYTES = 10**7  # of a conversation
+MAX_BYTES = 10**7  # of a request
+MAX_CHARS = 10**6  # of a conversation: a second encodes 300,000, before its tokens are counted
+TIMEOUT = 10  # seconds in which a page sends or takes nothing
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -30,7 +34,13 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self, models: Sequence[Model], port: int):
         self.models = models
         self.lock = Lock()
+        self.is_ending = False
         super().__init__(("127.0.0.1", port), Handler)
+
+    def handle_error(self, *args: object) -> None:
+        """Prints the traceback of an error, unless it is of a connection, which a page may end at any time."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(*args)
 
     @property
     def hosts(self) -> set[str]:
@@ -52,6 +62,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers a request."""
 
     server: ChatServer
+    timeout = TIMEOUT
 
     def do_GET(self) -> None:
         """Sends the page."""
@@ -67,13 +78,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Host"] not in self.server.hosts or not is_page or self.path != "/reply":
             return self.send_error(404)
         try:
-            size = min(int(self.headers["Content-Length"] or 0), MAX_BYTES)
+            size = int(self.headers["Content-Length"] or 0)
+            if not 0 <= size <= MAX_BYTES:
+                raise ValueError(f"a request has at most {MAX_BYTES:,} bytes")
             model, messages, temperature = read_request(self.rfile.read(size), self.server.models)
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             return self.send_error(400, explain="".join(filter(str.isprintable, str(error))))
         self.begin("text/plain; charset=utf-8")
+        num_chars = sum(len(message["content"]) for message in messages)
+        if num_chars > MAX_CHARS:
+            return self.send_line("error", f"the conversation has {num_chars:,} characters, and may have {MAX_CHARS:,}")
         with self.server.lock:
-            if self.page_has_gone():
+            if self.server.is_ending or self.page_has_gone():
                 return  # stopped while another model replied: nobody reads this reply
             try:
                 model.change("temperature", temperature)
@@ -82,15 +98,22 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_line("error", str(error))
             except OSError:
                 self.close_connection = True  # the page has stopped the reply
+            except Exception as error:
+                with contextlib.suppress(OSError):
+                    self.send_line("error", describe_error(error))
+                raise
 
     def page_has_gone(self) -> bool:
         """Returns True when the page has closed the connection."""
+        self.connection.settimeout(0)
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False  # open, and nothing more to read
         except OSError:
             return True
+        finally:
+            self.connection.settimeout(self.timeout)
 
     def begin(self, kind: str, policy: str = "default-src 'none'") -> None:
         """Sends the head of an answer, whose end is that of the connection."""
@@ -101,7 +124,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_line(self, kind: str, text: str) -> None:
-        """Sends one object of a line. Raises: OSError when the page has gone."""
+        """Sends one object of a line. Raises: OSError when the page has gone or takes nothing, or the server ends."""
+        if self.server.is_ending:
+            raise ConnectionAbortedError
         self.wfile.write(json.dumps({kind: text}).encode() + b"\n")
         self.wfile.flush()
 
@@ -134,5 +159,6 @@ def serve(models: Sequence[Model], port: int) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            with server.lock:  # a reply that is being computed ends first: see Interrupts
+            server.is_ending = True
+            with server.lock:  # the segment that is being computed ends first: see Interrupts
                 print()
