@@ -21,7 +21,8 @@ from core.config import Config
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.sampling import row_keys
-from models.checkpoint import find_model, load_model
+from models.checkpoint import find_model, load_policy
+from models.lora import make_policy
 from models.names import Key, Weights
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import parse_json
@@ -37,6 +38,7 @@ from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
 EMPTY: Mapping[str, Value] = MappingProxyType({})
+OTHER = "its weights, devices or this code differ from the run's"
 
 
 @dataclass(frozen=True)
@@ -123,18 +125,21 @@ def replay(
     settings = to_dict(config)
     check_code(stored.run, settings, [name for name, value in settings.items() if named.get(name) != value])
     print(f"as in {stored.run}: {printable(training_command(Config, settings))}")
-    model, params, tokenizer = load_model(weights_before(stored, config), layout, **config.compute.arguments)
+    folder = weights_before(stored, config)
+    model, base, params, tokenizer = load_policy(folder, config.lora, config.seed, layout, **config.compute.arguments)
     settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
     key = jax.random.fold_in(jax.random.key(config.seed), stored.step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
-        weights = worker.load_weights(params)
+        weights = worker.load_weights(make_policy(base, params))
         if from_turn:
             episodes = branch(worker, weights, stored, from_turn, num_samples, key)
             outcomes = {row: f"return {value:g}" for row, value in enumerate(episodes.scores["return"])}
         else:
             tasks = task_index(worker, stored.task)
             episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.place]))
-            outcomes = {stored.sample: compare(episodes.completions, stored)}
+            is_rounded = folder.parent == stored.run and not base and config.run.save_dtype not in ("", "float32")
+            reason = f"--save_dtype {config.run.save_dtype} rounded its weights" if is_rounded else OTHER
+            outcomes = {stored.sample: compare(episodes.completions, stored, reason)}
     for row, outcome in outcomes.items():
         print(printable(f"{'#' * 25}\n{episodes.transcript(row)}\n{'-' * 8} {outcome}", max_chars=10**6))
 
@@ -146,8 +151,8 @@ def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
     return np.flatnonzero(worker.fitting_ids == task)
 
 
-def compare(completions: Completions, stored: Stored) -> str:
-    """Returns a sentence on where the stored row differs from that of its group drawn again."""
+def compare(completions: Completions, stored: Stored, reason: str) -> str:
+    """Returns a sentence on where the stored row differs from that of its group drawn again, and for what reason."""
     length = completions.lengths[stored.sample]
     tokens = completions.tokens[stored.sample, :length]
     if np.array_equal(tokens, stored.tokens):
@@ -155,7 +160,7 @@ def compare(completions: Completions, stored: Stored) -> str:
     length = min(len(tokens), len(stored.tokens))
     differs = np.flatnonzero(tokens[:length] != stored.tokens[:length])
     first = (differs[0] if differs.size else length) - stored.prompt_length
-    return f"token {first} is another than in the run: its weights, devices or this code differ from the run's"
+    return f"token {first} is another than in the run: {reason}"
 
 
 def branch(

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from core.config import Config
 from core.grpo import main
+from core.replay import replay
+from core.rollout import RolloutWorker
 from core.sampling import Sampler
 from models import decoder, experts
 from models.architecture import Decoder
@@ -436,18 +438,27 @@ RUN = (
 )
 
 
-def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys):
+def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch):
     main(parse(Config, [*RUN.split(), str(tmp_path / "a")], ""))
     folder = tmp_path / "a" / "step2"
     assert not (folder / "model.safetensors").exists()
     model, params, _ = load_model(folder)
     base = load_model("models/tiny")[1]
     assert not np.array_equal(params["model.layers"]["mlp.up_proj.weight"], base["model.layers"]["mlp.up_proj.weight"])
-    main(parse(Config, [*RUN.split(), str(tmp_path / "b"), "--model_dir", str(folder)], ""))
+    flags = [str(tmp_path / "b"), "--model_dir", str(folder), *"--base_dtype int8 --save_rollouts all".split()]
+    main(parse(Config, [*RUN.split(), *flags], ""))
     config = json.loads((tmp_path / "b" / "step2" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"].endswith("models/tiny"), "not the first adapters"
+    assert config["base_dtype"] == "int8"
     metrics = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["kl"] > 0, "to the base without adapters"
+
+    read = []
+    load = RolloutWorker.load_weights
+    monkeypatch.setattr(RolloutWorker, "load_weights", lambda *given: read.append(load(*given)) or read[-1])
+    replay(str(tmp_path / "b" / "rollouts" / "step_1"), 5, 0, 1, single_device())
+    assert "tokens are those of the run" in capsys.readouterr().out
+    assert read[0][LAYERS][0]["mlp.up_proj.weight.T"].dtype == jnp.int8
 
 
 def test_a_run_that_was_stopped_equals_one_that_never_was(tmp_path):

@@ -3,9 +3,11 @@
 Letters: N prompts, G samples of each.
 """
 
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -400,6 +402,19 @@ def train_until_killed(folder: str) -> None:
 def reproducible_records(folder: Path) -> list[dict]:
     """All but the rounding of the sampler: which rows draw together depends on when the environment answers."""
     return [{k: v for k, v in row.items() if not k.startswith("inference_recompute/")} for row in records(folder)]
+
+
+@pytest.mark.parametrize(("step", "reason"), [(1, "its weights, devices or"), (2, "--save_dtype bfloat16 rounded its")])
+def test_a_replay_says_why_its_tokens_may_be_others(step, reason, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "a")
+    settings = json.loads((whole / "config.json").read_text()) | {"save_dtype": "bfloat16"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(settings))
+    file = Path(rollouts(tmp_path / "a", step)).with_suffix(".npz")
+    arrays = dict(np.load(file))
+    arrays["tokens"][6, arrays["lengths"][6] - 1] += 1  # no weights draw this one
+    np.savez(file, **arrays)
+    replay(str(file), 6, 0, 1, single_device())
+    assert f"is another than in the run: {reason}" in capsys.readouterr().out
 
 
 def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tmp_path):
