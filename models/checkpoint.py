@@ -271,7 +271,10 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: download the weights")
+        remedy = "download the weights"
+        for pickle in (*folder.glob("params.pkl"), *folder.glob("*.bin")):  # lmpo's, torch's
+            remedy = f"{pickle.name} is a pickle, which could run code: name a folder with safetensors of this model"
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {remedy}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     is_map = isinstance(weight_map, dict) and weight_map
     if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
