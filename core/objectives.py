@@ -382,11 +382,11 @@ def compared_rewards(
     turns = turn_numbers(batch.mask)
     num_turns = turns.max() + 1
     returns = np.full((len(batch), num_turns), np.nan, np.float32)
-    rewards_to_go = np.zeros(len(batch), np.float32)
+    rewards_to_go = np.zeros(len(batch))  # float64: equal sums must be equal in any order of their parts
     for turn in reversed(range(num_turns)):
         is_turn = batch.mask & (turns == turn)
         rewards = np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
-        rewards_to_go = rewards + np.float32(config.turn_gamma) * rewards_to_go
+        rewards_to_go = rewards + config.turn_gamma * rewards_to_go
         returns[:, turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
     return returns, np.maximum(turns, 0)
 

@@ -1,12 +1,13 @@
 """What is dropped, kept and counted, by how episodes end: scripted turns against a loop written from the definitions.
 
 A row is the turns of an episode. A turn is a letter (D: its last, G: another one follows, L: the answer to it is longer
-than the row, F: the environment or the grader fails), its reward in tenths, and ~ where the policy never ends it.
+than the row, F: the environment or the grader fails), its reward in tenths, ~ where the policy never ends it, and =
+where it ends it with the last token that fits.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -39,7 +40,8 @@ GROUPS = (
     "D7 | G1 D2~ | G1 F0 | G1 G1 G1",
     "D4 | D4 | D4 | D4",
     SAME_SUMS,
-    "D3~ | D8~ | G1 D3~ | F0~",
+    "D3~ | G8~ | G1 D3~ | F0~",
+    "D5= | G5= | D5 | D5~",
     "L1 | D9 | F0 | F0",
     "F0 | F0 | D5 | F0",
     "G1 G1 G1 | G1 G1 L2 | G2 G0 G1 | G1 D1",
@@ -124,12 +126,15 @@ def rows_of(kind: str) -> list[list[str]]:
 
 def script(kind: str, row: Sequence[str], tokenizer) -> list[int]:
     """Returns the tokens that the policy draws."""
-    text = ""
+    tokens, filler, stop = [], tokenizer.encode("x"), tokenizer.encode("<|im_end|>")
     for turn in row:
         is_call = kind == "tools" and turn[0] in "GL"
         call = f'<tool_call>{{"name": "look", "arguments": {{"long": {str(turn[0] == "L").lower()}}}}}</tool_call>'
-        text += turn[:2] + call * is_call + "<|im_end|>" * (not turn.endswith("~"))
-    return tokenizer.encode(text)
+        tokens += tokenizer.encode(turn[:2] + call * is_call)
+        if turn.endswith("="):
+            tokens += filler * (LIMIT - 1 - len(tokens))
+        tokens += stop * (not turn.endswith("~"))
+    return tokens + filler * 2 * LIMIT
 
 
 POLICIES = {"full": LoraConfig(), "LoRA": LoraConfig(lora_rank=2), "int8": LoraConfig(lora_rank=2, base_dtype="int8")}
@@ -140,8 +145,7 @@ def play(kind: str, policy: str = "full") -> Episodes:
     """Plays all rows by the real worker, whose policy draws what is written."""
     layout = single_device()
     model, base, params, tokenizer = load_policy(ROOT / "models" / "tiny", POLICIES[policy], 0, layout, "float32")
-    filler = tokenizer.encode("x")
-    scripts = [script(kind, row, tokenizer) + filler * 2 * LIMIT for row in rows_of(kind)]
+    scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
 
     def draw(chain: Chain, start, forced: np.ndarray, limits=None) -> tuple[np.ndarray, ...]:
         drawn, num_steps = chain.drawn, forced.shape[1]
@@ -169,9 +173,8 @@ def ending(kind: str, row: Sequence[str]) -> tuple[list[float], str]:
     if kind == "tools":  # calls cost, and the last reply is graded, also where it is a call that a limit ends
         rewards = [-COST * (turn[0] in "GL") for turn in row]
         rewards[-1] += int(last[1]) / 10
-    if last.endswith("~"):
-        return rewards, "max_tokens"
-    if last[0] == "L" and not is_last_turn and kind != "single":
+    has_no_room = last[0] == "L" or (last[0] == "G" and last.endswith("="))
+    if last.endswith("~") or (has_no_room and not is_last_turn and kind != "single"):
         return rewards, "max_tokens"
     return rewards, {"F": "failed", "D": "done"}.get(last[0], "max_turns")
 
@@ -188,6 +191,11 @@ def length_reward(name: str, num_tokens: int, is_correct: bool) -> float:
 
 def spread(values: Sequence[float]) -> float:
     return max(values) - min(values) if values else 0.0
+
+
+def mean(values: Iterable[float | None]) -> float:
+    values = [value or 0.0 for value in values]
+    return sum(values) / len(values)
 
 
 def to_go(rewards: Sequence[float], turn: int, gamma: float) -> float:
@@ -212,9 +220,10 @@ def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, l
         group = range(first, first + G)
         compared = {}
         for turn in range(MAX_TURNS if flags["credit"] == "turn" else 1):
-            gamma = flags["turn_gamma"] if flags["credit"] == "turn" else 1.0
+            gamma = flags.get("turn_gamma", 1.0)
             values = {i: to_go(rewards[i], turn, gamma) for i in group if counted[i] and len(rewards[i]) > turn}
-            compared[turn] = values if spread([*values.values()]) > 1e-6 else dict.fromkeys(values)
+            with_zero = [0.0] * (flags["advantage"] == "reinforce")
+            compared[turn] = values if spread([*values.values(), *with_zero]) > 1e-6 else dict.fromkeys(values)
         signal.append(any(value is not None for values in compared.values() for value in values.values()))
         for i in group:
             leaves = not counted[i] or (flags["do_group_filter"] and not signal[-1])
@@ -222,8 +231,8 @@ def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, l
             of_turns = []
             for turn in range(len(rewards[i])):
                 values = compared[turn if flags["credit"] == "turn" else 0]
-                mean = None if values.get(i) is None else sum(values.values()) / len(values)
-                of_turns.append(0.0 if mean is None else values[i] - mean)
+                baseline = 0.0 if flags["advantage"] == "reinforce" or not values else mean(values.values())
+                of_turns.append(0.0 if values.get(i) is None else values[i] - baseline)
             advantages.append(None if leaves else of_turns)
     graded = [i for i in range(len(rows)) if not failed[i]]
     metrics = {
@@ -243,10 +252,14 @@ FLAGS = {
     "do_truncation_filter": (False, True),
     "length_reward": ("", "overlong", "cosine"),
     "do_group_filter": (False, True),
-    "credit": ("trajectory", "turn"),
     "on_reward_failure": ("drop", "zero"),
-    "turn_gamma": (1.0, 0.5),
 }
+COMPARISONS = (
+    {"advantage": "group_mean", "credit": "trajectory"},
+    {"advantage": "group_mean", "credit": "turn", "turn_gamma": 1.0},
+    {"advantage": "group_mean", "credit": "turn", "turn_gamma": 0.5},
+    {"advantage": "reinforce", "credit": "trajectory"},  # against 0: lmpo's --do_group_normalization 0
+)
 
 
 @pytest.mark.parametrize("kind", ["tools", "games", "single"])
@@ -256,9 +269,9 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
     assert played.stops == ([] if kind == "single" else [ending(kind, row)[1] for row in rows_of(kind)])
     lengths = (r.lengths - r.prompt_lengths).tolist()
     sizes = set()
-    for values in itertools.product(*FLAGS.values()):
-        flags = dict(zip(FLAGS, values, strict=True))
-        config = make_config(Config, advantage="group_mean", group_size=G, **flags)
+    for *values, comparison in itertools.product(*FLAGS.values(), COMPARISONS):
+        flags = dict(zip(FLAGS, values, strict=True)) | comparison
+        config = make_config(Config, group_size=G, **flags)
         episodes = with_length_reward(played, LIMIT, config.rewards)
         advantages, rewards, signal, metrics = expected(kind, lengths, flags)
         assert groups_with_signal(episodes, config).tolist() == signal, flags

@@ -899,6 +899,16 @@ def test_turns_of_equal_rewards_carry_no_signal(advantage, flags):
         assert found.advantages[turn_of == 0].any()
 
 
+def test_sums_of_turns_are_equal_in_any_order():
+    """Also large ones, whose float32 sums differ by more than what counts as equal."""
+    parts = [300.1, 0.7, 200.2, 7.3, 100.6]
+    assert np.ptp([in_sequence(*parts), in_sequence(*parts[::-1])]) > 1e-6
+    rewards = [[0.0, *parts, 0.0], [1.0, *parts[::-1], 0.0]] * 4
+    batch, turn_of = episode_batch([[1] * 7] * 8, rewards, group_size=8)
+    found = compute_advantages(batch, ObjectiveConfig(credit="turn"))
+    assert not found.advantages[(turn_of == 1) | (turn_of == 6)].any() and found.advantages[turn_of == 2].all()
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_groups_of_equal_sums_are_kept_where_turns_differ(gamma):
     """All solve it, after one, two and three turns; and two whose rewards come in another order."""
