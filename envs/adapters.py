@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, Self
 
 from envs.base import Episode, Step
 from envs.data import JSON, RawRow
+from envs.gyms import call
 from envs.tools import Tool, ToolEpisode, ToolSettings, completed
 
 Messages = list[dict[str, str]]
@@ -121,12 +122,7 @@ def reset(environment: Resettable, row: RawRow) -> object:
     """Returns the first observation: of the columns of a row that `reset` takes, and of a seed made from the row."""
     identity = json.dumps(row, sort_keys=True, default=str)
     seed = zlib.crc32(identity.encode())
-    arguments = {"seed": seed, **row}
-    parameters = inspect.signature(environment.reset).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        arguments = {name: value for name, value in arguments.items() if name in parameters}
-    first = completed(environment.reset(**arguments))
+    first = call(environment.reset, {"seed": seed, **row})
     if isinstance(first, tuple):
         observation, _ = first
         return observation

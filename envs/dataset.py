@@ -20,6 +20,7 @@ from envs.adapters import Adapter, Resettable
 from envs.answers import final_answer, same_math
 from envs.base import Env, Episode, Problem
 from envs.data import JSON, RawRow, Row, Source, load_rows
+from envs.gyms import as_gym
 from envs.questions import check_form, written_answers
 from envs.splits import select_split
 from envs.tools import ToolSettings
@@ -106,7 +107,7 @@ class Dataset(Env):
         """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError where it cannot be made."""
         if max_turns < 2:
             raise UserError(f"max_turns={max_turns}: an episode has 2 turns at least")
-        self.adapter = Adapter(load_object(episode, "--episode", "class"), settings)
+        self.adapter = Adapter(as_gym(load_object(episode, "--episode", "class")), settings)
         self.max_turns = max_turns
         try:
             has_tools, pays = self.adapter.traits()
