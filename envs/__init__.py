@@ -107,6 +107,8 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
         if key in options:
             raise UserError(f"{flag} {text!r}: {key} is there twice")
         options[key] = parse_value(value.strip())
+        if type(options[key]) in (int, float):
+            check_number(f"{flag}: {key}", options[key])
     return options
 
 
@@ -132,5 +134,3 @@ def check_options(name: str, constructor: Callable[..., Env | Style], options: O
         expected = type(defaults[key])
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise UserError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")
-        if type(value) in (int, float):
-            check_number(f"environment {name}: option {key}", value)

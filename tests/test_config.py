@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from core import chat, eval, grpo
-from envs import make_env, parse_options
+from core.sampling import SamplingConfig
 from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
+from utils.settings.environments import EnvConfig, HeldOutConfig, resolve_environments
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.presets import announced_demo, read_preset
@@ -255,9 +256,12 @@ def test_numbers_that_no_array_holds_are_refused_by_name(command, capsys):
 
 
 def test_numbers_of_environments_are_those_of_options():
-    for text in ("nan", "inf", "1e39", "1e-40", str(2**64)):
-        with pytest.raises(UserError, match="option call_cost is"):
-            make_env("calculator", **parse_options(f"call_cost={text}"))
+    for text in ("nan", "inf", "1e39", "1e-40", str(2**64), "9" * 5000):
+        with pytest.raises(UserError, match="--env_options: call_cost is"):
+            EnvConfig("calculator", f"call_cost={text}").options("calculator")
+    with pytest.raises(UserError, match="--test_env_options: num_generation_tokens is"):
+        limits = HeldOutConfig("calculator", f"num_generation_tokens={2**40}")
+        resolve_environments(EnvConfig("calculator"), limits, SamplingConfig())
 
 
 @pytest.mark.parametrize(
