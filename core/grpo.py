@@ -7,8 +7,8 @@ To change the loss or the advantage: core/objectives.py. To change what is drawn
 To change which groups are learnt from: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 200 lines: core/minimal.py.
 
-A prompt's way to its gradient: collect -> RolloutWorker.play -> Sampler.generate -> make_batch -> Learner.score ->
-compute_advantages -> Learner.update -> accumulate -> policy_loss.
+A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play -> Sampler.generate -> make_batch ->
+Learner.score -> compute_advantages -> Learner.update -> accumulate -> policy_loss.
 
 N prompts, G rollouts of each (a group), B = N G rows.
 """
@@ -26,9 +26,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from core.ahead import Rollouts, prepare_ahead
 from core.config import Config
 from core.eval import evaluate_held_out
+from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compared_rewards, compute_advantages, has_signal
@@ -73,20 +73,23 @@ def main(config: Config) -> None:
         if config.precompile:
             workers, learner = precompile(config, workers, learner, state)
             run.print_compilations()
-        train(config, run, workers, learner, state, progress)
+        rollouts = Rollouts(workers["env"], learner)
+        if config.ahead:
+            rollouts = AheadRollouts(collect, fraction_done, run.stack, workers["env"], learner)
+        train(config, run, workers, rollouts, learner, state, progress)
 
 
 def train(
     config: Config,
     run: Run,
     workers: Mapping[str, RolloutWorker],
+    rollouts: "Rollouts | AheadRollouts",
     learner: Learner,
     state: TrainState,
     progress: Progress,
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, held_out = split_roles(workers)
-    rollouts = run.stack.enter_context(Rollouts(collect, worker, learner))
     with_greedy = config.held_out.test_greedy
     if held_out and progress.step == 0:
         with run.interruptible():
@@ -99,9 +102,8 @@ def train(
 
         # Rollouts: groups of completions and their rewards, until the batch is full of groups to learn from.
         with run.phase("rollout"):
-            episodes, progress = rollouts.take(state, progress)  # from `collect`
+            state, episodes, progress = rollouts.take(state, progress)  # by `collect`
         is_last = fraction_done(config, worker, progress) >= 1
-        state = rollouts.draw_ahead(state, progress, is_last)  # --ahead 1: the next step's begin, beside the updates
 
         # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
         with run.phase("logprobs"):
@@ -125,16 +127,28 @@ def train(
 
         # Log, evaluate, save.
         metrics = run.times | rollout_metrics(episodes, groups_with_signal(episodes, config)) | update_metrics
-        metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics) | rollouts.metrics
+        metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics)
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
-            rollouts.wait()  # an evaluation takes the devices of those that are drawn ahead
             policy = learner.policy(state.params)
             scores, examples = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
             run.write_held_out(step, examples)
             metrics |= scores
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
     run.print_summary(progress)
+
+
+class Rollouts:
+    """The rollouts of each step, drawn when they are asked for by the policy that is then updated."""
+
+    def __init__(self, worker: RolloutWorker, learner: Learner):
+        self.worker, self.learner = worker, learner
+
+    def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
+        """Returns the rollouts of the step behind `progress`, and the progress after it."""
+        weights = self.worker.load_weights(self.learner.policy(state.params))  # cast and laid out for decoding
+        episodes, cursor = collect(self.worker, weights, self.learner.config, progress.step + 1, progress.cursor)
+        return state, episodes, progress.after_step(cursor, len(episodes))
 
 
 def task_numbers(seed: int, num_tasks: int, places: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:

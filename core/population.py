@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.config import Config
-from core.grpo import make_workers, train
+from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
 from core.rollout import RolloutWorker
@@ -124,7 +124,8 @@ class Member:
         try:
             with user_errors(), run.start(learner.model, self.tokenizer, workers.values()):
                 run.print(*run.notes, *workers["env"].notes, *learner.notes)
-                train(self.config, run, workers, learner, self.state, self.progress)
+                rollouts = Rollouts(workers["env"], learner)
+                train(self.config, run, workers, rollouts, learner, self.state, self.progress)
         except SystemExit as end:
             self.status = end.code
         except BaseException:  # noqa: BLE001 (the others are ended, and the process with them)

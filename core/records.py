@@ -55,6 +55,7 @@ class Episodes:
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
     turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
     places: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run: see `play`
+    metrics: dict[str, float] = field(default_factory=dict)  # logged besides, in place of those of the same name
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
     def __len__(self) -> int:

@@ -20,9 +20,8 @@ from core.speculation import with_speculation
 from core.turns import Conversations, check_conversations
 from envs.base import DIALECTS, Dialect, Env, Problem
 from models.architecture import Decoder
-from models.decoder import cast_params
 from models.distribution import Distribution
-from models.names import ADAPTERS, Array, Key, Policy, Weights
+from models.names import Array, Key, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.memory import out_of_memory, rows_that_fit
 from utils.devices.sharding import Layout
@@ -51,8 +50,6 @@ class RolloutWorker:
     layout: Layout
     rows_per_call: int  # completions that are sampled at once; 0: all, or as `with_room` says
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
-    # What policies have below their adapters, on devices of this worker's own; None: they come on its devices.
-    own_base: Weights | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -89,17 +86,7 @@ class RolloutWorker:
 
     def load_weights(self, params: Policy) -> Weights:
         """Returns the weights that `play` samples from: cast and laid out for decoding, once for many calls."""
-        return self.sampler.load_weights(self.take_over(params))
-
-    def take_over(self, policy: Policy) -> Policy:
-        """Returns a policy on the devices of this worker; the base below adapters is there already."""
-        if self.own_base is None:
-            return policy
-        if ADAPTERS in policy:
-            return self.own_base | {ADAPTERS: self.layout.receive(policy[ADAPTERS])}
-        model = self.sampler.model
-        params = {name: policy[name] for name in model.parameter_table()}  # without a critic
-        return self.layout.receive(cast_params(model, params))
+        return self.sampler.load_weights(params)
 
     def encode(self, problem: Problem) -> list[int]:
         """Returns the prompt of a problem, token ids."""

@@ -44,12 +44,12 @@ LAW = {
     "core.replay": ("core.config", "core.records", "core.rollout", "core.sampling", "models", "utils"),
     "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "models.lora", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),
-    "core.ahead": ("core.config", "core.learner", "core.records", "core.rollout", "models", "utils"),
+    "core.extensions.ahead": ("core.config", "core.learner", "core.records", "core.rollout", "models", "utils"),
     "core.extensions.programs": (  # the programs of files of the loop
         *("core.config", "core.learner", "core.records", "core.rollout", "core.sampling", "models", "utils"),
     ),
     "core.grpo": (
-        *("core.ahead", "core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),
+        *("core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),
         *("core.extensions", "models", "utils"),
     ),
     "core.shared_sampler": ("core.records", "core.sampling", "models", "utils"),

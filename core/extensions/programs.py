@@ -47,7 +47,8 @@ def precompile(
 
     They are padded as the longest one of an environment, or of 1,000 of a large one.
     """
-    params = shapes_of(workers["env"].take_over(learner.policy(state.params)))
+    policy = learner.policy(state.params)
+    params = shapes_of(workers["env"].take_over(policy) if config.ahead else policy)
     lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
     workers = {role: with_prompt_columns(worker, max(lengths[role])) for role, worker in workers.items()}
     worker, group_size, max_groups = workers["env"], config.update.group_size, config.update.max_groups

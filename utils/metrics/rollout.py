@@ -28,4 +28,4 @@ def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> di
         metrics[f"env/{kind}"] = count
     for name, seconds in episodes.times.items():
         metrics[f"times/{name}"] = seconds
-    return metrics
+    return metrics | episodes.metrics
