@@ -421,14 +421,14 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     # Filter.
     signal = np.repeat(has_signal(rewards, batch.group_size, config), batch.group_size, axis=0)
     keep = np.isfinite(batch.rewards) & (signal.any(axis=1) | (not config.do_group_filter))
-    if config.do_truncation_filter:
-        keep &= batch.finished
+    keep &= batch.finished if config.do_truncation_filter else True
     batch = replace(batch, mask=batch.mask & keep[:, None])
     # Compare.
     groups = np.moveaxis(rewards.reshape(-1, batch.group_size, rewards.shape[1]), 2, 0)
     compared = [ADVANTAGES[config.advantage](group, batch, config) for group in groups]
     advantages = np.concatenate([np.float32(x).reshape(len(keep), -1) for x in compared], axis=1)  # [B, K] or [B, T]
     if columns is not None:
+        assert advantages.shape == rewards.shape, "an advantage of each token does not value turns"
         advantages, signal = (np.take_along_axis(x, columns, axis=1) for x in (advantages, signal))
     keep &= np.isfinite(advantages).all(axis=1)
     if config.advantage == "best_k":

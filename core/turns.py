@@ -263,25 +263,12 @@ class Record:
     last_token: int = -1  # of the last reply
     scores: Counter[str] = field(default_factory=Counter)
     turn_rewards: list[float] = field(default_factory=list)
-    stop: str = ""  # reason of its end: see `stop_reason`
+    stop: str = ""  # reason of its end: done, failed, max_turns; max_tokens: cut off, or no room for what follows
 
     @property
     def turns(self) -> Turns:
         """The question to the environment what follows the last reply."""
         return Turns(self.seed, tuple(self.replies), is_truncated=bool(self.stop))
-
-    def stop_reason(self, outcome: Outcome, max_turns: int) -> str:
-        """Returns why the episode ends with its last reply, to which the environment says this.
-
-        max_tokens: the limit of tokens cut the reply off, or leaves no room for what follows it.
-        """
-        if self.num_left < 0:
-            return "max_tokens"
-        if isinstance(outcome, Failure):
-            return "failed"
-        if outcome.done:
-            return "done"
-        return "max_turns" if len(self.replies) == max_turns else "max_tokens"
 
     def conversation(self) -> list[Message]:
         """Returns turns and what followed them."""
@@ -386,20 +373,22 @@ class Conversations:
 
     def observation(self, row: int, outcome: Outcome) -> Observation:
         """Returns what an outcome says to the policy."""
-        episode = self.episodes[row]
-        tokens = []
+        episode, tokens, stop = self.episodes[row], [], "failed"
         if isinstance(outcome, Failure):
             self.failures[row] = outcome
         else:
             self.add_scores(row, outcome)
             tokens = [] if outcome.done else self.encode(row, outcome)
-        if tokens and len(episode.replies) < self.env.max_turns and len(tokens) < episode.num_left:
-            episode.messages.append(outcome.messages)
-            return Observation(tokens)
+            stop = "done" if outcome.done else "max_turns"
+        if tokens and len(episode.replies) < self.env.max_turns:
+            if len(tokens) < episode.num_left:
+                episode.messages.append(outcome.messages)
+                return Observation(tokens)
+            stop = "max_tokens"
         self.wait.done += 1
         if tokens:
             self.unasked.add(row)  # whether there is a reward left
-        episode.stop = episode.stop_reason(outcome, self.env.max_turns)
+        episode.stop = "max_tokens" if episode.num_left < 0 else stop
         return Observation(finished=episode.stop != "max_tokens")
 
     def encode(self, row: int, step: Step) -> list[int]:
