@@ -40,7 +40,7 @@ from utils.rewards.shaping import RewardConfig
 from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
-from utils.settings.environments import EnvConfig, RolloutSettings, check_files, resolve_settings
+from utils.settings.environments import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
 from utils.settings.errors import UserError, user_errors
 from utils.settings.presets import announced_demo
 
@@ -171,6 +171,7 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained and "replay" not in options:
         trained = announced_demo(options)
+    trained = as_held_out(trained)
     env_name = str(trained.get("env_name", ""))
     if split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
         return {}

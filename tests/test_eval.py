@@ -278,7 +278,7 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     assert "3 tasks x 4, temperature 1" in printed and "was trained" not in printed, "not on poems"
 
 
-def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path):
+def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, capsys):
     run = tmp_path / "run"
     (run / "step2").mkdir(parents=True)
     trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
@@ -300,6 +300,16 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path):
         assert settings("--model_dir", models, "--env_name", names) == (names, "", 1.0, -1), "another environment"
     note = evaluation.inheritance_note(evaluation.parse_command(["--model_dir", models, "--temperature", "0.7"]))
     assert note == f"as in {run}: --env_name Countdown3 --env_options max_number=9 --num_generation_tokens 64"
+    own = {"test_env_options": "num_generation_tokens=96,max_number=20,prompt=bare"}
+    for test_env, *expected in (("countdown3-test", "max_number=20,prompt=bare", 96), ("poem", "max_number=9", 64)):
+        (run / "config.json").write_text(json.dumps(trained | others | own | {"test_env_name": test_env}))
+        _, env_options, _, limit = settings("--model_dir", models)
+        assert [env_options, limit] == expected, "as in the log of the run"
+    code = {"env_name": "python", "test_env_name": "python-test", "test_env_options": "sandbox=off"}
+    (run / "config.json").write_text(json.dumps(trained | others | code | {"env_options": ""}))
+    with pytest.raises(SystemExit):
+        settings("--model_dir", models)
+    assert "if you trust it, add --env_options 'sandbox=off'" in capsys.readouterr().err
     assert evaluation.inheritance_note(evaluation.parse_command(["--env_name", "countdown3"])) == ""
 
 

@@ -80,6 +80,21 @@ def option_values(settings: Mapping[str, Value]) -> Iterator[tuple[str, str, str
             yield flag, name, str(value)
 
 
+def as_held_out(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns the settings of a run by which its environment is played on held-out problems.
+
+    They are --env_options and limits with those of --test_env_options, if that is about the same environment.
+    """
+    train_env, test_env = (split_name(str(settings.get(name, "")))[0] for name in ("env_name", "test_env_name"))
+    own = parse_options(str(settings.get("test_env_options", "")), "--test_env_options")
+    if not own or test_env not in ("", train_env):
+        return dict(settings)
+    limits = {name: own.pop(name) for name in LIMITS if name in own}
+    options = parse_options(str(settings.get("env_options", ""))) | own
+    text = ",".join(f"{name}={value}" for name, value in options.items())
+    return {**settings, **limits, "env_options": text, "test_env_options": ""}
+
+
 @dataclass(frozen=True)
 class HeldOutConfig:
     """Held-out problems."""
