@@ -66,7 +66,8 @@ KINDS = {  # name: base, config of peft
     "both patterns with rsLoRA": (
         LLAMA, ALL | {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 3, "o_proj": 2}}
     ),
-    "a pattern with groups": (LLAMA, ALL | {"alpha_pattern": {r"(q|k)_proj": 3}}),
+    "a pattern with a group": (LLAMA, ALL | {"alpha_pattern": {r"(q|k)_proj": 3}}),
+    "a pattern that may hang": (LLAMA, ALL | {"alpha_pattern": {r"([a-z]+_?)+": 3}}),
     "dropout": (LLAMA, ALL | {"lora_dropout": 0.3}),
     "gaussian": (LLAMA, ALL | {"init_lora_weights": "gaussian"}),
     "orthogonal": (LLAMA, ALL | {"init_lora_weights": "orthogonal"}),

@@ -59,7 +59,8 @@ REMEDIES = {
     "arrow_config": "it chooses among adapters for each token, and cannot be merged",
 }
 PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
-MAX_PATTERNS, MAX_REPEATS = 10_000, 3
+MAX_PATTERNS, MAX_PATTERN, MAX_CHOICES = 10_000, 1000, 3
+REPEATED_GROUP = re.compile(r"\)[*+?{]")
 FIXED = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
     "inference_mode": True, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
@@ -157,17 +158,18 @@ def check_fields(file: Path, config: Mapping[str, object]) -> None:
 def read_patterns(file: Path, config: Mapping[str, object], field: str) -> list[tuple[re.Pattern, float]]:
     """Returns what peft compares the names of matrices with, in its order, and the value for each.
 
-    Raises: UserError for what is malformed, or could take for ever to be compared: with groups, or many repetitions.
+    Raises: UserError for what is malformed, or could take for ever to be compared: with a group that is repeated, or
+    with many groups and repetitions.
     """
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
         raise UserError(f"{file}: {field} is no object of at most {MAX_PATTERNS:,} names: export it again")
     compiled = []
     for pattern, value in patterns.items():
-        is_simple = "(" not in pattern and sum(map(pattern.count, "*+?{")) <= MAX_REPEATS
+        is_simple = len(pattern) <= MAX_PATTERN and sum(map(pattern.count, "*+?{(")) <= MAX_CHOICES
         try:
-            if not is_simple or not is_size(value):
-                raise ValueError("a pattern without groups and a number above 0 is supported")
+            if not is_simple or REPEATED_GROUP.search(pattern) or not is_size(value):
+                raise ValueError(f"not a number above 0 for a pattern with at most {MAX_CHOICES} groups or repetitions")
             compiled.append((re.compile(rf"(.*\.)?({pattern})$"), value))
         except (re.error, OverflowError, ValueError) as error:
             entry = f"{reprlib.repr(pattern)}: {reprlib.repr(value)}"

@@ -254,7 +254,7 @@ PARTS = {  # of the matrices, by a pattern; fields of adapter_config.json; rank 
     "a layer": (r".*\.1\..*", {"layers_to_transform": [1]}, 2, 6),
     "attention": (ATTENTION, {"target_modules": ATTENTION, "exclude_modules": ["mlp"], "lora_dropout": 0.1}, 2, 6),
     "ranks": (".*", {"rank_pattern": {"q_proj": 4, r"layers.1.mlp\.up_proj": 1, "up_proj": 3}}, 4, 12),
-    "alphas": (".*", {"alpha_pattern": {"^model.layers.0.self_attn.v_proj": 3, r".*\.mlp\.[a-z]+_proj": 1}}, 2, 6),
+    "alphas": (".*", {"alpha_pattern": {"^model.layers.0.self_attn.v_proj": 3, r"mlp\.(up|down)_pro.+": 1}}, 2, 6),
     "rslora": (".*_proj", {"use_rslora": True, "init_lora_weights": "gaussian"}, 2, 6 * 2**0.5),
     "all": (
         ATTENTION, {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"o_proj": 2}}, 8, 24 * 2**0.5
@@ -368,6 +368,7 @@ DAMAGES = {
     "head": (lambda config, tensors: tensors.update(x=np.zeros(3, np.float32)), "has the unknown tensor x"),
     "number": (lambda config, tensors: next(iter(tensors.values())).fill(np.nan), "NaN or infinity"),
     "hangs": (lambda config, tensors: config.update(rank_pattern={"(a+)+b": 2}), "write out the names of matrices"),
+    "hangs too": (lambda config, tensors: config.update(rank_pattern={"(a|a)" * 30: 2}), "write out the names"),
     "malformed": (lambda config, tensors: config.update(alpha_pattern={"[": 2}), "write out the names of matrices"),
     "no pattern": (lambda config, tensors: config.update(alpha_pattern=["q_proj"]), "alpha_pattern is no object"),
 }
