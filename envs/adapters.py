@@ -6,14 +6,11 @@ processes: it must be a pure function of its arguments, and what an object does 
 
 import inspect
 import json
-import random
 import zlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
-
-import numpy as np
 
 from envs.base import Episode, Step
 from envs.data import JSON, RawRow
@@ -22,40 +19,6 @@ from envs.tools import Tool, ToolEpisode, ToolSettings, completed
 
 Messages = list[dict[str, str]]
 Grade = Callable[[str], Mapping[str, float]]  # the last reply's "return", "correct_answer" and others
-
-
-class Chance:
-    """The global generators of Python and NumPy, for one object: seeded by its row, and left to it between its calls.
-
-    So what an object draws depends neither on what others draw meanwhile nor on the process: a context manager.
-    """
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self.own: tuple | None = None  # states behind the last call
-
-    def __enter__(self) -> None:
-        self.others = random.getstate(), np.random.get_state()
-        if self.own is None:
-            random.seed(self.seed)
-            np.random.seed(self.seed)
-        else:
-            set_generators(self.own)
-
-    def __exit__(self, *_) -> None:
-        self.own = random.getstate(), np.random.get_state()
-        set_generators(self.others)
-
-
-def set_generators(states: tuple) -> None:
-    """Sets the global generators of Python and NumPy."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
-def seed_of(row: RawRow) -> int:
-    """Returns a seed that is made from a row."""
-    return zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
 
 
 class Resettable(Protocol):
@@ -87,22 +50,15 @@ class MethodEpisode(ToolEpisode):
     """An object whose methods are tools. Its `get_reward`, if it has one, is added to the grade of the last reply."""
 
     def __init__(self, environment: Resettable, row: RawRow, settings: ToolSettings, grade: Grade):
-        self.chance = Chance(seed_of(row))
-        with self.chance:
-            completed(environment.reset(**row))
+        completed(environment.reset(**row))
         super().__init__(tool_methods(environment), settings)
         self.environment = environment
         self.grade = grade
 
-    def result(self, call: str) -> object:
-        with self.chance:
-            return super().result(call)
-
     def final_reward(self, text: str) -> Mapping[str, float]:
         scores = dict(self.grade(text))
         if hasattr(self.environment, "get_reward"):
-            with self.chance:
-                reward = float(completed(self.environment.get_reward()))
+            reward = float(completed(self.environment.get_reward()))
             scores["get_reward"] = reward
             scores["return"] += reward
             scores["correct_answer"] = float(scores["return"] >= 1)
@@ -137,9 +93,7 @@ class GymEpisode(Episode):
     """
 
     def __init__(self, environment: Resettable, row: RawRow, grade: Grade):
-        self.chance = Chance(seed_of(row))
-        with self.chance:
-            reset(environment, row)
+        reset(environment, row)
         self.environment = environment
         self.grade = grade
         self.total = 0.0  # of rewards
@@ -147,8 +101,7 @@ class GymEpisode(Episode):
 
     def step(self, reply: str) -> Step:
         self.text = reply
-        with self.chance:
-            answer = Answer.read(completed(self.environment.step(reply)))
+        answer = Answer.read(completed(self.environment.step(reply)))
         reward = float(answer.reward or 0)
         self.total += reward
         if not answer.is_done:
@@ -167,7 +120,9 @@ class GymEpisode(Episode):
 
 def reset(environment: Resettable, row: RawRow) -> object:
     """Returns the first observation: of the columns of a row that `reset` takes, and of a seed made from the row."""
-    first = call(environment.reset, {"seed": seed_of(row), **row})
+    identity = json.dumps(row, sort_keys=True, default=str)
+    seed = zlib.crc32(identity.encode())
+    first = call(environment.reset, {"seed": seed, **row})
     if isinstance(first, tuple):
         observation, _ = first
         return observation
@@ -207,13 +162,10 @@ class Adapter:
         """Returns the messages of a row with the first observation behind them, and the tools that are announced."""
         environment = self.factory()
         row = deepcopy(row)  # the object may keep and change its lists
-        chance = Chance(seed_of(row))
         if has_steps(environment):
-            with chance:
-                observed = as_messages(reset(environment, row))
+            observed = as_messages(reset(environment, row))
             return extended(messages, observed, "\n"), ()
-        with chance:
-            text = completed(environment.reset(**row))
+        text = completed(environment.reset(**row))
         observed = as_messages(text) if text is not None else []
         return extended(messages, observed, ""), tuple(tool_methods(environment))
 

@@ -1,7 +1,6 @@
 """Classes as users of other trainers write them, and an environment with hostile tools; for tests/test_tools.py."""
 
 import asyncio
-import random
 from types import SimpleNamespace
 from typing import Generic, TypeVar
 
@@ -62,25 +61,6 @@ class Waiting:
 
     async def get_reward(self) -> float:
         return 0.5
-
-
-class Lottery:
-    """Draws from the global generators in `reset` and in a tool, as TRL's first example does in the former."""
-
-    def reset(self, **row) -> str:
-        self.number = random.randint(0, 10**9)
-        return f"Number {self.number}."
-
-    def draw(self) -> list:
-        """Draws."""
-        return [self.number, random.random(), np.random.random()]
-
-
-class LateLottery(Lottery):
-    """The same, by steps."""
-
-    def step(self, action: str) -> tuple:
-        return str(self.draw()), 0.0, False, {}
 
 
 class Unpaid:

@@ -429,22 +429,6 @@ def test_a_reward_function_is_added(rows):
     assert (end.reward, end.info["correct_answer"]) == (0.75, 0.0)
 
 
-@pytest.mark.parametrize("name", ["Lottery", "LateLottery"])
-def test_what_an_object_draws_depends_on_its_row_and_its_calls_alone(rows, name):
-    env = dataset(rows, name)
-    replies = [Reply("", (call("draw"),))] * 3
-    episodes = [env.episode(env.problem(0), 0) for _ in range(2)]
-    random.seed(5)
-    expected = random.Random(5).random()
-    both = [[episode.act(reply) for episode in episodes] for reply in replies]  # they take turns in a process
-    assert random.random() == expected, "others draw what they drew"
-    said = [contents(ours)[0] for ours, theirs in both if ours == theirs]
-    assert len({*said}) == 3 and [contents(step)[0] for step in played(env, replies)] == said
-    number = json.loads(said[0])[0]
-    assert f"Number {number}." in env.problem(0).messages[0]["content"] != env.problem(1).messages[0]["content"]
-    assert f"Number {number}." not in env.problem(1).messages[0]["content"], "each row has its own"
-
-
 GYMS = ["Countdown", "Countdown5", "SkyCountdown", "OpenCountdown", "AsyncCountdown"]
 
 
