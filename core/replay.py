@@ -33,7 +33,7 @@ from utils.runs.card import training_command
 from utils.runs.foreign import check_code
 from utils.settings.arguments import Value
 from utils.settings.config import make_config, to_dict
-from utils.settings.environments import resolve_environments
+from utils.settings.environments import resolve_settings
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
@@ -122,12 +122,13 @@ def replay(
     Raises: UserError for what cannot be drawn again, and where a run of others would run code that is not `named`.
     """
     stored, config = read_stored(path, row)
-    settings = to_dict(config)
-    check_code(stored.run, settings, [name for name, value in settings.items() if named.get(name) != value])
-    print(f"as in {stored.run}: {printable(training_command(Config, settings))}")
+    own = to_dict(config.env)
+    check_code(stored.run, own, [name for name, value in own.items() if named.get(name) != value])
+    print(f"as in {stored.run}: {printable(training_command(Config, to_dict(config)))}")
     folder = weights_before(stored, config)
     model, base, params, tokenizer = load_policy(folder, config.lora, config.seed, layout, **config.compute.arguments)
-    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
+    limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
+    settings = resolve_settings(config.env, config.env.env_name, *limits)
     key = jax.random.fold_in(jax.random.key(config.seed), stored.step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         weights = worker.load_weights(make_policy(base, params))

@@ -355,7 +355,7 @@ FOREIGN = {  # where the config.json lies, how the model is named, and the setti
     "no sandbox": (".", "step1", {"env_name": "python", "env_options": "problems=gsm8k,sandbox=off"}, {"lmpo": "0"}),
     "rollouts": (".", "", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
     "rollouts with an episode": (".", "", {"env_options": "path=x/q.jsonl,episode=x/helper.py:G"}, {"lmpo": "0"}),
-    "rollouts of a test": (".", "", {"test_env_name": "python", "test_env_options": "sandbox=off"}, {"lmpo": "0"}),
+    "rollouts without a sandbox": (".", "", {"env_name": "python", "env_options": "sandbox=off"}, {"lmpo": "0"}),
 }
 
 
@@ -392,7 +392,7 @@ def test_no_downloaded_folder_runs_code(case, foreign, capsys):
     assert not Path("executed").exists()
     said = capsys.readouterr()
     if origin:
-        (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name" and x != "test_env_name"]
+        (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name"]
         assert said.err.count("\n") == 1 and f"if you trust it, add --{flag} {value!r}" in said.err
     else:
         assert "poem-test: completions" in said.out, "no run: an environment is not inherited either"
@@ -412,7 +412,6 @@ def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
     assert is_refused() and reward("--reward", "x/helper.py:f") == "x/helper.py:f" and reward("--reward", "") == ""
     assert reward("--env_name", "poem") == "", "the environment is another"
     remember_code(foreign, settings)
-    remember_code(foreign, settings)
     assert reward() == "x/helper.py:f" and len(own_file().read_text().splitlines()) == 1
     Path("x/helper.py").write_text(HELPER + "# changed")
     assert is_refused()
@@ -421,6 +420,14 @@ def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
     foreign = foreign.parent / "y"
     assert is_refused(), "a copy, as it may be shared and come back"
     own_file().unlink()
+    foreign = foreign.parent / "x"
+    held_out = {"test_env_options": "reward=x/helper.py:f", "run": {"lmpo": "0"}}
+    settings = write_settings(foreign, **held_out)
+    assert is_refused()
+    remember_code(foreign, settings)
+    assert "reward=x/helper.py:f" in evaluation.parse_command(["--model_dir", str(foreign)]).env.env_options
+    own_file().unlink()
+    write_settings(foreign, reward="x/helper.py:f")
     with pytest.raises(UserError, match=r"add --reward 'x/helper.py:f'"):
         replay("x/rollouts/step_1", 0, 0, 1, None, {"reward": "x/other.py:f"})
 

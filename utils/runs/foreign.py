@@ -19,7 +19,7 @@ from utils.settings.arguments import Value
 from utils.settings.environments import CODE, option_values
 from utils.settings.errors import UserError
 
-OWN = "lmpo/own_runs"  # a line for each run with such settings, in the folder of the user's states
+OWN = "lmpo/own_runs"  # a line for each such setting of a run, in the folder of the user's states
 
 
 class Setting(NamedTuple):
@@ -55,26 +55,23 @@ def settings_with_code(settings: Mapping[str, Value]) -> list[Setting]:
 
 def check_code(run: str | Path, settings: Mapping[str, Value], taken: Collection[str]) -> None:
     """Raises UserError where one of the settings that are `taken` over executes code, and the run is not the user's."""
-    found = settings_with_code(settings)
-    unknown = [setting for setting in found if setting.flag in taken]
-    if not unknown or fingerprint(run, found) in own_runs():
-        return
-    flag, option, value = unknown[0]
-    raise UserError(
-        f"{run} asks for {option}={value}, which runs code with your rights, and is no run that you have trained here "
-        f"with that code: if you trust it, add --{flag} {str(settings[flag])!r}"
-    )
+    for setting in settings_with_code(settings):
+        flag, option, value = setting
+        if flag in taken and fingerprint(run, setting) not in own_runs():
+            raise UserError(
+                f"{run} asks for {option}={value}, which runs code with your rights, and is no run that you have "
+                f"trained here with that code: if you trust it, add --{flag} {str(settings[flag])!r}"
+            )
 
 
 def remember_code(run: Path, settings: Mapping[str, Value]) -> None:
     """Notes that the user has trained a run with these settings, where they execute code."""
-    found = settings_with_code(settings)
-    line = fingerprint(run, found)
-    if found and line not in own_runs():
+    lines = [fingerprint(run, setting) + "\n" for setting in settings_with_code(settings)]
+    if lines:
         with contextlib.suppress(OSError):  # they have to be named then
             own_file().parent.mkdir(parents=True, exist_ok=True)
             with own_file().open("a") as file:
-                file.write(line + "\n")
+                file.writelines(lines)
 
 
 def own_file() -> Path:
@@ -83,18 +80,17 @@ def own_file() -> Path:
 
 
 def own_runs() -> set[str]:
-    """Returns the fingerprints of the runs that this user has trained."""
+    """Returns the fingerprints of the settings with which this user has trained runs."""
     try:
         return set(own_file().read_text().split())
     except (OSError, ValueError):
         return set()
 
 
-def fingerprint(run: str | Path, settings: list[Setting]) -> str:
-    """Returns a digest of a run's folder, its settings with code, and the content of their files."""
-    parts = [str(Path(run).resolve()), settings]
-    for setting in settings:
-        with contextlib.suppress(OSError, ValueError):
-            content = Path(os.path.expanduser(setting.value.rpartition(":")[0])).read_bytes()
-            parts.append(hashlib.sha256(content).hexdigest())
+def fingerprint(run: str | Path, setting: Setting) -> str:
+    """Returns a digest of a run's folder, a setting with code, and the content of its file."""
+    parts = [str(Path(run).resolve()), setting.option, setting.value]
+    with contextlib.suppress(OSError, ValueError):
+        content = Path(os.path.expanduser(setting.value.rpartition(":")[0])).read_bytes()
+        parts.append(hashlib.sha256(content).hexdigest())
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
