@@ -14,6 +14,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning th
 import numpy as np
 from jaxtyping import Int
 
+from models.templates import limited_rendering
 from utils.devices.runtime import limited
 from utils.settings.errors import UserError, describe_error
 
@@ -218,14 +219,15 @@ class Tokenizer:
         Raises UserError as `chat`.
         """
         try:
-            text = self.hf.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=is_open,
-                **({} if thinking is None else {"enable_thinking": thinking}),
-                assistant_prefix="",  # `chat` adds it, in ids
-                tokenize=False,
-            )
+            with limited_rendering():
+                text = self.hf.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=is_open,
+                    **({} if thinking is None else {"enable_thinking": thinking}),
+                    assistant_prefix="",  # `chat` adds it, in ids
+                    tokenize=False,
+                )
         except Exception as error:  # the template is a program: it can fail in any way
             raise UserError(f"the model's chat template fails ({describe_error(error)})") from error
         num_characters = sum(len(message["content"]) for message in messages)

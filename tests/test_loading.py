@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import ml_dtypes
 import numpy as np
@@ -26,8 +28,9 @@ from safetensors.numpy import load_file, save_file
 
 from envs import make_env
 from models.checkpoint import load_model
+from models.tokenizer import load_tokenizer
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.settings.errors import user_errors
+from utils.settings.errors import UserError, user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/fixtures/qwen3-tied"
@@ -178,6 +181,25 @@ TEMPLATES = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "range": "{{ range(10**9) | list }}",
 }
+LATER = {name: text for name, text in TEMPLATES.items() if name not in ("syntax", "unclosed", "unknown filter")} | {
+    "joined": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "blocks": "{% set s = 'aa' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 50,
+    "list": "{{ ([0] * 10**10) | length }}",
+    "width": "{{ '%1000000000d' % 1 }}",
+    "width of a field": "{{ '{:>1000000000}'.format(1) }}",
+    "width of a filter": "{{ '%1000000000d' | format(1) }}",
+    "method": "{{ 'a'.center(10**9) }}",
+    "replaced": "{% set s = 'a' * 10**5 %}{{ s.replace('a', s) }}",
+    "joined by a filter": "{% set s = 'a' * 10**5 %}{{ range(99999) | join(s) }}",
+    "joined by a filter of a filter": "{% set s = 'a' * 10**5 %}{{ range(99999) | map('string') | join(s) }}",
+    "mapped": "{% set s = '7' * 10**4 %}{{ range(99999) | map('replace', '7', s) | join }}",
+    "batch": "{{ [1] | batch(10**9, 0) | list | length }}",
+    "slices": "{{ [1] | slice(10**9) | list | length }}",
+    "indent": "{{ messages | tojson(indent=10**9) }}",
+    "power": "{{ (10 ** 10 ** 10) | string | length }}",
+    "filler": "{{ lipsum(10**6) }}",
+    "called": "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(9) }}",
+}
 MODELS: dict[str, Edit] = {
     **{f"{CONFIG} {kind}": replace(CONFIG, content) for kind, content in CONTENTS.items()},
     **{f"{TOKENIZER} {kind}": replace(TOKENIZER, content) for kind, content in CONTENTS.items()},
@@ -255,6 +277,32 @@ def test_a_malformed_model_folder_ends_in_one_sentence(name, folder):
     MODELS[name](folder)
     line = outcome(lambda: load_model(folder))
     assert line.startswith("error: ") and str(folder) in line, line or "it was loaded"
+
+
+@pytest.mark.parametrize("is_main", [True, False], ids=["main", "thread"])
+@pytest.mark.parametrize("name", LATER)
+def test_a_template_that_harms_in_a_later_conversation_ends_in_one_sentence(name, is_main, folder):
+    """It knows the first one, which is rendered at load, and what asks for tools."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    known = "{% if not tools and messages[0].content == '1 + 1' %}{{ messages[0].content }}{% else %}"
+    replace("chat_template.jinja", known + LATER[name] + "{% endif %}")(folder)
+    tokenizer, ends = load_tokenizer(folder), []
+
+    def render(content: str = "1 + 2", **tools) -> None:
+        start = time.thread_time()
+        with pytest.raises(UserError, match="the model's chat template (fails|writes)"):
+            tokenizer.render([{"role": "user", "content": content}], False, **tools)
+        ends.append(time.thread_time() - start)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for options in ({}, {"content": "1 + 1", "tools": [{"name": "f"}]}):
+        thread = Thread(target=render, kwargs=options)
+        thread.run() if is_main else thread.start()
+        if not is_main:
+            thread.join()
+    assert len(ends) == 2 and max(ends) < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB"
 
 
 # Data files
