@@ -72,6 +72,8 @@ RLOO: TRL clips the completion's product of ratios, a mean over rows; ours those
 RLOO at ratio 1: TRL's gradient is our reinforce + constant, times the limit; the value is -A, ours -A log p.
 RLOO's KL: both take k1 off the reward; 0.05 by default in TRL, 0 in ours.
 entropy bonus: 0 by default in TRL, 0.001 in ours; a mean over the micro-batch in TRL, over the optimiser batch in ours.
+GSPO with token_truncate or token_mask: TRL's loss is the ratio of the completion times its mean weight, so each token's
+  gradient has that mean; ours has the token's own weight, as verl's: the same value, another gradient (2e-2 of 7e-2).
 other sampler (vLLM): TRL masks by sequence above 3 by default; importance_correction is none by default, its cap 2.
 """
 
