@@ -5,15 +5,17 @@ unless the code reads a clock, or draws random numbers without a seed. What conf
 """
 
 import contextlib
+import fcntl
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -27,6 +29,9 @@ INLINE_PROMPT = "\nCode between {opening} and {closing} is run, and what it prin
 MAX_OUTPUT = 20_000  # bytes that are read of what code prints
 MAX_FOLDER = 1 << 24  # bytes of the files that code writes
 MAX_FILES = 1000
+MAX_SECONDS = 3600
+PREFIX = "lmpo-python-"  # of temporary folders
+GRACE = 60  # seconds within which a new folder is locked
 POLL = 0.01  # seconds between two looks at these files
 FOLDER = os.path.dirname(sandbox.__file__)
 START = f"import sys; sys.path.append({FOLDER!r}); import sandbox; sandbox.main(*sys.argv[1:])"
@@ -65,8 +70,8 @@ class Python(Env):
             raise UserError(f"Python has the dialects {', '.join(DIALECTS)}, and sandbox=on or off")
         if problems not in PROBLEMS:
             raise UserError(f"problems={problems}: choose one of {', '.join(PROBLEMS)}")
-        if max_turns < 2 or seconds <= 0 or memory < 64:
-            raise UserError("Python needs max_turns >= 2, seconds > 0, and memory >= 64 (MiB)")
+        if max_turns < 2 or not 0 < seconds <= MAX_SECONDS or memory < 64:
+            raise UserError(f"Python needs max_turns >= 2, 0 < seconds <= {MAX_SECONDS}, and memory >= 64 (MiB)")
         options = {"data_dir": data_dir, "form": form, "partial": partial, "skip_bad_rows": skip_bad_rows}
         name = problems if split == "train" else f"{problems}-{split}"
         self.questions = make_env(name, **options)
@@ -135,6 +140,7 @@ class Interpreter:
                 f"the tool python cannot confine code here: there is no {missing}; --env_options sandbox=off runs code "
                 "of the model with limits of time, memory and files only"
             )
+        remove_abandoned_folders()
         self.renew()
         try:
             self.python("None")
@@ -175,7 +181,7 @@ class Interpreter:
         confinement = "on" if self.is_confined else "off"
         folders = [os.pathsep.join(readable_paths()), os.pathsep.join(package_folders())]
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="lmpo-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder, lock(folder):
             process = subprocess.Popen(
                 [*COMMAND, *limits, confinement, *folders],
                 stdin=source,
@@ -220,9 +226,33 @@ def check_folder(folder: str) -> None:
     for file in os.scandir(folder):
         num_files += 1
         with contextlib.suppress(FileNotFoundError):  # removed by now
-            num_bytes += file.stat(follow_symlinks=False).st_size
+            status = file.stat(follow_symlinks=False)
+            num_bytes += max(status.st_size, 512 * status.st_blocks)  # blocks may lie behind the end
         if num_files > MAX_FILES or num_bytes > MAX_FOLDER:
             raise CodeError(f"the code wrote more than {MAX_FILES} files or {MAX_FOLDER >> 20} MiB")
+
+
+@contextlib.contextmanager
+def lock(folder: str) -> Iterator[bool]:
+    """Locks a folder until the block or this process ends; False where that fails."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    is_locked = False
+    with contextlib.suppress(OSError):  # another process has the lock, or the file system has none
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    try:
+        yield is_locked
+    finally:
+        os.close(file)
+
+
+def remove_abandoned_folders() -> None:
+    """Removes the temporary folders of processes that were killed while code ran."""
+    for folder in os.scandir(tempfile.gettempdir()):
+        if folder.name.startswith(PREFIX):
+            with contextlib.suppress(OSError), lock(folder.path) as is_abandoned:
+                if is_abandoned and time.time() - folder.stat(follow_symlinks=False).st_mtime > GRACE:
+                    shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def end(process: Process) -> None:
