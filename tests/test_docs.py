@@ -5,9 +5,11 @@
 
 import itertools
 import re
+import statistics
 import subprocess
 import textwrap
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -20,7 +22,7 @@ STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")  # local ones, without what follows a "#"
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FOLDERS = "core|models|envs|utils|docs|bench|tests|configs|imgs|runs"
-FILE = re.compile(rf"\b(?:{FOLDERS})/[\w/+.-]+\.(?:py|md|sh|png|txt)\b")
+FILE = re.compile(rf"\b(?:{FOLDERS})/[\w/+.-]+\.(?:py|md|sh|png|svg|txt)\b")
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
 
 
@@ -77,6 +79,23 @@ def test_links_and_named_files_exist(page: str):
     targets += [ROOT / file for file in files]
     missing = [str(target) for target in targets if not target.exists()]
     assert not missing
+
+
+def test_the_drawing_of_the_loop_is_of_today(tmp_path):
+    """It is what imgs/make.py draws, its advantages are those of its rewards, and its files exist."""
+    from imgs.make import draw_loop  # which imports matplotlib, as this file's own command need not
+
+    draw_loop(tmp_path / "loop.svg")
+    drawn = (tmp_path / "loop.svg").read_text(encoding="utf-8")
+    assert drawn == read("imgs/loop.svg"), "python imgs/make.py --loop"
+    texts = [text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    rewards, advantages = texts[texts.index("rewards") + 1], texts[texts.index("advantages") + 1]
+    rewards = [float(x) for x in rewards.partition(": ")[2].split(", ")]
+    deviation = statistics.pstdev(rewards)
+    expected = [f"{(x - statistics.mean(rewards)) / deviation:+.1f}" for x in rewards]
+    assert advantages.replace("−", "-").split(", ") == expected
+    files = [text for text in texts if "/" in text]
+    assert len(files) == 6 and all((ROOT / file).exists() for file in files)
 
 
 def test_the_table_of_packages_is_true():
