@@ -454,7 +454,7 @@ def test_objects_with_steps(rows, name):
 NO_NUMBER = "{'error': 'an action is a number from 1 to 3'}"
 ECHOED = '{"text": "%s", "length": %d}'
 LIBRARIES = [  # class as another library has it, end of the prompt, replies with what is said (None: the end) and paid
-    ("Wrapped", r"Seed \d+, 2 left\.", [("a", "1 left.\nGo on.", 0), ("b", None, 0.75)]),
+    ("Wrapped", r"Seed \d+, 2 left\.", [("a", "1 left.\n7", 0), ("b", None, 0.75)]),
     ("Lake", r"\(Down\)\n\[41m0\]", [("go 1", "(Down)\n[41m1]", 0.5), ("0", NO_NUMBER, 0), ("x", NO_NUMBER, 0)]),
     ("Lake", r".*\n\[41m0\]", [("9" * 5000, NO_NUMBER, 0), ("1 or 3", "(Down)\n[41m3]", 0.5), ("3", None, 0.5)]),
     ("Table", "0", [("2", "7, [1, 2], 2", 0.5), ("2", None, 0.5)]),
