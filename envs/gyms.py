@@ -46,7 +46,7 @@ class TextArena:
         while "env" in vars(game):
             game = game.env
         player, messages = game.get_observation()
-        return "\n".join(text for sender, text, *_ in messages if sender != player)
+        return "\n".join(str(text) for sender, text, *_ in messages if sender != player)
 
 
 class Numbered:
