@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from core.config import Config
 from core.eval import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
+from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compared_rewards, compute_advantages, has_signal
@@ -68,7 +69,7 @@ def main(config: Config) -> None:
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)
-        notes = [*run.notes, *workers["env"].notes, *learner.notes]
+        notes = [*run.notes, *workers["env"].notes, *training_notes(learner, state.params)]
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         if config.precompile:
             workers, learner = precompile(config, workers, learner, state)

@@ -19,7 +19,6 @@ from jaxtyping import Float, Int
 from core.config import Config
 from core.objectives import (
     LossConfig,
-    describe_objective,
     policy_loss,
     reduce_metrics,
     set_loss_denominators,
@@ -48,11 +47,9 @@ from utils.training.batching import (
     resize_columns,
     select_rows,
 )
-from utils.training.optimizers import describe_optimizer, make_optimizer, schedule
+from utils.training.optimizers import make_optimizer, schedule
 from utils.training.state import DEVICE, HOST, TrainState, check_offload, in_memory, init_state
 
-FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
-SMALL = 10**8  # parameters; smaller models take higher rates
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
 Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
@@ -79,7 +76,7 @@ class Learner:
     reference: Params | Weights | None = None  # parameters of the model that the KL is measured to
     base: Weights = field(default_factory=dict)  # below adapters, which are then what is trained; else empty
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
-    notes: tuple[str, ...] = ()  # for people: what was decided about memory, objective and optimiser
+    notes: tuple[str, ...] = ()  # what was decided about memory
     sampling_room: int = 0  # bytes on a device that are left for the rows that are sampled at once
     fractions: Fractions = Fractions()  # fewer shapes are padded more, and compiled sooner
 
@@ -418,10 +415,6 @@ def make_learner(
     num_rows = config.sampling.inference_batch_per_device
     others = base or reference
     plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows, place_of_sampling(config))
-    notes = [*plan.notes, describe_objective(objective), describe_optimizer(config.optimizer, params)]
-    adapters = describe_adapters(config, model, base)
-    padding = describe_padding(config.minibatch_size, layout.row_shards)
-    notes += filter(None, [config.sampling.distribution.describe(), adapters, padding, describe_ahead(config)])
     learner = Learner(
         replace(model, remat=plan.remat),
         optimizer,
@@ -432,7 +425,7 @@ def make_learner(
         reference,
         base,
         on_skipped,
-        tuple(notes),
+        tuple(plan.notes),
         plan.sampling_room,
     )
     return learner, learner.between_updates(state)
@@ -443,39 +436,3 @@ def place_of_sampling(config: Config) -> str:
     if not config.ahead:
         return BETWEEN
     return ELSEWHERE if config.devices.rollout_devices else BESIDE
-
-
-def describe_ahead(config: Config) -> str:
-    """Returns in one line how rollouts are drawn ahead, and what the loss makes of that."""
-    if not config.ahead:
-        return ""
-    num_devices = config.devices.rollout_devices
-    place = f"on {num_devices} devices of their own" if num_devices else "on the same device"
-    old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
-    return f"rollouts are drawn a step ahead, {place}, by weights that are a step old; p_old is {old}"
-
-
-def describe_padding(num_rows: int, shards: int) -> str:
-    """Returns in one line how much of an update is padding where a minibatch has fewer rows than the mesh has parts."""
-    if num_rows >= shards:
-        return ""
-    return (
-        f"{1 - num_rows / shards:.0%} of each update is padding, since --mesh cuts rows into {shards} parts "
-        f"(data x fsdp) and a minibatch has {num_rows}: raise it to {shards} (--ppo_minibatch, --groups_per_batch), or "
-        "give tp more of the devices"
-    )
-
-
-def describe_adapters(config: Config, model: Decoder, base: Weights) -> str:
-    """Returns in one line how adapters are sampled, and whether the learning rate fits what is trained."""
-    lr = config.optimizer.lr
-    if not base:
-        is_fast = lr >= FULL_RATES * 10 and model.num_parameters > SMALL
-        return f"--lr {lr:g} fits adapters: full training takes about a tenth" if is_fast else ""
-    sampled = "from a copy with them added" if model.merges_adapters else "beside the base"
-    dtype = model.base_dtype or model.dtype
-    sizes = f"rank {model.lora_rank} and alpha {model.lora_alpha:g}"
-    text = f"adapters of {sizes} over a base in {dtype}, sampled {sampled}"
-    if lr <= FULL_RATES:
-        text += f"; --lr {lr:g} fits full training: adapters take about 10 times as much"
-    return text

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.config import Config
+from core.extensions.notes import training_notes
 from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
@@ -123,7 +124,7 @@ class Member:
         run, learner, workers = self.run, self.learner, self.workers
         try:
             with user_errors(), run.start(learner.model, self.tokenizer, workers.values()):
-                run.print(*run.notes, *workers["env"].notes, *learner.notes)
+                run.print(*run.notes, *workers["env"].notes, *training_notes(learner, self.state.params))
                 rollouts = Rollouts(workers["env"], learner)
                 train(self.config, run, workers, rollouts, learner, self.state, self.progress)
         except SystemExit as end:

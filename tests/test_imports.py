@@ -45,6 +45,7 @@ LAW = {
     "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "models.lora", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),
     "core.extensions.ahead": ("core.config", "core.learner", "core.records", "core.rollout", "models", "utils"),
+    "core.extensions.notes": ("core.config", "core.learner", "core.objectives", "models", "utils"),
     "core.extensions.programs": (  # the programs of files of the loop
         *("core.config", "core.learner", "core.records", "core.rollout", "core.sampling", "models", "utils"),
     ),
@@ -55,7 +56,7 @@ LAW = {
     "core.shared_sampler": ("core.records", "core.sampling", "models", "utils"),
     "core.population": (
         *("core.config", "core.grpo", "core.learner", "core.records", "core.rollout", "core.sampling"),
-        *("core.shared_sampler", "models", "utils"),
+        *("core.extensions", "core.shared_sampler", "models", "utils"),
     ),
     "core.minimal": ("core.objectives", "core.records", "envs", "models", "utils"),
     "models": ("models", "utils"),

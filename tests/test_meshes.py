@@ -28,7 +28,8 @@ from safetensors.numpy import load_file
 from bench import hlo, scaling
 from core import grpo, sampling
 from core.config import Config
-from core.learner import accumulate, apply_gradients, describe_padding
+from core.extensions.notes import describe_padding
+from core.learner import accumulate, apply_gradients
 from core.objectives import ObjectiveConfig
 from core.records import Batch
 from core.sampling import Sampler

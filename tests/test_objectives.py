@@ -17,11 +17,11 @@ from helpers import ROOT, assert_close
 
 from core import objectives
 from core.config import Config
+from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
 from core.objectives import (
     ObjectiveConfig,
     compute_advantages,
-    describe_objective,
     generalised_advantages,
     policy_loss,
     reduce_metrics,

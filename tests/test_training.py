@@ -38,9 +38,10 @@ from safetensors.numpy import load_file
 from core import grpo
 from core.config import Config
 from core.eval import evaluate
+from core.extensions.notes import describe_objective
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
 from core.learner import Learner, Update, apply_gradients, split_minibatches
-from core.objectives import compute_advantages, describe_objective, set_loss_denominators
+from core.objectives import compute_advantages, set_loss_denominators
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
 from core.sampling import Sampler
