@@ -458,11 +458,15 @@ def other_machine(tmp_path, monkeypatch) -> Path:
     return file
 
 
-def test_a_lock_of_another_machine_counts_while_it_is_touched(other_machine, capsys):
+@pytest.mark.parametrize("difference", [0, 2e4, -2e4, -1e9])
+def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_machine, capsys):
+    """Also where its clock differs."""
+
     def touch():
         while not done.wait(0.1):
-            other_machine.touch()
+            os.utime(other_machine, 2 * (time.time() + difference,))
 
+    os.utime(other_machine, 2 * (time.time() + difference,))
     done = threading.Event()
     thread = threading.Thread(target=touch)
     thread.start()
@@ -476,16 +480,19 @@ def test_a_lock_of_another_machine_counts_while_it_is_touched(other_machine, cap
     assert "node7" in other_machine.read_text(), "untouched"
 
 
-@pytest.mark.parametrize("kind", ["silent", "old", "damaged", "empty", "removed meanwhile"])
+@pytest.mark.parametrize("kind", ["silent", "old", "escapes", "damaged", "empty", "removed meanwhile"])
 def test_a_stale_lock_is_taken_over(kind, other_machine, capsys):
     if kind == "old":
         os.utime(other_machine, (1e9, 1e9))
+    if kind == "escapes":
+        other_machine.write_text('{"pid": 12, "host": "node7\\u001b]0;title\\u0007"}\n')
     if kind in ("damaged", "empty"):
         other_machine.write_bytes(b"\xff" * (kind == "damaged"))
     if kind == "removed meanwhile":
         threading.Timer(0.3, other_machine.unlink).start()
     held = FolderLock(other_machine.parent)
-    assert ("waiting up to" in capsys.readouterr().out) == (kind in ("silent", "removed meanwhile"))
+    said = capsys.readouterr().out
+    assert ("waiting up to" in said) == (kind not in ("damaged", "empty")) and "\x1b" not in said
     assert f'"pid": {os.getpid()}' in other_machine.read_text()
     held.release()
     assert not other_machine.exists()

@@ -17,7 +17,6 @@ from utils.settings.errors import UserError
 NAME = ".lock"
 HEARTBEAT = 10  # seconds between two touches of the lock file by the process that holds it
 SILENCE = 45  # seconds without one after which a holder on another machine counts as gone
-FORGOTTEN = 3600  # seconds after which a holder counts as gone at once: clocks of two machines differ by less
 
 
 class FolderLock:
@@ -113,9 +112,10 @@ def try_lock(file: BinaryIO) -> bool | None:
     return True
 
 
-def read_holder(file: BinaryIO) -> dict[str, str | int]:
-    """Returns the holder that a lock file names, an empty one where the file is empty or damaged."""
-    return parse_line(os.pread(file.fileno(), 4096, 0), key="pid") or {}
+def read_holder(file: BinaryIO) -> dict[str, str]:
+    """Returns the holder that a lock file names, without control characters; empty where the file is or is damaged."""
+    holder = parse_line(os.pread(file.fileno(), 4096, 0), key="pid") or {}
+    return {name: "".join(filter(str.isprintable, str(value))) for name, value in holder.items()}
 
 
 def replace_content(file: BinaryIO, content: bytes) -> None:
@@ -129,7 +129,7 @@ def replace_content(file: BinaryIO, content: bytes) -> None:
         raise
 
 
-def in_use_message(path: Path, holder: dict[str, str | int]) -> str:
+def in_use_message(path: Path, holder: dict[str, str]) -> str:
     """Returns the sentence for a folder that another process holds."""
     process = "another process"
     if holder:
@@ -140,17 +140,15 @@ def in_use_message(path: Path, holder: dict[str, str | int]) -> str:
     )
 
 
-def is_abandoned(path: Path, holder: dict[str, str | int]) -> bool:
-    """True if the holder of a lock file, on another machine, sends no heartbeat."""
+def is_abandoned(path: Path, holder: dict[str, str]) -> bool:
+    """True if the holder of a lock file, on another machine whose clock may differ, sends no heartbeat."""
     last = last_heartbeat(path)
-    if abs(time.time() - last) > FORGOTTEN:
-        return True
     print(f"{path.parent} was in use on {holder.get('host')}: waiting up to {SILENCE} s for a sign of life", flush=True)
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
         time.sleep(min(1, SILENCE / 10))
         now = last_heartbeat(path)
-        if now != last:
+        if now != last or now == 0:
             return now == 0
     return True
 
