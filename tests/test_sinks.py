@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from utils.metrics.logger import Logger
-from utils.metrics.sinks import SinkConfig, open_sinks
+from utils.metrics.sinks import GuardedSink, SinkConfig, open_sinks
 from utils.settings.errors import UserError
 
 
@@ -155,6 +156,36 @@ def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypa
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert capsys.readouterr().err.count("warning") == 1
     assert calls == {"init": ["init"], "log": ["init", "log"], "finish": ["init", "log", "log", "finish"]}[broken]
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise self
+
+
+ERRORS = [None, SystemExit("bye"), KeyboardInterrupt(), Mute(), ValueError("\x1b[2J\x9bgone\n")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, monkeypatch, capsys):
+    is_over = threading.Event()
+
+    def log(step, metrics):
+        is_over.wait()
+        raise error
+
+    if error:
+        is_over.set()
+    monkeypatch.setattr("utils.metrics.sinks.MAX_SECONDS", 0.2)
+    sink = GuardedSink("mine", lambda: SimpleNamespace(log=log, close=None))
+    with Logger(tmp_path, sinks=[sink]) as logger:
+        for i in range(2):
+            logger.log(i, {"x": i})
+    is_over.set()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    said = capsys.readouterr().err
+    assert said.count("warning: mine is switched off") == said.count("\n") == 1 and "\x1b" not in said
+    assert ("no answer within 0.2 seconds" in said) == (error is None)
 
 
 @pytest.mark.parametrize(("name", "options"), [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"})])

@@ -1,4 +1,4 @@
-"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard, MLflow. Their errors never stop a run.
+"""Sinks of metrics besides metrics.jsonl: wandb, TensorBoard, MLflow. Their errors and delays never stop a run.
 
 A sink is a class with `log(step, metrics)` and `close()`, and a line in `open_sinks`. Metrics have the same names
 everywhere (but that TensorBoard and MLflow know no "@": there pass@2 is pass_at_2).
@@ -10,11 +10,14 @@ import os
 import secrets
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Protocol, TypeVar
 from urllib.parse import urlparse
@@ -25,6 +28,7 @@ from utils.metrics.jsonl import JSON
 from utils.settings.config import option
 from utils.settings.errors import UserError
 
+MAX_SECONDS = 90  # of a call; more than wandb's own limits
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
 Returned = TypeVar("Returned")
@@ -73,10 +77,15 @@ class Sink(Protocol):
 
 
 class GuardedSink:
-    """A sink that is dropped after its first exception, with a warning."""
+    """A sink that is dropped after its first exception, or call that does not end, with a warning.
+
+    Its calls run in a thread of its own, which is left behind where one hangs.
+    """
 
     def __init__(self, name: str, make: Callable[[], Sink]):
         self.name = name
+        self.calls: SimpleQueue[tuple[Future, Callable, tuple]] = SimpleQueue()
+        threading.Thread(target=self.work, daemon=True).start()
         self.sink = None
         self.sink = self.attempt(make)
 
@@ -93,15 +102,36 @@ class GuardedSink:
             self.attempt(self.sink.close)
 
     def attempt(self, call: Callable[..., Returned], *args: int | Mapping | Sequence) -> Returned | None:
-        """Calls a function of the sink, and drops the sink where that raises."""
-        try:
-            return call(*args)
-        except Exception as error:  # noqa: BLE001 (its exceptions are not documented)
-            self.sink = None
-            is_missing = isinstance(error, ModuleNotFoundError)
-            reason = f"`pip install {error.name}`" if is_missing else str(error)
-            message = f"{self.name} is switched off for this run ({type(error).__name__}: {reason})."
-            print(f"warning: {message}", file=sys.stderr)
+        """Calls a function of the sink, and drops the sink where that raises or hangs."""
+        future = Future()
+        self.calls.put((future, call, args))
+        wait([future], MAX_SECONDS)
+        error = future.exception() if future.done() else TimeoutError(f"no answer within {MAX_SECONDS} seconds")
+        if error is None:
+            return future.result()
+        self.sink = None
+        is_missing = isinstance(error, ModuleNotFoundError)
+        reason = f"`pip install {error.name}`" if is_missing else describe(error)
+        message = f"{self.name} is switched off for this run ({type(error).__name__}: {reason})."
+        print(f"warning: {message}", file=sys.stderr)
+        return None
+
+    def work(self) -> None:
+        """Makes calls one after the other; runs in the thread."""
+        while True:
+            future, call, args = self.calls.get()
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:  # noqa: BLE001 (its exceptions are not documented)
+                future.set_exception(error)
+
+
+def describe(error: BaseException) -> str:
+    """Returns the message of an error without control characters, even of one that cannot be printed."""
+    try:
+        return "".join(filter(str.isprintable, str(error)))
+    except BaseException:  # noqa: BLE001 (the message may be code, too)
+        return "no message"
 
 
 def open_sinks(
