@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import BinaryIO
 
 from envs import make_env, sandbox
@@ -248,11 +249,10 @@ def lock(folder: str) -> Iterator[bool]:
 
 def remove_abandoned_folders() -> None:
     """Removes the temporary folders of processes that were killed while code ran."""
-    for folder in os.scandir(tempfile.gettempdir()):
-        if folder.name.startswith(PREFIX):
-            with contextlib.suppress(OSError), lock(folder.path) as is_abandoned:
-                if is_abandoned and time.time() - folder.stat(follow_symlinks=False).st_mtime > GRACE:
-                    shutil.rmtree(folder.path, ignore_errors=True)
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), lock(str(folder)) as is_abandoned:
+            if is_abandoned and time.time() - folder.stat().st_mtime > GRACE:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def end(process: Process) -> None:

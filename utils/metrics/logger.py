@@ -179,7 +179,7 @@ class Logger:
             sink.log_rollouts(step, rows)
 
     def close(self) -> None:
-        """Closes the files and the sinks; a slow network delays this by a minute at most."""
+        """Closes the files and the sinks; a slow network delays this by 90 seconds a sink at most."""
         for file in self.files.values():
             with contextlib.suppress(OSError):  # every line was flushed: what is left is one that `write` raised for
                 file.close()
