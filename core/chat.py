@@ -285,7 +285,7 @@ def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> l
 def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:
     """Writes rows to a JSONL file, or prints prompts and completions where there is none."""
     if path:
-        Path(path).expanduser().write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(os.path.expanduser(path)).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     for row in rows:
         prompt = tokenizer.decode(row["prompt_tokens"])

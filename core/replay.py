@@ -7,6 +7,7 @@ Draws are addressed by seed, step, place in the run, sample and token: with the 
 draws the same tokens again.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
 
     Raises: UserError where there is no such row.
     """
-    file = Path(path).expanduser().with_suffix(".npz")
+    file = Path(os.path.expanduser(path)).with_suffix(".npz")
     if not file.is_file():
         raise UserError(f"--replay {path}: there is no {file}: runs write it under --save_rollouts all")
     run = file.parent.parent

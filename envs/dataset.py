@@ -10,6 +10,7 @@ turns: see envs/adapters.py.
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -242,7 +243,7 @@ def is_message(value: JSON) -> bool:
 
 def find_source(path: str, hub_split: str) -> Source:
     """Returns the source of a file that exists, else of the hub. Raises UserError for a missing file."""
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_file():
         return Source((str(file.absolute()),))
     if file.is_dir():
@@ -254,7 +255,7 @@ def find_source(path: str, hub_split: str) -> Source:
 
 def code_file(value: str) -> Path:
     """Returns the file of FILE.py:NAME."""
-    return Path(value.rpartition(":")[0]).expanduser()
+    return Path(os.path.expanduser(value.rpartition(":")[0]))
 
 
 def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mapping[str, float] | Resettable]:

@@ -3,6 +3,7 @@
 Source: github.com/kvfrans/lmpo, whose subjects are the labels of ImageNet too (imagenet_labels.txt says where from).
 """
 
+import os
 from pathlib import Path
 
 from envs.base import Env, Problem
@@ -24,7 +25,7 @@ class Poem(Env):
             raise UserError(f"Poem has no split {split!r}: choose train or test")
         if max_characters < 0:
             raise UserError("Poem needs max_characters >= 0 (0: no maximum)")
-        path = Path(subjects_file).expanduser() if subjects_file else SUBJECTS
+        path = Path(os.path.expanduser(subjects_file)) if subjects_file else SUBJECTS
         subjects = read_subjects(path)
         self.max_characters = max_characters
         if split == "test":

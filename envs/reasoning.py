@@ -11,6 +11,7 @@ Source: github.com/open-thought/reasoning-gym, github.com/zafstojano/policy-grad
 
 import copy
 import math
+import os
 import random
 import re
 from importlib import metadata
@@ -105,7 +106,7 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
     """
     size = 0
     if text.endswith((".yaml", ".yml", ".json")):
-        path = Path(text).expanduser()
+        path = Path(os.path.expanduser(text))
         if not path.is_file():
             raise UserError(f"datasets={text}: there is no such file")
         rows = load_yaml(read_text(path), str(path))

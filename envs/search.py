@@ -4,6 +4,7 @@ Source: BM25 of Robertson and Zaragoza, The Probabilistic Relevance Framework: B
 SQuAD (Rajpurkar et al., 2016). Without files, corpus and questions are made up.
 """
 
+import os
 import random
 import re
 import string
@@ -78,8 +79,8 @@ class Search(Env):
         if bool(corpus) != bool(questions):
             raise UserError("Search needs both files, corpus=FILE and questions=FILE, or none for made-up ones")
         if corpus:
-            passages = read_corpus(Path(corpus).expanduser())
-            source = Source((str(Path(questions).expanduser().absolute()),))
+            passages = read_corpus(Path(os.path.expanduser(corpus)))
+            source = Source((str(Path(os.path.expanduser(questions)).absolute()),))
             rows, note = load_rows("search", source, "", read_row, skip_bad_rows)
         else:
             passages, rows = make_world()

@@ -1,5 +1,6 @@
 """Options that every environment takes: how its problems are put to the model, and a reward for the form of replies."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class Style:
             raise UserError(f"thinking={self.thinking}: choose on or off")
         if self.format_reward and self.format_reward not in FORMAT_REWARDS:
             raise UserError(f"format_reward={self.format_reward}: choose one of {', '.join(FORMAT_REWARDS)}")
-        if self.system.startswith("@") and not Path(self.system[1:]).expanduser().is_file():
+        if self.system.startswith("@") and not Path(os.path.expanduser(self.system[1:])).is_file():
             raise UserError(f"system={self.system}: there is no file {self.system[1:]}")
 
 
@@ -38,7 +39,7 @@ class Styled(Env):
         self.style = style
         self.system = style.system
         if style.system.startswith("@"):
-            self.system = Path(style.system[1:]).expanduser().read_text(encoding="utf-8").strip()
+            self.system = Path(os.path.expanduser(style.system[1:])).read_text(encoding="utf-8").strip()
         self.num_tasks = env.num_tasks
         self.is_generated = env.is_generated
         self.note = env.note

@@ -3,6 +3,7 @@
 Source of the rules: Josh Wardle's game of 2021. The words are a selection of common English ones, made for this file.
 """
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -44,7 +45,7 @@ class Wordle(Env):
             raise UserError(f"Wordle has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         if max_turns < 2 or tokens_per_turn < 0:
             raise UserError("Wordle needs max_turns >= 2 and tokens_per_turn >= 0 (0: no limit of its own)")
-        all_words = read_words(Path(words).expanduser() if words else WORDS)
+        all_words = read_words(Path(os.path.expanduser(words)) if words else WORDS)
         self.words = [word for word in all_words if choose_split(word, 5) == split]
         if not self.words:
             raise UserError(f"Wordle: of {len(all_words)} words none is left for the {split} split: add some")

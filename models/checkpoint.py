@@ -231,7 +231,7 @@ def find_model(path_or_hub_id: str | Path) -> Path:
     if folder:
         return folder
     name = str(path_or_hub_id)
-    beside = [str(Path(name).with_name(path.name)) for path in Path(name).expanduser().parent.glob("*")]
+    beside = [str(Path(name).with_name(path.name)) for path in Path(os.path.expanduser(name)).parent.glob("*")]
     close = most_similar(name, beside)
     missing = f"there is no folder {name}" + (f" (did you mean {close}?)" if close else "")
     if name.count("/") != 1 or name[0] in "/~.":

@@ -5,6 +5,7 @@
 The folder is named after the model: ~/checkpoints/hf/Qwen3-1.7B.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def download(hub_id: str, folder: Path | None = None) -> Path:
 
 
 def main(_):
-    folder = Path(FLAGS.dest_root_path).expanduser() / FLAGS.model_id.rsplit("/", 1)[-1]
+    folder = Path(os.path.expanduser(FLAGS.dest_root_path)) / FLAGS.model_id.rsplit("/", 1)[-1]
     try:
         print(f"{FLAGS.model_id} is in {download(FLAGS.model_id, folder)}")
     except ValueError as error:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
 
     Raises: UserError when `directory` has subfolders, and so is not that of a model.
     """
-    directory = Path(directory).expanduser().resolve()
+    directory = Path(os.path.expanduser(directory)).resolve()
     new = directory.with_name(f".{directory.name}.new")
     prepare(new, directory)
     tokenizer.save(new)

@@ -9,6 +9,7 @@ chat template and its stop ids come from the file's metadata.
 To add an architecture: a row of ARCHITECTURES, and the names of its tensors. To add a tokenizer: a row of PATTERNS.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -309,7 +310,7 @@ def convert(file: Path, folder: Path, dtype: np.dtype) -> Decoder:
 def main(arguments: list[str]) -> None:
     if len(arguments) != 3:
         sys.exit("error: give the GGUF file, and the folder to write")
-    file, folder = (Path(argument).expanduser() for argument in arguments[1:])
+    file, folder = (Path(os.path.expanduser(argument)) for argument in arguments[1:])
     jax.config.update("jax_platforms", "cpu")  # an accelerator would only be occupied
     with user_errors():
         model = convert(file, folder, jnp.dtype(FLAGS.dtype))

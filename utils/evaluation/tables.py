@@ -95,7 +95,7 @@ def check_writable(scores: str, samples: str) -> None:
     modes = {scores: "a", samples: "w"}
     for name, mode in modes.items():
         if name:
-            path = Path(name).expanduser()
+            path = Path(os.path.expanduser(name))
             path.open(mode).close()
 
 
@@ -106,7 +106,7 @@ def write_samples(file: str, result: Result, player: Player, episodes: Episodes)
     """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
     num_tasks = len(result.ids)
     num_samples = len(episodes.task_ids) // num_tasks
-    with Path(file).expanduser().open("a") as lines:
+    with Path(os.path.expanduser(file)).open("a") as lines:
         for position, task in enumerate(result.ids.tolist()):
             start = position * num_samples
             rows = range(start, start + num_samples)
@@ -165,7 +165,7 @@ def write_results(results: Sequence[Result], seed: int, path: str) -> None:
         objects = results[0].metrics
     if path:
         text = json.dumps(objects, indent=2) + "\n"
-        Path(path).expanduser().write_text(text)
+        Path(os.path.expanduser(path)).write_text(text)
 
 
 def compare_results(results: Sequence[Result], seed: int) -> list[Row]:

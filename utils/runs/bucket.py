@@ -1,5 +1,6 @@
 """A run folder in a bucket (gs://, s3://), which cannot append to files: the run writes here, and is copied there."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def is_bucket(name: str) -> bool:
 
 def local_folder(name: str) -> Path:
     """Returns the folder of a run on this machine: of that name, or runs/gs/bucket/name for gs://bucket/name."""
-    folder = Path("runs") / name.replace("://", "/") if is_bucket(name) else Path(name).expanduser()
+    folder = Path("runs") / name.replace("://", "/") if is_bucket(name) else Path(os.path.expanduser(name))
     return folder.absolute()
 
 

@@ -1,5 +1,6 @@
 """Presets: files of options, as Python with get_config(), YAML or JSON."""
 
+import os
 import runpy
 import traceback
 from collections.abc import Mapping
@@ -64,7 +65,7 @@ def split_origin(settings: Mapping[str, object]) -> tuple[Preset, Preset]:
 
 
 def find_file(path: str) -> Path:
-    for candidate in (Path(path).expanduser(), ROOT / path):
+    for candidate in (Path(os.path.expanduser(path)), ROOT / path):
         if candidate.is_file():
             return candidate
     presets = {name.removesuffix(".py"): f"configs/{name}" for name in list_presets()}
