@@ -632,7 +632,8 @@ def test_the_process_ends_with_the_one_that_called_it(tmp_path):
     wait_until_gone(*pids)
 
 
-def test_the_process_ends_with_the_one_that_scores():
+def test_the_process_ends_with_the_one_that_scores(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the worker cannot remove its folder
     memory = random.Random(str(-os.getppid())).randrange(2**9, 2**20)
     options = {"data_dir": str(SAMPLES), "seconds": 50.0, "memory": memory}
     with Scorer("python", options, num_workers=1, timeout=60) as scorer:
