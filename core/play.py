@@ -44,7 +44,11 @@ def play_episode(sampler: Sampler, params: Params, settings: RolloutSettings, ta
     show([{"role": "a call", "content": call.text} for call in example_calls(env, problem)])
     with Scorer(settings.name, settings.options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
         conversations = Conversations(env, tokenizer, sampler.layout, [problem], np.array([task]), [0], stream)
-        observed = prompt
+        if env.opens:
+            (problem,) = conversations.open(range(1))
+        show(problem.messages)
+        observed = prompt = encode_prompt(tokenizer, problem)
+        tokens = list(prompt)
         while observed:
             try:
                 turn = write_turn(sampler, weights, tokens, key)

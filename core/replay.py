@@ -175,7 +175,7 @@ def branch(
     if not 1 <= from_turn <= len(columns):
         raise UserError(f"--from_turn {from_turn}: the row has turns 1 to {len(columns)}")
     place, sample = np.array([stored.place]), np.array([stored.sample])
-    seed = np.asarray(row_keys(key, place, sample))
+    seed, game = (np.asarray(row_keys(key, place, number)) for number in (sample, np.zeros(1, int)))
     start = int(columns[from_turn - 1][0])
     num_used = start - stored.prompt_length
     limit = worker.max_new_tokens - num_used
@@ -184,11 +184,13 @@ def branch(
     task = np.array([stored.task])
     problem = worker.env.problem(stored.task)
     with ScoringStream(worker.scorer) as stream:
-        replies = worker.converse([problem], task, stream, np.repeat(seed, num_samples, axis=0))
+        replies = worker.converse([problem], task, stream, np.repeat(seed, num_samples, axis=0), game)
         replies.begin(stored.turns[: from_turn - 1])
-        new_key = jax.random.fold_in(key, from_turn)
         prompt = stored.tokens[:start].tolist()
-        completions = worker.sample(weights, [prompt], place, num_samples, new_key, replies, Wait(""))
+        if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:
+            raise UserError("the environment begins this episode in another way than in the run, as one that draws may")
+        keys = row_keys(jax.random.fold_in(key, from_turn), np.repeat(place, num_samples), np.arange(num_samples))
+        completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], np.asarray(keys))
         rewards, failures = replies.finish()
     failed = np.array([reward is None for reward in rewards])
     tasks = np.repeat(task, num_samples)

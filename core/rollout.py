@@ -18,16 +18,16 @@ from core.records import Completions, Episodes
 from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
 from core.speculation import with_speculation
 from core.turns import Conversations, check_conversations
-from envs.base import DIALECTS, Dialect, Env, Problem
+from envs.base import DIALECTS, Dialect, Env, Problem, Reply, Text
 from models.architecture import Decoder
 from models.distribution import Distribution
-from models.names import Array, Key, Policy, Weights
+from models.names import Key, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.memory import out_of_memory, rows_that_fit
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import prompt_lengths, tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
-from utils.rewards.helper import Job
+from utils.rewards.helper import Job, Turns
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.rewards.shaping import RewardConfig, add_length_reward, add_truncation_penalty
 from utils.settings.environments import RolloutSettings
@@ -35,6 +35,10 @@ from utils.settings.errors import UserError, counted
 from utils.training.batching import bucket, concatenate
 
 NUM_TRIED = 3  # problems by which a reward is tried before the first step
+DRAWN_ELSEWHERE = (
+    "{name}: episodes that are begun again say something else: each sample of a group plays another one, and none can "
+    "be played again, by --resume or where its process is lost; draw by Python's `random`, or from the row"
+)
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 
 
@@ -127,9 +131,11 @@ class RolloutWorker:
         problems = [self.env.problem(int(i)) for i in task_ids]
         prompts = self.encode_prompts(task_ids, problems)
         with ScoringStream(self.scorer) as stream:
-            replies = self.make_replies(problems, task_ids, places, num_samples, stream, key)
+            draws = np.repeat(places, num_samples), np.tile(np.arange(num_samples), len(places))
+            keys = np.asarray(row_keys(key, *draws))
+            replies = self.make_replies(problems, task_ids, num_samples, stream, keys)
             with waiting("sampling", len(tasks) * num_samples, "rows") as wait:
-                completions = self.sample(weights, prompts, places, num_samples, key, replies, wait)
+                completions = self.sample(weights, prompts, keys, replies, wait)
             sampled = time.perf_counter()
             rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
@@ -146,29 +152,35 @@ class RolloutWorker:
         self,
         problems: Sequence[Problem],
         task_ids: Int[np.ndarray, "N"],
-        places: Int[np.ndarray, "N"],
         num_samples: int,
         stream: ScoringStream,
-        key: Key,
+        keys: UInt32[np.ndarray, "B 2"],
     ) -> "Replies | Conversations":
         """Returns what takes the replies of a rollout; the seed of an episode is the key of its draws."""
         if self.env.max_turns == 1:
             return Replies(self, problems, task_ids, num_samples, stream)
-        draws = np.repeat(places, num_samples), np.tile(np.arange(num_samples), len(places))
-        return self.converse(problems, task_ids, stream, row_keys(key, *draws))
+        return self.converse(problems, task_ids, stream, keys, keys[::num_samples])
 
     def converse(
         self,
         problems: Sequence[Problem],
         task_ids: Int[np.ndarray, "N"],
         stream: ScoringStream,
-        keys: UInt32[Array, "B 2"],
+        keys: UInt32[np.ndarray, "B 2"],
+        games: UInt32[np.ndarray, "N 2"],
     ) -> Conversations:
-        """Returns episodes of these problems whose seeds are these keys; rows of a problem are adjacent."""
-        seeds = [int(high) << 32 | int(low) for high, low in np.asarray(keys)]
-        return Conversations(self.env, self.tokenizer, self.layout, problems, task_ids, seeds, stream)
+        """Returns episodes whose seeds are these keys, `games` those of what a group shares; its rows are adjacent."""
+        seeds, games = ([int(high) << 32 | int(low) for high, low in pairs] for pairs in (keys, games))
+        return Conversations(self.env, self.tokenizer, self.layout, problems, task_ids, seeds, stream, games)
 
-    def encode_prompts(self, task_ids: Int[np.ndarray, "N"], problems: Sequence[Problem]) -> list[list[int]]:
+    def open(self, replies: Conversations, rows: range, num_samples: int) -> list[list[int]]:
+        """Returns the prompts with what episodes say first: one for a group, or for each row where those differ."""
+        problems = replies.open(rows)
+        prompts = self.encode_prompts(replies.task_ids[rows.start : rows.stop], problems)
+        shared = [prompt for prompt in prompts[::num_samples] for _ in range(num_samples)]
+        return prompts[::num_samples] if prompts == shared else prompts
+
+    def encode_prompts(self, task_ids: Sequence[int], problems: Sequence[Problem]) -> list[list[int]]:
         """Returns the prompts of problems with these numbers. Raises: UserError where one is too long."""
         limit = self.sampler.max_prompt_tokens
         prompts = [self.encode(problem) for problem in problems]
@@ -184,20 +196,22 @@ class RolloutWorker:
         self,
         weights: Weights,
         prompts: Sequence[list[int]],
-        places: Int[np.ndarray, "N"],
-        num_samples: int,
-        key: Key,
+        keys: UInt32[np.ndarray, "B 2"],
         replies: "Replies | Conversations",
         wait: Wait,
     ) -> Completions:
-        """Draws all completions, `rows_per_call` at a time."""
+        """Draws a completion for each key, `rows_per_call` at a time."""
+        num_samples = len(keys) // len(prompts)
         per_call = self.prompts_per_call(len(prompts), num_samples)
         parts = []
         for start in range(0, len(prompts), per_call):
             sampler = replies.listen(self.sampler, start * num_samples, wait)
-            calls = slice(start, start + per_call)
+            called = prompts[start : start + per_call]
+            rows = range(start * num_samples, (start + len(called)) * num_samples)
+            if self.env.opens:
+                called = self.open(replies, rows, num_samples)
             with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
-                parts.append(sampler.generate(weights, prompts[calls], places[calls], num_samples, key))
+                parts.append(sampler.draw(weights, called, keys[rows.start : rows.stop]))
         return concatenate(parts)
 
 
@@ -243,7 +257,8 @@ class Replies:
                 row = offset + b
                 problem = row // self.num_samples
                 completion = self.worker.tokenizer.decode(tokens[b, : lengths[b]])
-                self.texts_by_row[row] = self.problems[problem].prefix + completion
+                text = self.problems[problem].prefix + completion
+                self.texts_by_row[row] = Text.of(text, tokens[b, : lengths[b]]) if self.worker.env.takes_ids else text
                 if row in self.own_rows:
                     jobs[row] = (int(self.task_ids[problem]), self.texts_by_row[row])
             self.stream.add(jobs)
@@ -332,20 +347,28 @@ def make_worker(
         max_error_share=rewards.max_error_share,
         failures_dir=failures_dir,
     )
-    if env.max_turns == 1:
-        scorer.check_reward(example_jobs(env))
+    scorer.check_reward(example_jobs(env))
+    if env.opens and not scorer.repeats(repeated_jobs(env)) and layout.is_main:
+        print(f"warning: {DRAWN_ELSEWHERE.format(name=settings.name)}")
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
 
 
 def example_jobs(env: Env) -> list[Job]:
-    """Returns replies to the first problems, right and empty ones."""
+    """Returns replies to the first problems, right and empty ones; episodes end with them."""
     jobs = []
     for index in range(min(NUM_TRIED, env.num_tasks)):
         problem = env.problem(index)
-        replies = {problem.prefix, *env.examples(problem).values()}
-        jobs += [(index, reply) for reply in sorted(replies)]
+        replies = sorted({problem.prefix, *env.examples(problem).values()})
+        turns = [Turns(0, (Reply(reply),), is_truncated=True) for reply in replies]
+        jobs += [(index, reply) for reply in (replies if env.max_turns == 1 else [Turns(0, (), True), *turns])]
     return jobs
+
+
+def repeated_jobs(env: Env) -> list[Job]:
+    """Returns the beginnings of the first episodes, and their ends."""
+    turns = Turns(0, ()), Turns(0, (Reply(""),)), Turns(0, (Reply(""),), is_truncated=True)
+    return [(index, turn) for index in range(min(NUM_TRIED, env.num_tasks)) for turn in turns]
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:

@@ -22,14 +22,14 @@ from jaxtyping import Int
 
 from core.records import Completions, Message
 from core.sampling import Cache, Chain, Sampler, released
-from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
+from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
 from models import decoder
 from models.architecture import Decoder
 from models.names import Array, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.metrics.terminal import Wait
-from utils.rewards.helper import Failure, Outcome, Rewards, Turns, outcome_from_json, outcome_to_json
+from utils.rewards.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
 from utils.rewards.scorer import ScoringStream
 from utils.settings.environments import RolloutSettings
 from utils.settings.errors import UserError
@@ -257,6 +257,8 @@ class Record:
     """An episode so far."""
 
     seed: int
+    game: int = 0  # seed of what is drawn before the first turn: that of its group's first sample
+    said: int = 0  # digest of what the environment has said
     replies: list[Reply] = field(default_factory=list)  # of the policy, its prefix with each
     messages: list[list[Message]] = field(default_factory=list)  # that followed each reply but the last
     num_left: int = 0  # tokens that fit into the row behind the last reply; -1: it was cut off
@@ -268,7 +270,7 @@ class Record:
     @property
     def turns(self) -> Turns:
         """The question to the environment what follows the last reply."""
-        return Turns(self.seed, tuple(self.replies), is_truncated=bool(self.stop))
+        return Turns(self.seed, tuple(self.replies), bool(self.stop), self.game, self.said)
 
     def conversation(self) -> list[Message]:
         """Returns turns and what followed them."""
@@ -294,13 +296,15 @@ class Conversations:
         task_ids: Int[np.ndarray, "N"],
         seeds: Sequence[int],
         stream: ScoringStream,
+        games: Sequence[int] = (),
     ):
         self.env, self.tokenizer, self.layout = env, tokenizer, layout
         self.tokens_per_turn = env.tokens_per_turn
         num_samples = len(seeds) // len(problems)
         self.problems = [problem for problem in problems for _ in range(num_samples)]
         self.task_ids = np.repeat(task_ids, num_samples).tolist()
-        self.episodes = [Record(seed) for seed in seeds]
+        games = np.repeat(np.array(games or seeds[::num_samples], object), num_samples)
+        self.episodes = [Record(seed, game) for seed, game in zip(seeds, games, strict=True)]
         self.stream = stream
         self.unasked: set[int] = set()  # rows with a turn that the environment has not got
         self.failures: dict[int, Failure] = {}
@@ -311,11 +315,22 @@ class Conversations:
         self.wait = wait
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
+    def open(self, rows: range) -> list[Problem]:
+        """Returns the problems of these rows, whose messages are what their episodes say before the first turn."""
+        self.unasked |= set(rows)
+        for row, outcome in self.ask(set(rows), len(rows)).items():
+            if isinstance(outcome, Step):  # else its first turn fails, too
+                self.problems[row] = replace(self.problems[row], messages=outcome.messages)
+                self.episodes[row].said = heard(0, outcome)
+        return self.problems[rows.start : rows.stop]
+
     def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
         """Plays these turns in each episode, which then continues behind them.
 
         Raises: UserError where the environment fails in one of them.
         """
+        if self.env.opens:
+            self.open(range(len(self.episodes)))
         for turn in turns:
             for row in range(len(self.episodes)):
                 self.end_turn(row, turn, num_left=0)
@@ -329,6 +344,7 @@ class Conversations:
         """Takes the tokens of a turn: see `Environment`."""
         episode = self.episodes[row]
         text = self.problems[row].prefix + self.tokenizer.decode(turn)
+        text = Text.of(text, turn) if self.env.takes_ids else text
         episode.replies.append(Reply(text, self.calls(turn)))
         episode.last_token = int(turn[-1])
         episode.num_left = num_left
@@ -404,6 +420,7 @@ class Conversations:
     def add_scores(self, row: int, step: Step) -> None:
         """Adds the reward of a turn, and what the environment logs."""
         episode = self.episodes[row]
+        episode.said = heard(episode.said, step)
         episode.scores["return"] += step.reward
         episode.scores.update(step.info)
         if len(episode.turn_rewards) < len(episode.replies):

@@ -1,24 +1,28 @@
 """Classes of other trainers as episodes: those of TRL's `environment_factory`, and objects with `reset` and `step`.
 
-Their methods may be coroutine functions. `reset` is called for the prompt and again for each episode of it, in other
-processes: it must be a pure function of its arguments, and what an object does later one of its `reset` and the calls.
+An object plays an episode from its `reset`, whose words end the prompt, to its last reward, all in one process, and is
+then reset for another one. Its methods may be coroutine functions. Before each call the global generators of `random`,
+NumPy and torch are seeded: what is drawn from them is the same for all samples of a group where it is drawn by `reset`,
+and the same when an episode is played again.
 """
 
+import contextlib
 import inspect
-import json
+import random
+import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol, Self
 
-from envs.base import Episode, Step
+from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data import JSON, RawRow
 from envs.gyms import call
-from envs.tools import Tool, ToolEpisode, ToolSettings, completed
+from envs.tools import CallError, Tool, ToolEpisode, ToolSettings, completed, parse_call
 
-Messages = list[dict[str, str]]
-Grade = Callable[[str], Mapping[str, float]]  # the last reply's "return", "correct_answer" and others
+Messages = list[dict[str, JSON]]
 
 
 class Resettable(Protocol):
@@ -26,6 +30,19 @@ class Resettable(Protocol):
 
     def reset(self, **arguments: JSON) -> object:
         """Begins an episode; returns what the policy is to read first, in one of several forms."""
+
+
+class Played(NamedTuple):
+    """A reply, or an episode at its end."""
+
+    text: str  # the last reply
+    ids: Sequence[int] = ()  # tokens of all turns of the policy
+    messages: Messages = ()  # of an episode, behind the prompt, as TRL writes them
+    environment: Resettable | None = None
+
+
+Grade = Callable[[Played], Mapping[str, float]]  # "return", "correct_answer" and others
+LastGrade = Callable[[str], Mapping[str, float]]  # of the last reply
 
 
 def has_steps(environment: Resettable) -> bool:
@@ -49,8 +66,7 @@ def tool_methods(environment: Resettable) -> list[Tool]:
 class MethodEpisode(ToolEpisode):
     """An object whose methods are tools. Its `get_reward`, if it has one, is added to the grade of the last reply."""
 
-    def __init__(self, environment: Resettable, row: RawRow, settings: ToolSettings, grade: Grade):
-        completed(environment.reset(**row))
+    def __init__(self, environment: Resettable, settings: ToolSettings, grade: LastGrade):
         super().__init__(tool_methods(environment), settings)
         self.environment = environment
         self.grade = grade
@@ -92,8 +108,7 @@ class GymEpisode(Episode):
     A return of 1 or more is correct.
     """
 
-    def __init__(self, environment: Resettable, row: RawRow, grade: Grade):
-        reset(environment, row)
+    def __init__(self, environment: Resettable, grade: LastGrade):
         self.environment = environment
         self.grade = grade
         self.total = 0.0  # of rewards
@@ -113,15 +128,11 @@ class GymEpisode(Episode):
         scores = dict(self.grade(self.text))
         reward = scores.pop("return")
         scores["correct_answer"] = float(self.total + reward >= 1)
-        if hasattr(self.environment, "close"):
-            completed(self.environment.close())
         return Step([], reward, done=True, info=scores)
 
 
-def reset(environment: Resettable, row: RawRow) -> object:
-    """Returns the first observation: of the columns of a row that `reset` takes, and of a seed made from the row."""
-    identity = json.dumps(row, sort_keys=True, default=str)
-    seed = zlib.crc32(identity.encode())
+def reset(environment: Resettable, row: RawRow, seed: int) -> object:
+    """Returns the first observation: of a seed, and of the columns of a row, as far as `reset` takes them."""
     first = call(environment.reset, {"seed": seed, **row})
     if isinstance(first, tuple):
         observation, _ = first
@@ -139,43 +150,125 @@ def as_messages(observation: object) -> Messages:
 # both
 
 
+class ObjectEpisode(Episode):
+    """An episode that an object plays; the object goes back into the pool at its end, and is closed elsewhere."""
+
+    def __init__(self, adapter: "Adapter", environment: Resettable, problem: Problem, seed: int, grade: Grade):
+        self.adapter, self.environment = adapter, environment
+        self.seeds = problem.seed, seed
+        self.turns: Messages = []
+        self.ids: list[int] = []  # of the policy
+        self.is_over = False
+        seed_generators(problem.seed)
+        row = deepcopy(problem.answer)  # the object may keep and change its lists
+        grade_last = partial(self.grade, grade)
+        if has_steps(environment):
+            said = as_messages(reset(environment, row, zlib.crc32(str(problem.seed).encode())))
+            separator, self.player = "\n", GymEpisode(environment, grade_last)
+        else:
+            text = completed(environment.reset(**row))
+            said = [] if text is None else as_messages(text)
+            separator, self.player = "", MethodEpisode(environment, adapter.settings, grade_last)
+        self.opening = extended(problem.messages, limited(Step(said)).messages, separator)
+
+    def grade(self, grade: Grade, text: str) -> Mapping[str, float]:
+        return grade(Played(text, self.ids, self.turns, self.environment))
+
+    def step(self, reply: str) -> Step:
+        return self.act(Reply(reply))
+
+    def act(self, reply: Reply) -> Step:
+        seed_generators(*self.seeds, len(self.turns))
+        calls = list(map(as_call, reply.calls))
+        self.turns.append({"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {}))
+        self.ids += getattr(reply.text, "ids", ())
+        step = self.player.act(reply)
+        names = [{"name": call["function"]["name"]} for call in calls] or [{}] * len(step.messages)
+        self.turns += [{**message, **name} for message, name in zip(step.messages, names, strict=False)]
+        self.is_over = step.done
+        return step
+
+    def truncate(self) -> Step:
+        seed_generators(*self.seeds, len(self.turns))
+        step = self.player.truncate()
+        self.is_over = True
+        return step
+
+    def close(self) -> None:
+        if self.is_over:
+            self.adapter.idle.append(self.environment)
+        else:
+            close(self.environment)
+
+
+def as_call(text: str) -> dict[str, JSON]:
+    """Returns a call as messages of transformers hold it; one that cannot be read without name and arguments."""
+    try:
+        name, arguments = parse_call(text)
+    except CallError:
+        name, arguments = "", {}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def seed_generators(*address: int) -> None:
+    """Seeds the global generators of those modules that are there, by a digest of the address."""
+    seed = zlib.crc32(str(address).encode())
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def close(environment: Resettable) -> None:
+    """Closes an object that can be closed, whatever comes of it."""
+    with contextlib.suppress(Exception):
+        if callable(getattr(environment, "close", None)):
+            completed(environment.close())
+
+
+class Traits(NamedTuple):
+    """Facts on the objects of a class."""
+
+    has_steps: bool
+    tools: Sequence[Tool]
+    pays: bool
+
+
 @dataclass(frozen=True)
 class Adapter:
-    """Problems and episodes of the objects that a class, or another factory without arguments, makes."""
+    """Episodes of the objects that a class, or another factory without arguments, makes.
+
+    There are as many objects as episodes at a time: those of episodes that are over wait in the pool.
+    """
 
     factory: Callable[[], Resettable]
     settings: ToolSettings
+    idle: list[Resettable] = field(default_factory=list)  # the pool
 
-    def traits(self) -> tuple[bool, bool]:
-        """Returns if the policy calls methods of the objects, and if they pay rewards.
-
-        Raises: AttributeError where they have no `reset`, and whatever their making raises.
-        """
+    def traits(self) -> Traits:
+        """Returns what an object shows. Raises: AttributeError without a `reset`, and whatever its making raises."""
         environment = self.factory()
+        self.idle.append(environment)
         if not callable(getattr(environment, "reset", None)):
             raise AttributeError("they have no method reset")
-        has_tools = not has_steps(environment)
-        pays = hasattr(environment, "get_reward") or not has_tools
-        return has_tools, pays
-
-    def prompt(self, messages: Messages, row: RawRow) -> tuple[Messages, tuple[Tool, ...]]:
-        """Returns the messages of a row with the first observation behind them, and the tools that are announced."""
-        environment = self.factory()
-        row = deepcopy(row)  # the object may keep and change its lists
         if has_steps(environment):
-            observed = as_messages(reset(environment, row))
-            return extended(messages, observed, "\n"), ()
-        text = completed(environment.reset(**row))
-        observed = as_messages(text) if text is not None else []
-        return extended(messages, observed, ""), tuple(tool_methods(environment))
+            return Traits(True, (), True)
+        return Traits(False, tuple(tool_methods(environment)), hasattr(environment, "get_reward"))
 
-    def episode(self, row: RawRow, grade: Grade) -> Episode:
-        """Returns a new episode of a row."""
-        environment = self.factory()
-        row = deepcopy(row)
-        if has_steps(environment):
-            return GymEpisode(environment, row, grade)
-        return MethodEpisode(environment, row, self.settings, grade)
+    def episode(self, problem: Problem, seed: int, grade: Grade) -> Episode:
+        """Returns a new episode of a problem, whose answer is a row."""
+        environment = self.idle.pop() if self.idle else self.factory()
+        try:
+            return ObjectEpisode(self, environment, problem, seed, grade)
+        except BaseException:
+            close(environment)
+            raise
+
+    def close(self) -> None:
+        """Closes the objects of the pool."""
+        while self.idle:
+            close(self.idle.pop())
 
 
 def extended(messages: Messages, observed: Messages, separator: str) -> Messages:

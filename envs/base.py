@@ -1,13 +1,14 @@
 """Base of environments: a numbered set of problems, and rewards for the text that answers one, or for episodes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from envs.answers import final_answer
 
+MAX_OBSERVED = 100_000  # characters that an environment says at once; what is longer is cut
 ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form
 
 
@@ -43,6 +44,19 @@ class Problem:
     prefix: str = ""
     plain: bool = False
     tools: tuple[Callable[..., object], ...] = ()  # announced to the model, by their type hints and docstrings
+    seed: int = 0  # of what an episode draws before the first turn: that of all samples of a group
+
+
+class Text(str):
+    """A text of the policy that knows the token ids that were drawn."""
+
+    ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, ids: Iterable[int]) -> Self:
+        new = cls(text)
+        new.ids = tuple(map(int, ids))
+        return new
 
 
 class Reply(NamedTuple):
@@ -93,6 +107,7 @@ class Episode:
     It is played in a worker process, and played again from its first reply where that process is lost.
     """
 
+    opening: Sequence[Mapping[str, str]] = ()  # the prompt, where the environment `opens` its episodes
     def step(self, reply: str) -> Step:
         """Returns what follows a turn of the policy. An exception ends the episode, which is not learnt from."""
         raise NotImplementedError
@@ -104,6 +119,19 @@ class Episode:
     def truncate(self) -> Step:
         """Returns the reward that is left to give where a limit of turns or tokens ends the episode."""
         return Step([], done=True)
+
+    def close(self) -> None:
+        """Frees what it holds, at its end and where it is given up."""
+
+
+def limited(step: Step) -> Step:
+    """Returns a step whose messages have MAX_OBSERVED characters at most."""
+    messages, num_left = [], MAX_OBSERVED
+    for message in step.messages:
+        if num_left > 0:
+            messages.append({**message, "content": cut(str(message["content"]), num_left)})
+            num_left -= len(messages[-1]["content"])
+    return step._replace(messages=messages)
 
 
 class Env:
@@ -122,6 +150,8 @@ class Env:
     tokens_per_action: int = 512  # default completion limit, tokens; of all turns and what is said between them
     max_turns: int = 1  # of the policy in an episode; 1: its only reply goes to `score`
     tokens_per_turn: int = 0  # limit of a turn where there are several, tokens; 0: none
+    takes_ids: bool = False  # texts that it grades are to know their token ids: `Text`
+    opens: bool = False  # episodes begin with words of their own: their `opening` is the prompt, not the problem
     dialect: str = ""  # of calls of tools, one of DIALECTS; empty: there are no tools
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
     truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
@@ -144,6 +174,9 @@ class Env:
     def episode(self, problem: Problem, seed: int) -> Episode:
         """Returns a new episode; what happens by chance in it depends on the seed alone."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees what it holds, at the end of its process."""
 
     def answer(self, text: str) -> str | None:
         """Returns the answer that a reply gives, its vote in a majority; None where it gives none."""

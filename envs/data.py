@@ -59,8 +59,12 @@ class Row(NamedTuple):
 Convert = Callable[[RawRow], Row]  # raises KeyError, TypeError or ValueError for a malformed row
 
 
-def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool) -> tuple[list[Row], str]:
+def load_rows(
+    name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool, may_repeat: bool = False
+) -> tuple[list[Row], str]:
     """Returns the rows of a source in order, without those that repeat a prompt or lack one or an answer; and a note.
+
+    `may_repeat`: those that repeat a prompt stay, as games that are drawn anew.
 
     Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
@@ -83,7 +87,8 @@ def load_rows(name: str, source: Source, data_dir: str, convert: Convert, skip_b
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
-        why = "empty" if not row.prompt or row.answer in ("", None) else "repeated" if key in seen else ""
+        is_repeated = key in seen and not may_repeat
+        why = "empty" if not row.prompt or row.answer in ("", None) else "repeated" if is_repeated else ""
         seen.add(key)
         if why:
             left_out[why] += 1

@@ -3,24 +3,22 @@
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
 where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's form,
-`def reward(completions, **columns) -> list[float]`. With `--episode FILE.py:CLASS` each row is an episode of several
-turns: see envs/adapters.py.
+`def reward(completions, **columns) -> list[float]`; my_reward.py:first,second adds two of them up. With
+`--episode FILE.py:CLASS` each row is an episode of several turns: see envs/adapters.py.
 """
 
 import importlib.util
-import inspect
-import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import SupportsFloat
 
-from envs.adapters import Adapter, Resettable
+from envs.adapters import Adapter, Played, Resettable
 from envs.answers import final_answer, same_math
 from envs.base import Env, Episode, Problem
 from envs.data import JSON, RawRow, Row, Source, load_rows
+from envs.functions import RewardFunction
 from envs.gyms import as_gym
 from envs.questions import check_form, written_answers
 from envs.splits import select_split
@@ -39,7 +37,8 @@ class Dataset(Env):
     twenty rows is kept for the valid split and, without a `test_path`, one in ten for the test split. Rows of `path`
     whose prompt stands in a held-out split are removed.
 
-    With an `episode` a row is a conversation with an object of that class, which may pay rewards itself.
+    With an `episode` a row is a conversation with an object of that class, which may pay rewards itself. Such rows may
+    repeat, and need no prompt.
     """
 
     splits = ("train", "valid", "test")
@@ -54,7 +53,7 @@ class Dataset(Env):
         prompt: str = "",  # column; "": prompt, question or messages
         answer: str = "answer",  # column; need not be there when a reward is given
         form: str = "any",  # in which the answer stands: tags, boxed, hash or any
-        reward: str = "",  # FILE.py:FUNCTION
+        reward: str = "",  # FILE.py:FUNCTION, or several with commas between
         episode: str = "",  # FILE.py:CLASS, of TRL's environment_factory or with reset and step
         max_turns: int = 8,  # of an episode
         max_tool_calls: int = 16,
@@ -68,10 +67,14 @@ class Dataset(Env):
         self.form = form
         self.prompt_column, self.answer_column = prompt, answer
         self.tokens_per_action = tokens_per_action
-        self.reward = load_object(reward, "--reward", "function") if reward else None
+        file, _, names = reward.rpartition(":")
+        found = [load_object(f"{file}:{name}", "--reward", "function") for name in names.split(",") if reward]
+        self.rewards = [RewardFunction(function) for function in found]
+        self.takes_ids = any("completion_ids" in function.parameters for function in self.rewards)
         self.has_reward = bool(reward)
         self.code = tuple(code_file(value) for value in (reward, episode) if value)
         self.adapter = None
+        self.tools = ()
         if episode:
             settings = ToolSettings(max_calls=max_tool_calls, error_reward=tool_error_reward)
             self.set_episodes(episode, max_turns, settings)
@@ -82,26 +85,17 @@ class Dataset(Env):
             self.rows = tests
         else:
             rows = self.load(find_source(path, hub_split), skip_bad_rows)
-            self.rows, selected = select_split(rows, split, 10, tests)
+            self.rows, selected = select_split(rows, split, 10, tests, may_overlap=self.opens)
             self.note += selected
+        for function in self.rewards:
+            function.check(self.rows[0].answer, has_environments=self.opens)
         if reward:
-            self.check_arguments(self.rows[0].answer)
             self.note += "; a reply is correct from a return of 1 on, where the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
 
-    def check_arguments(self, row: RawRow) -> None:
-        """Raises UserError where the user's reward needs an argument that is neither the reply nor a column."""
-        given = {"prompts", "completions", *row} if self.takes_lists else {next(iter(self.reward_parameters), ""), *row}
-        needed = [name for name, parameter in self.reward_parameters.items() if is_required(parameter)]
-        unknown = [name for name in needed if name not in given]
-        if unknown:
-            columns = ", ".join(map(repr, row))[:200]
-            place = describe_place(self.reward)
-            raise UserError(f"{place} needs {unknown[0]!r}, which is no column: there are {columns}")
-
     def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
         """Returns the rows of a source, and notes how many were left out."""
-        rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows)
+        rows, self.note = load_rows("dataset", source, "", self.read_row, skip_bad_rows, may_repeat=self.opens)
         return rows
 
     def set_episodes(self, episode: str, max_turns: int, settings: ToolSettings) -> None:
@@ -111,16 +105,19 @@ class Dataset(Env):
         self.adapter = Adapter(as_gym(load_object(episode, "--episode", "class")), settings)
         self.max_turns = max_turns
         try:
-            has_tools, pays = self.adapter.traits()
+            traits = self.adapter.traits()
         except Exception as error:
             reason = describe_error(error)
             raise UserError(f"--episode {episode}: its objects cannot be made or reset ({reason})") from error
-        self.dialect = settings.dialect if has_tools else ""
-        self.has_reward = self.has_reward or pays
+        self.opens = True
+        self.tools = traits.tools
+        self.dialect = "" if traits.has_steps else settings.dialect
+        self.has_reward = self.has_reward or traits.pays
 
     def read_row(self, row: RawRow) -> Row:
         column, answer = self.find_prompt(row), self.answer_column
-        prompt = check_prompt(row[column])
+        says_all = self.opens and column not in row and not self.prompt_column  # the first words of an episode
+        prompt = [{"role": "user", "content": ""}] if says_all else check_prompt(row[column])
         if isinstance(prompt, list) and column == "messages" and prompt[-1]["role"] == "assistant":
             row = {answer: prompt[-1]["content"], **row, column: prompt[:-1]}
             prompt = row[column]
@@ -135,67 +132,40 @@ class Dataset(Env):
     def problem(self, index: int) -> Problem:
         prompt, row = self.rows[index]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.adapter is None:
-            return Problem(messages, row)
-        try:
-            messages, tools = self.adapter.prompt(messages, row)
-        except Exception as error:
-            reason = describe_error(error)
-            raise UserError(f"--episode: `reset` fails for problem {index} ({reason}): correct the class") from error
-        return Problem(messages, row, tools=tools)
+        return Problem(messages, row, tools=self.tools)
 
     def episode(self, problem: Problem, seed: int) -> Episode:
-        return self.adapter.episode(problem.answer, partial(self.score, problem))
+        return self.adapter.episode(problem, seed, partial(self.grade, problem))
+
+    def close(self) -> None:
+        if self.adapter:
+            self.adapter.close()
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
+        return self.grade(problem, Played(text, getattr(text, "ids", ())))
+
+    def grade(self, problem: Problem, played: Played) -> dict[str, float]:
         """Returns the parts of the reward; unless it has a "return", that is their sum, and 1 or more is correct.
 
-        Raises: whatever the reward raises, which costs this reply its score.
+        Raises: whatever a reward raises, which costs this reply its score.
         """
-        if self.has_reward and not self.reward:
+        if self.has_reward and not self.rewards:
             return {"return": 0.0, "correct_answer": 0.0}  # the episode pays
-        if not self.reward:
-            answer = final_answer(text, self.form)
+        if not self.rewards:
+            answer = final_answer(played.text, self.form)
             has_answer = answer is not None
             correct = float(has_answer and same_math(self.reference(problem), answer))
             return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
-        parts = self.call_reward(problem, text)
-        value = parts.get("return", sum(parts.values()))
-        return {"return": value, "correct_answer": float(value >= 1)} | parts
-
-    @cached_property
-    def reward_parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Parameters of the user's reward."""
-        return inspect.signature(self.reward).parameters
-
-    @property
-    def takes_lists(self) -> bool:
-        """True if the user's reward has TRL's form: lists of all arguments, and a list back."""
-        return "completions" in self.reward_parameters
-
-    def accepted(self, columns: RawRow) -> RawRow:
-        """Returns the columns that the user's reward takes: those that it names, or all under `**row`."""
-        parameters = self.reward_parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        return {name: value for name, value in columns.items() if takes_all or name in parameters}
-
-    def call_reward(self, problem: Problem, text: str) -> dict[str, float]:
-        """Returns the parts of the user's reward. Raises: TypeError where it returns anything but finite numbers."""
-        row = {column: value for column, value in problem.answer.items() if column not in ("completion", "completions")}
-        if self.takes_lists:
-            prompt = row.pop(self.find_prompt(row))
-            completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            lists = {column: [value] for column, value in row.items()}
-            returned = self.reward(completions=[completion], **self.accepted({"prompts": [prompt], **lists}))
-            is_alone = isinstance(returned, Sequence) and len(returned) == 1
-            value = returned[0] if is_alone else returned
-        else:
-            returned = value = self.reward(text, **self.accepted(row))
-        parts = value if isinstance(value, Mapping) else {"return": value}
-        if all(map(is_finite_number, parts.values())):
-            return {name: float(part) for name, part in parts.items()}
-        form = "a list with a number for each completion" if self.takes_lists else "a number or a dict of numbers"
-        raise TypeError(f"{describe_place(self.reward)} returned {returned!r:.200}: return {form}")
+        prompt_column = self.find_prompt(problem.answer)
+        total, scores = 0.0, {}
+        for function in self.rewards:
+            parts = function.parts(played, problem.answer, prompt_column)
+            value = parts.get("return", sum(parts.values()))
+            total += value
+            scores |= parts
+            if len(self.rewards) > 1:
+                scores[function.name] = value
+        return {"correct_answer": float(total >= 1)} | scores | {"return": total}
 
     def reference(self, problem: Problem) -> str:
         return str(problem.answer.get(self.answer_column, ""))
@@ -203,24 +173,6 @@ class Dataset(Env):
     def examples(self, problem: Problem) -> dict[str, str]:
         reference = self.reference(problem)
         return {"reference": reference, **written_answers(self.form, reference)} if reference else {}
-
-
-def is_required(parameter: inspect.Parameter) -> bool:
-    """True for a parameter that a call must give by its name or place."""
-    is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return is_one and parameter.default is parameter.empty
-
-
-def is_finite_number(value: object) -> bool:
-    """True for a finite number of Python, NumPy or another library."""
-    return isinstance(value, SupportsFloat) and math.isfinite(value)
-
-
-def describe_place(function: Callable) -> str:
-    """Returns the name of a function, its file and the line where it begins; of an object, those of its `__call__`."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or type(function).__call__.__code__
-    return f"{code.co_name}() in line {code.co_firstlineno} of {code.co_filename}"
 
 
 def check_prompt(value: JSON) -> str | list[dict[str, str]]:

@@ -123,8 +123,11 @@ class SkyRL:
 
     def __init__(self, make: Callable[..., Any]):
         self.make = make
+        self.environment: Any = None
 
     def reset(self, seed: int, **row: JSON) -> object:
+        if self.environment:
+            self.close()
         self.environment = self.make(extras=row)
         prompt = row.get("prompt", [])
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

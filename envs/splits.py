@@ -49,15 +49,17 @@ def split_rows(rows: list[Row], one_in: int, tests: list[Row] | None) -> dict[st
     return by_split | {"train": [rows[i] for i in sorted(ranked)]}
 
 
-def select_split(rows: list[Row], split: str, one_in: int, tests: list[Row] | None = None) -> tuple[list[Row], str]:
+def select_split(
+    rows: list[Row], split: str, one_in: int, tests: list[Row] | None = None, may_overlap: bool = False
+) -> tuple[list[Row], str]:
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
-    `tests`: the rows of a test file; without one, some of `rows` are for test.
+    `tests`: the rows of a test file; without one, some of `rows` are for test. `may_overlap`: all of them.
     Raises: UserError where no row is left.
     """
     by_split = split_rows(rows, one_in, tests)
     held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}
-    selected, num_removed = remove_overlap(by_split[split], held_out[split])
+    selected, num_removed = remove_overlap(by_split[split], [] if may_overlap else held_out[split])
     note = f"; {len(selected):,} {'to train on' if split == 'train' else f'in the {split} split'}"
     if num_removed:
         note += f", {num_removed:,} removed that a held-out split has, too"

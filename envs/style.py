@@ -48,6 +48,8 @@ class Styled(Env):
         self.max_turns = env.max_turns
         self.tokens_per_turn = env.tokens_per_turn
         self.dialect = env.dialect
+        self.opens = env.opens
+        self.takes_ids = env.takes_ids
         self.force_answer_at = env.force_answer_at
         self.truncation_penalty = env.truncation_penalty
         self.num_eval_tasks = env.num_eval_tasks
@@ -76,6 +78,9 @@ class Styled(Env):
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return self.env.episode(problem, seed)
+
+    def close(self) -> None:
+        self.env.close()
 
     def answer(self, text: str) -> str | None:
         return self.env.answer(text)

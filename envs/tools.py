@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple, NoReturn
 
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
@@ -159,7 +160,13 @@ def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
 
 def completed(value: object) -> object:
     """Returns a value, of a coroutine what it returns."""
-    return asyncio.run(value) if isinstance(value, Coroutine) else value
+    return event_loop().run_until_complete(value) if isinstance(value, Coroutine) else value
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the loop of this process: a connection that one call has opened serves the next."""
+    return asyncio.new_event_loop()
 
 
 def reason(error: BaseException) -> str:

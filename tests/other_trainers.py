@@ -1,6 +1,10 @@
 """Classes as users of other trainers write them, and an environment with hostile tools; for tests/test_tools.py."""
 
 import asyncio
+import os
+import random
+import secrets
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Generic, TypeVar
 
@@ -63,6 +67,103 @@ class Waiting:
         return 0.5
 
 
+class Increment:
+    """Draws what it asks for, and is paid by a function of the object."""
+
+    def reset(self, **row) -> str:
+        self.count, self.target = 0, random.randint(1, 6)
+        return f"Increment by {self.target}"
+
+    def increment(self, step: int) -> int:
+        """
+        Adds to the count.
+
+        Args:
+            step: Number to add.
+        """
+        self.count += step
+        return self.count
+
+
+class Paid(Increment):
+    def get_reward(self) -> float:
+        return 0.25
+
+
+def environment_rewards(environments, **kwargs):
+    return [1 / (1 + environment.target) for environment in environments]
+
+
+async def later_rewards(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [2.0] * len(completions)
+
+
+def lengths(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def first_prompts(prompts, answer, **kwargs):
+    return [float(bool(prompt and row)) for prompt, row in zip(prompts, answer, strict=True)]
+
+
+def none(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def conversations(prompts, completions, environments):
+    ((first, one, other, last),) = completions
+    assert first["tool_calls"][0]["function"] == {"name": "increment", "arguments": {"step": 2}}
+    assert (one["role"], one["name"], one["content"], other["role"]) == ("tool", "increment", "2", "tool")
+    assert last == {"role": "assistant", "content": "c"}
+    return [float(len(completions[0]))]
+
+
+def needs_state(completions, trainer_state):
+    pass
+
+
+class Minefield:
+    """Gym: draws its mine at the first step, as GEM's Minesweeper does."""
+
+    def reset(self, seed: int) -> tuple[str, dict]:
+        self.target, self.mine, self.left = random.randint(1, 6), None, 3
+        return f"Target {self.target}", {}
+
+    def step(self, action: str) -> tuple:
+        self.mine = self.mine or random.random()
+        self.left -= 1
+        return f"mine at {self.mine}, noise {random.random()}", 0.0, self.left == 0, False, {}
+
+
+class Elsewhere:
+    """Gym: a server that draws the number that it shows."""
+
+    def reset(self) -> tuple[str, dict]:
+        self.number = secrets.randbelow(10**9)
+        return f"pid {os.getpid()} number {self.number}", {}
+
+    def step(self, action: str) -> tuple:
+        return f"{self.number} again", 0.0, False, {}
+
+
+class Session:
+    """Client of a server: a file for each session, empty where it is closed."""
+
+    def __init__(self):
+        self.file = Path(os.environ["REWARD_SESSIONS"], f"{os.getpid()} {secrets.token_hex(8)}")
+        self.file.write_text("open")
+
+    def reset(self, **row):
+        self.is_reset = True
+
+    def close(self):
+        self.file.write_text("")
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 class Unpaid:
     """No `get_reward`: the last reply is graded otherwise."""
 
@@ -111,9 +212,7 @@ class SkyCountdown(Countdown):
 
 
 class OpenCountdown(Countdown):
-    """OpenEnv's client; it is closed at the end."""
-
-    closed = 0
+    """OpenEnv's client."""
 
     def reset(self, **arguments):
         observation, _ = super().reset(arguments["seed"], arguments["target"])
@@ -121,9 +220,6 @@ class OpenCountdown(Countdown):
 
     def answer(self, observation, reward, done):
         return SimpleNamespace(observation=observation, reward=reward, done=done)
-
-    def close(self):
-        OpenCountdown.closed += 1
 
 
 class AsyncCountdown(Countdown):

@@ -5,6 +5,7 @@ import pytest
 
 from utils.metrics.health import QUIET, SYMPTOMS, HealthChecks
 from utils.metrics.logger import Logger
+from utils.reporting.verdict import judge
 
 WELL = {
     "env/reward_errors": 0, "env/reward_timeouts": 0,
@@ -87,3 +88,14 @@ def test_the_terminal_says_it(tmp_path, capsys):
         logger.line(1, {"env/finished": 0.1})
         logger.line(2, {"env/finished": 0.1})
     assert capsys.readouterr().out.count("warning: only 10% of the completions end before the limit") == 1
+
+
+@pytest.mark.parametrize(("num_failed", "names_it"), [(8, True), (5, True), (4, False)])
+def test_a_failed_reward_alone_is_named(num_failed, names_it):
+    """Where more than half of the replies have no reward, equal rewards are no fault of the problems."""
+    metrics = {"env/groups_without_signal": 1.0, "env/return": 0.0, "env/return_spread": 0.0, "num_updates": 0.0}
+    metrics |= {"env/reward_errors": float(num_failed), "env/reward_timeouts": 0.0, "rollout/num_rollouts": 8.0}
+    assert ("env/groups_without_signal" not in HealthChecks().find_warnings(1, metrics)) == names_it
+    verdict = judge({name: (np.ones(1), np.array([value])) for name, value in metrics.items()})["text"]
+    expected = f"Nothing could be learnt: the reward failed for {num_failed} replies, see reward_failures.jsonl."
+    assert (verdict == expected) == names_it

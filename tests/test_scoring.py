@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from envs.base import Reply, Step
+from envs.base import MAX_OBSERVED, Reply, Step
 from tests.hostile import MEMORY
 from utils.rewards import scorer as scoring
-from utils.rewards.helper import MAX_OBSERVED, Outcome, ScorerSettings, Turns
+from utils.rewards.helper import Outcome, ScorerSettings, Turns
 from utils.rewards.scorer import Failure, Scorer, ScoringStream
 from utils.settings.errors import UserError
 
@@ -280,7 +280,7 @@ def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
 
 def test_failures_are_told_once_and_written_down(tmp_path, capsys):
     with Scorer(HOSTILE, num_workers=1, failures_dir=tmp_path) as scorer:
-        scorer.score_replies([7], ["raise"])
+        scorer.score_replies([6, 7], ["ok", "raise"])
         scorer.score_replies([8], ["nan"])
     written = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
     assert [(line["problem"], line["text"]) for line in written] == [(7, "raise"), (8, "nan")]
@@ -292,6 +292,18 @@ def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):
     with pytest.raises(UserError, match="failed for 11 of 20 replies, first by 'ZeroDivisionError"):
         scorer.score_replies(range(20), ["raise"] * 11 + ["ok"] * 9)
     scorer.score_replies(range(20), ["raise"] * 10 + ["ok"] * 10)
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_reward_that_fails_for_all_of_the_first_replies_stops_the_run(number):
+    with Scorer(HOSTILE, num_workers=1) as scorer:
+        scorer.score_replies([], [])
+        with pytest.raises(UserError, match=f"failed for {number} of {number} replies, first by 'ZeroDivisionError"):
+            scorer.score_replies(range(number), ["raise"] * number)
+        scorer.score_replies([0, 1], ["ok", "raise"])
+        assert scorer.score_replies([0], ["raise"])[0] == [None]
+    with Scorer(HOSTILE, num_workers=1, max_error_share=1) as scorer:
+        assert scorer.score_replies([0], ["raise"])[0] == [None]
 
 
 def test_a_reward_that_always_hangs_stops_the_run_in_time(scorer):

@@ -20,21 +20,21 @@ from test_scoring import is_alive, wait_until_gone
 
 from core import chat
 from core.config import Config
-from core.rollout import answering_calls, make_worker
+from core.rollout import answering_calls, make_worker, repeated_jobs
 from core.sampling import Sampler
 from core.turns import Conversations, TurnChain
 from envs import make_env
-from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
+from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers
 from tests.hostile import MEMORY
 from utils.devices.sharding import single_device
-from utils.evaluation.preview import show
+from utils.evaluation.preview import show, tasks_that_fit
 from utils.metrics.terminal import Wait
 from utils.rewards import scorer as scoring
-from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns
+from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
 from utils.rewards.processes import descendant_pids
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.settings.config import parse
@@ -348,11 +348,11 @@ def test_what_a_tool_starts_ends_with_the_run():
     wait_until_gone(daemon)
 
 
-def replayed(env: Env, replies: list[Reply]) -> list[Step]:
+def replayed(env: Env, replies: list[Reply], seed: int = 7, game: int = 0) -> list[Step]:
     """Each step by an episode of its own, as after the loss of a process."""
     steps = []
     for n in range(1, len(replies) + 1):
-        steps.append(EpisodeCache().play(env, env.problem, 0, Turns(7, tuple(replies[:n]))))
+        steps.append(EpisodeCache().play(env, env.problem, 0, Turns(seed, tuple(replies[:n]), game=game)))
     return steps
 
 
@@ -375,8 +375,17 @@ def rows(tmp_path):
     return file
 
 
+def dataset_options(rows, name: str, **options) -> dict[str, str]:
+    return {"path": str(rows), "episode": f"{other_trainers.__file__}:{name}", **options}
+
+
 def dataset(rows, name: str, **options) -> Env:
-    return make_env("dataset", path=str(rows), episode=f"{other_trainers.__file__}:{name}", **options)
+    return make_env("dataset", **dataset_options(rows, name, **options))
+
+
+def opening(env: Env, game: int = 0) -> str:
+    """Returns the last message of what the first episode says before the first turn."""
+    return EpisodeCache().play(env, env.problem, 0, Turns(7, (), game=game)).messages[-1]["content"]
 
 
 def replies_of(*calls: str, last: str = "done") -> list[Reply]:
@@ -388,7 +397,7 @@ def test_a_class_of_trl_runs_unchanged(rows):
     problem = env.problem(0)
     target = problem.answer["target"]
     assert (env.max_turns, env.dialect) == (8, "qwen")
-    assert problem.messages == [{"role": "user", "content": f"Task {target}. Reach {target}."}]
+    assert opening(env) == f"Task {target}. Reach {target}."
     assert [tool.__name__ for tool in problem.tools] == ["add", "take"]
     replies = replies_of(call("add", amount=target + 2), call("take", amount=99), call("take", amount=2))
     steps = played(env, replies)
@@ -407,7 +416,7 @@ def test_coroutine_functions_are_run(rows):
     env = dataset(rows, "Waiting")
     problem = env.problem(0)
     steps = played(env, replies_of(call("look")))
-    assert problem.messages[0]["content"] == problem.answer["prompt"]
+    assert opening(env) == problem.answer["prompt"]
     assert contents(steps[0]) == [f"it is {problem.answer['target']}"] and steps[1].reward == 0.5
 
 
@@ -416,7 +425,7 @@ def test_without_get_reward_the_last_reply_is_graded(rows):
     answer = env.problem(0).answer["answer"]
     right, wrong = (played(env, replies_of(call("echo", text="a"), last=text))[1] for text in (answer, "-1"))
     assert (right.reward, right.info["correct_answer"], wrong.reward) == (1.0, 1.0, 0.0)
-    assert env.problem(0).messages[0]["content"] == f"Task {answer}. Targets {answer}[{answer}].", "it popped a copy"
+    assert opening(env) == f"Task {answer}. Targets {answer}[{answer}].", "it popped a copy"
 
 
 def test_a_reward_function_is_added(rows):
@@ -425,7 +434,7 @@ def test_a_reward_function_is_added(rows):
     end = played(env, replies_of(call("add", amount=target), last=f"It is {target}"))[-1]
     assert (end.reward, end.info["get_reward"], end.info["correct_answer"]) == (1.25, 1.0, 1.0)
     env = dataset(rows, "Countdown", reward=f"{other_trainers.__file__}:reward")
-    end = env.episode(env.problem(0), 0).step("x" * 50 + str(target))
+    end = env.episode(env.problem(0), 0).act(Reply("x" * 50 + str(target)))
     assert (end.reward, end.info["correct_answer"]) == (0.75, 0.0)
 
 
@@ -437,18 +446,142 @@ def test_objects_with_steps(rows, name):
     env = dataset(rows, name)
     problem = env.problem(0)
     target = problem.answer["target"]
-    (message,) = problem.messages
-    assert re.fullmatch(rf"Task {target}\. \n{target} left, seed \d+", message["content"]) and not problem.tools
-    assert message == env.problem(0).messages[0] != env.problem(1).messages[0] and env.dialect == ""
+    assert re.fullmatch(rf"Task {target}\. \n{target} left, seed \d+", opening(env)) and not problem.tools
+    assert opening(env) == opening(env) != opening(env, game=1) and env.dialect == ""
     replies = [Reply("a"), Reply("bc" * target)]
     steps = played(env, replies)
     assert steps == replayed(env, replies)
     assert steps[0] == Step([{"role": "user", "content": f"{target - 1} left"}], 0.5)
     assert steps[1] == Step([], 0.5, True, {"correct_answer": 1.0})
     episode = env.episode(problem, 0)
-    episode.step("a")
+    episode.act(Reply("a"))
     assert episode.truncate() == Step([], 0.0, True, {"correct_answer": 0.0})
-    assert other_trainers.OpenCountdown.closed % 3 == 0
+
+
+@pytest.mark.parametrize(("name", "reply"), [("Increment", call("increment", step=1)), ("Minefield", "dig")])
+def test_what_a_class_draws_is_drawn_for_the_group_and_once(rows, name, reply):
+    """By the global generators: the prompt, the episode, and the episode played again have one game."""
+    env = dataset(rows, name, reward=f"{other_trainers.__file__}:environment_rewards")
+    assert opening(env, game=1) == opening(env, game=1) and len({opening(env, game) for game in range(9)}) > 1
+    replies = [Reply(reply, (reply,) * (name == "Increment"))] * 2 + [Reply("last")]
+    cache, steps = EpisodeCache(), {}
+    for n in range(4):
+        for seed in (7, 8):
+            steps[seed, n] = cache.play(env, env.problem, 0, Turns(seed, tuple(replies[:n]), game=1))
+    for seed in (7, 8):
+        assert [steps[seed, n] for n in (1, 2, 3)] == replayed(env, replies, seed, game=1)
+    target = int(steps[7, 0].messages[-1]["content"].split()[-1])
+    assert steps[7, 3].reward == steps[8, 3].reward == 1 / (1 + target)
+    assert name == "Increment" or contents(steps[7, 1]) != contents(steps[8, 1]), "by each sample's own seed"
+
+
+def test_an_episode_that_is_drawn_elsewhere_is_played_as_it_began_or_not_at_all(rows):
+    options = dataset_options(rows, "Elsewhere")
+    with Scorer("dataset", options, num_workers=2, timeout=20) as scorer:
+        assert not scorer.repeats(repeated_jobs(make_env("dataset", **options)))
+        said = {}
+        for lost in (False, True):
+            (step,) = scorer.request_outcomes([(0, Turns(3, ()))])
+            said = heard(0, step)
+            if lost:
+                os.kill(int(re.search(r"pid (\d+)", contents(step)[0])[1]), 9)
+            (turn,) = scorer.request_outcomes([(0, Turns(3, (Reply("a"),), said=said))])
+            if lost:
+                assert "played again the environment says something else" in turn.reason
+            else:
+                assert contents(turn)[0].split()[0] == contents(step)[0].split()[-1]
+    with Scorer("dataset", dataset_options(rows, "Increment"), num_workers=2, timeout=20) as scorer:
+        assert scorer.repeats(repeated_jobs(dataset(rows, "Increment")))
+
+
+@pytest.mark.parametrize(("name", "num_prompts"), [("Elsewhere", 4), ("Countdown", 2)])
+def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts, monkeypatch, capsys):
+    """A whole rollout: rows of a group share a prompt where their episodes begin alike."""
+    layout = single_device()
+    model, params, tokenizer = load_model(TINY, layout)
+    flags = ["--env_name", "dataset", "--env_options", f"path={rows},max_turns=2", "--num_score_workers", "2"]
+    flags += ["--episode", f"{other_trainers.__file__}:{name}"]
+    config = parse(Config, flags)
+    settings = resolve_settings(config.env, "dataset", 60, 0)
+    monkeypatch.setattr(TurnChain, "draw", scripted(tokenizer.encode("ab<|im_end|>")))
+    given, draw = [], Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", lambda *arguments: given.append(arguments[2]) or draw(*arguments))
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        episodes = worker.play(worker.load_weights(params), np.arange(2), 2, jax.random.key(0))
+    assert len(given[0]) == num_prompts and ("draw by Python's" in capsys.readouterr().out) == (name == "Elsewhere")
+    r = episodes.completions
+    for row in range(4):
+        prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
+        number = re.search(r"(\d+)\W*(left, seed|assistant)", prompt)[1]
+        said = episodes.conversations[row][1]["content"]
+        assert said.split()[0] == (number if name == "Elsewhere" else str(int(number) - 2))
+
+
+def test_sessions_are_as_many_as_episodes_at_a_time_and_closed_at_the_end(rows, tmp_path, monkeypatch):
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    monkeypatch.setenv("REWARD_SESSIONS", str(folder))
+    options = dataset_options(rows, "Session")
+    env = make_env("dataset", **options)
+    assert tasks_that_fit(env, lambda problem: [1], 10).size == env.num_tasks == 34
+    assert len(list(folder.iterdir())) == 1
+    with Scorer("dataset", options, num_workers=1, timeout=20) as scorer:
+        for seed in range(5):
+            tasks = range(6)
+            scorer.request_outcomes([(task, Turns(seed, ())) for task in tasks])
+            ends = scorer.request_outcomes([(task, Turns(seed, (Reply("last"),))) for task in tasks])
+            assert all(step.done and step.reward == 1 for step in ends)
+        assert len(list(folder.iterdir())) == 1 + 6, "30 episodes, six at a time"
+        scorer.request_outcomes([(0, Turns(9, ()))])
+    assert not any(file.read_text() for file in folder.iterdir() if file.name.split()[0] != str(os.getpid()))
+
+
+TRL_REWARDS = [
+    ("environment_rewards", {}, 0.5),
+    ("later_rewards", {}, 2.0),
+    ("lengths", {}, 3.0),
+    ("first_prompts", {}, 1.0),
+    ("none", {}, 0.25),
+    ("none,later_rewards", {"later_rewards": 2.0, "none": 0.0}, 2.25),
+    ("conversations", {}, 4.0),
+]
+
+
+@pytest.mark.parametrize(("names", "parts", "value"), TRL_REWARDS, ids=[names for names, *_ in TRL_REWARDS])
+def test_rewards_of_trl(rows, names, parts, value):
+    env = dataset(rows, "Paid" if "none" in names else "Increment", reward=f"{other_trainers.__file__}:{names}")
+    assert env.takes_ids == (names == "lengths")
+    episode = env.episode(env.problem(0), 0)
+    episode.environment.target = 1
+    text = call("increment", step=2)
+    (message,) = episode.act(Reply(Text.of("ab", [5, 6]), (text, "nonsense"))).messages[:1]
+    end = episode.act(Reply(Text.of("c", [7])))
+    assert message["content"] == "2" and end.reward == value and end.info.items() >= parts.items()
+    assert end.info.get("not_applicable", 0) == ("none" in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("environment_rewards", {}, "needs 'environments', .*: name their class by --episode"),
+        ("needs_state", {"episode": f"{other_trainers.__file__}:Paid"}, "needs 'trainer_state', which is no column"),
+        ("missing", {}, "has no function missing"),
+    ],
+)
+def test_what_a_reward_needs_is_said_at_the_start(rows, name, options, message):
+    with pytest.raises(UserError, match=message):
+        make_env("dataset", path=str(rows), reward=f"{other_trainers.__file__}:{name}", **options)
+
+
+def test_rows_of_episodes_may_repeat_and_need_no_prompt(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "Play.", "answer": "1"}\n' * 30)
+    options = dataset_options(file, "Increment")
+    sizes = [make_env(f"dataset{end}", **options).num_tasks for end in ("", "-valid", "-test")]
+    assert sizes == [25, 2, 3]
+    file.write_text('{"level": 1}\n' * 30)
+    env = dataset(file, "Paid")
+    assert opening(env).startswith("Increment by") and env.num_tasks == 25
 
 
 NO_NUMBER = "{'error': 'an action is a number from 1 to 3'}"
@@ -470,8 +603,7 @@ LIBRARIES = [  # class as another library has it, end of the prompt, replies wit
 @pytest.mark.parametrize(("name", "first", "turns"), LIBRARIES)
 def test_environments_of_other_libraries_run_as_they_are(rows, name, first, turns):
     env = dataset(rows, name)
-    (message,) = env.problem(0).messages
-    assert re.fullmatch(rf"Task 3\. \n{first}", message["content"])
+    assert re.fullmatch(rf"Task 3\. \n{first}", opening(env))
     steps = played(env, [Reply(text) for text, _, _ in turns])
     for step, (_, said, reward) in zip(steps, turns, strict=True):
         assert (step.done, contents(step)) == ((True, []) if said is None else (False, [said]))
@@ -526,14 +658,15 @@ def test_a_dataclass_with_late_annotations_is_a_class_too(rows, tmp_path):
     file = tmp_path / "late.py"
     file.write_text(DATACLASS)
     env = make_env("dataset", path=str(rows), episode=f"{file}:Echo")
-    assert env.problem(0).messages[0]["content"].endswith("\n?")
+    assert opening(env).endswith("\n?")
 
 
 def test_a_reset_that_fails_is_the_users_mistake(rows):
     text = rows.read_text()
     rows.write_text(text.replace('"target"', '"goal"'))
-    with pytest.raises(UserError, match="`reset` fails for problem 0 .TypeError.*target"):
-        dataset(rows, "Counter").problem(0)
+    with Scorer("dataset", dataset_options(rows, "Counter"), num_workers=1) as scorer:
+        with pytest.raises(UserError, match="fails for each of 2 replies .*TypeError: .*target"):
+            scorer.check_reward([(0, Turns(0, (), True)), (1, Turns(0, (), True))])
 
 
 def test_a_tool_without_types_is_the_users_mistake(rows):

@@ -32,7 +32,7 @@ def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
     for index in range(min(count, env.num_tasks)):
         problem = env.problem(index)
         lines.append(f"======== problem {index}")
-        lines.append(decode(encode(problem)))
+        lines.append(decode(encode(opened(env, problem))))
         lines.append(f"-------- reference {shorten(problem.answer)}")
         lines += [format_example(env, problem, "call", call) for call in example_calls(env, problem)]
         replies = {**env.examples(problem), "empty": ""}
@@ -69,6 +69,15 @@ def example_argument(schema: Mapping[str, object]) -> object:
     return ARGUMENTS.get(kind[0] if isinstance(kind, list) else kind, "1")
 
 
+def opened(env: Env, problem: Problem) -> Problem:
+    """Returns a problem with what its episodes say before the first turn."""
+    if not env.opens:
+        return problem
+    episode = env.episode(problem, seed=0)
+    episode.close()
+    return replace(problem, messages=list(episode.opening))
+
+
 def format_example(env: Env, problem: Problem, name: str, reply: Reply) -> str:
     """Returns a reply and its scores, on two lines."""
     text = problem.prefix + reply.text.removeprefix(problem.prefix)
@@ -84,7 +93,9 @@ def describe_outcome(env: Env, problem: Problem, reply: Reply) -> str:
     """Returns the scores of a reply, or what follows it as the first turn of an episode, on a line."""
     if env.max_turns == 1:
         return describe_scores(env.score(problem, reply.text))
-    step = env.episode(problem, seed=0).act(reply)
+    episode = env.episode(problem, seed=0)
+    step = episode.act(reply)
+    episode.close()
     said = "the end" if step.done else " / ".join(message["content"] for message in step.messages)
     return f"{describe_scores({'reward': step.reward, **step.info})}: {shorten(said)}"
 

@@ -61,6 +61,9 @@ class HealthChecks:
     def find_warnings(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom that is new, or back after QUIET steps, by its metric."""
         present = self.find_symptoms(metrics)
+        num_failed = sum(metrics.get(f"env/reward_{kind}") or 0 for kind in ("errors", "timeouts"))
+        if num_failed > metrics.get("rollout/num_rollouts", math.inf) / 2:
+            present.pop("env/groups_without_signal", None)  # their rewards are equal for want of any
         if collapse := self.collapse.find(step, metrics):
             others = {metric: words for metric, words in present.items() if metric not in MISLEADING}
             present = {"env/return": collapse} | others

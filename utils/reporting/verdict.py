@@ -52,7 +52,8 @@ def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     else:
         verdicts = [judge_points("env/return", training_points(run, "env/return"))]
     verdict = next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
-    return verdict if held_out else verdict | {"text": f"{verdict['text']} {HINT}"}
+    is_known = held_out or made_no_update(run) and num_failed(run)
+    return verdict if is_known else verdict | {"text": f"{verdict['text']} {HINT}"}
 
 
 def made_no_update(run: Metrics) -> bool:
@@ -61,8 +62,17 @@ def made_no_update(run: Metrics) -> bool:
     return len(counts) > 0 and not np.nansum(counts)
 
 
+def num_failed(run: Metrics) -> float:
+    """Returns the rollouts whose reward failed, where these are more than half of all."""
+    names = "env/reward_errors", "env/reward_timeouts", "rollout/num_rollouts"
+    errors, timeouts, rollouts = (float(np.nansum(run.get(name, ((), 0))[1])) for name in names)
+    return errors + timeouts if errors + timeouts > rollouts / 2 else 0.0
+
+
 def explain_no_update(run: Metrics) -> str:
     """Returns why no step made an update, as far as the rewards tell."""
+    if failed := num_failed(run):
+        return f"Nothing could be learnt: the reward failed for {failed:,.0f} replies, see reward_failures.jsonl."
     shares, returns, spreads = (
         run.get(f"env/{name}", ((), np.zeros(1)))[1] for name in ("groups_without_signal", "return", "return_spread")
     )

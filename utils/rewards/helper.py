@@ -23,21 +23,22 @@ import struct
 import sys
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NamedTuple
 
 from envs import make_env
-from envs.base import Env, Episode, Problem, Reply, Step, cut
+from envs.base import Env, Episode, Problem, Reply, Step, limited
 from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
 
 MAX_CHUNK = 32  # replies that share one message to a worker
 QUICK = 0.01  # seconds of a worker's share of the queue below which it is one chunk
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
-MAX_EPISODES = 256  # that a worker keeps
+MAX_EPISODES = 2048  # that a worker keeps
 MAX_HOMES = 100_000  # episodes whose workers are known
 MAX_MEMORY = 4 * 2**30  # bytes of a worker and of all that it started
 MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
@@ -48,7 +49,7 @@ ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
 MAX_MESSAGE = 2**26  # bytes of a message of a worker
 MAX_REWARD = 1e35  # of a reply or turn: float32, which has 3e38, holds sums of many
 MAX_NAME = 200  # characters of the name of a reward
-MAX_OBSERVED = 100_000  # characters that an environment says to a turn; what is longer is cut
+CLOSING = 1.0  # seconds that environments have to close what they hold
 STALL = 60  # seconds without one after which a process at the other end of a connection is held to be stuck
 
 PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
@@ -56,11 +57,13 @@ IDLE = (0.0, -1)
 
 
 class Turns(NamedTuple):
-    """Replies of the policy in an episode so far: a job asks what follows the last of them."""
+    """Replies of the policy in an episode so far: a job asks what follows the last of them, or for its opening."""
 
     seed: int
     replies: tuple[Reply, ...]
     is_truncated: bool = False  # by a limit: what the environment said after the last reply is known
+    game: int = 0  # seed of what is drawn before the first turn
+    said: int = 0  # digest of all that the environment has said; 0: not to be compared
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +78,11 @@ def episode_key(job: Job) -> EpisodeKey | None:
     """Returns the episode that a job belongs to; None for a single reply."""
     index, reply = job
     return (index, reply.seed) if isinstance(reply, Turns) else None
+
+
+def heard(said: int, step: Step) -> int:
+    """Returns the digest of what an environment has said, with this step."""
+    return zlib.crc32(json.dumps(step.messages).encode(), said) if step.messages else said
 
 
 class Failure(NamedTuple):
@@ -228,6 +236,8 @@ class Pool:
         for worker in self.workers:
             if self.queue and worker.is_ready and not worker.chunk and worker.closed == math.inf:
                 worker.chunk = self.take_chunk(worker)
+                if not worker.chunk:
+                    continue
                 worker.num_done = 0
                 worker.started = time.monotonic()
                 PROGRESS.pack_into(worker.progress, 0, *IDLE)
@@ -237,16 +247,18 @@ class Pool:
                     worker.closed = time.monotonic()
 
     def take_chunk(self, worker: Worker) -> list[int]:
-        """Takes jobs out of the queue: first those of episodes that the worker has, last those that others have."""
+        """Takes jobs out of the queue: those of episodes that the worker has, then those that no worker has."""
         size = math.ceil(len(self.queue) / len(self.workers))
         if size * self.job_seconds > QUICK:  # else a message takes longer than the jobs in it
             size = math.ceil(size / 4)  # so that the last chunks are small
         size = min(size, MAX_CHUNK)
-        if self.homes:
+        if not self.homes:
+            chunk = [self.queue.popleft() for _ in range(size)]
+        else:
             homes = {number: self.homes.get(episode_key(self.jobs[number])) for number in self.queue}
-            order = sorted(self.queue, key=lambda number: (homes[number] != worker.pid, homes[number] is not None))
-            self.queue = deque(order)
-        chunk = [self.queue.popleft() for _ in range(size)]
+            possible = [number for number in self.queue if homes[number] in (worker.pid, None)]
+            chunk = sorted(possible, key=lambda number: homes[number] is None)[:size]
+            self.queue = deque(number for number in self.queue if number not in chunk)
         if len(self.homes) > MAX_HOMES:
             self.homes.clear()
         keys = [episode_key(self.jobs[number]) for number in chunk]
@@ -291,13 +303,15 @@ class Pool:
             self.job_seconds = (time.monotonic() - worker.started) / len(worker.chunk)
             worker.chunk = ()
             worker.num_chunks += 1
-            if worker.num_chunks >= MAX_CHUNKS:
+            if worker.num_chunks >= MAX_CHUNKS and worker.pid not in self.homes.values():
                 self.remove(worker)
 
     def set_outcome(self, number: int, outcome: Outcome) -> None:
         """Sets the outcome of a job."""
         self.outcomes[number] = outcome
-        del self.jobs[number]
+        key = episode_key(self.jobs.pop(number))
+        if isinstance(outcome, Failure) or getattr(outcome, "done", False):
+            self.homes.pop(key, None)
 
     def enforce_limits(self) -> None:
         """Replaces workers that have ended or exceed a limit."""
@@ -369,9 +383,16 @@ class Pool:
         kill_tree(worker.pid)
         worker.connection.close()
         self.workers.remove(worker)
+        self.homes = {key: pid for key, pid in self.homes.items() if pid != worker.pid}
 
     def stop(self) -> None:
-        """Ends all workers, and what rewards have started in sessions of their own."""
+        """Ends all workers, which close their environments first, and what rewards have started in other sessions."""
+        deadline = time.monotonic() + CLOSING
+        for worker in self.workers:
+            worker.connection.close()
+        while any(worker.exit_code is None for worker in self.workers) and time.monotonic() < deadline:
+            time.sleep(0.005)
+            self.reap_processes()
         for worker in list(self.workers):
             self.remove(worker)
         kill_descendants(os.getpid())
@@ -439,10 +460,12 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
         send_json(connection, describe_failure(error))
         return
     send_json(connection, "")
+    episodes = EpisodeCache()
     with contextlib.suppress(EOFError, OSError):
-        episodes = EpisodeCache()
         while True:
             score_chunk(env, episodes, connection.recv(), connection, progress)
+    episodes.close()
+    env.close()
 
 
 def send_json(connection: Connection, message: str | list[JSONOutcome]) -> None:
@@ -485,7 +508,7 @@ def score_reply(
     worker = os.getpid()
     try:
         if isinstance(reply, Turns):
-            outcome = checked_step(episodes.play(env, problem, index, reply))
+            outcome = episodes.play(env, problem, index, reply)
         else:
             outcome = checked_rewards(env.score(problem(index), reply))
             checked_number("return", outcome["return"])
@@ -503,22 +526,54 @@ class EpisodeCache:
         self.episodes: dict[tuple[int, int, tuple[Reply, ...]], Episode] = {}
 
     def play(self, env: Env, problem: Callable[[int], Problem], index: int, turns: Turns) -> Step:
-        """Returns what follows the last turn."""
-        num_played = len(turns.replies) if turns.is_truncated else len(turns.replies) - 1
-        before = turns.replies[:num_played]
+        """Returns what follows the last turn; of an episode without one its opening, for which it begins anew."""
+        replies, is_opening = turns.replies, not (turns.replies or turns.is_truncated)
+        before = replies if turns.is_truncated else replies[:-1]
         episode = self.episodes.pop((index, turns.seed, before), None)
-        if episode is None:
-            episode = env.episode(problem(index), turns.seed)
-            for reply in before:
-                episode.act(reply)
-        if turns.is_truncated:
-            return episode.truncate()
-        step = episode.act(turns.replies[-1])
-        if not step.done:
-            self.episodes[index, turns.seed, turns.replies] = episode
-            if len(self.episodes) > MAX_EPISODES:
-                self.episodes.pop(next(iter(self.episodes)))
+        if episode is None or is_opening:
+            if episode:
+                episode.close()
+            episode = env.episode(replace(problem(index), seed=turns.game), turns.seed)
+            self.catch_up(episode, before, turns.said)
+        try:
+            step = opening(episode) if is_opening else answer(episode, None if turns.is_truncated else replies[-1])
+        except BaseException:
+            episode.close()
+            raise
+        if step.done:
+            episode.close()
+            return step
+        self.episodes[index, turns.seed, replies] = episode
+        if len(self.episodes) > MAX_EPISODES:
+            self.episodes.pop(next(iter(self.episodes))).close()
         return step
+
+    def catch_up(self, episode: Episode, replies: Sequence[Reply], said: int) -> None:
+        """Plays turns again. Raises: ValueError where the environment does not say what it has said before."""
+        try:
+            digest = heard(0, opening(episode)) if episode.opening else 0
+            for reply in replies:
+                digest = heard(digest, answer(episode, reply))
+            if said not in (0, digest):
+                raise ValueError("its process was lost, and played again the environment says something else")
+        except BaseException:
+            episode.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all episodes."""
+        for episode in self.episodes.values():
+            episode.close()
+
+
+def opening(episode: Episode) -> Step:
+    """Returns what an episode says before the first turn: its prompt."""
+    return checked_step(Step(list(episode.opening)))
+
+
+def answer(episode: Episode, reply: Reply | None) -> Step:
+    """Returns what follows a turn, and without one what is left to give at a limit."""
+    return checked_step(episode.truncate() if reply is None else limited(episode.act(reply)))
 
 
 def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
@@ -538,17 +593,11 @@ def checked_number(name: str, value: float) -> float:
 
 
 def checked_step(step: Step) -> Step:
-    """Returns a step with numbers and texts of plain types, cut to MAX_OBSERVED characters.
+    """Returns a step with numbers and texts of plain types.
 
     Raises: ValueError for a reward that is not finite, and where it neither says anything nor ends the episode.
     """
-    messages, num_left = [], MAX_OBSERVED
-    for message in step.messages:
-        content = cut(valid_text(message["content"]), num_left)
-        messages.append({"role": str(message["role"]), "content": content})
-        num_left -= len(content)
-        if num_left <= 0:
-            break
+    messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
     info = checked_rewards(step.info)
     for name, value in info.items():
         checked_number(name, value)

@@ -53,6 +53,8 @@ class Scorer:
     Raises: ValueError when the environment cannot be made.
     """
 
+    has_scored = False  # a reply of the run
+
     def __init__(
         self,
         env_name: str,
@@ -94,6 +96,12 @@ class Scorer:
                 f"{failures[0].reason}: correct it, or go on with --max_error_share 1"
             )
 
+    def repeats(self, jobs: list[Job]) -> bool:
+        """True if episodes say the same when these jobs are done again."""
+        first, again = self.request_outcomes(jobs), self.request_outcomes(jobs)
+        pairs = [pair for pair in zip(first, again, strict=True) if not any(isinstance(x, Failure) for x in pair)]
+        return all(a.messages == b.messages for a, b in pairs)
+
     def check_failures(self, jobs: Sequence[Scored], outcomes: Sequence[Outcome]) -> Scores:
         """Returns the rewards and counts of `score_replies` from the outcome of each job; raises the same errors."""
         failures = []
@@ -103,7 +111,9 @@ class Scorer:
                 failures.append((job, outcome))
                 counts[outcome.kind] += 1
         self.report_failures(failures)
-        if len(failures) > max_failures(len(jobs), self.settings.max_error_share):
+        self.has_scored |= len(failures) < len(jobs)
+        fails_always = bool(jobs) and not self.has_scored and self.settings.max_error_share < 1
+        if fails_always or len(failures) > max_failures(len(jobs), self.settings.max_error_share):
             kind, reason = failures[0][1].kind, failures[0][1].reason
             written = f" (see {self.failures_file})" if self.failures_file else ""
             remedy = "raise --score_timeout" if kind == "reward_timeouts" else "correct it"
