@@ -1,6 +1,7 @@
 """What others' files and classes meet here: a table for each subject, with the versions that it was made with.
 
     python bench/clients.py peft      # adapters that peft makes of each kind
+    python bench/clients.py gyms      # environments of GEM, TextArena, Gymnasium, SkyRL-gym and OpenEnv
 
 Each subject is a file bench/clients_NAME.py, which says what to install beside requirements.txt: a function `rows` that
 yields what was tried, and PACKAGES, whose versions are printed. Exit status 1: something runs and is silently wrong.
@@ -18,7 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
 
-SUBJECTS = ("peft",)
+SUBJECTS = ("peft", "gyms")
 EQUAL, RUNS, REFUSED, WRONG = "equal", "runs", "refused by name", "WRONG"
 
 
