@@ -37,16 +37,13 @@ def play_episode(sampler: Sampler, params: Params, settings: RolloutSettings, ta
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, problem)
     weights = sampler.load_weights(params)
-    prompt = encode_prompt(tokenizer, problem)
-    tokens = list(prompt)
     print("A line is your turn, an empty one lets the model write it, Ctrl-D ends the episode.")
-    show(problem.messages)
-    show([{"role": "a call", "content": call.text} for call in example_calls(env, problem)])
     with Scorer(settings.name, settings.options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
         conversations = Conversations(env, tokenizer, sampler.layout, [problem], np.array([task]), [0], stream)
         if env.opens:
             (problem,) = conversations.open(range(1))
         show(problem.messages)
+        show([{"role": "a call", "content": call.text} for call in example_calls(env, problem)])
         observed = prompt = encode_prompt(tokenizer, problem)
         tokens = list(prompt)
         while observed:
