@@ -11,8 +11,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 from envs.adapters import Adapter, Played, Resettable
 from envs.answers import final_answer, same_math
@@ -219,14 +220,21 @@ def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mappi
     name = value.rpartition(":")[2]
     if not path.is_file():
         raise UserError(f"{flag} {value}: write FILE.py:{kind.upper()}, with a file that is there")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # where dataclasses look up the annotations of their fields
     try:
-        spec.loader.exec_module(module)
+        module = load_module(path.absolute(), path.stat().st_mtime_ns)
     except Exception as error:
         raise UserError(f"{flag} {value}: {path} fails with {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        own = [known for known, x in vars(module).items() if getattr(x, "__module__", "") == spec.name]
+        own = [known for known, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
         raise UserError(f"{flag} {value}: {path} has no {kind} {name}, only {', '.join(own) or 'none'}")
     return getattr(module, name)
+
+
+@cache
+def load_module(path: Path, _modified: int) -> ModuleType:
+    """Returns the module in a file, the same for a class and a reward that may ask for its type."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # where dataclasses look up the annotations of their fields
+    spec.loader.exec_module(module)
+    return module

@@ -119,6 +119,10 @@ def conversations(prompts, completions, environments):
     return [float(len(completions[0]))]
 
 
+def of_class(environments, **kwargs):
+    return [float(isinstance(environment, Increment)) for environment in environments]
+
+
 def needs_state(completions, trainer_state):
     pass
 

@@ -539,6 +539,7 @@ def test_sessions_are_as_many_as_episodes_at_a_time_and_closed_at_the_end(rows, 
 TRL_REWARDS = [
     ("environment_rewards", {}, 0.5),
     ("later_rewards", {}, 2.0),
+    ("of_class", {}, 1.0),
     ("lengths", {}, 3.0),
     ("first_prompts", {}, 1.0),
     ("none", {}, 0.25),
