@@ -41,11 +41,12 @@ from jaxtyping import PyTree
 
 from bench import hlo
 from bench.common import Figure, report, shape, write_figures
-from core import learner, sampling
+from core import learner
+from core import sampler as sampling
 from core.config import Config
 from core.extensions.programs import sampler_programs, update_programs
 from core.learner import Learner
-from core.sampling import Sampler, SamplingConfig
+from core.sampler import Sampler, SamplingConfig
 from models import architecture
 from models.architecture import Decoder, Spec
 from models.checkpoint import is_merged

@@ -27,7 +27,7 @@ from core.config import Config
 from core.learner import make_learner, split_minibatches
 from core.objectives import compute_advantages
 from core.records import Batch, Completions
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models.architecture import Decoder
 from models.names import Params
 from utils.devices.sharding import Layout

@@ -20,7 +20,7 @@ import jax
 from bench import compiled
 from bench.common import report, shape
 from core.config import Config
-from core.sampling import SamplingConfig
+from core.sampler import SamplingConfig
 from models.architecture import Decoder
 from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device

@@ -27,7 +27,7 @@ from jaxtyping import Int
 
 from bench.common import BenchConfig, RowsConfig, environment, load, make_prompts, report, seconds_of, spread
 from core.records import Completions
-from core.sampling import Chain, Sampler
+from core.sampler import Chain, Sampler
 from models.names import Params
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import group, option, parse

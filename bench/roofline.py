@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from bench.common import environment, make_prompts, report, seconds_of
 from bench.rollout import make_rollout
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models.architecture import Decoder
 from models.names import Params
 from utils.devices.sharding import Layout

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.common import ROOT, environment, make_prompts, report
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models.checkpoint import load_model
 from models.decoder import score_tokens
 from models.names import Params

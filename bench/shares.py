@@ -33,8 +33,9 @@ from bench import hlo
 from bench.common import Figure, environment, make_prompts, report
 from bench.rollout import make_rollout
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
-from core import learner, sampling
-from core.sampling import Sampler
+from core import learner
+from core import sampler as sampling
+from core.sampler import Sampler
 from utils.devices.runtime import prepare
 from utils.devices.startup import make_layout
 from utils.settings.config import parse

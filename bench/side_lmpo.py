@@ -18,7 +18,7 @@ from core.learner import make_learner, split_minibatches
 from core.objectives import compute_advantages
 from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
-from core.sampling import Sampler
+from core.sampler import Sampler
 from envs.base import ForcedAnswer
 from models.architecture import Decoder
 from models.checkpoint import load_model

@@ -27,7 +27,7 @@ from core.config import Config, UpdateConfig
 from core.learner import Learner, accumulate, make_learner, split_minibatches
 from core.objectives import ObjectiveConfig, compute_advantages, policy_loss
 from core.records import Batch
-from core.sampling import SamplingConfig, decode_weights
+from core.sampler import SamplingConfig, decode_weights
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, lay_out_adapters, load_model
 from models.decoder import init_params, logits

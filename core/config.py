@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from core.eval import EvalConfig
+from core.evaluate import EvalConfig
 from core.objectives import ObjectiveConfig
-from core.sampling import SamplingConfig
+from core.sampler import SamplingConfig
 from models.checkpoint import TrainComputeConfig
 from models.lora import LoraConfig
 from utils.devices.memory import MemoryConfig

@@ -3,13 +3,10 @@
     python core/eval.py --model_dir runs/countdown/step60    # on the environment, and with the sampling, of the run
     python core/eval.py --env_name aime,math500 --model_dir Qwen/Qwen3-1.7B,runs/deepscaler --num_eval_samples 16
     python core/eval.py --replay runs/guess/rollouts/step_3 --row 5     # draws a rollout of a run again
-
-N tasks, G samples of each.
 """
 
 import shlex
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,20 +15,14 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import jax
-import numpy as np
-from jaxtyping import Float
-
-from core.records import Episodes
-from core.rollout import RolloutWorker, make_worker
-from core.sampling import SamplingConfig
+from core.evaluate import EvalConfig, evaluate
+from core.rollout import make_worker
+from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from models.checkpoint import ComputeConfig, find_model, load_model
-from models.names import Params
 from utils.devices.memory import sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
-from utils.evaluation.estimates import mean_and_ci, task_estimates
 from utils.evaluation.preview import show
 from utils.evaluation.tables import Result, check_writable, find_checkpoints, write_results, write_samples
 from utils.metrics.logger import writable
@@ -41,70 +32,8 @@ from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.environments import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
-from utils.settings.errors import UserError, user_errors
+from utils.settings.errors import user_errors
 from utils.settings.presets import announced_demo
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation."""
-
-    num_eval_tasks: int = option(
-        -1, "Problems in an evaluation, the first of the split; 0: all, -1: as the environment says (512; all of gsm8k)"
-    )
-    num_eval_samples: int = option(
-        1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
-    )
-
-    def __post_init__(self):
-        if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
-            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
-
-
-Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics
-
-
-def evaluate(
-    worker: RolloutWorker, params: Params, num_tasks: int, num_samples: int, seed: int = 0
-) -> tuple[dict[str, float], Episodes, Estimates]:
-    """Scores on the first problems: means over tasks, and half-widths of their 95% intervals (`_ci`).
-
-    `num_tasks`: how many; 0: all, -1: as many as the environment suggests.
-    """
-    tasks = np.arange(worker.num_eval_tasks(num_tasks))
-    episodes = worker.play(worker.load_weights(params), tasks, num_samples, jax.random.key(seed))
-    scores = {name: x.reshape(len(tasks), num_samples) for name, x in episodes.scores.items()}
-    answers = [worker.env.answer(text) for text in episodes.texts]
-    estimates = task_estimates(scores, answers)
-    metrics = {"num_tasks": len(tasks), "num_samples": num_samples}
-    for name, x in estimates.items():
-        metrics |= mean_and_ci(name, x)
-    metrics["length"] = float(episodes.completion_lengths.mean())
-    metrics["finished"] = float(episodes.completions.finished.mean())
-    if episodes.failed.any():
-        metrics["reward_failures"] = int(episodes.failed.sum())
-    return metrics, episodes, estimates
-
-
-def evaluate_held_out(
-    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int, with_greedy: bool
-) -> tuple[dict[str, float], Episodes]:
-    """Returns the scores on held-out problems under the names of the log, and the episodes of the first environment.
-
-    The names are "test_env/..." and "valid_env/...", and "times/test" for the seconds that it took.
-    """
-    clock = time.perf_counter()
-    metrics = {}
-    examples = None
-    for role, worker in workers.items():
-        scores, episodes, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
-        metrics |= {f"{role}/{name}": value for name, value in scores.items()}
-        examples = examples or episodes
-    if with_greedy and "test_env" in workers:
-        scores, _, _ = evaluate(workers["test_env"].greedy(), params, config.num_eval_tasks, 1, seed)
-        metrics |= {f"test_env_greedy/{name}": value for name, value in scores.items()}
-    metrics["times/test"] = time.perf_counter() - clock
-    return metrics, examples
 
 
 @dataclass(frozen=True)

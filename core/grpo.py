@@ -3,7 +3,7 @@
     python core/grpo.py                                              # the demo: models/tiny learns Countdown on a CPU
     python core/grpo.py --env_name countdown --model_dir ~/checkpoints/Qwen3-1.7B/
 
-To change the loss or the advantage: core/objectives.py. To change what is drawn: core/sampling.py.
+To change the loss or the advantage: core/objectives.py. To change what is drawn: core/sampler.py.
 To change which groups are learnt from: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 200 lines: core/minimal.py.
 
@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from core.config import Config
-from core.eval import evaluate_held_out
+from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile

@@ -4,7 +4,7 @@
         --config configs/demo.py --lora_rank 4 --lr 6e-3 --save_dir runs/population
 
 Each combination of the values is a member; the other options are those of core/grpo.py, for all. A member is a run of
-core/grpo.py, in a thread and a folder of its own; completions of all are drawn in one batch (core/shared_sampler.py).
+core/grpo.py, in a thread and a folder of its own; core/extensions/members.py draws completions of all in one batch.
 """
 
 import sys
@@ -26,12 +26,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.config import Config
+from core.extensions.members import MemberSampler, SharedSampler, settings_of
 from core.extensions.notes import training_notes
 from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
 from core.rollout import RolloutWorker
-from core.shared_sampler import MemberSampler, SharedSampler, settings_of
 from models.checkpoint import load_policy
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 from core.config import Config
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
-from core.sampling import row_keys
+from core.sampler import row_keys
 from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
 from models.names import Key, Weights

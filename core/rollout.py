@@ -14,10 +14,10 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from core.extensions.speculation import with_speculation
+from core.extensions.turns import Conversations, check_conversations
 from core.records import Completions, Episodes
-from core.sampling import Sampler, SamplingConfig, make_sampler, row_keys
-from core.speculation import with_speculation
-from core.turns import Conversations, check_conversations
+from core.sampler import Sampler, SamplingConfig, make_sampler, row_keys
 from envs.base import DIALECTS, Dialect, Env, Problem, Reply, Text
 from models.architecture import Decoder
 from models.distribution import Distribution

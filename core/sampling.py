@@ -1,12 +1,7 @@
-"""Samples completions with a KV cache: compiled segments, early exit, compaction, one prefill per group.
+"""Samples from a checkpoint: a chat or an episode on a terminal, or completions of prompts from a file.
 
     python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, else a few built-in prompts
-
-To change which token is drawn (a penalty, another truncation): the step of `decode_segment`.
-To change when a completion ends: `completion_end`. To change the order of work, or what is kept of a draw: `Sampler`.
-
-N prompts, G completions of each, B = N G rows, P prompt columns, A completion columns, T row length, S sampler slots:
-the device works on slots; compaction gives those of finished rows to others.
+    python core/sampling.py --ckpt_dir models/tiny,runs/demo/step50 --web 8000    # a chat with both, in a browser
 """
 
 import sys
@@ -15,647 +10,275 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event, Lock
+from itertools import count
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, PyTree, Shaped, UInt32
+from jaxtyping import Int
 
+from core.extensions.play import play_episode, stream_reply
+from core.extensions.speculation import with_speculation
 from core.records import Completions
-from envs.base import ForcedAnswer
-from models import decoder, lora
-from models.architecture import Decoder, is_spec
-from models.deltanet import RecurrentState
-from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
-from models.lora import attach, split_policy, with_members
-from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
+from core.sampler import Sampler, SamplingConfig, make_sampler
+from envs.data import check_text, read_file
+from envs.dataset import check_prompt
+from models.architecture import Decoder
+from models.checkpoint import ComputeConfig, find_model, load_model
+from models.names import Key, Params
 from models.tokenizer import Tokenizer
-from utils.devices.sharding import Layout, on_each, single_device
-from utils.devices.startup import ending_together
-from utils.runs.shutdown import Stop
-from utils.settings.config import option, parse
+from utils.devices.memory import out_of_memory, rows_that_fit, sampling_room
+from utils.devices.sharding import Layout
+from utils.devices.startup import DeviceConfig, ending_together, make_layout
+from utils.evaluation.chat import Message, ShowText, converse
+from utils.evaluation.tables import find_checkpoints
+from utils.evaluation.web import serve
+from utils.metrics.logger import printable
+from utils.metrics.terminal import waiting
+from utils.settings.config import group, option, parse
+from utils.settings.environments import EnvConfig, check_files, resolve_settings
 from utils.settings.errors import UserError, user_errors
-from utils.training.batching import bucket, concatenate, live_slots, round_up
+from utils.training.batching import bucket
 
-MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
-Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
+BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
+Tokens = Int[np.ndarray, "B A"]
+Row = dict[str, object]  # with "prompt" or "messages"
+Style = tuple[bool | None, str]  # of prompts: thinking (None: as the template has it), and prefix of the reply
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """Sampling."""
+class PromptConfig:
+    """Prompts and output."""
 
-    num_generation_tokens: int = option(-1, "Most tokens in a completion; -1: the environment's limit", essential=True)
-    force_answer_at: int = option(
-        -1, "Number of tokens before the completion limit at which an answer is forced; 0: never, -1: the environment's"
+    ckpt_dir: str = option(
+        "models/tiny",
+        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step); with --web several, with "
+        "commas between",
+        essential=True,
     )
-    prompt_length: int = option(
-        256,
-        "Most tokens in a prompt; problems of a data set with a longer prompt are left out, a longer prompt of any "
-        "other kind is an error",
+    prompts: str = option(
+        "",
+        'File of {"prompt": text} or {"messages": [...]} (JSONL, JSON, CSV, Parquet); empty: a few built-in prompts',
+        essential=True,
     )
-    temperature: float = option(
-        1.0, "Softmax temperature of sampling, and of the policy that is trained; 0: greedy (evaluation only)"
+    json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
+    task: int = option(0, "Number of the problem of --env_name")
+    raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
+    thinking: str = option(
+        "",
+        "Thinking mode of the chat template; empty: as a model was trained here, else as the template has it",
+        ["", "on", "off"],
     )
-    top_k: int = option(0, f"Number of likeliest tokens that are sampled from, up to {MAX_SUPPORT}; 0: all")
-    top_p: float = option(
-        1.0, "Nucleus sampling: total probability of the likeliest tokens that are sampled from; 1: all"
+    num_samples: int = option(1, "Completions of each prompt")
+    web: int = option(
+        0, "Port of a page for a chat with the models of --ckpt_dir side by side, for this machine only; 0: none"
     )
-    min_p: float = option(
-        0.0, "Least probability of a token that is sampled, as a share of the likeliest token's; 0: all"
-    )
-    stop_strings: str = option("", "Texts or special tokens that end a completion, with commas between")
-    inference_batch_per_device: int = option(
-        0, "Rows sampled at a time on each device; 0: as many as fit in memory", resumable=True
-    )
-
-    num_speculative_tokens: int = option(
-        0,
-        "Number of tokens drafted at a time for the last rows of a batch, from what followed the same tokens before; "
-        "the tokens drawn do not depend on it; 0: none",
-        resumable=True,
-    )
+    seed: int = option(0, "Seed of sampling")
 
     def __post_init__(self):
-        if self.prompt_length < 1 or self.num_generation_tokens < -1 or self.num_generation_tokens == 0:
-            raise UserError("--prompt_length and --num_generation_tokens start at 1; -1: the environment's own limit")
-        if self.inference_batch_per_device < 0:
-            raise UserError("--inference_batch_per_device must not be negative; 0: as many rows as fit in memory")
-        if self.num_speculative_tokens < 0:
-            raise UserError("--num_speculative_tokens must not be negative; 0: none")
-        self.distribution.describe()  # it checks its own settings when it is made
-
-    @property
-    def distribution(self) -> Distribution:
-        return Distribution(self.temperature, self.top_k, self.top_p, self.min_p)
-
-
-class Drawn:
-    """Host arrays of the rows of a chain, filled segment by segment."""
-
-    def __init__(self, num_rows: int, num_columns: int, support_size: int, route_shape: tuple[int, int]):
-        shape = num_rows, num_columns
-        self.tokens = np.zeros(shape, np.int32)
-        self.logprobs = np.zeros(shape, np.float32)
-        self.mask = np.zeros(shape, bool)
-        self.support = np.zeros((*shape, support_size), np.int32)
-        self.routes = np.zeros((*shape, *route_shape), np.int16)
-        self.lengths = np.full(num_rows, num_columns)
-        self.done = np.zeros(num_rows, bool)
-        self.slot_steps = np.zeros(num_rows)
-
-    def add_segment(
-        self, slots: Int[np.ndarray, "S"], start: int, forced: Int[np.ndarray, "S s"], results: Sequence[np.ndarray]
-    ) -> Int[np.ndarray, "R"]:
-        """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
-        tokens, logprobs, support, routes = results
-        places = np.flatnonzero(slots >= 0)
-        places = places[~self.done[slots[places]]]
-        rows = slots[places]
-        columns = slice(start, start + tokens.shape[1])
-        self.slot_steps[rows] += tokens.size / len(rows)
-        self.tokens[rows, columns] = tokens[places]
-        self.logprobs[rows, columns] = logprobs[places]
-        self.support[rows, columns] = support[places]
-        self.routes[rows, columns] = routes[places]
-        self.mask[rows, columns] = forced[places] < 0
-        return rows
-
-    def write(self, row: int, start: int, columns: Sequence[np.ndarray]) -> None:
-        """Writes what was drawn for a row, from column `start` on."""
-        arrays = self.tokens, self.logprobs, self.support, self.routes
-        for array, column in zip(arrays, columns, strict=True):
-            array[row, start : start + len(column)] = column
-
-    def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
-        """Returns each row's completion behind its prompt, number `owner` of `prompts`."""
-        prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
-        lengths = prompt_lengths + self.lengths
-        columns = np.arange(lengths.max()) - prompt_lengths[:, None]  # 0: the first of the completion
-        is_completion = (columns >= 0) & (columns < self.lengths[:, None])
-        source = np.clip(columns, 0, self.tokens.shape[1] - 1)
-
-        def behind_prompt(x: np.ndarray) -> np.ndarray:
-            axes = (...,) + (None,) * (x.ndim - 2)
-            moved = np.take_along_axis(x, source[axes], axis=1)
-            return np.where(is_completion[axes], moved, np.zeros((), x.dtype))
-
-        tokens = behind_prompt(self.tokens)
-        for row, i in enumerate(owner):
-            tokens[row, : len(prompts[i])] = prompts[i]
-        return Completions(
-            tokens,
-            behind_prompt(self.mask),
-            behind_prompt(self.logprobs),
-            lengths,
-            prompt_lengths,
-            self.done,
-            self.slot_steps,
-            np.zeros(len(lengths), int),
-            behind_prompt(self.support) if self.support.size else None,
-            behind_prompt(self.routes) if self.routes.size else None,
-        )
+        if self.num_samples < 1 or not 0 <= self.web < 2**16:
+            raise UserError("--num_samples starts at 1, and --web is a port from 1 to 65535, or 0 for none")
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """Draws completions of prompts.
-
-    The key of a draw is made from (key, draw id of the prompt, number of the sample, token), so that what is drawn
-    depends neither on the batch that the row is in, nor on its place there, nor on compaction or the number of devices.
-    """
-
-    model: Decoder
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    distribution: Distribution = Distribution()
-    stop_strings: tuple[str, ...] = ()
-    force_answer_at: int = 0  # tokens before the limit
-    forced_answer: ForcedAnswer = ForcedAnswer()
-    max_prompt_tokens: int = 1 << 30
-    compact: bool = True
-    segment: int = SEGMENT
-    prompt_columns: int = 0  # prompts are padded to at least so many
-    prompt_slots: int = 0  # their number is filled up to at least so many, in each chain
-    tokenizer: Tokenizer | None = None  # for stop strings and forced answers
-    layout: Layout = field(default_factory=single_device)
-    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/turns.py has one for conversations
-    cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
-    # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
-    on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
-
-    def load_weights(self, params: Policy) -> Weights:
-        """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop.
-
-        Of a base below adapters there is no copy, unless the model `merges_adapters`.
-        """
-        if ADAPTERS not in params:
-            policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
-            return decode_weights(self.model, self.layout, policy)
-        base, adapters = split_policy(params)
-        weights = attach(base, layer_adapters(self.model, adapters))
-        return merge(weights) if self.model.merges_adapters else weights
-
-    def generate(
-        self, weights: Weights, prompts: Sequence[list[int]], draw_ids: Int[Array, "N"], num_samples: int, key: Key
-    ) -> Completions:
-        """Draws `num_samples` completions of each prompt; rows of a prompt are adjacent.
-
-        `draw_ids` tell the prompts' draws apart: numbers of tasks, or places in a run where a task may come twice.
-
-        Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
-        """
-        for i, prompt in zip(draw_ids, prompts, strict=True):
-            if not 0 < len(prompt) <= self.max_prompt_tokens:
-                raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
-                    "raise --prompt_length or shorten it"
-                )
-        samples = np.tile(np.arange(num_samples), len(prompts))
-        keys = row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples)
-        return self.draw(weights, prompts, np.asarray(keys))
-
-    def draw(
-        self,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        members: Int[np.ndarray, "N"] | None = None,
-    ) -> Completions:
-        """Draws a completion for each key; those of a prompt are adjacent.
-
-        `members`: of each prompt, where the weights are those of several members (lora.join_members).
-        """
-        num_prompts = len(prompts)
-        num_samples = len(keys) // num_prompts
-        num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
-        size = num_prompts // self.num_chains(num_prompts)
-        cancelled, lock = self.cancelled or Event(), Lock()
-
-        def run_chain(start: int) -> Completions:
-            end = start + size
-            chain_keys = keys[start * num_samples : end * num_samples]
-            chain_members = None if members is None else members[start:end]
-            arguments = prompts[start:end], chain_keys, num_columns, start * num_samples, lock, chain_members
-            return self.make_chain(self, weights, *arguments).run(cancelled)
-
-        starts = range(0, num_prompts, size)
-        if len(starts) == 1:
-            completions = [run_chain(0)]
-        else:
-            with ThreadPoolExecutor(len(starts)) as pool:
-                try:
-                    completions = list(pool.map(run_chain, starts))
-                except BaseException:  # an error or a signal in this thread ends the chains with their segments
-                    cancelled.set()
-                    raise
-        if cancelled.is_set():
-            raise Stop
-        return concatenate(completions)
-
-    def num_chains(self, num_prompts: int) -> int:
-        """Returns into how many equal parts a batch is cut that are sampled at the same time."""
-        num_chains = self.layout.num_chains(self.model.num_parameters)
-        return num_chains if num_prompts % num_chains == 0 else 1
-
-    def segments(self) -> list[int]:
-        """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit.
-
-        Where completions may get long they are longer: rows that end in one wait for its end.
-        """
-        most_steps = min(self.segment, max(MIN_SEGMENT, self.max_new_tokens // 64))
-        lengths = []
-        for num_tokens in (self.max_new_tokens - self.force_answer_at, self.force_answer_at):
-            if num_tokens:
-                num_segments = -(-num_tokens // most_steps)
-                steps = -(-num_tokens // num_segments)
-                lengths += [min(steps, num_tokens - start) for start in range(0, num_tokens, steps)]
-        return lengths
-
-    def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
-        """Returns the completion's length where these columns hold a stop token or complete a stop string."""
-        is_stop = np.isin(tokens[start:stop], self.stop_ids)
-        end = start + int(np.argmax(is_stop)) + 1 if is_stop.any() else None
-        last = end or stop
-        if self.has_stop_string(tokens[:last]):
-            return next(n for n in range(start + 1, last + 1) if self.has_stop_string(tokens[:n]))
-        return end
-
-    def has_stop_string(self, tokens: Int[np.ndarray, "A"]) -> bool:
-        """True if the text of these tokens holds a stop string."""
-        if not self.stop_strings:
-            return False
-        text = self.tokenizer.decode(tokens)
-        return any(stop in text for stop in self.stop_strings)
-
-
-class Chain:
-    """The completions of some prompts while they are drawn: slots on the device, rows on the host."""
-
-    fewest_slots = 8  # that compaction leaves
-    tail_slots = 0  # so few are left to a subclass: see core/speculation.py
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        num_columns: int,
-        row_offset: int,
-        lock: Lock,
-        members: Int[np.ndarray, "N"] | None = None,
-    ):
-        self.sampler, self.layout = sampler, sampler.layout
-        self.weights, self.prompts = weights, prompts
-        self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
-        self.lock = lock  # held by the chain that works on the host
-        self.members = members  # whose adapters a prompt and its completions are computed with
-        num_prompts, num_rows = len(prompts), len(keys)
-        group_size = num_rows // num_prompts
-        support_size = sampler.distribution.support_size(sampler.model.vocab_size)
-        self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size, sampler.model.route_shape)
-        self.num_tokens = np.zeros(num_rows, int)  # behind the prompt, in subclasses whose rows have their own lengths
-        self.owner = np.repeat(np.arange(num_prompts), group_size)  # prompt of each row
-        self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
-
-        # The prompts' shards are filled up with empty slots, which compute for prompt -1 and are never read.
-        padded = np.arange(round_up(max(num_prompts, sampler.prompt_slots), self.layout.row_shards))
-        padded[num_prompts:] = -1
-        rows = padded[:, None] * group_size + np.arange(group_size)
-        self.slots = np.where(padded[:, None] < 0, -1, rows).ravel()  # row of each slot
-        lengths = np.array([len(prompt) for prompt in prompts])
-        # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
-        self.starts = np.int32(num_columns + 1 - lengths[padded])
-        self.cache = self.prefill(padded)
-        self.prompt_cache = decoder.without_states(self.cache)
-        self.width = 0  # columns of the cache for completions
-
-    def prefill(self, padded: Int[np.ndarray, "N"]) -> Cache:
-        """Returns the cache of all prompt tokens but the last, which the first decode step reads."""
-        tokens = np.zeros((len(padded), self.num_columns), np.int32)
-        for row, i in zip(tokens, padded, strict=True):
-            prompt = self.prompts[i]
-            row[self.num_columns + 1 - len(prompt) :] = prompt[:-1]
-        arguments = self.layout.put((tokens, self.starts))
-        return prefill(self.sampler.model, self.weights, *arguments, **self.members_of(padded))
-
-    def members_of(self, prompts: Int[np.ndarray, "S"]) -> dict[str, Array]:
-        """Returns the argument of programs that says whose adapters compute each of these prompts, if there is one."""
-        return {} if self.members is None else {"members": self.layout.put(np.int32(self.members[prompts]))}
-
-    def run(self, cancelled: Event) -> Completions:
-        """Draws all rows."""
-        with self.lock:
-            self.draw_rows(cancelled)
-        return self.drawn.completions(self.prompts, self.owner)
-
-    def draw_rows(self, cancelled: Event) -> int:
-        """Draws segments until all rows are done, or `tail_slots` are left; returns the tokens of each row."""
-        start = 0
-        for steps in self.sampler.segments():
-            if self.drawn.done.all() or cancelled.is_set():
-                break
-            if self.sampler.compact:
-                self.compact()
-            if len(self.slots) <= self.tail_slots:
-                break
-            self.grow(start + steps)
-            self.decode(start, steps)
-            start += steps
-        return start
-
-    def compact(self) -> None:
-        """Gives up the slots of rows that are done, as long as half of the slots hold the others."""
-        limits = self.layout.row_shards, self.fewest_slots
-        while (kept := live_slots(self.slots, self.drawn.done, *limits)) is not None:
-            # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
-            slots_per_prompt = len(self.slots) // len(self.starts)
-            owner = kept // slots_per_prompt
-            self.slots = np.where(kept < 0, -1, self.slots[kept])
-            self.starts = self.starts[owner]
-            self.prompt_cache = gather_cache(self.prompt_cache, self.layout.put(np.int32(owner)), self.num_columns)
-            self.cache = gather_cache(self.cache, self.layout.put(np.int32(kept)), self.width)
-
-    def grow(self, num_tokens: int) -> None:
-        """Widens the cache where so many tokens need it.
-
-        The first one is gathered from the prompts' cache, one row for each slot: so it is sharded like that one on
-        every mesh. What the columns hold before a token is written there is masked.
-        """
-        if bucket(num_tokens) <= self.width:
-            return
-        self.width = bucket(num_tokens)
-        num_slots = len(self.slots)
-        num_cache_rows = len(jax.tree.leaves(self.cache)[0])
-        source = np.arange(num_slots) * num_cache_rows // num_slots
-        self.cache = gather_cache(self.cache, self.layout.put(np.int32(source)), self.width)
-
-    def decode(self, start: int, steps: int) -> None:
-        """Draws the tokens number `start` to `start + steps` of all slots, and notes which rows are done."""
-        sampler, drawn = self.sampler, self.drawn
-        forced = self.forced_tokens(start, steps)
-        results = self.draw(np.int32(start), forced)
-        end = start + steps
-        for row in drawn.add_segment(self.slots, start, forced, results):
-            length = sampler.completion_end(drawn.tokens[row], start, end)
-            if length:
-                drawn.lengths[row] = length
-                drawn.done[row] = True
-        self.last_tokens = drawn.tokens[:, end - 1]
-        if sampler.on_segment:
-            sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
-
-    def next_columns(self) -> Int[np.ndarray, "S"]:
-        """Returns the column of each slot's next token, where rows have their own lengths."""
-        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
-
-    def draw(
-        self,
-        start: Int[Array, "S"] | np.int32,
-        forced: Int[np.ndarray, "S s"],
-        num_allowed: Int[np.ndarray, "S"] | None = None,
-    ) -> Sequence[np.ndarray]:
-        """Returns what `decode_segment` draws, on the host; `start`: of all slots, or on the device of each."""
-        sampler = self.sampler
-        rows = np.maximum(self.slots, 0)
-        state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
-        settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
-        options = self.members_of(self.owner[rows])
-        if num_allowed is not None:
-            options |= {"num_allowed": self.layout.put(num_allowed), "stop_ids": sampler.stop_ids}
-        arguments = self.weights, self.prompt_cache, self.cache, start, *state
-        self.cache, results = decode_segment(*settings, *arguments, **options)
-        # Host work of one chain runs beside the device's work of the other. Without the lock both would share the
-        # interpreter, and a rollout takes 9% longer on two cores.
-        with released(self.lock):
-            jax.block_until_ready(results)
-        return self.layout.fetch(results)
-
-    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
-        """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
-        sampler = self.sampler
-        forced = np.full((len(self.slots), steps), -1, np.int32)
-        if not sampler.force_answer_at or start != sampler.max_new_tokens - sampler.force_answer_at:
-            return forced
-        for slot in np.flatnonzero(self.slots >= 0):
-            reply = sampler.tokenizer.decode(self.drawn.tokens[self.slots[slot], :start])
-            answer = sampler.tokenizer.encode(sampler.forced_answer.text_after(reply))
-            forced[slot, : len(answer)] = answer[:steps]
-        return forced
-
-
-@contextlib.contextmanager
-def released(lock: Lock) -> Iterator[None]:
-    """Releases a lock that this thread holds, for the time of the block."""
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
-
-
-@jax.jit
-def row_keys(key: Key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
-    """Returns the key of each row, as plain numbers."""
-
-    def row_key(i: Int[Array, ""], sample: Int[Array, ""]) -> Key:
-        return jax.random.fold_in(jax.random.fold_in(key, i), sample)
-
-    return jax.random.key_data(jax.vmap(row_key)(ids, samples))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def decode_weights(model: Decoder, layout: Layout, params: Params) -> Weights:
-    """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it."""
-    shardings = jax.tree.map(
-        lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=is_spec
-    )
-    return jax.lax.with_sharding_constraint(decoder.decode_weights(model, params), shardings)
-
-
-layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)
-merge = jax.jit(lora.merge)
-
-
-@partial(jax.jit, static_argnums=0)
-def prefill(
-    model: Decoder,
-    weights: Weights,
-    tokens: Int[Array, "N P"],
-    starts: Int[Array, "N"],
-    members: Int[Array, "N"] | None = None,
-) -> Cache:
-    """Returns the cache of left-padded prompts; `members`: whose adapters compute each of them, see `Chain`."""
-    return decoder.prefill(model, with_members(weights, members), tokens, starts)
-
-
-@partial(jax.jit, static_argnums=2)
-def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
-    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
-
-    A state has rows only: the first fan-out copies that of a prompt to each of its completions.
-
-    `source` counts over all shards, which are equal; a slot's row is in its own shard, where the remainder is its
-    number. A gather over all devices would make caches whole on each.
-    """
-
-    def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:
-        caches, source = state
-
-        def gather_rows(x: Shaped[Array, "R ..."]) -> Shaped[Array, "S ..."]:
-            return x[source % len(x)]
-
-        def gather_columns(x: Shaped[Array, "R K A C"]) -> Shaped[Array, "S K W C"]:
-            x = x[source % len(x), :, :width]
-            missing = max(0, width - x.shape[2])
-            return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
-
-        def gather_layer(cache: PyTree[Array]) -> PyTree[Array]:
-            is_state = isinstance(cache, RecurrentState)
-            return jax.tree.map(gather_rows if is_state else gather_columns, cache)
-
-        return [gather_layer(cache) for cache in caches]
-
-    return on_each(jax.typeof(source).sharding.mesh, gather, None, (caches, source))
-
-
-# Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.
-Columns = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="stop_ids", donate_argnums=5)
-def decode_segment(
-    model: Decoder,
-    distribution: Distribution,
-    is_forcing: bool,
-    weights: Weights,
-    prompt_cache: Cache,
-    cache: Cache,
-    start: Int[Array, "*S"],
-    starts: Int[Array, "N"],
-    last_tokens: Int[Array, "S"],
-    keys: UInt32[Array, "S 2"],
-    forced: Int[Array, "S s"],
-    num_allowed: Int[Array, "S"] | None = None,
-    stop_ids: tuple[int, ...] = (),
-    members: Int[Array, "S"] | None = None,
-) -> tuple[Cache, Columns]:
-    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
-
-    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones. States of slots
-    stay those before the last of `num_allowed` tokens (None: all), or before the first of `stop_ids`.
-    """
-    weights = with_members(weights, members)
-    num_steps = forced.shape[1]
-    # All at once: in the loop it would be twenty small programs for a token.
-    numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
-    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers)
-
-    def step(i: Int[Array, ""], state: tuple) -> tuple:
-        cache, last, columns, is_live = state
-        state = prompt_cache, cache, last[:, None], start + i, starts
-        logits, cache, route = decoder.decode(model, weights, *state, is_live)
-        token, logprob, ids = distribution.draw(logits, uniforms[i])
-        if is_forcing:
-            token, logprob = replace_forced(distribution, logits, forced[:, i], token, logprob)
-        token = token.astype(jnp.int32)
-        new = token, logprob, ids, route[:, 0]
-        columns = jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
-        if num_allowed is not None:
-            is_stop = jnp.isin(token, jnp.array(stop_ids, jnp.int32))
-            is_live = is_live & ~is_stop[:, None] & (i + 1 < num_allowed)[:, None]
-        return cache, token, columns, is_live
-
-    columns = empty_columns(model, distribution, forced.shape)
-    is_live = None if num_allowed is None else (num_allowed > 0)[:, None]
-    # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    state = cache, last_tokens, columns, is_live
-    cache, _, columns, _ = jax.lax.fori_loop(0, num_steps, step, state)
-    return cache, columns
-
-
-def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> Columns:
-    """Returns zeros for what a segment draws."""
-    tokens = jnp.zeros(shape, jnp.int32)
-    logprobs = jnp.zeros(shape, jnp.float32)
-    support = jnp.zeros((*shape, distribution.support_size(model.vocab_size)), jnp.int32)
-    routes = jnp.zeros((*shape, *model.route_shape), jnp.int16)
-    return tokens, logprobs, support, routes
-
-
-def replace_forced(
-    distribution: Distribution,
-    logits: Float[Array, "S V"],
-    forced: Int[Array, "S"],
-    token: Int[Array, "S"],
-    logprob: Float[Array, "S"],
-) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Returns drawn tokens and their log-probabilities, with those of forced tokens (-1: none) in their place."""
-    is_forced = forced >= 0
-    forced_logprob, _ = distribution.logprobs(logits, jnp.maximum(forced, 0))
-    return jnp.where(is_forced, forced, token), jnp.where(is_forced, forced_logprob, logprob)
-
-
-def make_sampler(
-    config: SamplingConfig,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    layout: Layout,
-    max_new_tokens: int,
-    force_answer_at: int = 0,
-    forced_answer: ForcedAnswer = ForcedAnswer(),  # noqa: B008 (frozen)
-) -> Sampler:
-    """Returns the sampler that these settings ask for."""
-    if not 0 <= force_answer_at < max_new_tokens:
-        raise UserError(
-            f"--force_answer_at {force_answer_at} must be below the {max_new_tokens} tokens of a completion"
-        )
-    stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
-    return Sampler(
-        model,
-        max_new_tokens,
-        stop_ids,
-        config.distribution,
-        stop_strings,
-        force_answer_at,
-        forced_answer,
-        config.prompt_length,
-        tokenizer=tokenizer,
-        layout=layout,
-    )
-
-
-def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the ids and the texts that end a completion: the tokenizer's ids, and those of --stop_strings.
-
-    A special token counts by its id, since it is not part of the text that is searched for stop strings.
-    Raises: UserError for a stop string that holds a special token and more.
-    """
-    stop_ids, stop_strings = [*tokenizer.stop_ids], []
-    special_ids = tokenizer.special_ids
-    for stop in filter(None, text.split(",")):
-        special = next((token for token in special_ids if token in stop), None)
-        if special is None:
-            stop_strings.append(stop)
-        elif stop == special:
-            stop_ids.append(special_ids[stop])
-        else:
-            raise UserError(
-                f"--stop_strings {stop!r} can never match, since {special} is a special token and not text: "
-                f"give {special} alone, or text without it"
-            )
-    return tuple(dict.fromkeys(stop_ids)), tuple(stop_strings)
+class PlayConfig(EnvConfig):
+    """Environment of several turns, to play by hand or to watch."""
+
+    env_name: str = option("", "Environment of several turns, to play by hand or to watch; empty: none")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Sampling from a checkpoint."""
+
+    prompts: PromptConfig = group(PromptConfig)
+    env: PlayConfig = group(PlayConfig)
+    sampling: SamplingConfig = group(SamplingConfig)
+    compute: ComputeConfig = group(ComputeConfig)
+    devices: DeviceConfig = group(DeviceConfig)
+
+
+def read_prompts(path: str) -> list[Row]:
+    """Returns the rows of a file. Raises: UserError for one without "prompt" and "messages", or no text."""
+    if not path:
+        return [{"prompt": prompt} for prompt in BUILT_IN]
+    rows = []
+    for place, row in read_file(Path(os.path.expanduser(path))):
+        try:
+            if isinstance(row, Exception):
+                raise row
+            check_text(row)
+            check_prompt(row.get("messages") or row["prompt"])
+        except KeyError:
+            raise UserError(f'{place} has neither "prompt" nor "messages"') from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: {error}") from error
+        rows.append(row)
+    if not rows:
+        raise UserError(f"--prompts {path} holds no row")
+    return rows
+
+
+def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int]:
+    """Returns the prompt of a row, token ids."""
+    if config.raw and "prompt" in row:
+        return tokenizer.encode(row["prompt"])
+    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+    (style,) = prompt_styles([tokenizer], config.thinking)
+    return tokenizer.chat(messages, *style)
+
+
+def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[Style]:
+    """Returns how each model is asked: as it was trained here, else as the first of the others that was."""
+    known = [tokenizer.training_prompts for tokenizer in tokenizers]
+    trained = next((style for style in known if style != (None, "")), (None, ""))
+    styles = [trained if style == (None, "") else style for style in known]
+    return [({"on": True, "off": False}.get(thinking, was), prefix) for was, prefix in styles]
+
+
+def sample_rows(
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: Command
+) -> list[Completions]:
+    """Returns the completions of all prompts, a call's together."""
+    num_rows = config.sampling.inference_batch_per_device
+    if not num_rows:
+        row_length = bucket(max(map(len, prompts)) + sampler.max_new_tokens)
+        room = sampling_room(sampler.model, sampler.layout, params)
+        num_rows = rows_that_fit(room, sampler.model, sampler.layout, row_length)
+    weights = sampler.load_weights(params)
+    num_samples = config.prompts.num_samples
+    per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
+    key = jax.random.key(config.prompts.seed)
+    parts = []
+    for start in range(0, len(prompts), per_call):
+        calls = prompts[start : start + per_call]
+        ids = start + np.arange(len(calls))
+        memory = out_of_memory("inference_batch_per_device", num_rows)
+        with waiting("sampling", len(ids) * num_samples, "rows") as wait, memory:
+            watched = replace(sampler, on_segment=partial(wait.on_segment, start * num_samples))
+            parts.append(watched.generate(weights, calls, ids, num_samples, key))
+    return parts
+
+
+def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> Row:
+    """Returns what is written of completion `b`."""
+    columns = slice(int(completions.prompt_lengths[b]), int(completions.lengths[b]))
+    tokens = completions.tokens[b, columns].tolist()
+    return {
+        "prompt_tokens": completions.tokens[b, : columns.start].tolist(),
+        "tokens": tokens,
+        "logprobs": completions.logprobs[b, columns].tolist(),
+        "text": tokenizer.decode(tokens),
+        "finished": bool(completions.finished[b]),
+    }
+
+
+class ChatModel:
+    """A model that one can talk to; each reply is drawn with a number of its own under the key."""
+
+    def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, style: Style):
+        self.name, self.sampler, self.key, self.style = name, sampler, key, style
+        self.weights = sampler.load_weights(params)
+        self.numbers = count()
+
+    def reply(self, messages: list[Message], show_text: ShowText) -> str:
+        """Returns the reply to a conversation; `show_text` gets what there is of it after each segment."""
+        check_text([message["content"] for message in messages])
+        tokenizer = self.sampler.tokenizer
+        prompt = tokenizer.chat(messages, *self.style)
+        number = next(self.numbers)
+        return tokenizer.decode(stream_reply(self.sampler, self.weights, prompt, number, self.key, show_text))
+
+    def change(self, name: str, value: str) -> None:
+        """Changes a setting of the distribution that is drawn from. Raises: UserError."""
+        settings = vars(self.sampler.distribution)
+        if name not in settings:
+            raise UserError(f"/set {name}: there are {', '.join(settings)}")
+        try:
+            number = type(settings[name])(value)
+        except ValueError as error:
+            raise UserError(f"/set {name} {value}: it is a number, now {settings[name]}") from error
+        self.sampler = replace(self.sampler, distribution=replace(self.sampler.distribution, **{name: number}))
+
+    def describe(self) -> str:
+        """Returns the settings of sampling, in words."""
+        return ", ".join(f"{name} {value:g}" for name, value in vars(self.sampler.distribution).items())
+
+
+def main(config: Command) -> None:
+    layout = make_layout(config.devices)
+    rows = read_prompts(config.prompts.prompts)
+    limit = config.sampling.num_generation_tokens
+    key = jax.random.key(config.prompts.seed)
+    if config.prompts.web:
+        return serve(load_chat_models(config.prompts.ckpt_dir.split(","), config, layout), config.prompts.web)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    has_files = config.prompts.prompts or config.prompts.json
+    if is_terminal and not has_files and not config.env.env_name:
+        return converse(*load_chat_models([config.prompts.ckpt_dir], config, layout))
+    model, params, tokenizer = load_last(config.prompts.ckpt_dir, config, layout)
+    check_files(config.env, list(filter(None, [config.env.env_name])))
+    if config.env.env_name:
+        settings = resolve_settings(config.env, config.env.env_name, limit, force_answer_at=0)
+        limit = settings.env.tokens_per_turn or settings.max_new_tokens
+        sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        return play_episode(sampler, params, settings, config.prompts.task, key)
+    if layout.is_main and not config.prompts.prompts:
+        print("built-in prompts: --prompts FILE.jsonl names others, and on a terminal this is a chat", file=sys.stderr)
+    sampler = make_text_sampler(config, model, tokenizer, layout)
+    prompts = [encode_row(row, tokenizer, config.prompts) for row in rows]
+    written = []
+    for completions in sample_rows(sampler, params, prompts, config):
+        for b in range(len(completions.lengths)):
+            row = rows[len(written) // config.prompts.num_samples]
+            written.append(row | completion_fields(completions, b, tokenizer))
+    if layout.is_main:
+        write_rows(written, config.prompts.json, tokenizer)
+
+
+def load_last(name: str, config: Command, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:
+    """Loads a model: of a run folder the one of the last step."""
+    _, folder = find_checkpoints(name, find_model)[-1]
+    return load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
+
+
+def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, layout: Layout) -> Sampler:
+    """Returns the sampler of replies without an environment, of 256 tokens where nothing else is said."""
+    limit = config.sampling.num_generation_tokens
+    limit = 256 if limit < 0 else limit
+    force_answer_at = max(0, config.sampling.force_answer_at)
+    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, force_answer_at)
+    return with_speculation(sampler, config.sampling.num_speculative_tokens)
+
+
+def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> list[ChatModel]:
+    """Loads models to talk to, whose replies are shown in short segments."""
+    loaded = [load_last(name, config, layout) for name in names]
+    styles = prompt_styles([tokenizer for _, _, tokenizer in loaded], config.prompts.thinking)
+    key = jax.random.key(config.prompts.seed)
+    models = []
+    for name, style, (model, params, tokenizer) in zip(names, styles, loaded, strict=True):
+        sampler = make_text_sampler(config, model, tokenizer, layout)
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        models.append(ChatModel(name, sampler, params, key, style))
+    return models
+
+
+def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:
+    """Writes rows to a JSONL file, or prints prompts and completions where there is none."""
+    if path:
+        Path(os.path.expanduser(path)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
+    for row in rows:
+        prompt = tokenizer.decode(row["prompt_tokens"])
+        print(f"{'#' * 25} {printable(prompt)}\n{printable(row['text'])}")
 
 
 if __name__ == "__main__":
-    from core.chat import Command, main
-
     with ending_together(), user_errors():
         main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))

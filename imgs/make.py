@@ -35,7 +35,7 @@ LEFT, MIDDLE, RIGHT, TOP, BOTTOM = 2, 327, 652, 42, 200  # corners of its boxes,
 BOX_WIDTH, BOX_HEIGHT = 230, 96
 BLUE, PURPLE, GRAY = "#0969da", "#8250df", "#768390"  # on white and on black, with white text inside
 BOXES = (  # corner, colour, title, lines
-    (LEFT, TOP, BLUE, "policy", "a language model", "core/sampling.py"),
+    (LEFT, TOP, BLUE, "policy", "a language model", "core/sampler.py"),
     (MIDDLE, TOP, BLUE, "completions", "a group of each prompt", "core/rollout.py"),
     (RIGHT, TOP, BLUE, "environment", "sets problems, grades replies", "envs/"),
     (RIGHT, BOTTOM, PURPLE, "rewards", "of a group: " + ", ".join(f"{x:g}" for x in REWARDS), "utils/rewards/"),

@@ -19,7 +19,7 @@ from contextlib import closing
 import pytest
 from helpers import ROOT
 
-from core.chat import ChatModel, PromptConfig, encode_row, prompt_styles, read_prompts
+from core.sampling import ChatModel, PromptConfig, encode_row, prompt_styles, read_prompts
 from envs import make_env
 from models.tokenizer import load_tokenizer
 from utils.evaluation import web

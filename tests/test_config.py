@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from core import chat, eval, grpo
-from core.sampling import SamplingConfig
+from core import eval, grpo, sampling
+from core.sampler import SamplingConfig
 from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
 from utils.settings.environments import EnvConfig, HeldOutConfig, resolve_environments
@@ -243,7 +243,7 @@ def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
     assert words in mistake(line, capsys, settings)
 
 
-@pytest.mark.parametrize("command", [grpo.Config, eval.Command, chat.Command])
+@pytest.mark.parametrize("command", [grpo.Config, eval.Command, sampling.Command])
 def test_numbers_that_no_array_holds_are_refused_by_name(command, capsys):
     """All options times NaN, infinity, what float32 rounds to either or to 0, and seeds that JAX takes for others."""
     hostile = {float: ["nan", "inf", "-1e39", "1e-40"], int: [2**31, -(2**31), 2**32, 2**64, "9" * 5000]}
@@ -339,7 +339,7 @@ def test_all_is_also_the_value_of_options():
     assert read("--ckpt_dir all").loop.ckpt_dir == "all"
 
 
-@pytest.mark.parametrize("command", [grpo.Config, eval.Command, chat.Command])
+@pytest.mark.parametrize("command", [grpo.Config, eval.Command, sampling.Command])
 def test_few_options_are_needed_most_often(command):
     assert len([known for known in options_of(command).values() if known.essential]) <= 12
 
@@ -374,7 +374,7 @@ def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
 
 @pytest.mark.parametrize("line", ["--num_samples 0", "--web -1", "--web 65536"])
 def test_a_chat_has_samples_and_a_port(line, capsys):
-    assert line.split()[0] in mistake(line, capsys, chat.Command)
+    assert line.split()[0] in mistake(line, capsys, sampling.Command)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_lmpos_flags_are_options_of_training():
         assert {on, off} <= set(options[target].choices)
 
 
-@pytest.mark.parametrize("command", [eval.Command, chat.Command], ids=["eval", "sampling"])
+@pytest.mark.parametrize("command", [eval.Command, sampling.Command], ids=["eval", "sampling"])
 def test_commands_have_no_option_that_only_training_reads(command):
     of_training = {"attention", "unroll_layers", "test_env_name", "valid_env_name", "test_interval", "test_greedy"}
     assert of_training <= options_of(grpo.Config).keys()

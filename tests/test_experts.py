@@ -12,7 +12,7 @@ from helpers import MODEL as DENSE
 from helpers import assert_close, depth, gradient_depth, on_four_devices, random_params
 
 from core.records import Completions
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models import decoder, experts
 from models.architecture import Decoder
 from models.checkpoint import load_model

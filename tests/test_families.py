@@ -9,7 +9,7 @@ import pytest
 from helpers import assert_close, depth, gradient_depth, on_four_devices, slow
 
 from core.records import Completions
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder
 from models.checkpoint import load_model

@@ -25,38 +25,31 @@ LAW = {
     "core": (),
     "core.records": ("models.names", "utils.training.batching"),  # a leaf
     "core.objectives": ("core.records", "models.names", "utils.settings", "utils.training.batching"),
-    "core.sampling": ("core.chat", "core.records", "envs.base", "models", "utils"),  # core.chat is its command
-    "core.speculation": ("core.records", "core.sampling", "models", "utils"),
-    "core.chat": (
-        *("core.play", "core.records", "core.sampling", "core.speculation"),
-        *("envs.data", "envs.dataset", "models", "utils"),
-    ),
-    "core.play": (
-        *("core.chat", "core.records", "core.rollout", "core.sampling", "core.turns"),
-        *("envs.base", "models", "utils"),
-    ),
-    "core.turns": ("core.records", "core.sampling", "envs.base", "models", "utils"),
+    "core.sampler": ("core.records", "envs.base", "models", "utils"),
     "core.rollout": (
-        *("core.records", "core.sampling", "core.speculation", "core.turns"),
+        *("core.extensions.speculation", "core.extensions.turns", "core.records", "core.sampler"),
         *("envs.base", "models", "utils"),
     ),
-    "core.eval": ("core.records", "core.replay", "core.rollout", "core.sampling", "envs", "models", "utils"),
-    "core.replay": ("core.config", "core.records", "core.rollout", "core.sampling", "models", "utils"),
-    "core.config": ("core.eval", "core.objectives", "core.sampling", "models.checkpoint", "models.lora", "utils"),
+    "core.evaluate": ("core.records", "core.rollout", "models", "utils"),
+    "core.config": ("core.evaluate", "core.objectives", "core.sampler", "models.checkpoint", "models.lora", "utils"),
     "core.learner": ("core.config", "core.objectives", "core.records", "models", "utils"),
-    "core.extensions.ahead": ("core.config", "core.learner", "core.records", "core.rollout", "models", "utils"),
-    "core.extensions.notes": ("core.config", "core.learner", "core.objectives", "models", "utils"),
-    "core.extensions.programs": (  # the programs of files of the loop
-        *("core.config", "core.learner", "core.records", "core.rollout", "core.sampling", "models", "utils"),
-    ),
     "core.grpo": (
-        *("core.config", "core.eval", "core.learner", "core.objectives", "core.records", "core.rollout"),
+        *("core.config", "core.evaluate", "core.learner", "core.objectives", "core.records", "core.rollout"),
         *("core.extensions", "models", "utils"),
     ),
-    "core.shared_sampler": ("core.records", "core.sampling", "models", "utils"),
+    "core.extensions": (  # what options attach, to the files of the loop
+        *("core.config", "core.extensions", "core.learner", "core.objectives", "core.records", "core.rollout"),
+        *("core.sampler", "envs.base", "models", "utils"),
+    ),
+    "core.extensions.speculation": ("core.records", "core.sampler", "models", "utils"),
+    "core.extensions.turns": ("core.records", "core.sampler", "envs.base", "models", "utils"),
+    # Commands, which nobody imports.
+    "core.sampling": ("core.extensions", "core.records", "core.sampler", "envs", "models", "utils"),
+    "core.replay": ("core.config", "core.records", "core.rollout", "core.sampler", "models", "utils"),
+    "core.eval": ("core.evaluate", "core.replay", "core.rollout", "core.sampler", "envs", "models", "utils"),
     "core.population": (
-        *("core.config", "core.grpo", "core.learner", "core.records", "core.rollout", "core.sampling"),
-        *("core.extensions", "core.shared_sampler", "models", "utils"),
+        *("core.config", "core.extensions", "core.grpo", "core.learner", "core.records", "core.rollout"),
+        *("core.sampler", "models", "utils"),
     ),
     "core.minimal": ("core.objectives", "core.records", "envs", "models", "utils"),
     "models": ("models", "utils"),
@@ -179,7 +172,7 @@ def test_envs_import_no_jax_and_no_environment_before_it_is_made():
     run(code)
 
 
-@pytest.mark.parametrize("command", ["core.grpo", "core.eval", "core.chat", "core.population"])
+@pytest.mark.parametrize("command", ["core.grpo", "core.eval", "core.sampling", "core.population"])
 def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs(command):
     """Options are read after the imports; bench/startup.py measures them."""
     late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "datasets"}

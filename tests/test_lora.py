@@ -20,7 +20,7 @@ from core.config import Config
 from core.grpo import main
 from core.replay import replay
 from core.rollout import RolloutWorker
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models import decoder, experts
 from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy

@@ -26,13 +26,14 @@ from kill_runs import reproducible
 from safetensors.numpy import load_file
 
 from bench import hlo, scaling
-from core import grpo, sampling
+from core import grpo
+from core import sampler as sampling
 from core.config import Config
 from core.extensions.notes import describe_padding
 from core.learner import accumulate, apply_gradients
 from core.objectives import ObjectiveConfig
 from core.records import Batch
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models import decoder
 from models.checkpoint import load_model
 from models.distribution import Distribution

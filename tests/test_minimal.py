@@ -13,7 +13,7 @@ from core.config import Config
 from core.learner import Learner
 from core.objectives import compute_advantages
 from core.records import Batch
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models.distribution import Distribution
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config

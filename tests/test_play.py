@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from helpers import MODEL, ROOT, Letters
 
-from core import chat, grpo
+from core import grpo
 from core.config import Config
 from core.rollout import RolloutWorker, encode_prompt, find_tasks, make_worker, reply_opening
-from core.sampling import Sampler, read_stops
+from core.sampler import Sampler, read_stops
 from envs import make_env, split_name
 from envs.base import Env, Problem
 from models.checkpoint import load_model
@@ -288,7 +288,7 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
     seen = []
     for module, name, config in (
         (grpo, "load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
-        (chat, "load_model", parse(chat.Command, ["--ckpt_dir", str(run)])),
+        (sampling, "load_model", parse(sampling.Command, ["--ckpt_dir", str(run)])),
     ):
         monkeypatch.setattr(module, name, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
         with pytest.raises(SystemExit):

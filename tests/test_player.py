@@ -7,7 +7,7 @@ from operator import itemgetter
 import numpy as np
 import pytest
 
-from core.turns import Conversations
+from core.extensions.turns import Conversations
 from models.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
 from models.pretraining import make_tokenizer, pad_documents
 from utils.devices.sharding import single_device

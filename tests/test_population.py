@@ -17,9 +17,9 @@ from test_turns import Script, assert_same, conversations, draw_all, rows_of
 
 from core import grpo, population
 from core.config import Config
+from core.extensions.members import MemberSampler, SharedSampler
 from core.rollout import RolloutWorker
-from core.sampling import Sampler
-from core.shared_sampler import MemberSampler, SharedSampler
+from core.sampler import Sampler
 from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, join_members, make_policy, with_members

@@ -15,7 +15,7 @@ import pytest
 from helpers import HYBRID, MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
 
 from core.records import Completions
-from core.sampling import Sampler
+from core.sampler import Sampler
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms

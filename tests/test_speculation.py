@@ -9,11 +9,11 @@ import pytest
 from helpers import HYBRID, MODEL, on_four_devices, on_layout
 from test_sampling import IDS, KEY, LIMIT, PROMPTS, G, assert_same, completions, draw_all
 
-from core import speculation
 from core.config import Config
+from core.extensions import speculation
+from core.extensions.speculation import look_up, with_speculation
 from core.records import Completions
-from core.sampling import Sampler
-from core.speculation import look_up, with_speculation
+from core.sampler import Sampler
 from models.distribution import Distribution
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import make_config

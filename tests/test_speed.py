@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from core.records import Episodes
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder
 from models.lora import adapter_parameters, init_adapters, make_policy

@@ -18,11 +18,10 @@ import pytest
 from helpers import MODEL, ROOT
 from test_scoring import is_alive, wait_until_gone
 
-from core import chat
 from core.config import Config
+from core.extensions.turns import Conversations, TurnChain
 from core.rollout import answering_calls, make_worker, repeated_jobs
-from core.sampling import Sampler
-from core.turns import Conversations, TurnChain
+from core.sampler import Sampler
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
@@ -713,7 +712,7 @@ def test_own_tools_are_tried_by_hand(rows, monkeypatch, capsys):
     written = iter([f"<tool_call>{call('add', amount=8)}</tool_call>", "It is 8."])
     monkeypatch.setattr("builtins.input", lambda prompt: next(written))
     options = f"--env_name dataset --env_options path={rows} --episode {other_trainers.__file__}:Counter --task 5"
-    chat.main(parse(chat.Command, options.split()))
+    sampling.main(parse(sampling.Command, options.split()))
     out = capsys.readouterr().out
     assert '[a call] <tool_call>{"name": "take", "arguments": {"amount": 1}}</tool_call>' in out
     assert "[tool] 8\n" in out and "stop done: return 1, correct_answer 1, turns 2, tool_calls 1" in out

@@ -37,14 +37,14 @@ from safetensors.numpy import load_file
 
 from core import grpo
 from core.config import Config
-from core.eval import evaluate
+from core.evaluate import evaluate
 from core.extensions.notes import describe_objective
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
 from core.learner import Learner, Update, apply_gradients, split_minibatches
 from core.objectives import compute_advantages, set_loss_denominators
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
-from core.sampling import Sampler
+from core.sampler import Sampler
 from envs import make_env, parse_options
 from envs.base import Env, Problem
 from models import decoder

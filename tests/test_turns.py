@@ -38,12 +38,12 @@ from safetensors.numpy import load_file
 from test_scoring import wait_until_gone
 
 from core.config import Config
+from core.extensions.turns import Conversations, Observation, TurnChain, check_conversations
 from core.grpo import main
 from core.records import Completions
 from core.replay import read_stored, replay, task_index, weights_before
 from core.rollout import make_worker
-from core.sampling import Sampler
-from core.turns import Conversations, Observation, TurnChain, check_conversations
+from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
 from models import decoder

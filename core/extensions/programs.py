@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from core import learner as learners
-from core import sampling
+from core import sampler as sampling
 from core.config import Config
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models import decoder
 from models.lora import attach, make_policy, split_policy
 from models.names import ADAPTERS, LAYERS

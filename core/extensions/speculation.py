@@ -22,7 +22,7 @@ from einops import rearrange
 from jaxtyping import Float, Int, UInt32
 
 from core.records import Completions
-from core.sampling import Cache, Chain, Columns, Sampler, empty_columns
+from core.sampler import Cache, Chain, Columns, Sampler, empty_columns
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution, sampling_uniforms

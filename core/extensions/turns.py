@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int
 
 from core.records import Completions, Message
-from core.sampling import Cache, Chain, Sampler, released
+from core.sampler import Cache, Chain, Sampler, released
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
 from models import decoder
 from models.architecture import Decoder

@@ -1,21 +1,22 @@
-"""Plays an episode on the terminal: a person or the model writes the turns of the policy, and the environment answers.
+"""Shows replies while they are drawn, and plays an episode on the terminal: a person or the model writes the turns.
 
 python core/sampling.py --env_name guess --env_options prompt=bare
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
-from core.chat import stream_reply
+from core.extensions.turns import Conversations
 from core.records import Message
 from core.rollout import answering_calls, encode_prompt
-from core.sampling import Sampler
-from core.turns import Conversations
+from core.sampler import Sampler
 from envs.base import DIALECTS
 from models.names import Key, Params, Weights
-from utils.evaluation.chat import StreamPrinter
+from utils.evaluation.chat import ShowText, StreamPrinter
 from utils.evaluation.preview import example_calls
 from utils.metrics.logger import printable
 from utils.rewards.scorer import Scorer, ScoringStream
@@ -79,3 +80,22 @@ def show(messages: Sequence[Message]) -> None:
     """Prints messages, made harmless for a terminal."""
     for message in messages:
         print(printable(f"\n[{message['role']}] {message['content']}"))
+
+
+def stream_reply(
+    sampler: Sampler, weights: Weights, prompt: list[int], number: int, key: Key, show_text: ShowText
+) -> list[int]:
+    """Returns the tokens of a reply; `show_text` gets its text so far after each segment, and all of it at the end."""
+    tokenizer = sampler.tokenizer
+
+    def on_segment(
+        row_offset: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
+    ) -> None:
+        end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
+        show_text(tokenizer.decode(tokens[0, :end]))
+
+    streaming = replace(sampler, on_segment=on_segment)
+    completions = streaming.generate(weights, [prompt], np.array([number]), 1, key)
+    reply = completions.tokens[0, len(prompt) : completions.lengths[0]].tolist()
+    show_text(tokenizer.decode(reply))
+    return reply

@@ -4,7 +4,7 @@ Each member's loop runs in a thread of its own. A call of its sampler waits unti
 have called theirs; then one thread draws what they ask for, and each gets its own rows. What is drawn is what a run
 alone draws, since keys are made from the member's own.
 
-B = N G rows, as in core/sampling.py.
+B = N G rows, as in core/sampler.py.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.records import Completions
-from core.sampling import Sampler
+from core.sampler import Sampler
 from models.lora import join_members
 from models.names import Weights
 from utils.runs.shutdown import Signals, Stop
