@@ -48,7 +48,7 @@ def first_of_families() -> list[str]:
     return [by_family[family] for family in sorted(by_family)]
 
 
-def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "tokens"]:
+def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "n"]:
     """Returns |log p of the sampler - log p of the trainer| of each drawn token."""
     model, params, _ = load_model(folder, dtype=dtype)
     prompts = make_prompts(model.vocab_size, config.num_prompts, 24)
@@ -59,7 +59,7 @@ def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "tokens"
 
 def token_gaps(
     sampler: Sampler, params: Params, prompts: Sequence[list[int]], group_size: int
-) -> Float[np.ndarray, "tokens"]:
+) -> Float[np.ndarray, "n"]:
     """Returns |log p of the sampler - log p of the trainer| of each token that it draws."""
     weights = sampler.load_weights(params)
     drawn = sampler.generate(weights, prompts, np.arange(len(prompts)), group_size, jax.random.key(0))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import MODEL, ROOT, Letters
 
-from core import grpo
+from core import grpo, sampling
 from core.config import Config
 from core.rollout import RolloutWorker, encode_prompt, find_tasks, make_worker, reply_opening
 from core.sampler import Sampler, read_stops

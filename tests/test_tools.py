@@ -18,6 +18,7 @@ import pytest
 from helpers import MODEL, ROOT
 from test_scoring import is_alive, wait_until_gone
 
+from core import sampling
 from core.config import Config
 from core.extensions.turns import Conversations, TurnChain
 from core.rollout import answering_calls, make_worker, repeated_jobs
