@@ -3,6 +3,7 @@
     python bench/clients.py peft      # adapters that peft makes of each kind
     python bench/clients.py gyms      # environments of GEM, TextArena, Gymnasium, SkyRL-gym and OpenEnv
     python bench/clients.py trl       # classes and rewards of TRL's examples, docs and tests
+    python bench/clients.py rewards   # rewards that TRL publishes
 
 Each subject is a file bench/clients_NAME.py, which says what to install beside requirements.txt: a function `rows` that
 yields what was tried, and PACKAGES, whose versions are printed. Exit status 1: something runs and is silently wrong.
@@ -20,7 +21,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
 
-SUBJECTS = ("peft", "gyms", "trl")
+SUBJECTS = ("peft", "gyms", "trl", "rewards")
 EQUAL, RUNS, REFUSED, WRONG = "equal", "runs", "refused by name", "WRONG"
 
 
