@@ -93,6 +93,8 @@ class Hostile(Env):
             return {"return": 1e300}
         if text == "half a pair":
             return {"return": 1.0, "\ud800": 1.0}
+        if text == "name of the log":
+            return {"return": 1.0, "length": 2.0}
         if text == "long name":
             return {"return": 1.0, "x" * 10**6: 1.0}
         if text.startswith("pickle "):

@@ -49,6 +49,7 @@ ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
 MAX_MESSAGE = 2**26  # bytes of a message of a worker
 MAX_REWARD = 1e35  # of a reply or turn: float32, which has 3e38, holds sums of many
 MAX_NAME = 200  # characters of the name of a reward
+TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # under env/ the log has others of its own
 CLOSING = 1.0  # seconds that environments have to close what they hold
 STALL = 60  # seconds without one after which a process at the other end of a connection is held to be stuck
 
@@ -581,6 +582,8 @@ def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
     for name in rewards:
         if len(str(name)) > MAX_NAME or valid_text(name) != str(name):
             raise ValueError(f"{name!r:.100} is no name of a reward: take at most {MAX_NAME} characters of text")
+        if name in TAKEN:
+            raise ValueError(f"the log has an env/{name} of its own: give this part of the reward another name")
     return {str(name): float(value) for name, value in rewards.items()}
 
 
