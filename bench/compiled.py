@@ -51,9 +51,9 @@ from models import architecture
 from models.architecture import Decoder, Spec
 from models.checkpoint import is_merged
 from models.lora import adapter_table, make_policy, quantize_layer
+from models.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
 from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
 from utils.devices.compilation import Programs, with_shardings
-from utils.devices.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
@@ -453,7 +453,7 @@ class Training(NamedTuple):
 
     held: float  # parameters and moments, or a base, adapters and their moments
     update: float  # while a micro-batch's gradient is added up
-    estimate: float  # of the same, by utils/devices/memory.py
+    estimate: float  # of the same, by models/memory.py
     optimiser: float
     flops: float  # of a micro-batch without recomputation, not bytes
     communication: Communication

@@ -22,7 +22,7 @@ from bench.common import report, shape
 from core.config import Config
 from core.sampler import SamplingConfig
 from models.architecture import Decoder
-from utils.devices.memory import MemoryConfig, measure_sizes, update_bytes
+from models.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import group, option, parse, with_options
 from utils.settings.errors import UserError, user_errors
@@ -72,7 +72,7 @@ class Command(Config):
 
 
 def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
-    """Returns GB held, of the update, as utils/devices/memory.py estimates it, of the optimiser, and of sampling."""
+    """Returns GB held, of the update, as models/memory.py estimates it, of the optimiser, and of sampling."""
     state = compiled.state_shapes(model, layout, config)
     held = bytes_on_device(state)
     width = compiled.row_length(config)

@@ -7,7 +7,7 @@ from core.objectives import ObjectiveConfig
 from core.sampler import SamplingConfig
 from models.checkpoint import TrainComputeConfig
 from models.lora import LoraConfig
-from utils.devices.memory import MemoryConfig
+from models.memory import MemoryConfig
 from utils.devices.startup import TrainDeviceConfig
 from utils.rewards.shaping import RewardConfig
 from utils.runs.folder import RunConfig

@@ -20,7 +20,7 @@ from core.rollout import make_worker
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from models.checkpoint import ComputeConfig, find_model, load_model
-from utils.devices.memory import sampling_room
+from models.memory import sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.preview import show

@@ -29,10 +29,10 @@ from models.architecture import Decoder
 from models.decoder import TokenScores, make_critic, score_tokens
 from models.distribution import Distribution
 from models.lora import make_policy
+from models.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
 from models.packing import Packing, pack_rows
 from utils.devices.compilation import shapes_of
-from utils.devices.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from utils.devices.sharding import Layout, side_by_side
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.speed import training_flops

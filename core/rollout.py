@@ -21,9 +21,9 @@ from core.sampler import Sampler, SamplingConfig, make_sampler, row_keys
 from envs.base import DIALECTS, Dialect, Env, Problem, Reply, Text
 from models.architecture import Decoder
 from models.distribution import Distribution
+from models.memory import out_of_memory, rows_that_fit
 from models.names import Key, Policy, Weights
 from models.tokenizer import Tokenizer
-from utils.devices.memory import out_of_memory, rows_that_fit
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import prompt_lengths, tasks_that_fit
 from utils.metrics.terminal import Wait, waiting

@@ -29,9 +29,9 @@ from envs.data import check_text, read_file
 from envs.dataset import check_prompt
 from models.architecture import Decoder
 from models.checkpoint import ComputeConfig, find_model, load_model
+from models.memory import out_of_memory, rows_that_fit, sampling_room
 from models.names import Key, Params
 from models.tokenizer import Tokenizer
-from utils.devices.memory import out_of_memory, rows_that_fit, sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.chat import Message, ShowText, converse

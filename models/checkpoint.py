@@ -33,6 +33,7 @@ from models.files import (
     write_tensors,
 )
 from models.lora import LoraConfig, adapter_table, init_adapters, merge_stacked, quantize_layer
+from models.memory import has_room_for_copy
 from models.names import (
     EMBED,
     EXPERT,
@@ -48,7 +49,6 @@ from models.names import (
 )
 from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
-from utils.devices.memory import has_room_for_copy
 from utils.devices.runtime import set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.config import option

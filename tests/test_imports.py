@@ -33,7 +33,6 @@ EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "models.checkpoint: models.download_model",
     "models.make_player: envs.base envs.calculator envs.gridworld envs.guess envs.tictactoe",
     "models.make_tiny: envs.countdown",
-    "utils.devices.memory: models.architecture models.deltanet models.names",
     "utils.evaluation.preview: envs.base models.tokenizer",
     "utils.evaluation.tables: core.records envs.base models.tokenizer",
     "utils.metrics.logger: models.names",

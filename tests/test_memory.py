@@ -12,7 +12,7 @@ from bench.common import shape
 from bench.compiled import state_shapes
 from core.config import Config
 from models.architecture import Decoder, is_spec
-from utils.devices.memory import (
+from models.memory import (
     BESIDE,
     BETWEEN,
     ELSEWHERE,

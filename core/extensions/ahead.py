@@ -19,8 +19,8 @@ from core.learner import Learner
 from core.records import Episodes, Progress
 from core.rollout import RolloutWorker
 from models.decoder import cast_params
+from models.memory import sampling_room
 from models.names import ADAPTERS, Adapters, Params, Policy, Weights
-from utils.devices.memory import sampling_room
 from utils.training.state import AheadState, TrainState
 
 Collected = tuple[Episodes, int]  # and the number of the next task
