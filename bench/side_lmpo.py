@@ -20,6 +20,7 @@ from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import Sampler
 from envs.base import ForcedAnswer
+from envs.settings import RolloutSettings
 from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.names import Params
@@ -28,7 +29,6 @@ from utils.devices.runtime import prepare
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
-from utils.settings.environments import RolloutSettings
 
 
 def run(work: Work, variant: str, gate: Gate) -> None:

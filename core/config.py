@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from core.evaluate import EvalConfig
 from core.objectives import ObjectiveConfig
 from core.sampler import SamplingConfig
+from envs.settings import EnvConfig, HeldOutConfig
 from models.checkpoint import TrainComputeConfig
 from models.lora import LoraConfig
 from models.memory import MemoryConfig
@@ -12,7 +13,6 @@ from utils.devices.startup import TrainDeviceConfig
 from utils.rewards.shaping import RewardConfig
 from utils.runs.folder import RunConfig
 from utils.settings.config import group, option
-from utils.settings.environments import EnvConfig, HeldOutConfig
 from utils.settings.errors import UserError
 from utils.training.optimizers import OptimizerConfig
 

@@ -19,6 +19,7 @@ from core.evaluate import EvalConfig, evaluate
 from core.rollout import make_worker
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
+from envs.settings import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.memory import sampling_room
 from utils.devices.sharding import Layout
@@ -31,7 +32,6 @@ from utils.rewards.shaping import RewardConfig
 from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
-from utils.settings.environments import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
 from utils.settings.errors import user_errors
 from utils.settings.presets import announced_demo
 

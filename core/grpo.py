@@ -35,6 +35,7 @@ from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compared_rewards, compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
+from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy
 from models.names import Weights
@@ -45,7 +46,6 @@ from utils.metrics.rollout import rollout_metrics
 from utils.metrics.speed import speed_metrics
 from utils.runs.folder import Run, is_due, settings_of_model
 from utils.settings.config import parse
-from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
 from utils.training.batching import group_counts, select_rows

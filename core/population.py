@@ -32,6 +32,7 @@ from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
 from core.rollout import RolloutWorker
+from envs.settings import resolve_environments
 from models.checkpoint import load_policy
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
@@ -45,7 +46,6 @@ from utils.runs.folder import Run, make_default_folder, settings_of_model
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import option, options_of, parse, to_dict, with_options
-from utils.settings.environments import resolve_environments
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.presets import announced_demo

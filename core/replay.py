@@ -22,6 +22,7 @@ from core.config import Config
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.sampler import row_keys
+from envs.settings import resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
 from models.names import Key, Weights
@@ -34,7 +35,6 @@ from utils.runs.card import training_command
 from utils.runs.foreign import check_code
 from utils.settings.arguments import Value
 from utils.settings.config import make_config, to_dict
-from utils.settings.environments import resolve_settings
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 

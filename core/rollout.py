@@ -19,6 +19,7 @@ from core.extensions.turns import Conversations, check_conversations
 from core.records import Completions, Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, row_keys
 from envs.base import DIALECTS, Dialect, Env, Problem, Reply, Text
+from envs.settings import RolloutSettings
 from models.architecture import Decoder
 from models.distribution import Distribution
 from models.memory import out_of_memory, rows_that_fit
@@ -30,7 +31,6 @@ from utils.metrics.terminal import Wait, waiting
 from utils.rewards.helper import Job, Turns
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.rewards.shaping import RewardConfig, add_length_reward, add_truncation_penalty
-from utils.settings.environments import RolloutSettings
 from utils.settings.errors import UserError, counted
 from utils.training.batching import bucket, concatenate
 

@@ -27,6 +27,7 @@ from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
 from envs.data import check_text, read_file
 from envs.dataset import check_prompt
+from envs.settings import EnvConfig, check_files, resolve_settings
 from models.architecture import Decoder
 from models.checkpoint import ComputeConfig, find_model, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
@@ -40,7 +41,6 @@ from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import group, option, parse
-from utils.settings.environments import EnvConfig, check_files, resolve_settings
 from utils.settings.errors import UserError, user_errors
 from utils.training.batching import bucket
 

@@ -11,11 +11,11 @@ from test_model import FIXTURES, load
 
 from core.config import Config
 from core.records import Progress
+from envs.settings import resolve_environments
 from models.checkpoint import save_model
 from utils.runs import card as cards
 from utils.runs.card import ModelCard, find_version, make_card
 from utils.settings.config import make_config, parse, to_dict
-from utils.settings.environments import resolve_environments
 
 HELD_OUT = {"test_env_name": "countdown-test"}
 BLOCK = re.compile(r"^(?P<fence>`{3,})(\w+)\n(.*?)\n(?P=fence)$", re.MULTILINE | re.DOTALL)

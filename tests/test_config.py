@@ -7,9 +7,9 @@ import pytest
 
 from core import eval, grpo, sampling
 from core.sampler import SamplingConfig
+from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
 from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
-from utils.settings.environments import EnvConfig, HeldOutConfig, resolve_environments
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.presets import announced_demo, read_preset

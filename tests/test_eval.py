@@ -21,6 +21,7 @@ from core import eval as evaluation
 from core.replay import replay
 from envs import ENVS, find_class
 from envs.base import Env
+from envs.settings import CODE
 from envs.style import Style, Styled
 from utils.evaluation.estimates import (
     MAX_VOTERS,
@@ -36,7 +37,6 @@ from utils.evaluation.tables import Result, compare_results, find_checkpoints, f
 from utils.runs.fingerprints import fingerprint_code
 from utils.runs.foreign import own_file, remember_code
 from utils.settings.config import with_options
-from utils.settings.environments import CODE
 from utils.settings.errors import UserError, user_errors
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"

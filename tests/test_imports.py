@@ -40,11 +40,10 @@ EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "utils.metrics.speed: core.records models.architecture models.lora models.names",
     "utils.reporting.rollouts: core.records models.tokenizer",
     "utils.rewards.helper: envs envs.base",
-    "utils.runs.card: core.records models.checkpoint models.files",
-    "utils.runs.folder: core.records models.architecture models.checkpoint models.names models.peft models.tokenizer "
-    "utils.reporting.page",
-    "utils.runs.foreign: models.checkpoint utils.reporting.page",
-    "utils.settings.environments: envs envs.base",
+    "utils.runs.card: core.records envs.settings models.checkpoint models.files",
+    "utils.runs.folder: core.records envs.settings models.architecture models.checkpoint models.names models.peft "
+    "models.tokenizer utils.reporting.page",
+    "utils.runs.foreign: envs.settings models.checkpoint utils.reporting.page",
     "utils.training.optimizers: models.names",
     "utils.training.state: models.names",
 )

@@ -17,12 +17,12 @@ from core.rollout import RolloutWorker, encode_prompt, find_tasks, make_worker, 
 from core.sampler import Sampler, read_stops
 from envs import make_env, split_name
 from envs.base import Env, Problem
+from envs.settings import RolloutSettings, describe_environments, resolve_environments, system_prompt
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import single_device
 from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
 from utils.settings.config import parse
-from utils.settings.environments import RolloutSettings, describe_environments, resolve_environments, system_prompt
 from utils.settings.errors import UserError, fail
 
 LIMIT = 40  # tokens of a prompt

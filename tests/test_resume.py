@@ -31,6 +31,7 @@ from core.config import Config
 from core.records import Batch, Completions, Episodes, Progress
 from envs import make_env
 from envs.base import ForcedAnswer
+from envs.settings import RolloutSettings, resolve_environments
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from utils.devices import runtime
@@ -44,7 +45,6 @@ from utils.runs.files import open_log
 from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config
-from utils.settings.environments import RolloutSettings, resolve_environments
 from utils.settings.errors import UserError
 from utils.training.state import HOST, fingerprint
 

@@ -6,6 +6,7 @@ import pytest
 import envs
 from core.records import Completions, Episodes
 from core.rollout import with_length_reward
+from envs.settings import EnvConfig
 from utils.evaluation.preview import show, tasks_that_fit
 from utils.metrics.rollout import rollout_metrics
 from utils.rewards.shaping import (
@@ -15,7 +16,6 @@ from utils.rewards.shaping import (
     cosine_reward,
     overlong_penalty,
 )
-from utils.settings.environments import EnvConfig
 
 
 def test_overlong_penalty_is_that_of_dapo():

@@ -25,6 +25,7 @@ from core.rollout import answering_calls, make_worker, repeated_jobs
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
+from envs.settings import resolve_settings
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +39,6 @@ from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns, h
 from utils.rewards.processes import descendant_pids
 from utils.rewards.scorer import Scorer, ScoringStream
 from utils.settings.config import parse
-from utils.settings.environments import resolve_settings
 from utils.settings.errors import UserError
 
 TINY = ROOT / "models" / "tiny"

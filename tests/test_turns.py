@@ -46,6 +46,7 @@ from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
+from envs.settings import RolloutSettings, resolve_environments, resolve_settings
 from models import decoder
 from models.architecture import FULL, SLIDING
 from models.checkpoint import load_model
@@ -55,7 +56,6 @@ from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.rewards.processes import descendant_pids
 from utils.settings.config import parse
-from utils.settings.environments import RolloutSettings, resolve_environments, resolve_settings
 from utils.settings.errors import UserError
 
 TINY = ROOT / "models" / "tiny"

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from envs.base import DIALECTS, Env, Problem, Reply
 from models.tokenizer import tool_schema
 from utils.metrics.logger import printable
-from utils.settings.errors import describe_error
+from utils.settings.errors import describe_error, shorten
 
 MAX_MEASURED = 1000  # prompts whose lengths are counted, spread over the environment
 MAX_MADE_UP = 10_000  # problems that are all made in order to measure them
@@ -113,14 +113,6 @@ def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list
         tasks = np.unique(places.astype(int))
     problems = (env.problem(int(task)) for task in tasks)
     return [len(encode(problem)) for problem in problems]
-
-
-def shorten(value: object, width: int = 160) -> str:
-    """Returns the repr of a value, cut to `width` characters."""
-    text = repr(value)
-    if len(text) <= width:
-        return text
-    return text[: width - 3] + "..."
 
 
 def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:

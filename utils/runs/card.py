@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from core.records import Progress
+from envs.settings import RolloutSettings
 from models.checkpoint import ROOT, find_local
 from models.files import CARD, CARD_MARK
 from utils.metrics.jsonl import JSON
@@ -23,7 +24,6 @@ from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.settings.arguments import Value
 from utils.settings.checks import load_yaml
 from utils.settings.config import options_of
-from utils.settings.environments import RolloutSettings
 
 TAGS = ("grpo", "reinforcement-learning", "lmpo")
 SCORES = ("correct_answer", "return")

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from core.records import Batch, Episodes, Progress
+from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, save_model
 from models.names import LAYERS, Adapters, Params
@@ -54,7 +55,6 @@ from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
 from utils.settings.config import option, options_of, to_dict
-from utils.settings.environments import RolloutSettings, describe_environments
 from utils.settings.errors import UserError, counted
 from utils.settings.presets import Preset, announced_demo, demo_of_tiny
 from utils.training.state import TrainState

@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from envs.settings import CODE, option_values
 from models.checkpoint import find_local
 from utils.reporting.page import read_settings
 from utils.settings.arguments import Value
-from utils.settings.environments import CODE, option_values
 from utils.settings.errors import UserError
 
 OWN = "lmpo/own_runs"  # a line for each such setting of a run, in the folder of the user's states

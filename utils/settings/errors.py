@@ -44,6 +44,14 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
+def shorten(value: object, width: int = 160) -> str:
+    """Returns the repr of a value, cut to `width` characters."""
+    text = repr(value)
+    if len(text) <= width:
+        return text
+    return text[: width - 3] + "..."
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Ends the program with one sentence on a UserError, on an OSError (of reading or writing a file) or on Ctrl-C."""
