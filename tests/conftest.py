@@ -51,8 +51,11 @@ def few_programs() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the long files first."""
+    """Puts the long files first, and what needs a browser into `make test-all`."""
     items.sort(key=lambda item: item.path.name not in LONG)
+    for item in items:
+        if "chromium" in item.fixturenames:
+            item.add_marker("slow")
 
 
 @pytest.fixture

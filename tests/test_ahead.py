@@ -190,6 +190,7 @@ def train_both(folder: Path, **flags) -> None:
         assert train(folder / name, max_steps=3, test_env_name="poem-test", test_interval=2, **options, **flags) == 0
 
 
+@pytest.mark.slow
 def test_devices_of_their_own_draw_the_same(tmp_path):
     """As one device that draws and trains; small programs are compiled for the one and the other."""
     alone, apart = tmp_path / "alone", tmp_path / "apart"
@@ -206,6 +207,7 @@ def on_two_meshes(folder: Path) -> None:
         assert train(folder, **flags, max_steps=steps) == 0
 
 
+@pytest.mark.slow
 def test_two_meshes_draw_as_one_device(tmp_path):
     folder = tmp_path / "run"
     on_four_devices(__file__, f"on_two_meshes(Path({str(folder)!r}))")
@@ -224,6 +226,7 @@ def refused_on_four_devices() -> None:
             grpo.make_layouts(config.devices, is_ahead=True)
 
 
+@pytest.mark.slow
 def test_devices_that_do_not_fit_are_refused():
     on_four_devices(__file__, "refused_on_four_devices()")
 

@@ -19,13 +19,14 @@ from contextlib import closing
 import pytest
 from helpers import ROOT
 
-from core.sampling import ChatModel, PromptConfig, encode_row, prompt_styles, read_prompts
+from core.sampling import ChatModel, Command, PromptConfig, encode_row, main, prompt_styles, read_prompts
 from envs import make_env
 from models.tokenizer import load_tokenizer
 from utils.evaluation import web
 from utils.evaluation.chat import StreamPrinter, converse
 from utils.evaluation.web import ChatServer, Handler, serve
-from utils.settings.errors import UserError
+from utils.settings.config import parse
+from utils.settings.errors import UserError, user_errors
 
 
 class Scripted:
@@ -184,10 +185,10 @@ def test_an_episode_is_played_by_hand_or_by_the_model():
         (["--env_name", "guess", "--env_options", "word=a"], "has no option 'word'"),
     ],
 )
-def test_what_cannot_be_played_is_named(arguments, message):
-    command = [sys.executable, ROOT / "core" / "sampling.py", *arguments]
-    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert process.returncode == 2 and message in process.stderr
+def test_what_cannot_be_played_is_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end, user_errors():
+        main(parse(Command, arguments))
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 # The page in a browser

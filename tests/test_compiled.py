@@ -22,7 +22,7 @@ from models.names import Params
 from utils.devices import sharding
 from utils.devices.sharding import gather, on_each, single_device
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 
 def needs(target: str) -> pytest.MarkDecorator:

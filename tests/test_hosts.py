@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers import ROOT, slow, start_processes
+from helpers import ROOT, start_processes
 
 from core import grpo
 from utils.devices import runtime
@@ -140,7 +140,8 @@ def train(folder: str, address: str, process_id: int, ending: str) -> None:
 ENDED = {"killed": 1, "main killed": 0, "asked": 1}  # by a signal to this process
 
 
-@pytest.mark.parametrize("ending", ["main killed", *slow("raises", "killed", "asked")])
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["main killed", "raises", "killed", "asked"])
 def test_when_one_process_ends_so_do_all(ending, tmp_path):
     """Also when it is process 0, and saved when it was asked to; it takes half a minute where nothing else runs."""
     code = f"from test_hosts import train; train({str(tmp_path)!r}, ADDRESS, I, {ending!r})"
@@ -166,6 +167,7 @@ def test_when_one_process_ends_so_do_all(ending, tmp_path):
             process.kill()
 
 
+@pytest.mark.slow
 def test_slurm_runs_two_processes_as_one_job():
     """A scheduler on this machine; what it says to them is all that they know of each other."""
     done = subprocess.run([ROOT / "tests" / "slurm_loopback.sh", sys.executable], capture_output=True, text=True)

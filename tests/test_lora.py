@@ -244,6 +244,7 @@ def on_mesh(name: str, tokens: np.ndarray, layout, merge: str) -> tuple:
     return model, completions.tokens, logits(model, policy, rows), gradient
 
 
+@pytest.mark.slow
 def test_adapters_are_the_same_on_meshes():
     on_four_devices(__file__, "same_on_meshes()")
 

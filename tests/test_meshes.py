@@ -138,13 +138,13 @@ def hosts_step(folder: str, address: str, num_processes: int, process_id: int) -
 def runs(tmp_path_factory) -> Path:
     """Folder of runs, with the one that the others are compared with: on 1 device."""
     folder = tmp_path_factory.mktemp("runs")
-    wait(start_processes(f"{CALL}step_on_mesh({str(folder)!r}, 'dp')", num_devices=1))
+    step_on_mesh(str(folder), "dp")
     return folder
 
 
 CALL = "from test_meshes import *; "
 CASES = [f"{n}-{name}" for n in NUM_DEVICES for name in SHARDINGS] + [f"hosts-{n}" for n in NUM_PROCESSES]
-QUICK = ("hosts-2",)
+QUICK = ("4-fsdp_tp",)
 
 
 @pytest.mark.parametrize("case", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
@@ -262,6 +262,7 @@ def gradients_of_a_cube() -> None:
     np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "TPU v5"])
 def test_gradients_are_summed_and_cut_in_one_step_or_in_two(kind):
     call = f"sharding.CUBE_KIND = {kind!r}; gradients_of_a_cube()"
@@ -277,6 +278,7 @@ def communication_on_eight_devices() -> None:
     assert 0.6 < sent / least < 1.5, found
 
 
+@pytest.mark.slow
 def test_an_update_sends_little_more_than_the_parameters():
     """Within 1.5 of what fsdp must send, for the shape of Qwen3-0.6B."""
     wait(start_processes("from test_meshes import *; communication_on_eight_devices()", num_devices=8))

@@ -226,6 +226,10 @@ def four_devices() -> Layout:
 def test_the_second_update_does_not_compile():
     assert_compiled_once(single_device())
     assert_compiled_once(single_device(), optimizer="muon", mu_dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_the_second_update_does_not_compile_on_four_devices():
     on_four_devices(__file__, "assert_compiled_once(four_devices(), optimizer='muon')")
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MODEL, ROOT, gradient_depth, rounding, slow, train_here
+from helpers import MODEL, ROOT, gradient_depth, rounding, train_here
 from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 
 from core import grpo
@@ -74,7 +74,8 @@ def assert_same(folder: Path, whole: Path) -> None:
     assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
 
 
-@pytest.mark.parametrize("moments", [("state",), *slow(("model", "state"))], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [("state",), ("model", "state")], ids=len)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
     """Also where nobody reads what it prints."""
     folder = tmp_path / "run"
@@ -111,6 +112,7 @@ def test_moments_in_host_memory_change_nothing(whole, tmp_path, monkeypatch):
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_devices(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -288,6 +288,7 @@ def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
     np.savez(file, **arrays)
 
 
+@pytest.mark.slow
 def test_nor_on_the_devices(tmp_path):
     on_four_devices(__file__, f"draw_on_four_devices({stop_ids()}, {str(tmp_path / 'drawn.npz')!r})")
     with np.load(tmp_path / "drawn.npz") as arrays:

@@ -111,6 +111,7 @@ def draw_with_drafts_on_four_devices(file: str) -> None:
     np.savez(file, **{name: x for name, x in vars(r).items() if x is not None})
 
 
+@pytest.mark.slow
 def test_devices_share_the_rows_of_a_tail(tmp_path):
     on_four_devices(__file__, f"draw_with_drafts_on_four_devices({str(tmp_path / 'drawn.npz')!r})")
     with np.load(tmp_path / "drawn.npz") as arrays:

@@ -155,9 +155,10 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert second["compile/num_from_cache"] == first["compile/num_programs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_tokens", "num_widths", "resampling", "rank"),
-    [(12, 1, 1, 0), (12, 1, 1, 2), pytest.param(40, 2, 3, 0, marks=pytest.mark.slow)],
+    [(12, 1, 1, 0), (12, 1, 1, 2), (40, 2, 3, 0)],
 )
 def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
     num_tokens, num_widths, resampling, rank, tmp_path

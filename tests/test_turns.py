@@ -222,6 +222,7 @@ def draw_on_four_devices(file: str) -> None:
     np.savez(file, **arrays)
 
 
+@pytest.mark.slow
 def test_nor_on_the_devices(tmp_path):
     on_four_devices(__file__, f"draw_on_four_devices({str(tmp_path / 'drawn.npz')!r})")
     with np.load(tmp_path / "drawn.npz") as arrays:
@@ -292,6 +293,7 @@ def play_on_two_processes(file: str, address: str, process_id: int) -> None:
         np.savez(file, **{name: x for name, x in arrays.items() if x is not None})
 
 
+@pytest.mark.slow
 def test_processes_share_the_turns_and_play_the_same(tmp_path):
     file = tmp_path / "played.npz"
     code = f"from test_turns import play_on_two_processes; play_on_two_processes({str(file)!r}, ADDRESS, I)"
@@ -417,6 +419,7 @@ def test_a_replay_says_why_its_tokens_may_be_others(step, reason, whole, tmp_pat
     assert f"is another than in the run: {reason}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tmp_path):
     (process,) = start_processes(f"import test_turns; test_turns.train_until_killed({str(tmp_path)!r})", num_devices=1)
     output, _ = process.communicate(timeout=300)
