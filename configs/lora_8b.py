@@ -2,7 +2,7 @@
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python core/grpo.py --config configs/lora_8b.py
 
-Not run by us. Compiled: 17.4 GB held, updates take 20.2 and sampling 20.5 of the 23.7 GB, see docs/memory.md.
+Not run by us. Compiled: 17.4 GB held, updates take 20.2 and sampling 20.5 of the 23.7 GB, see docs/lab/compiled.md.
 """
 
 

@@ -1,4 +1,4 @@
-"""Runs the commands of README.md and docs/*.md, each page in a copy of what git would clone: `make readme`.
+"""Runs the commands of README.md and docs/, each page in a copy of what git would clone: `make readme`.
 
     python tests/readme.py [PAGE...]    # README.md, docs/runs.md, ...; none: all, README.md first
 
@@ -197,7 +197,7 @@ def main(pages: list[str]) -> int:
         bin_dir = programs(scratch / "bin")
         env = environment(scratch, bin_dir)
         for page in pages:
-            folder = scratch / Path(page).stem / "lmpo"
+            folder = scratch / page / "lmpo"
             prepare(folder, bin_dir)
             for place, script in blocks(page, (folder / page).read_text(encoding="utf-8"), folder):
                 num_run, failure = run(place, script, folder, env, skipped)
@@ -213,5 +213,5 @@ def main(pages: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-python"]:
         sys.exit(as_python(sys.argv[2:]))
-    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
     sys.exit(main(sys.argv[1:] or ["README.md", *docs]))

@@ -15,11 +15,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")  # local ones, without what follows a "#"
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")  # local ones: file, heading
+HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FOLDERS = "core|models|envs|utils|docs|bench|tests|configs|imgs|runs"
 FILE = re.compile(rf"\b(?:{FOLDERS})/[\w/+.-]+\.(?:py|md|sh|png|svg|txt)\b")
@@ -53,6 +54,12 @@ def walk() -> list[tuple[str, str, str]]:
     return [(file, line, name) for file, line, _, name in stops]
 
 
+def anchors(page: Path) -> set[str]:
+    """Returns the names by which a page's headings are linked: lower case, hyphens for spaces, no punctuation."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_the_front_page_is_short_and_quotes_the_loop():
     readme = read("README.md")
     assert len(readme.splitlines()) <= 170
@@ -74,11 +81,14 @@ def test_the_walk_opens_ten_files_at_most():
 def test_links_and_named_files_exist(page: str):
     text = read(page)
     folder = (ROOT / page).parent
-    targets = [folder / link for link in LINK.findall(text)]
+    links = LINK.findall(text)
+    targets = [folder / file for file, _ in links]
     files = set(FILE.findall(text)) - set(MADE.findall(text))
     targets += [ROOT / file for file in files]
     missing = [str(target) for target in targets if not target.exists()]
     assert not missing
+    for file, heading in links:
+        assert not heading or heading in anchors(folder / file if file else ROOT / page), heading
 
 
 def test_the_drawing_of_the_loop_is_of_today(tmp_path):
@@ -114,9 +124,12 @@ def test_the_table_of_packages_is_true():
             assert not any(statement.search(path.read_text()) for path in program), name
 
 
-def test_the_front_page_links_every_page_once():
-    links = re.findall(r"\]\((docs/\w+\.md)", read("README.md"))
-    assert sorted(links) == DOCS
+def test_the_index_links_every_page_once_and_each_page_names_the_next():
+    links = re.findall(r"^\| \[.*?\]\((.*?)\)", read("docs/README.md"), re.MULTILINE)
+    assert sorted(f"docs/{link}" for link in links) == [page for page in DOCS if page != "docs/README.md"]
+    assert sum("/" not in link for link in links) <= 12
+    assert all(read(page).splitlines()[-1].startswith("Next: ") for page in DOCS)
+    assert "docs/README.md" in re.findall(r"\]\(([^)]*)\)", read("README.md"))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/forks.md"])

@@ -105,7 +105,7 @@ class Tpu:
     device_kind: str = "TPU v5"
 
 
-# The same for TPUs, whose memory is cut by fsdp, by the tokens of a micro-batch on each: docs/memory.md
+# The same for TPUs, whose memory is cut by fsdp, by the tokens of a micro-batch on each: docs/lab/compiled.md
 COMPILED_FOR_TPUS = {
     ("Qwen3-0.6B", 8, "dots", 6144): 10.27, ("Qwen3-0.6B", 8, "none", 12288): 32.08,
     ("Qwen3-1.7B", 8, "full", 12288): 10.63, ("Qwen3-1.7B", 8, "none", 12288): 54.81,

@@ -1,4 +1,4 @@
-"""The board of docs/results.md is read off metrics and config.json."""
+"""The board of docs/lab/results.md is read off metrics and config.json."""
 
 from bench.minutes import board_row
 from utils.metrics.logger import Logger
