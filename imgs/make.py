@@ -5,7 +5,7 @@
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
     python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # runs/games.sh --seed 0, 1, 2
     python imgs/make.py --games runs/tictactoe runs/calculator runs/gridworld    # GAME=tictactoe, ... runs/games.sh
-    python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters beside full training: docs/lab/results.md
+    python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab/results.md
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
 """
