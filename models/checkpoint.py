@@ -29,7 +29,6 @@ from models.files import (
     expert_tensors,
     layer_tensor,
     new_folder,
-    write_json,
     write_tensors,
 )
 from models.lora import LoraConfig, adapter_table, init_adapters, merge_stacked, quantize_layer
@@ -51,6 +50,7 @@ from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
 from utils.devices.runtime import set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
+from utils.files import write_json
 from utils.settings.config import option
 from utils.settings.errors import UserError, most_similar
 

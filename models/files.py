@@ -84,11 +84,6 @@ def replace_folder(directory: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_json(file: Path, content: Mapping[str, object]) -> None:
-    """Writes an object as indented JSON."""
-    file.write_text(json.dumps(content, indent=2) + "\n")
-
-
 def write_tensors(file: Path, shapes: Mapping[str, Shape], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> None:
     """Writes a safetensors file one array at a time: safetensors' own writer wants all of them in memory.
 

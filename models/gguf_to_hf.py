@@ -34,11 +34,11 @@ from tokenizers.models import BPE
 from models.architecture import Decoder
 from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
-from models.files import write_json
 from models.names import EMBED, HEAD, LAYERS, NORM
 from models.rotary import Rotary, Scaling, frequencies
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from utils.devices.runtime import limited
+from utils.files import write_json
 from utils.settings.errors import UserError, describe_error, user_errors
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -18,12 +18,12 @@ from models.files import (
     expert_tensors,
     layer_tensor,
     new_folder,
-    write_json,
     write_tensors,
 )
 from models.lora import LoraConfig, adapted_layers, adapter_table
 from models.names import EXPERT, LORA_A, LORA_B, Adapters
 from models.tokenizer import Tokenizer, read_json
+from utils.files import write_json
 from utils.settings.errors import UserError
 
 WEIGHTS = "adapter_model.safetensors"

@@ -36,12 +36,12 @@ from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from utils.devices import runtime
 from utils.devices.sharding import single_device
+from utils.files import open_log
 from utils.metrics import logger
 from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, fingerprints, lock
 from utils.runs import folder as run_folder
 from utils.runs.checks import check_folder
-from utils.runs.files import open_log
 from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from utils.runs.files import open_log
+from utils.files import open_log
 
 COMPILER = "jax._src.interpreters.pxla"  # logs the shapes of a program that is lowered
 COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also one from the cache

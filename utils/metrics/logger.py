@@ -23,11 +23,11 @@ from typing import Self, TextIO
 from jaxtyping import Shaped
 
 from models.names import Array
+from utils.files import open_log, replacing
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, read_lines
 from utils.metrics.sinks import Sink
 from utils.reporting.plots import format_value
-from utils.runs.files import open_log, replacing
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
     "env/return": ("return", 6),

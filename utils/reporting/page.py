@@ -28,10 +28,10 @@ if __name__ == "__main__":
 import numpy as np
 from jaxtyping import Float, Int
 
+from utils.files import replacing
 from utils.metrics.jsonl import JSON, parse_json, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, judge
-from utils.runs.files import replacing
 from utils.settings.errors import counted
 from utils.settings.presets import split_origin
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
+from utils.files import replacing
 from utils.metrics.jsonl import read_lines
-from utils.runs.files import replacing
 
 if TYPE_CHECKING:
     import matplotlib.axes

@@ -23,9 +23,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+from utils.files import open_log
 from utils.rewards.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
 from utils.rewards.processes import kill_tree
-from utils.runs.files import open_log
 from utils.settings.errors import UserError
 
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"

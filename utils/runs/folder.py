@@ -35,6 +35,7 @@ from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
 from utils.evaluation.tables import find_checkpoints
+from utils.files import replacing, write_json
 from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import SinkConfig, open_sinks
 from utils.metrics.terminal import waiting
@@ -46,7 +47,6 @@ from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
-from utils.runs.files import replacing
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
 from utils.runs.foreign import remember_code
 from utils.runs.lock import FolderLock
@@ -564,12 +564,6 @@ def take_lock(folder: Path, is_new: bool, layout: Layout) -> FolderLock | None:
     if problem:
         raise UserError(problem)
     return lock
-
-
-def write_json(file: Path, value: Mapping[str, object]) -> None:
-    """Writes a JSON file, whole or not at all."""
-    with replacing(file) as new:
-        new.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, object]]) -> None:

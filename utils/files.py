@@ -1,8 +1,9 @@
-"""Writes files of a run folder: whole or not at all, and never through a link to what is not the run's."""
+"""Writes files whole or not at all, and never through a link to what is not the run's."""
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -22,6 +23,12 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     except BaseException:
         draft.unlink(missing_ok=True)  # a full disk keeps its last bytes for metrics and states
         raise
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Writes indented JSON."""
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def open_log(path: Path) -> TextIO:
