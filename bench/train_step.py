@@ -166,8 +166,8 @@ def naive_accumulate(
         scaled = logits(model, params, batch.tokens)[:, :-1] / distribution.temperature
         targets = batch.tokens[:, 1:]
         first_column = ((0, 0), (1, 0))
-        logprobs, entropies = (jnp.pad(scores, first_column) for scores in score_softmax(scaled, targets))
-        return policy_loss(logprobs, entropies, batch, objective)
+        scores = jax.tree.map(lambda x: jnp.pad(x, first_column), score_softmax(scaled, targets))
+        return policy_loss(scores, batch, objective)
 
     (_, metrics), new = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), metrics

@@ -27,6 +27,7 @@ import transformers
 
 from core.objectives import ObjectiveConfig, compute_advantages, policy_loss, set_loss_denominators
 from core.records import Batch
+from models.distribution import TokenScores
 
 try:
     import torch
@@ -153,7 +154,11 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
     value, gradient = value / share, gradient[rows] / share
     batch = replace(batch, advantages=np.where(batch.mask, trainer.advantages[rows, None], 0.0))
     batch = set_loss_denominators(batch, B, LIMIT, config)
-    ours = jax.value_and_grad(lambda x: scale * policy_loss(x, jnp.zeros_like(x), batch, config)[0])(new[rows])
+
+    def loss(x: np.ndarray) -> jax.Array:
+        return scale * policy_loss(TokenScores(x, jnp.zeros_like(x)), batch, config)[0]
+
+    ours = jax.value_and_grad(loss)(new[rows])
     has_all = len(rows) == B or not config.kl_coef
     return abs(value - ours[0]) if has_all else ABSENT, np.abs(gradient - ours[1]).max(), np.abs(gradient).max()
 

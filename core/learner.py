@@ -26,8 +26,8 @@ from core.objectives import (
 )
 from core.records import Batch
 from models.architecture import Decoder
-from models.decoder import TokenScores, make_critic, score_tokens
-from models.distribution import Distribution
+from models.decoder import make_critic, score_tokens
+from models.distribution import Distribution, TokenScores
 from models.lora import make_policy
 from models.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
@@ -121,15 +121,15 @@ class Learner:
 
     def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
-        arrays: dict[str, np.ndarray] = {}
+        by_name: dict[str, np.ndarray] = {}
         chains = self.chains(batch, self.config.batch_size)
         for rows, scores in itertools.chain(*side_by_side(partial(self.score_chain, params), chains)):
             is_row = rows != EMPTY
             for name, x in scores._asdict().items():
                 if x is not None:
-                    whole = arrays.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+                    whole = by_name.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
                     whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
-        return TokenScores(arrays["logprobs"], arrays["entropy"], arrays.get("values"))
+        return TokenScores(**by_name)
 
     def score_chain(self, params: Policy, microbatches: Iterator[Rows]) -> list[tuple[np.ndarray, TokenScores]]:
         """Returns the numbers of the rows of micro-batches, and the scores of their tokens, on the host."""
@@ -330,7 +330,7 @@ def accumulate(
     def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
         policy = make_policy(base, params)
         scores = score_tokens(model, policy, batch.tokens, distribution, batch.support, batch.routes, packing)
-        loss, metrics = policy_loss(scores.logprobs, scores.entropy, batch, objective)
+        loss, metrics = policy_loss(scores, batch, objective)
         if batch.returns is not None:
             metrics["value/loss"] = value_loss(scores.values, batch, objective)
             loss += metrics["value/loss"]

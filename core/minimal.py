@@ -28,6 +28,7 @@ from envs import make_env
 from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.decoder import Params, forward, head, logits
+from models.distribution import TokenScores
 
 SEED = 0
 NUM_STEPS = 25
@@ -133,14 +134,14 @@ def make_batch(
     return set_loss_denominators(batch, len(tokens), MAX_NEW_TOKENS, OBJECTIVE)
 
 
-def token_logprobs(model: Decoder, params: Params, tokens: Tokens) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+def token_scores(model: Decoder, params: Params, tokens: Tokens) -> TokenScores:
     """Returns the log-probability of each token given those left of it, and the entropy there, both [B, T]."""
     all_logprobs = jax.nn.log_softmax(logits(model, params, tokens))
     all_logprobs = all_logprobs[:, :-1]  # logits of column t are of the token in column t + 1
     logprobs = jnp.take_along_axis(all_logprobs, tokens[:, 1:, None], axis=2)
     entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=2)
     first_column = ((0, 0), (1, 0))
-    return jnp.pad(logprobs[:, :, 0], first_column), jnp.pad(entropy, first_column)
+    return TokenScores(jnp.pad(logprobs[:, :, 0], first_column), jnp.pad(entropy, first_column))
 
 
 @partial(jax.jit, static_argnames="model")
@@ -148,9 +149,9 @@ def policy_gradient(model: Decoder, params: Params, batch: Batch) -> tuple[Param
     """Returns the gradient of the clipped loss, and the metrics of the loss."""
 
     def loss(params: Params) -> tuple[Float[Array, ""], Metrics]:
-        logprobs, entropy = token_logprobs(model, params, batch.tokens)
+        scores = token_scores(model, params, batch.tokens)
         # Old log-probabilities are left out: at the first update after sampling they equal the new ones, ratio = 1.
-        return policy_loss(logprobs, entropy, batch, OBJECTIVE)
+        return policy_loss(scores, batch, OBJECTIVE)
 
     return jax.grad(loss, has_aux=True)(params)
 

@@ -19,6 +19,7 @@ from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
 
 from core.records import NO_SIGNAL, Batch, turn_numbers
+from models.distribution import TokenScores
 from models.names import Array
 from utils.settings.config import option
 from utils.settings.errors import UserError
@@ -532,11 +533,11 @@ def set_loss_denominators(
 
 
 def policy_loss(
-    logprobs: Float[Array, "B T"], entropy: Float[Array, "B T"], batch: Batch, config: LossConfig
+    scores: TokenScores, batch: Batch, config: LossConfig
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics: summands of the optimiser batch's, see `reduce_metrics`."""
-    batch = with_old_logprobs(logprobs, batch)
-    logprobs = zero_outside_mask(logprobs, batch)
+    batch = with_old_logprobs(scores.logprobs, batch)
+    logprobs = zero_outside_mask(scores.logprobs, batch)
     log_ratio = logprobs - batch.old_logprobs
     sampler_log_ratio = batch.old_logprobs - batch.sample_logprobs
 
@@ -546,7 +547,7 @@ def policy_loss(
     loss = sum_over_rows(losses * weights, batch, batch.denominator)
     metrics = {
         "policy_loss": loss,
-        "entropy": token_mean(entropy, batch),
+        "entropy": token_mean(scores.entropy, batch),
         "logprob": token_mean(logprobs, batch),
         "clip_fraction": token_mean(is_clipped & (batch.advantages != 0), batch),
         "masked_fraction": token_mean(weights == 0, batch),

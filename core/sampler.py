@@ -590,8 +590,8 @@ def replace_forced(
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """Returns drawn tokens and their log-probabilities, with those of forced tokens (-1: none) in their place."""
     is_forced = forced >= 0
-    forced_logprob, _ = distribution.logprobs(logits, jnp.maximum(forced, 0))
-    return jnp.where(is_forced, forced, token), jnp.where(is_forced, forced_logprob, logprob)
+    scores = distribution.score(logits, jnp.maximum(forced, 0))
+    return jnp.where(is_forced, forced, token), jnp.where(is_forced, scores.logprobs, logprob)
 
 
 def make_sampler(

@@ -29,7 +29,7 @@ from models.attention import (
     train_attention,
 )
 from models.deltanet import RecurrentState, causal_conv, delta_inputs, delta_rule, gated_norm, init_state
-from models.distribution import Distribution
+from models.distribution import Distribution, TokenScores
 from models.experts import Route, choose_experts, mix_experts, read_experts
 from models.lora import adapt, with_adapters
 from models.names import (
@@ -600,16 +600,7 @@ def prompt_columns(prompts: list[PromptCache | None]) -> int:
 
 LOGIT_ELEMENTS = 1 << 27  # of the head at a time on a device (0.5 GB in float32): [B, T, V] never exists
 SOFTMAX = Distribution()
-ColumnScores = Float[Array, "B T"]
 Support = Int[Array, "B T S"]
-
-
-class TokenScores(NamedTuple):
-    """Scores of each token of a row by the model; column t holds those of tokens[:, t]."""
-
-    logprobs: ColumnScores  # given the tokens left of it, nats
-    entropy: ColumnScores  # of the distribution it came from, nats
-    values: ColumnScores | None  # of the state it was chosen in, where there is a critic
 
 
 class ScoreInputs(NamedTuple):
@@ -637,7 +628,7 @@ def score_tokens(
     routes: Routes | None = None,
     packing: Packing | None = None,
 ) -> TokenScores:
-    """Computes log-probabilities, entropies and values under the distribution that was sampled from.
+    """Computes the scores of all tokens under the distribution that was sampled from.
 
     The one place where next-token logits are shifted. `support` holds the ids that could be drawn for each token; None:
     all. `routes` holds the experts by which it was drawn, which are those of the token before it; None: routers are
@@ -653,15 +644,15 @@ def score_tokens(
     params = with_adapters(model, params)
     rows = ScoreInputs(layer_inputs(tokens, routes, packing), scored_ids(tokens, packing), support)
     weights, table = weights_of(model, params, EMBED, LAYERS, NORM, head_name(model))
-    logprobs, entropies = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
-    scores = TokenScores(logprobs, entropies, values)
+    scores = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
+    scores = scores._replace(values=values)
     return jax.tree.map(partial(scores_of_columns, packing=packing), scores)
 
 
 def score_rows(
     model: Decoder, distribution: Distribution, weights: Params | Weights, rows: ScoreInputs
-) -> tuple[ColumnScores, ColumnScores]:
-    """Returns log-probabilities and entropies of the rows of a device.
+) -> TokenScores:
+    """Returns the scores of the rows of a device.
 
     Both uses of a tied embedding are in here, so that their gradients are added before they are summed over copies.
     """
@@ -672,8 +663,8 @@ def score_rows(
 
 def score_in_chunks(
     model: Decoder, distribution: Distribution, weights: PolicyParams, rows: HeadInputs
-) -> tuple[ColumnScores, ColumnScores]:
-    """Returns log-probabilities and entropies, from the logits of LOGIT_ELEMENTS at a time."""
+) -> TokenScores:
+    """Returns the scores of columns, from the logits of LOGIT_ELEMENTS at a time."""
     name = head_name(model)
     whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
     weights = weights | {name: whole}
@@ -690,7 +681,7 @@ def score_in_chunks(
         padding = [(0, 0), (0, num_chunks * width - num_columns), *other_axes]
         return rearrange(jnp.pad(x, padding), "B (n w) ... -> n B w ...", w=width)
 
-    def join(x: Float[Array, "n B w"]) -> ColumnScores:
+    def join(x: Float[Array, "n B w"]) -> Float[Array, "B T"]:
         return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
 
     chunks = jax.tree.map(split, rows)
@@ -700,10 +691,10 @@ def score_in_chunks(
 
 def score_chunk(
     model: Decoder, distribution: Distribution, weights: PolicyParams, chunk: HeadInputs
-) -> tuple[ColumnScores, ColumnScores]:
-    """Returns log-probabilities and entropies, from the logits of all columns at once."""
-    scores = head(model, weights, chunk.hidden)
-    return distribution.logprobs(scores, chunk.targets, chunk.support)
+) -> TokenScores:
+    """Returns the scores of columns, from the logits of all of them at once."""
+    logits = head(model, weights, chunk.hidden)
+    return distribution.score(logits, chunk.targets, chunk.support)
 
 
 def make_critic(model: Decoder, params: Params) -> PolicyParams:

@@ -4,6 +4,7 @@ Letters: *R rows (of a batch, or rows and columns), V vocabulary, S ids of a tru
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,14 @@ Uniforms = Float[Array, "*R 2"]
 Tokens = Int[Array, "*R"]
 Nats = Float[Array, "*R"]
 Support = Int[Array, "*R S"]  # ids that could be drawn, padded with -1
+
+
+class TokenScores(NamedTuple):
+    """What the loss reads of the model, of each token; in rows [B, T] column t holds that of tokens[:, t]."""
+
+    logprobs: Nats  # given the tokens left of it
+    entropy: Nats  # of the distribution it came from
+    values: Float[Array, "*R"] | None = None  # of the state it was chosen in, where there is a critic
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,8 @@ class Distribution:
         tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
         return tokens, logprobs, jnp.where(keep, ids, -1)
 
-    def logprobs(self, logits: Logits, tokens: Tokens, support: Support | None = None) -> tuple[Nats, Nats]:
-        """Returns the log-probability of each token, and the entropy of the distribution it is from, in nats.
+    def score(self, logits: Logits, tokens: Tokens, support: Support | None = None) -> TokenScores:
+        """Returns the scores of each token under this distribution.
 
         `support` holds the ids that `draw` returned; None: all. A greedy distribution scores at temperature 1.
         """
@@ -173,7 +182,7 @@ def log_softmax_at(logits: Logits, tokens: Tokens) -> Nats:
     return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
-def score_softmax(logits: Logits, tokens: Tokens) -> tuple[Nats, Nats]:
+def score_softmax(logits: Logits, tokens: Tokens) -> TokenScores:
     """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
 
     From sums over the logits less their largest, which one pass computes: with m the largest, e = exp(l - m), s the sum
@@ -189,4 +198,4 @@ def score_softmax(logits: Logits, tokens: Tokens) -> tuple[Nats, Nats]:
     chosen = jnp.take_along_axis(shifted, tokens.reshape(-1, 1), axis=-1)[:, 0]
     normalizer = jnp.log(total)
     logprobs, entropies = chosen - normalizer, normalizer - mean
-    return logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape)
+    return TokenScores(logprobs.reshape(tokens.shape), entropies.reshape(tokens.shape))

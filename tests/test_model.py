@@ -170,9 +170,9 @@ def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
     distribution = Distribution(*setting)
     logits = jnp.float32(2 * np.random.default_rng(5).standard_normal((50, 300)))
     tokens, drawn, support = distribution.draw(logits, jax.random.uniform(jax.random.key(1), (50, 2)))
-    scored, entropy = distribution.logprobs(logits, tokens, support if support.size else None)
-    assert_close(scored, drawn, logits.shape[1], np.abs(logits).max())
-    assert np.isfinite(entropy).all()
+    scores = distribution.score(logits, tokens, support if support.size else None)
+    assert_close(scores.logprobs, drawn, logits.shape[1], np.abs(logits).max())
+    assert np.isfinite(scores.entropy).all()
 
 
 @pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16

@@ -29,6 +29,7 @@ from core.objectives import (
     value_loss,
 )
 from core.records import Batch
+from models.distribution import TokenScores
 from utils.settings.config import make_config, parse
 from utils.training.batching import concatenate, select_rows
 
@@ -320,7 +321,7 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
 
     def loss(new, entropy, weight):
         weighted = replace(batch, denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
-        return policy_loss(new, entropy, weighted, config.loss)[0]
+        return policy_loss(TokenScores(new, entropy), weighted, config.loss)[0]
 
     value, found = jax.value_and_grad(loss, argnums=(0, 1, 2))(new, entropy, jnp.ones(len(new)))
     for x, y, what in zip(found, expected, ("by log-probabilities", "by entropy", "value of each row"), strict=True):
@@ -330,7 +331,9 @@ def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], s
 
 def learn(new, entropy, batch: Batch, config: ObjectiveConfig):
     """The gradient and the metrics of a (micro-)batch."""
-    return jax.grad(policy_loss, has_aux=True)(jnp.asarray(new), jnp.asarray(entropy), batch, config.loss)
+    scores = TokenScores(jnp.asarray(new), jnp.asarray(entropy))
+    grad, metrics = jax.grad(policy_loss, has_aux=True)(scores, batch, config.loss)
+    return grad.logprobs, metrics
 
 
 # Values and gradients
@@ -687,7 +690,7 @@ def test_the_countdown_recipe_has_the_gradient_of_lmpo_times_a_factor():
         return jnp.mean(losses * mask) - config.entropy_coef * jnp.mean(mean_entropy * mask)
 
     def ours(new, entropy):
-        return policy_loss(new, entropy, batch, config.loss)[0]
+        return policy_loss(TokenScores(new, entropy), batch, config.loss)[0]
 
     for found, expected in zip(*(jax.grad(loss, argnums=(0, 1))(new, entropy) for loss in (ours, lmpo)), strict=True):
         assert_close(found, expected / mask.mean(), B * T, SURPRISE * np.abs(expected).max())
