@@ -218,7 +218,7 @@ class Learner:
         parts = self.layout.fetch([[part["approx_kl"] for part in update.parts] for update in updates])
         return float(np.mean([np.sum(part, axis=0) for part in parts])) > target
 
-    def read(self, update: Update) -> dict[str, float]:
+    def read(self, update: Update) -> dict[str, float | np.ndarray]:
         """Returns the metrics of an update, from the devices."""
         parts, metrics = self.layout.fetch((update.parts, update.metrics))
         peak = self.config.optimizer.init_lr_frac * self.config.optimizer.lr
@@ -232,7 +232,7 @@ class Learner:
         """
         rows = [self.read(update) for update in updates]
         self.check_finite(updates, rows)
-        metrics = {name: float(np.mean([row[name] for row in rows])) for name in (rows or [{}])[0]}
+        metrics = {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in (rows or [{}])[0]}
         if len(rows) > 1:
             for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
                 metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
@@ -241,7 +241,7 @@ class Learner:
             metrics |= critic_metrics(batch)
         return metrics | {"num_updates": len(rows), "num_rows": len(batch)}
 
-    def check_finite(self, updates: Sequence[Update], rows: Sequence[dict[str, float]]) -> None:
+    def check_finite(self, updates: Sequence[Update], rows: Sequence[dict[str, float | np.ndarray]]) -> None:
         """Reports minibatches whose update was skipped. Raises: FloatingPointError, see `metrics`."""
         for update, row in zip(updates, rows, strict=True):
             num_skipped = int(row["skipped_in_a_row"])

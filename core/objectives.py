@@ -2,7 +2,7 @@
 
 To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
 To change the advantage: write a function beside `rloo` and add its name to GROUP_ADVANTAGES or BATCH_ADVANTAGES.
-To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`.
+To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
 
 Advantages are NumPy on the host, losses are JAX inside of jit; everything is float32. N prompts, G rollouts of each,
 B = N G rows, T row length, S ids of a truncated distribution, R bins of log ratios.
@@ -535,7 +535,11 @@ def set_loss_denominators(
 def policy_loss(
     scores: TokenScores, batch: Batch, config: LossConfig
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Returns the loss of a micro-batch, and its metrics: summands of the optimiser batch's, see `reduce_metrics`."""
+    """Returns the loss of a micro-batch, and its metrics.
+
+    The optimiser batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
+    Of names that end in _max or _min it is the extreme. Names that end in _histogram are arrays of sums.
+    """
     batch = with_old_logprobs(scores.logprobs, batch)
     logprobs = zero_outside_mask(scores.logprobs, batch)
     log_ratio = logprobs - batch.old_logprobs
@@ -676,19 +680,23 @@ def value_loss(values: Float[Array, "B T"], batch: Batch, config: LossConfig) ->
     return token_mean(0.5 * errors, batch)
 
 
-def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float]:
-    """Returns the metrics of an optimiser batch from those of its micro-batches: sums, and extremes of _max, _min."""
+def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.ndarray]:
+    """Returns the metrics of an optimiser batch from those of its micro-batches, as their names say: see `policy_loss`.
+
+    The same sums of parts that were cut otherwise are what the tests compare: there a mean of a micro-batch fails.
+    """
     reductions = {"max": np.nanmax, "min": np.nanmin}
     metrics = {}
     for name in parts[0]:
-        reduction = reductions.get(name.rpartition("_")[2], np.sum)
-        metrics[name] = reduction([part[name] for part in parts], axis=0)
-    counts = metrics.pop("importance_ratio_histogram")
+        kind = name.rpartition("_")[2]
+        x = reductions.get(kind, np.sum)([part[name] for part in parts], axis=0)
+        assert kind == "histogram" or not x.shape, f"{name} {x.shape} is no number: reduce it, or name it _histogram"
+        metrics[name] = x if kind == "histogram" else float(x)
+    counts = metrics["importance_ratio_histogram"]
     squared = metrics.pop("inference_recompute/ratio_squared")
-    metrics = {name: float(x) for name, x in metrics.items()}
     place = np.searchsorted(np.cumsum(counts), 0.99 * counts.sum())
     place = min(place, len(LOG_RATIOS) - 1)
     metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[place]))
     ratio = metrics["inference_recompute/ratio"]
-    metrics["inference_recompute/effective_sample_share"] = ratio**2 / max(float(squared), 1e-30)
+    metrics["inference_recompute/effective_sample_share"] = ratio**2 / max(squared, 1e-30)
     return metrics

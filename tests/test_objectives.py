@@ -735,6 +735,9 @@ def test_metrics(objective, kl):
         x = np.float64(new)[mask] - np.float64(batch.ref_logprobs)[mask]
         expected["kl"] = {"k2": x**2 / 2, "k3": np.exp(-x) + x - 1}[config.kl_estimator or "k3"].mean()
     assert found.pop("importance_ratio_q99") == expected.pop("importance_ratio_q99")
+    edges = [-np.inf, *(objectives.LOG_RATIOS[1:] - 0.005), np.inf]
+    counts = np.histogram(log_ratio, edges)[0] / mask.sum()
+    assert_close(found.pop("importance_ratio_histogram"), counts, B * T, 1.0)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert_close(found[name], x, B * T, SURPRISE * max(1, abs(x)), err_msg=name)
@@ -758,8 +761,17 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
             grad[rows], metrics = learn(new[rows], entropy[rows], select_rows(batch, rows), config)
             parts.append(metrics | {"value/loss": value_loss(values[rows], select_rows(batch, rows), config)})
         assert_close(grad, expected_grad, B * T, SURPRISE * np.abs(expected_grad).max())
-        for name, x in reduce_metrics([whole]).items():
-            assert_close(reduce_metrics(parts)[name], x, B * T, SURPRISE * max(1, abs(x)), err_msg=name)
+        assert_sums(whole, parts)
+        for bad in ("mean", "rows"):  # a mean of the micro-batch, and an array that is no histogram
+            wrong = [part | {bad: {"mean": part["loss"] / part["loss"], "rows": np.zeros(3)}[bad]} for part in parts]
+            with pytest.raises(AssertionError, match=bad):
+                assert_sums(whole | {bad: {"mean": 1.0, "rows": np.zeros(3)}[bad]}, wrong)
+
+
+def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]) -> None:
+    """The contract of a metric: those of micro-batches add up to that of the batch, or have its extremes."""
+    for name, x in reduce_metrics([whole]).items():
+        assert_close(reduce_metrics(parts)[name], x, B * T, SURPRISE * max(1, np.max(np.abs(x))), err_msg=name)
 
 
 # Settings

@@ -103,20 +103,20 @@ def wandb_records(data: bytes):
 def test_wandb_offline_holds_the_same_numbers(tmp_path):
     with start(tmp_path, wandb_mode="offline") as logger:
         for step in range(3):
-            logger.log(step, {"env/return": step / 2, "loss": np.nan})
+            logger.log(step, {"env/return": step / 2, "loss": np.nan, "ratio_histogram": np.float32([step, 2, np.nan])})
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    expected = [(0, 0.0), (1, 0.5), (2, 1.0)]
+    expected = [(step, step / 2, [step, 2, 0]) for step in range(3)]
     deadline = time.monotonic() + 60
     while (found := logged_returns(file)) != expected and time.monotonic() < deadline:
         time.sleep(0.1)  # wandb's own process may write after `finish` has returned
     assert found == expected
 
 
-def logged_returns(file: Path) -> list[tuple[int, float]]:
+def logged_returns(file: Path) -> list[tuple[int, float, list[float]]]:
     found = []
     for record in wandb_records(file.read_bytes()):
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        found += [(items["global_step"], items["env/return"])] if items else []
+        found += [(items["global_step"], items["env/return"], items["ratio_histogram/values"])] if items else []
     return found
 
 

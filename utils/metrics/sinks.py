@@ -176,7 +176,7 @@ class Wandb:
         # Seconds. Without finish_timeout, the end of a run waits for ever where the network is gone.
         # quiet: no table of all metrics below the summary of the run.
         settings_of_wandb = wandb.Settings(init_timeout=30, login_timeout=10, finish_timeout=60, quiet=True)
-        self.table = wandb.Table
+        self.wandb = wandb
         self.run = wandb.init(
             config=dict(settings),
             mode=mode,
@@ -190,14 +190,21 @@ class Wandb:
         )
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:
-        self.run.log(dict(metrics), step=step)
+        """Records metrics; those that end in _histogram are drawn over the numbers of their bins."""
+        histograms = {}
+        for name in metrics:
+            if name.endswith("_histogram"):
+                counts = [count or 0.0 for count in metrics[name]]  # None: it was not finite
+                edges = np.arange(len(counts) + 1)
+                histograms[name] = self.wandb.Histogram(np_histogram=(counts, edges))
+        self.run.log({**metrics, **histograms}, step=step)
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         columns = [name for name in ROLLOUT_COLUMNS if all(name in row for row in rows)]
         data = []
         for row in rows:
             data.append([python_value(row[name]) for name in columns])
-        table = self.table(columns=columns, data=data)
+        table = self.wandb.Table(columns=columns, data=data)
         self.run.log({"rollouts": table}, step=step)
 
     def close(self) -> None:
