@@ -1,4 +1,4 @@
-"""What others' files and classes meet here: a table for each subject, with the versions that it was made with.
+"""Tries files and classes of other projects: a table for each subject, with the versions that it was made with.
 
     python bench/clients.py peft      # adapters that peft makes of each kind
     python bench/clients.py gyms      # environments of GEM, TextArena, Gymnasium, SkyRL-gym and OpenEnv
@@ -26,7 +26,7 @@ EQUAL, RUNS, REFUSED, WRONG = "equal", "runs", "refused by name", "WRONG"
 
 
 class Row(NamedTuple):
-    """What was tried, what became of it (a constant above), and its figure or sentence."""
+    """Subject of a trial, what became of it (a constant above), and its figure or sentence."""
 
     what: str
     outcome: str

@@ -391,7 +391,7 @@ def decode_segment(model: Decoder, layout: Layout, num_slots: int, width: int, g
 
 
 def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
-    """Compiles the gradient of a micro-batch of so many rows on each device, added up."""
+    """Compiles the gradient of a micro-batch, added up; rows are those of each device."""
     programs = learner_programs(model, layout, num_rows, width, config)
     return list(compile_until(programs, learner.accumulate))[-1]
 
@@ -439,7 +439,7 @@ def row_length(config: Config) -> int:
 
 
 class Communication(NamedTuple):
-    """What one device sends in a micro-batch, as rings move it."""
+    """Bytes that one device sends in a micro-batch, as rings move them."""
 
     counts: dict[str, float]  # of collectives, by kind
     sent: dict[str, float]  # bytes
@@ -589,7 +589,7 @@ def extrapolate(
 
 
 class Run(NamedTuple):
-    """What a run would choose on these devices."""
+    """Settings that a run would choose on these devices."""
 
     model: Decoder
     layout: Imagined

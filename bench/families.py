@@ -110,7 +110,7 @@ def random_shape(family: str, rng: np.random.Generator) -> tuple:
 
 
 class Result(NamedTuple):
-    """What a model computes: logits, gradients by tensor, greedy tokens, and their least gap to the next ones."""
+    """Results of a model: logits, gradients by tensor, greedy tokens, and their least gap to the next ones."""
 
     logits: np.ndarray
     gradients: dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""Whether TRL's losses and advantages are ours, on the same log-probs: values, gradients, differences of definition.
+"""Compares TRL's losses and advantages with ours, on the same log-probs: values, gradients, differences of definition.
 
     pip install trl torch
     python bench/trl_losses.py

@@ -2,7 +2,7 @@
 
 Plain supervised learning on the k best of n samples, here [k, n] = [2, 32]; the rest leaves the batch, and so do
 groups without signal (--do_group_filter 0 imitates the first k of these too, be all of them right or all wrong). No
-ratio, no negative examples. Expect entropy to fall fast, and little to be learnt from near misses.
+ratio, no negative examples. Expect entropy to fall fast, and near misses to teach little.
 """
 
 

@@ -41,8 +41,8 @@ class UpdateConfig:
     )
     recompute_logprobs: bool = option(
         False,
-        "Computation of old log-probabilities even where a step has one update, which makes them equal to the "
-        "current ones",
+        "Computation of old log-probabilities even where a step has one update, where they equal the current "
+        "ones (for debugging)",
     )
 
     def __post_init__(self):
@@ -79,9 +79,9 @@ class Config:
     )
     ahead: int = option(
         0,
-        "Steps that rollouts are drawn ahead; 1: those of the next step are drawn while this step updates the policy, "
-        "so by weights that are one step old, and the sampler's log-probabilities are the old ones, unless "
-        "--importance_correction weighs by them; 0: rollouts are the current policy's",
+        "Steps that rollouts are drawn ahead; 1: the next step is sampled while this one updates the policy (weights "
+        "are one step old, and the sampler's log-probabilities are the old ones, unless --importance_correction weighs "
+        "by them); 0: rollouts are the current policy's",
     )
     precompile: bool = option(
         False,
@@ -131,7 +131,7 @@ class Config:
             ),
             (
                 bool(self.lora.lora_rank) and objective.has_critic,
-                "--advantage gae trains a critic, a second model, which --lora_rank has no room for: drop one",
+                "--advantage gae trains a critic, which --lora_rank does not support: drop one",
             ),
             (
                 self.run.save_best and not has_held_out,

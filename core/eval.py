@@ -61,7 +61,7 @@ class ReplayConfig:
 
     replay: str = option(
         "",
-        "Rollouts of a run, RUN/rollouts/step_N, of which one is drawn again, under the settings of the run, in place "
+        "Rollouts of a run, RUN/rollouts/step_N: one is drawn again, under the settings of the run, in place "
         "of an evaluation; empty: evaluate",
     )
     row: int = option(0, "Row of --replay, from 0 on")

@@ -4,7 +4,7 @@
     python core/grpo.py --env_name countdown --model_dir ~/checkpoints/Qwen3-1.7B/
 
 To change the loss or the advantage: core/objectives.py. To change what is drawn: core/sampler.py.
-To change which groups are learnt from: `collect`. To add a metric: "Log, evaluate, save" in `train`.
+To change which groups are trained on: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 200 lines: core/minimal.py.
 
 A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play -> Sampler.generate -> make_batch ->
@@ -110,7 +110,7 @@ def train(
         with run.phase("logprobs"):
             batch = learner.score(state.params, make_batch(episodes, config))
 
-        # Advantages; failed rewards, and by the filters groups without signal and truncated completions, leave.
+        # Advantages; drops failed rewards and, by the filters, groups without signal and truncated completions.
         batch = compute_advantages(batch, config.objective)
 
         # Updates: one optimiser step per minibatch, `ppo_epochs` times over the batch.
@@ -124,7 +124,7 @@ def train(
                 updates += epoch_updates
                 if learner.policy_moved_too_far(epoch_updates):
                     break
-            update_metrics = learner.metrics(batch, updates)  # which waits for the devices
+            update_metrics = learner.metrics(batch, updates)  # blocks until the updates are done
 
         # Log, evaluate, save.
         metrics = run.times | rollout_metrics(episodes, groups_with_signal(episodes, config)) | update_metrics
@@ -140,7 +140,7 @@ def train(
 
 
 class Rollouts:
-    """The rollouts of each step, drawn when they are asked for by the policy that is then updated."""
+    """Draws the rollouts of each step by the current policy, when the step begins."""
 
     def __init__(self, worker: RolloutWorker, learner: Learner):
         self.worker, self.learner = worker, learner
@@ -168,13 +168,13 @@ def collect(
 ) -> tuple[Episodes, int]:
     """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 
-    Returns all episodes, of which `batch_rows` are to be learnt from, and the number of the next task.
+    Returns all episodes, with the rows to train on in `batch_rows`, and the number of the next task.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     group_size = config.update.group_size
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, budget = config.update.groups_per_batch, config.update.max_groups
-    share = 1.0  # of the sampled groups that can be learnt from
+    share = 1.0  # of the sampled groups that have signal
     parts, batch_rows, num_sampled_groups = [], [], 0
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
@@ -193,14 +193,14 @@ def collect(
         budget -= num_groups
         num_sampled_groups += num_groups
         share = (config.update.groups_per_batch - missing) / num_sampled_groups
-        # Groups of a call behind the last one that is needed are not learnt from, and their tasks are drawn again in
-        # the next step: so a step's batch does not depend on `rows_per_call`.
+        # Drops the groups behind the last one that is needed; the next step draws their tasks again. So a step's batch
+        # does not depend on `rows_per_call`.
         cursor += num_groups if missing else int(groups[-1]) + 1
     return replace(join_episodes(parts), batch_rows=np.concatenate(batch_rows)), cursor
 
 
 def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
-    """Returns how many groups to sample at once, for about `missing` of them to have signal where `share` of them do.
+    """Returns the smallest compiled number of groups expected to hold `missing` with signal, at a fraction `share`.
 
     The number is one of `group_counts`; what is drawn does not depend on it, only how much of it is thrown away.
     """
@@ -221,7 +221,7 @@ def training_rewards(episodes: Episodes, config: Config) -> Float[np.ndarray, "B
 
 
 def make_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns the rows to learn from."""
+    """Returns the rows to train on."""
     return select_rows(rollout_batch(episodes, config), episodes.batch_rows)
 
 

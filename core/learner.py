@@ -115,7 +115,7 @@ class Learner:
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
-                scores = self.token_scores(self.reference, replace(batch, routes=None))  # its own routers choose
+                scores = self.token_scores(self.reference, replace(batch, routes=None))  # it routes for itself
                 batch = replace(batch, ref_logprobs=scores.logprobs)
         return batch
 
@@ -185,8 +185,8 @@ class Learner:
     def chains(self, batch: Batch, max_rows: int) -> list[Iterator[Rows]]:
         """Returns the micro-batches of a batch, in as many parts as are to be computed at the same time.
 
-        They are of rows of similar length, and made on the host when they are asked for. `max_rows`: rows of a full
-        batch, in which none has left.
+        Each has rows of similar length, and is built on the host when needed. `max_rows`: rows of a batch from which
+        none was dropped.
         """
         sizes = row_sizes(batch)
         shards = self.layout.row_shards
@@ -278,7 +278,7 @@ def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> li
 
 
 def advantage_metrics(batch: Batch) -> dict[str, float]:
-    """Returns metrics of the advantages of the tokens that are learnt from, and their number per rollout."""
+    """Returns metrics of the advantages of the tokens that are trained on, and their number per rollout."""
     advantages = batch.advantages[batch.mask]
     if not advantages.size:
         return {}
@@ -310,7 +310,7 @@ def score(
     routes: Int[Array, "B T L k"] | None,
     packing: Packing,
 ) -> TokenScores:
-    """Returns the scores of the tokens of completions; 0 for padding."""
+    """Returns log-probabilities, entropies and values of completion tokens; 0 for padding."""
     return score_tokens(model, params, tokens, distribution, support, routes, packing)
 
 

@@ -2,7 +2,7 @@
 
     python core/minimal.py    # models/tiny learns eight problems of Countdown on two CPU cores in a few minutes
 
-The same problems come at every step, which few short samples suffice for; make demo learns what holds for new ones.
+The same problems come at every step, so a few short samples suffice; `make demo` is tested on new ones.
 core/grpo.py is the same algorithm with a KV cache, minibatches, several devices, evaluation, and runs that resume.
 
 Letters: N prompts, G completions of each (a group), B = N G rows, T columns, V vocabulary.
@@ -127,7 +127,7 @@ def make_batch(
         group_size=GROUP_SIZE,
     )
     kept = compute_advantages(batch, OBJECTIVE)
-    # Rows that leave are masked instead: with all rows in each batch, only one program is compiled.
+    # Masks the rows that are dropped: with all rows in each batch, only one program is compiled.
     batch = replace(batch, mask=np.zeros_like(mask), advantages=np.zeros(mask.shape, np.float32))
     batch.mask[kept.row] = kept.mask
     batch.advantages[kept.row] = kept.advantages

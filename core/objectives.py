@@ -82,7 +82,7 @@ def whitened_group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config:
     return masked_whiten(centred.reshape(-1, 1), batch.mask)
 
 
-@formula("1 for the {config.best_k} best of the group, the others leave the batch")
+@formula("1 for the {config.best_k} best of the group, the others are dropped")
 def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of self-imitation; ties go to the first. Source: RAFT, arXiv 2304.06767; easy-GRPO's sil."""
     order = np.argsort(-rewards, axis=1, kind="stable")
@@ -342,7 +342,7 @@ class ObjectiveConfig(LossConfig):
             (self.kl_in == "loss" and self.kl_estimator == "k1",
              "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
             (self.kl_in == "reward" and self.kl_estimator not in ("", "k1"),
-             f"--kl_in reward takes log p - log p_ref off: --kl_estimator {self.kl_estimator} has no effect there"),
+             f"--kl_in reward subtracts log p - log p_ref: --kl_estimator {self.kl_estimator} has no effect there"),
             (self.objective == "dppo" and self.importance_correction != "none",
              "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
             (self.advantage in ("gae", "best_k") and self.do_global_normalization,
@@ -408,11 +408,10 @@ def has_signal(rewards: Float[np.ndarray, "B K"], group_size: int, config: Objec
 
 
 def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
-    """Returns the batch with advantages (with a critic also its targets), without the rows that leave it.
+    """Returns the batch with advantages (with a critic also its targets), without the rows that are dropped.
 
-    A row whose reward is NaN, since its grader failed, is no part of its group's baseline where the advantage function
-    averages by `graded_mean`; with one that does not, the whole group leaves. A completion that is dropped for being
-    truncated stays in its group's baseline.
+    Functions that average by `graded_mean` ignore rows whose reward is NaN (the grader failed); others make the whole
+    group NaN, and it is dropped. A completion that is dropped for being truncated counts in its group's baseline.
     """
     if not len(batch):
         return batch
@@ -459,7 +458,7 @@ def shape_advantages(
 
 
 def graded_mean(x: Float[np.ndarray, "N G"]) -> Float[np.ndarray, "N 1"]:
-    """Mean over the numbers of each group that are not NaN; 0 where all are, of which np.nanmean would warn."""
+    """Mean over the numbers of each group that are not NaN; 0 where all are (np.nanmean would warn)."""
     is_graded = ~np.isnan(x)
     num_graded = np.float32(is_graded.sum(axis=1, keepdims=True))
     total = np.where(is_graded, x, 0).sum(axis=1, keepdims=True)
@@ -520,7 +519,7 @@ def set_loss_denominators(
     """Sets the divisors of each row's loss from the whole optimiser batch, so that micro-batches change nothing.
 
     `constant`, Dr. GRPO's, is `num_rollouts`, those of a full optimiser batch, times the completion limit: a row that
-    has left the batch changes the gradient no more than one with advantage 0. Source: arXiv 2503.20783, section 3.2.
+    was dropped changes the gradient no more than one with advantage 0. Source: arXiv 2503.20783, section 3.2.
     """
     row_tokens = np.float32(batch.mask.sum(axis=1))
     num_tokens = np.full_like(row_tokens, max(row_tokens.sum(), 1))

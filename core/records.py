@@ -32,12 +32,12 @@ class Completions:
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"]  # ended in another way than by the limit of tokens; else it was cut off
-    slot_steps: Float[Array, "B"]  # share of the sampler's work: slots x steps of each segment / its live rows
+    slot_steps: Float[Array, "B"]  # decode work charged to the row: slots x steps of each segment / its live rows
     num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
     num_drafted: Int[Array, "B"] | None = None  # tokens that speculation proposed; None: there was none
-    num_accepted: Int[Array, "B"] | None = None  # of these, those that were drawn
+    num_accepted: Int[Array, "B"] | None = None  # drafts that equal the tokens drawn
 
 
 @dataclass(frozen=True)

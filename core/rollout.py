@@ -67,7 +67,7 @@ class RolloutWorker:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines about it for people."""
+        """Notes printed at the start."""
         notes, problem = [], self.env.problem(0)
         if not (self.tokenizer.has_template or problem.plain):
             notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
@@ -122,8 +122,8 @@ class RolloutWorker:
     ) -> Episodes:
         """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`.
 
-        `tasks` count the problems whose prompts are short enough, from 0. The draws of a task are those of its number
-        in the environment under `key`, or of its place in the run where `places` are given.
+        `tasks` are indices into the problems whose prompts fit. A row's key is made from `key`, its sample, and its
+        task's number in the environment, or its place in the run where `places` are given.
         """
         clock = time.perf_counter()
         task_ids = tasks if self.fitting_ids is None else self.fitting_ids[tasks]
@@ -280,7 +280,7 @@ class Replies:
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
     def records(self) -> tuple[()]:
-        """Returns what is known of conversations."""
+        """Returns nothing: single replies have no conversation."""
         return ()
 
     def texts(self) -> list[str]:

@@ -1,5 +1,7 @@
 """Samples completions with a KV cache: compiled segments, early exit, compaction, one prefill per group.
 
+There are two caches: the prompts', one row a prompt, read only, and the completions', one row a slot.
+
 To change which token is drawn (a penalty, another truncation): the step of `decode_segment`.
 To change when a completion ends: `completion_end`. To change the order of work, or what is kept of a draw: `Sampler`.
 
@@ -172,8 +174,8 @@ class Sampler:
     max_prompt_tokens: int = 1 << 30
     compact: bool = True
     segment: int = SEGMENT
-    prompt_columns: int = 0  # prompts are padded to at least so many
-    prompt_slots: int = 0  # their number is filled up to at least so many, in each chain
+    prompt_columns: int = 0  # least width to which prompts are padded
+    prompt_slots: int = 0  # least number of prompts in a chain, with padding
     tokenizer: Tokenizer | None = None  # for stop strings and forced answers
     layout: Layout = field(default_factory=single_device)
     make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # extensions/turns.py has another
@@ -184,7 +186,7 @@ class Sampler:
     def load_weights(self, params: Policy) -> Weights:
         """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop.
 
-        Of a base below adapters there is no copy, unless the model `merges_adapters`.
+        Does not copy the base below adapters, unless the model `merges_adapters`.
         """
         if ADAPTERS not in params:
             policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
@@ -289,8 +291,8 @@ class Sampler:
 class Chain:
     """The completions of some prompts while they are drawn: slots on the device, rows on the host."""
 
-    fewest_slots = 8  # that compaction leaves
-    tail_slots = 0  # so few are left to a subclass: see core/extensions/speculation.py
+    fewest_slots = 8  # below which compaction never goes
+    tail_slots = 0  # at which a subclass takes over: see core/extensions/speculation.py
 
     def __init__(
         self,
@@ -375,10 +377,10 @@ class Chain:
             self.cache = gather_cache(self.cache, self.layout.put(np.int32(kept)), self.width)
 
     def grow(self, num_tokens: int) -> None:
-        """Widens the cache where so many tokens need it.
+        """Widens the completions' cache until it holds `num_tokens` a row.
 
-        The first one is gathered from the prompts' cache, one row for each slot: so it is sharded like that one on
-        every mesh. What the columns hold before a token is written there is masked.
+        The first call gathers it from rows of the prompts' cache, one a slot, so that it inherits their sharding.
+        Columns without a token yet are masked.
         """
         if bucket(num_tokens) <= self.width:
             return

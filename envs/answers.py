@@ -392,7 +392,7 @@ def is_tame(text: str) -> bool:
     return nesting(text) <= MAX_DEPTH and not HUGE.search(text)
 
 
-# What takes for ever before there is anything to weigh.
+# Input that takes for ever before there is anything to weigh.
 HUGE = re.compile(
     r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
     r"|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",

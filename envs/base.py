@@ -109,7 +109,7 @@ class Episode:
 
     opening: Sequence[Mapping[str, str]] = ()  # the prompt, where the environment `opens` its episodes
     def step(self, reply: str) -> Step:
-        """Returns what follows a turn of the policy. An exception ends the episode, which is not learnt from."""
+        """Returns what follows a turn of the policy. An exception ends the episode, which is not trained on."""
         raise NotImplementedError
 
     def act(self, reply: Reply) -> Step:
@@ -157,7 +157,7 @@ class Env:
     truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
     code: tuple[Path, ...] = ()  # files of the user's that it runs
-    note: str = ""  # for people, once at the start: facts on its rows, with "; " between
+    note: str = ""  # printed once at the start: facts on its rows, with "; " between
 
     def problem(self, index: int) -> Problem:
         """Returns the problem with this number: a pure function of the index, the same in every process."""

@@ -193,7 +193,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and the content of each line, of which no more than MAX_ROW_BYTES + 1 are kept."""
+    """Yields the number and the content of each line, cut after MAX_ROW_BYTES + 1 bytes."""
     with open_file(path) as file:
         number = 0
         while line := file.readline(MAX_ROW_BYTES + 1):

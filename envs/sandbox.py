@@ -49,7 +49,7 @@ FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE  # those that a rule f
 TCP = 0b11  # bind and connect, from ABI 4 on
 SCOPES = 0b11  # abstract sockets, and signals to others, from ABI 6 on
 
-MACHINES = ("x86_64", "aarch64")  # of which the following hold a number each
+MACHINES = ("x86_64", "aarch64")  # the tables below hold a number for each
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)  # linux/audit.h
 CAPSET = (126, 91)
 

@@ -236,7 +236,7 @@ def read_row(row: RawRow) -> Row:
 
 
 def is_answer(value: JSON) -> bool:
-    """True for a text or a number of which something is left once it is normalised."""
+    """True for a text or a number that is not empty once it is normalised."""
     return isinstance(value, str | int | float) and bool(normalized_answer(str(value)))
 
 

@@ -140,7 +140,7 @@ class RolloutSettings:
     forced_answer: ForcedAnswer
 
     def describe(self) -> str:
-        """Returns one line for people."""
+        """Returns the line that is printed at the start."""
         return f"{self.name}: {self.manner}"
 
     @property
@@ -165,7 +165,7 @@ class RolloutSettings:
 def describe_environments(environments: Iterable[RolloutSettings]) -> list[str]:
     """Returns how environments are played, alike ones on a line, and facts on the rows of each.
 
-    A fact is said once: a held-out split has most of its own in common with the rows to train on.
+    Each fact is printed once: a held-out split shares most of them with the rows to train on.
     """
     environments = list(environments)
     names: dict[str, list[str]] = {}

@@ -248,7 +248,7 @@ class Decoder:
         return num_active - self.vocab_size * self.hidden_size
 
     def expert_parameters(self, num_experts: int) -> int:
-        """Returns the parameters of so many experts of each layer."""
+        """Returns the parameters of `num_experts` of each layer."""
         return 3 * self.num_hidden_layers * num_experts * self.hidden_size * self.moe_intermediate_size
 
     @property

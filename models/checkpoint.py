@@ -319,7 +319,7 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
 
 
 def is_same(tensor: Any, other: Any) -> bool:
-    """True if two tensors of files, of which some rows are read at a time, have the same shape, type and numbers."""
+    """True if two tensors of files have equal shape, type and numbers; reads some rows at a time."""
     if (tensor.get_shape(), tensor.get_dtype()) != (other.get_shape(), other.get_dtype()):
         return False
     num_rows, _ = tensor.get_shape()

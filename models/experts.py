@@ -119,7 +119,7 @@ def mix_experts(
 
 
 def local_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: str) -> Tokens:
-    """Computes the experts of one device's tokens in the way that reads and multiplies least for so many."""
+    """Computes the experts of one device's tokens by the form that is cheapest for their number."""
     num_tokens = x.shape[0] * x.shape[1]
     num_pairs = num_tokens * routing.ids.shape[2]
     num_experts = len(experts.down)

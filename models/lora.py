@@ -145,7 +145,7 @@ def layer_adapters(model: Decoder, adapters: Adapters) -> list[LayerParams]:
 
 
 def attach(base: Weights, adapters: list[LayerParams]) -> Weights:
-    """Returns weights that hold in each layer its adapters beside its matrices, of which there is no copy."""
+    """Returns weights with each layer's adapters beside its matrices, which are not copied."""
     layers = [layer | adapter for layer, adapter in zip(base[LAYERS], adapters, strict=True)]
     return base | {LAYERS: layers}
 
@@ -180,7 +180,7 @@ def adapt(layer: LayerParams, name: str, rows: Array, y: Array) -> Array:
 def join_members(members: Sequence[Weights]) -> Weights:
     """Returns weights over the base of these ones, their adapters joined along the rank; the base is not copied.
 
-    A row takes part in the ranks of one member: see `with_members`.
+    Each row uses only its member's ranks: see `with_members`.
     """
     first = members[0]
     layers = zip(*(weights[LAYERS] for weights in members), strict=True)

@@ -21,11 +21,11 @@ from utils.settings.config import option
 from utils.settings.errors import UserError, fail
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
-TIGHT = 0.8  # share of the usable memory from which on the start of a run speaks of it
+TIGHT = 0.8  # share of the usable memory above which start-up prints a note
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
 MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of a CPU is not ours alone
-FEW_ROWS = 16  # sampled at once: with no more than these the start of a run speaks of it
+FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
 # Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
 # of their gradients. Fitted to programs of Qwen3-30B-A3B: eight H200 take 0.89 of the estimate, eight v5p 1.04.
@@ -68,7 +68,7 @@ class MemoryConfig:
 
 
 def has_room_for_copy(num_bytes: int, layout: Layout) -> bool:
-    """True if weights of so many bytes, which are held, and a copy of them leave a third of the memory free."""
+    """True if weights of `num_bytes` and a second copy of them leave a third of device memory free."""
     return 3 * num_bytes < USABLE * layout.device_memory
 
 
@@ -94,12 +94,12 @@ class Sizes(NamedTuple):
         return (self.held + self.available) // 2 if self.place == BESIDE else self.available
 
     def without_rows(self, update: int) -> int:
-        """Bytes in use while rows are sampled, but for these, where updates take so many."""
+        """Bytes in use while rows are sampled, without those of the rows; `update`: bytes of an update."""
         between = self.held + self.sampling_copy
         return max(update, between) if self.place == BESIDE else between
 
     def sampling_room(self, update: int) -> int:
-        """Bytes that are left for the rows that are sampled at once, where updates take so many."""
+        """Bytes free for the rows that are sampled at once; `update`: bytes of an update."""
         return max(0, self.available - self.without_rows(update))
 
 
@@ -229,7 +229,7 @@ def measure_sizes(
 
 
 def kv_row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
-    """Bytes on a device of the cache and state of a row of full length, and of those that they were gathered from."""
+    """Bytes per device of a full-length row's KV cache and state, with their copies during a gather."""
     tp = layout.mesh.shape["tp"]
     return model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp
 
@@ -248,7 +248,7 @@ def sampling_room(model: Decoder, layout: Layout, params: PyTree) -> int:
 
 
 class MemoryPlan(NamedTuple):
-    """Settings that were decided by the memory there is, and lines about it for people."""
+    """Settings chosen by the memory there is, and notes printed at the start."""
 
     remat: str
     tokens_per_microbatch: int

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-VOCABULARIES = ("tokenizer.json", "vocab.json")  # of which a folder with a tokenizer has one
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # a folder with a tokenizer has one of them
 FILES = (
     *VOCABULARIES, TOKENIZER_CONFIG, "merges.txt", "added_tokens.json", "special_tokens_map.json", CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @cached_property
     def control_signs(self) -> tuple[str, ...]:
-        """Those of `signs` that are special, or like them (<|fim_pad|>) in all but the name: without tags."""
+        """Returns the `signs` that are special tokens, or like them (<|fim_pad|>) in all but the name: without tags."""
         return tuple(sign for sign in self.signs if sign in self.special_ids or not TAG.fullmatch(sign))
 
     def encode(self, text: str) -> list[int]:
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @cached_property
     def normalize(self) -> Callable[[str], str]:
-        """What a text becomes before added tokens are looked for in it."""
+        """Returns a text as it is searched for added tokens."""
         are_normalized = any(token.normalized for token in self.hf.added_tokens_decoder.values())
         normalizer = self.hf.backend_tokenizer.normalizer if are_normalized else None
         return normalizer.normalize_str if normalizer else str

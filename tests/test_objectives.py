@@ -829,7 +829,7 @@ FORMULAS = {  # clip to [0.8, 1.28], dual clip 3
     "maxrl": "(r - mean) / mean of the group, 0 where the mean is not positive",
     "reinforce++_baseline": "r - mean of the group, whitened over the tokens of the batch",
     "batch_zscore": "(r - mean) / std of the batch",
-    "best_k": "1 for the 2 best of the group, the others leave the batch",
+    "best_k": "1 for the 2 best of the group, the others are dropped",
     "gae": "generalised, gamma 1, lambda 0.95, whitened over the batch; values move by at most 0.2",
 }
 

@@ -407,7 +407,7 @@ def test_learning_rates(lr_schedule, warmup_steps, expected):
     [("constant", 8, False, 6), ("linear", 8, True, 2), ("linear", 4, False, 3), ("cosine", 4, True, 2)],
 )
 def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(lr_schedule, num_live, is_early_end, expected):
-    """Groups that leave the batch and epochs that --target_kl ends make updates fewer, not the schedule longer."""
+    """Groups that are dropped and epochs that --target_kl ends make updates fewer, not the schedule longer."""
     target_kl = 1e-9 if is_early_end else 0.0
     learner = make_learner(optimizer=optax.sgd(0.1), lr_schedule=lr_schedule, ppo_epochs=3, target_kl=target_kl)
     batch = replace(random_batch(), old_logprobs=None)

@@ -32,7 +32,7 @@ FractionDone = Callable[[Config, RolloutWorker, Progress], float]
 class AheadWorker(RolloutWorker):
     """A worker that takes over policies of the learner, once no rollouts are drawn: they hold devices and memory."""
 
-    own_base: Weights | None = None  # what policies have below adapters, on devices of its own; None: they have it
+    own_base: Weights | None = None  # LoRA's base on the rollout devices; None: policies have it
     drawing: list[Future] = field(default_factory=list)  # rollouts, of all workers of a run
 
     def load_weights(self, policy: Policy) -> Weights:
@@ -54,7 +54,7 @@ class AheadWorker(RolloutWorker):
 class AheadRollouts:
     """The rollouts of each step, drawn in a thread since the step before; see `Rollouts` of core/grpo.py.
 
-    The end of `stack` ends a thread that still draws with its segment.
+    Stops the sampling thread after its current segment when `stack` ends.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class AheadRollouts:
     def close(self) -> None:
         self.cancelled.set()
         if self.drawing and not self.drawing.done():
-            self.worker.scorer.close()  # for whose outcomes it may wait
+            self.worker.scorer.close()  # it may wait for outcomes
         self.pool.shutdown()
 
     def take(self, state: AheadState, progress: Progress) -> tuple[AheadState, Episodes, Progress]:

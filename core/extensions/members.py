@@ -71,7 +71,7 @@ class Request:
     def on_segment(
         self, first_row: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
     ) -> None:
-        """Takes rows of a batch, whose first one has number `first_row` in this request; others' may be among them."""
+        """Takes rows of a batch, from number `first_row` of this request on; it may include rows of other members."""
         rows = slice(max(0, -first_row), max(0, len(self.keys) - first_row))
         if self.sampler.on_segment and len(tokens[rows]):
             self.sampler.on_segment(max(0, first_row), tokens[rows], num_drawn, lengths[rows])

@@ -84,7 +84,7 @@ def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker
 
 
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
-    """Yields the programs that `play` can need for so many tasks; none of conversations."""
+    """Yields the programs that `play` can need for `num_tasks`; none of conversations."""
     if worker.env.max_turns > 1:
         return
     per_call = worker.prompts_per_call(num_tasks, num_samples)
@@ -93,7 +93,7 @@ def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_
 
 
 def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_samples: int) -> Programs:
-    """Yields each program that `generate` can need for so many prompts of `prompt_columns` tokens.
+    """Yields each program that `generate` can need for `num_prompts` of `prompt_columns` tokens.
 
     `params`: arrays or their shapes.
     """
@@ -149,7 +149,7 @@ def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:
 
 
 def num_slots_after(sampler: Sampler, num_slots: int) -> int:
-    """Returns the slots that a compaction leaves of so many; 0: there is none."""
+    """Returns the number of slots after the next compaction; 0: it cannot shrink."""
     all_done = np.ones(num_slots, bool)
     kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards) if sampler.compact else None
     return 0 if kept is None else len(kept)
@@ -164,7 +164,7 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 
 
 def update_programs(learner: Learner, state: TrainState, width: int) -> Programs:
-    """Yields the programs that rows of so many columns can need."""
+    """Yields the programs that rows of `width` columns can need."""
     config, model = learner.config, learner.model
     distribution = config.sampling.distribution
     params = shapes_of(state.params)

@@ -123,7 +123,7 @@ class SpeculativeChain(Chain):
         return [*tokens, *self.prompts[self.owner[row]], *own][-TEXT_TOKENS:]
 
     def grow_for(self, num_tokens: int) -> None:
-        """Widens the cache for so many more tokens of the longest row."""
+        """Widens the cache for `num_tokens` more of the longest row."""
         longest = int(self.num_tokens[~self.drawn.done].max()) + num_tokens
         self.grow(min(longest, self.sampler.max_new_tokens))
 
@@ -155,7 +155,7 @@ class SpeculativeChain(Chain):
             self.reached_limit[row] = not end
 
     def report(self) -> None:
-        """Calls the listener, to whom rows that are not done are longer than what is drawn."""
+        """Calls `on_segment`; rows that are not done have a length beyond the drawn columns."""
         if self.sampler.on_segment:
             drawn = self.drawn
             longest = int(np.where(drawn.done, drawn.lengths, self.num_tokens).max())
@@ -164,7 +164,7 @@ class SpeculativeChain(Chain):
 
 
 def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
-    """Returns a sampler that drafts so many tokens at a time for the last rows of a batch; 0: none.
+    """Returns a sampler that drafts `num_drafted` tokens at a time for the last rows of a batch; 0: none.
 
     Raises: UserError where tokens that were computed cannot be taken back, or are not drawn.
     """
@@ -173,7 +173,7 @@ def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
     if sampler.model.delta is not None:
         raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
     if sampler.force_answer_at:
-        raise UserError("--num_speculative_tokens: drafts stand for draws, and answers are forced; --force_answer_at 0")
+        raise UserError("--num_speculative_tokens does not support forced answers: --force_answer_at 0")
     return replace(sampler, make_chain=chain_maker(num_drafted))
 
 
@@ -218,7 +218,7 @@ def draw_with_drafts(
         hidden, cache, routes = decoder.decode_states(model, weights, *state)
         logits = decoder.head(model, weights, hidden)
         token, logprob, ids = draw_each(distribution, logits, keys, numbers)
-        # What follows a wrong draft is overwritten by the next pass.
+        # The next pass overwrites the tokens behind a wrong draft.
         texts = texts.at[rows, (lengths + counts)[:, None] + places].set(token, mode="drop")
         new = token, logprob, ids, routes
         places_drawn = counts[:, None] + places
@@ -237,7 +237,7 @@ def draw_with_drafts(
 def draw_each(
     distribution: Distribution, logits: Float[Array, "S T V"], keys: UInt32[Array, "S 2"], numbers: Int[Array, "S"]
 ) -> tuple[Int[Array, "S T"], Float[Array, "S T"], Int[Array, "S T U"]]:
-    """Draws a token from each distribution of a row, the first of which is for its token number `numbers`."""
+    """Draws a token from each distribution of a row; the first one is for its token number `numbers`."""
     width = logits.shape[1]
     steps = numbers + jnp.arange(width)[:, None]
     uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), steps)

@@ -170,7 +170,7 @@ class TurnChain(Chain):
             return
         rows = {self.row_offset + row for row in waiting.tolist()}
         is_blocking = not self.is_drawing.any()
-        # Rows that miss a segment cost one of their own later: up to its time it pays to wait for them.
+        # Waiting up to one segment is cheaper than decoding late rows in one of their own.
         patience = self.segment_time * (1.0 if is_blocking else PATIENCE)
         with released(self.lock):
             observations = self.environment.observe(rows, is_blocking, patience)
@@ -225,9 +225,9 @@ def check_conversations(
             "of a turn stops: leave --stop_strings out, or name special tokens"
         )
     if num_drafted:
-        raise UserError(f"{settings.name} has several turns, in which nothing is drafted: --num_speculative_tokens 0")
+        raise UserError(f"{settings.name} has several turns, which no draft supports: --num_speculative_tokens 0")
     if settings.force_answer_at:
-        raise UserError(f"{settings.name} has several turns, in which no answer can be forced: --force_answer_at 0")
+        raise UserError(f"{settings.name} has several turns, which forced answers do not support: --force_answer_at 0")
     problem = settings.env.problem(0)
     tokenizer.bridge([{"role": "user", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
 
@@ -245,7 +245,7 @@ def extend(
 ) -> Cache:
     """Returns the cache with these tokens in it, from each slot's column on.
 
-    Rows with fewer tokens are padded: what is written behind a row's tokens is not seen, and overwritten by its next.
+    Rows with fewer tokens are padded: cache entries beyond a row's length are masked, and later overwritten.
     """
     is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
     _, cache, _ = decoder.decode(model, weights, prompt_cache, cache, tokens, columns, starts, is_token)
@@ -269,7 +269,7 @@ class Record:
 
     @property
     def turns(self) -> Turns:
-        """The question to the environment what follows the last reply."""
+        """Request for the environment's response to the last reply."""
         return Turns(self.seed, tuple(self.replies), bool(self.stop), self.game, self.said)
 
     def conversation(self) -> list[Message]:

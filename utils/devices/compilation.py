@@ -1,4 +1,4 @@
-"""Programs of a run: compiled before its first step, and forgotten before they are more than a process may hold."""
+"""Compiles the programs of a run before its first step, and clears them before Linux's limit on memory mappings."""
 
 import contextlib
 from collections.abc import Callable, Generator

@@ -222,7 +222,7 @@ def on_each(
     rows: PyTree,
     table: PyTree = None,
 ) -> PyTree:
-    """Returns f(weights, rows) where each device has its rows and what fsdp left of the weights, inside of jit.
+    """Returns f(weights, rows) under shard_map, on each device's rows and its fsdp shard of the weights, inside of jit.
 
     f calls `gather` where it needs a weight whole. Left to itself XLA chooses when weights are gathered and gradients
     summed: for TPU it sends pieces of weights around and keeps running sums of their products in bfloat16, and the
@@ -263,7 +263,7 @@ def gather(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Returns a float32 weight of this shape that fsdp cuts whole, rounded to this dtype, inside of `on_each`.
 
     In that dtype it is sent. It is float32 again, so that its gradients are summed in float32: those of a device, then
-    those of all devices, each of which keeps its part. A weight that is whole stays as it is.
+    those of all devices, and each keeps its part. A weight that is whole stays as it is.
     """
     is_cut = [size != whole for size, whole in zip(x.shape, shape, strict=True)]
     return gather_along(x, is_cut.index(True), dtype) if any(is_cut) else x

@@ -151,8 +151,8 @@ def pass_at_k(correct: SampleFlags, k: int) -> TaskValues:
 def best_of_k(returns: SampleValues, k: int) -> TaskValues:
     """Returns the unbiased mean of the best return of k samples, from G >= k samples.
 
-    That is Σ_i C(i - 1, k - 1) / C(G, k) r_i, with r_i the i-th smallest: it is the best of so many subsets. The same
-    counting as in pass@k, of which this is the form for returns that are not 0 or 1.
+    That is Σ_i C(i - 1, k - 1) / C(G, k) r_i, with r_i the i-th smallest: it is the best of that many subsets. The same
+    counting as in pass@k; this is its form for returns that are not 0 or 1.
     """
     num_samples = returns.shape[1]
     num_subsets = comb(num_samples, k)

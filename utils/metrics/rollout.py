@@ -1,4 +1,4 @@
-"""Metrics of the rollouts of a step, whether they are learnt from or not."""
+"""Metrics of the rollouts of a step, whether they are trained on or not."""
 
 import numpy as np
 from jaxtyping import Bool

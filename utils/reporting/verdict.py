@@ -57,7 +57,7 @@ def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
 
 
 def made_no_update(run: Metrics) -> bool:
-    """True where steps of training were logged, none of which updated the model."""
+    """True where steps of training were logged, and none updated the model."""
     _, counts = run.get("num_updates", ((), np.zeros(0)))
     return len(counts) > 0 and not np.nansum(counts)
 

@@ -58,7 +58,7 @@ IDLE = (0.0, -1)
 
 
 class Turns(NamedTuple):
-    """Replies of the policy in an episode so far: a job asks what follows the last of them, or for its opening."""
+    """Replies of the policy in an episode so far: a job asks for the response to the last one, or for its opening."""
 
     seed: int
     replies: tuple[Reply, ...]
@@ -527,7 +527,7 @@ class EpisodeCache:
         self.episodes: dict[tuple[int, int, tuple[Reply, ...]], Episode] = {}
 
     def play(self, env: Env, problem: Callable[[int], Problem], index: int, turns: Turns) -> Step:
-        """Returns what follows the last turn; of an episode without one its opening, for which it begins anew."""
+        """Returns the response to the last turn; without a turn it begins anew, and returns the opening."""
         replies, is_opening = turns.replies, not (turns.replies or turns.is_truncated)
         before = replies if turns.is_truncated else replies[:-1]
         episode = self.episodes.pop((index, turns.seed, before), None)

@@ -312,13 +312,13 @@ class ScoringStream:
         return additions
 
     def set_outcomes(self, outcomes: dict[int, Outcome]) -> None:
-        """Hands outcomes over to who waits for them."""
+        """Publishes outcomes to waiting threads."""
         with self.has_changed:
             self.outcomes |= outcomes
             self.has_changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Hands an error over to who waits for outcomes."""
+        """Publishes an error to waiting threads."""
         with self.has_changed:
             self.error = error
             self.has_changed.notify_all()

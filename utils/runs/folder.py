@@ -115,7 +115,7 @@ class RunConfig(SinkConfig):
 
 
 class RunSettings(Protocol):
-    """Settings of a training run: composed groups, of which this file reads one."""
+    """Settings of a training run: composed groups; this file reads one of them."""
 
     model_dir: str
     run: RunConfig
@@ -326,7 +326,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Returns lines for people: the work, how environments are played, what they left out, and the run folder."""
+        """Returns the lines printed at the start: work, environments, rows they left out, and the run folder."""
         verb = "writing to"
         if self.resumed:
             is_finished = self.resumed.step >= self.settings["max_steps"]

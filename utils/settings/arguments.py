@@ -140,7 +140,7 @@ def rewrite(
 ) -> dict[str, Value]:
     """Returns the options that another program's flags set.
 
-    assignments: those of `spellings`, of which later ones win and empty ones are ignored, as in config.json of old
+    assignments: those of `spellings`: later ones win, and empty ones are ignored, as in config.json of old
     runs; options: what is set besides. Raises: UserError when a flag is refused, is neither 0 nor 1, or contradicts an
     option that is set to anything but its default.
     """

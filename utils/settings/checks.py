@@ -11,7 +11,7 @@ MAX_DEPTH = 20  # lists and mappings in one another
 def check_number(name: str, value: float) -> None:
     """Raises UserError for a number of a setting that arrays cannot hold.
 
-    That is an integer beyond 32 bits, of which JAX would take the lowest ones, so that two seeds are one; NaN,
+    That is an integer beyond 32 bits (JAX would take the lowest ones, so that two seeds are one), NaN,
     infinity, and a fraction that is infinite or 0 in float32.
     """
     size = abs(value)
@@ -30,7 +30,7 @@ def read_text(path: Path) -> str:
 
 
 def load_yaml(text: str, name: str) -> object:
-    """Returns the value of YAML, of which JSON is a part; `name` is that of the file.
+    """Returns the value of YAML or JSON; `name` is that of the file.
 
     Raises: UserError for what is no YAML, and for what is small in a file and endless in memory.
     """

@@ -38,7 +38,7 @@ def group_counts(largest: int) -> list[int]:
 
 
 def resize_columns(x: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
-    """Returns a [B, T, ...] array cut or padded to so many columns; a [B] array as it is."""
+    """Returns a [B, T, ...] array cut or padded to a number of columns; a [B] array as it is."""
     if x.ndim == 1:
         return x
     missing = max(0, width - x.shape[1])
