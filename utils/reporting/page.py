@@ -58,7 +58,7 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(
         "Correct answers",
-        "Dots are held-out problems with 95% intervals, lines are training: a gain is real when intervals part.",
+        "Dots are held-out problems with 95% intervals, lines are training: a gain shows where they do not overlap.",
         {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%",
     ),
     Panel(
@@ -80,7 +80,7 @@ PANELS = (
     ),
     Panel(
         "Entropy",
-        "How open the choice of a token is, in nats: near 0 the policy has stopped exploring, a steep rise means "
+        "How uncertain the next token is, in nats: near 0 the policy has stopped exploring, a steep rise means "
         "that it falls apart.",
         {"entropy": "training"},
     ),
