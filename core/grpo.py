@@ -240,6 +240,7 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         completions.routes,
         np.arange(len(episodes.texts)),
         token_rewards(episodes, training_rewards(episodes, config)),
+        extras=episodes.extras,
         group_size=config.update.group_size,
     )
 

@@ -30,7 +30,7 @@ from models.decoder import make_critic, score_tokens
 from models.distribution import Distribution, TokenScores
 from models.lora import make_policy
 from models.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
-from models.names import CRITIC, Adapters, Array, Params, Policy, Weights
+from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
 from models.packing import Packing, pack_rows
 from utils.devices.compilation import shapes_of
 from utils.devices.sharding import Layout, side_by_side
@@ -137,7 +137,7 @@ class Learner:
         scored = []
         for rows, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
-            arguments = microbatch.tokens, microbatch.support, microbatch.routes, packing
+            arguments = microbatch.tokens, microbatch.support, microbatch.routes, packing, microbatch.extras
             scores = score(self.model, distribution, params, *arguments)
             scored.append((rows, self.layout.fetch(scores)))
         return scored
@@ -309,9 +309,10 @@ def score(
     support: Int[Array, "B T S"] | None,
     routes: Int[Array, "B T L k"] | None,
     packing: Packing,
+    extras: Extras,
 ) -> TokenScores:
     """Returns log-probabilities, entropies and values of completion tokens; 0 for padding."""
-    return score_tokens(model, params, tokens, distribution, support, routes, packing)
+    return score_tokens(model, params, tokens, distribution, support, routes, packing, extras)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -329,7 +330,8 @@ def accumulate(
 
     def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
         policy = make_policy(base, params)
-        scores = score_tokens(model, policy, batch.tokens, distribution, batch.support, batch.routes, packing)
+        inputs = batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
+        scores = score_tokens(model, policy, *inputs)
         loss, metrics = policy_loss(scores, batch, objective)
         if batch.returns is not None:
             metrics["value/loss"] = value_loss(scores.values, batch, objective)

@@ -14,10 +14,12 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from models.names import Array
+from models.names import Array, Extras
 from utils.training.batching import concatenate
 
 Message = dict[str, str]  # role and content
+# A fork's arrays, [B] or [B, T]: what is put into `episodes.extras` travels as `batch.extras`; it is 1 in padding.
+EXTRAS: dict[str, type] = {}  # their types, as {"weight": Float[Array, "B T"]}: for --precompile only
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
 
 
@@ -38,6 +40,7 @@ class Completions:
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
     num_drafted: Int[Array, "B"] | None = None  # tokens that speculation proposed; None: there was none
     num_accepted: Int[Array, "B"] | None = None  # drafts that equal the tokens drawn
+    extras: Extras = field(default_factory=dict)  # see EXTRAS
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class Episodes:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def extras(self) -> Extras:
+        """Those of the completions, to which more may be added."""
+        return self.completions.extras
 
     @property
     def completion_lengths(self) -> Int[np.ndarray, "B"]:
@@ -136,6 +144,7 @@ class Batch:
     entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
     num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimiser batch where the mask is True
+    extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.score may read them
     # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
     group_size: int = field(default=1, metadata={"static": True})
 

@@ -7,7 +7,7 @@ Letters: B rows, T tokens of a row, S cache columns, V vocabulary, L layers, H q
 a head, D width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from models.names import (
     TRANSPOSED,
     VALUE_HEAD,
     Array,
+    Extras,
     Key,
     LayerParams,
     Params,
@@ -57,13 +58,14 @@ from models.packing import (
     pack,
     pack_ids,
     packed_positions,
-    scored_ids,
+    scored_columns,
     scored_states,
     scores_of_columns,
     unpack,
 )
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
 from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
+from utils.training.batching import padding_of
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]
@@ -604,19 +606,21 @@ Support = Int[Array, "B T S"]
 
 
 class ScoreInputs(NamedTuple):
-    """Rows to score: what layers need, the tokens to score, and the ids that could be drawn there."""
+    """Rows to score: what layers need, the tokens to score, the ids that could be drawn there, and extras of each."""
 
     layers: LayerInputs
     targets: Int[Array, "B T"]
     support: Support | None
+    extras: Extras
 
 
 class HeadInputs(NamedTuple):
-    """Columns to score: the hidden state before each token, the token, and the ids that could be drawn there."""
+    """Columns to score: the hidden state before each token, the token, ids that could be drawn there, and extras."""
 
     hidden: Hidden
     targets: Int[Array, "B T"]
     support: Support | None
+    extras: Extras
 
 
 def score_tokens(
@@ -627,22 +631,27 @@ def score_tokens(
     support: Support | None = None,
     routes: Routes | None = None,
     packing: Packing | None = None,
+    extras: Extras | None = None,
 ) -> TokenScores:
     """Computes the scores of all tokens under the distribution that was sampled from.
 
     The one place where next-token logits are shifted. `support` holds the ids that could be drawn for each token; None:
     all. `routes` holds the experts by which it was drawn, which are those of the token before it; None: routers are
-    free to choose. With a packing, tokens that it does not score have 0.
+    free to choose. With a packing, tokens that it does not score have 0. `extras` of each token reach the distribution.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
     if support is not None:
-        support = scored_ids(support, packing)
+        support = scored_columns(support, packing)
     values = None
     if CRITIC in params:
         values = scored_states(state_values(model, params[CRITIC], tokens, packing), packing)
     params = with_adapters(model, params)
-    rows = ScoreInputs(layer_inputs(tokens, routes, packing), scored_ids(tokens, packing), support)
+    columns = {}
+    for name, x in (extras or {}).items():
+        of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape)
+        columns[name] = scored_columns(of_tokens, packing, padding_value=1)
+    rows = ScoreInputs(layer_inputs(tokens, routes, packing), scored_columns(tokens, packing), support, columns)
     weights, table = weights_of(model, params, EMBED, LAYERS, NORM, head_name(model))
     scores = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
     scores = scores._replace(values=values)
@@ -658,7 +667,7 @@ def score_rows(
     """
     hidden = apply_layers(model, weights, rows.layers, only_scored=True)
     states = scored_states(hidden, rows.layers.packing)
-    return score_in_chunks(model, distribution, weights, HeadInputs(states, rows.targets, rows.support))
+    return score_in_chunks(model, distribution, weights, HeadInputs(states, rows.targets, rows.support, rows.extras))
 
 
 def score_in_chunks(
@@ -676,15 +685,16 @@ def score_in_chunks(
     if num_chunks == 1:
         return score(rows)
 
-    def split(x: Array) -> Array:
+    def split(path: Sequence[object], x: Array) -> Array:
         other_axes = [(0, 0)] * (x.ndim - 2)
         padding = [(0, 0), (0, num_chunks * width - num_columns), *other_axes]
-        return rearrange(jnp.pad(x, padding), "B (n w) ... -> n B w ...", w=width)
+        padded = jnp.pad(x, padding, constant_values=padding_of(path))
+        return rearrange(padded, "B (n w) ... -> n B w ...", w=width)
 
     def join(x: Float[Array, "n B w"]) -> Float[Array, "B T"]:
         return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
 
-    chunks = jax.tree.map(split, rows)
+    chunks = jax.tree.map_with_path(split, rows)
     scores = jax.lax.map(jax.checkpoint(score), chunks)
     return jax.tree.map(join, scores)
 
@@ -694,7 +704,7 @@ def score_chunk(
 ) -> TokenScores:
     """Returns the scores of columns, from the logits of all of them at once."""
     logits = head(model, weights, chunk.hidden)
-    return distribution.score(logits, chunk.targets, chunk.support)
+    return distribution.score(logits, chunk.targets, chunk.support, chunk.extras)
 
 
 def make_critic(model: Decoder, params: Params) -> PolicyParams:

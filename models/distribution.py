@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from models.names import Array, Key
+from models.names import Array, Extras, Key
 from utils.devices.sharding import constrain, num_shards
 from utils.settings.errors import UserError
 
@@ -101,10 +101,13 @@ class Distribution:
         tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
         return tokens, logprobs, jnp.where(keep, ids, -1)
 
-    def score(self, logits: Logits, tokens: Tokens, support: Support | None = None) -> TokenScores:
+    def score(
+        self, logits: Logits, tokens: Tokens, support: Support | None = None, extras: Extras | None = None
+    ) -> TokenScores:
         """Returns the scores of each token under this distribution.
 
         `support` holds the ids that `draw` returned; None: all. A greedy distribution scores at temperature 1.
+        `extras` [*R] of the batch are for forks; they are 1 in padding.
         """
         logits = logits / (self.temperature or 1.0)
         if support is not None:

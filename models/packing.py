@@ -6,6 +6,7 @@ token of a prompt belongs to each row, as completion tokens do: from its state t
 Letters: B rows, T columns, S shards of rows, n tokens or slots, M packed tokens of a shard, K those that are scored.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -92,9 +93,9 @@ def pack_shard(
     return places, numbers, first_row.astype(np.int32)
 
 
-def read(x: Shaped[Array, "n ..."], places: Int[Array, "m"]) -> Shaped[Array, "m ..."]:
-    """Returns x[places], 0 for NOWHERE."""
-    return x.at[places].get(mode="fill", fill_value=0)
+def read(x: Shaped[Array, "n ..."], places: Int[Array, "m"], padding_value: int = 0) -> Shaped[Array, "m ..."]:
+    """Returns x[places], `padding_value` for NOWHERE."""
+    return x.at[places].get(mode="fill", fill_value=padding_value)
 
 
 @jax.custom_vjp
@@ -183,12 +184,14 @@ def scored_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Flo
     return hidden[:, :-1] if packing is None else hidden[:, : packing.scored.shape[1]]
 
 
-def scored_ids(x: Int[Array, "B T ..."], packing: Packing | None) -> Int[Array, "S K ..."]:
-    """Returns the ids of the tokens to score."""
+def scored_columns(
+    x: Shaped[Array, "B T ..."], packing: Packing | None, padding_value: int = 0
+) -> Shaped[Array, "S K ..."]:
+    """Returns what an array holds of the tokens to score."""
     if packing is None:
         return x[:, 1:]
     next_places = packing.scored + 1
-    return jax.vmap(read)(by_shard(x, packing), next_places)
+    return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_places)
 
 
 def scores_of_columns(scores: Float[Array, "S K"], packing: Packing | None) -> Float[Array, "B T"]:

@@ -218,7 +218,7 @@ def draw_on_four_devices(file: str) -> None:
         chain = partial(TurnChain, Script(), 0)
         sampler = Sampler(MODEL, LIMIT, STOPS, make_chain=chain, layout=layout, segment=4)
         r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, jax.random.key(SEED))
-        arrays |= {f"{i} {name}": x for name, x in vars(r).items() if x is not None}
+        arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
     np.savez(file, **arrays)
 
 
@@ -227,7 +227,7 @@ def test_nor_on_the_devices(tmp_path):
     on_four_devices(__file__, f"draw_on_four_devices({str(tmp_path / 'drawn.npz')!r})")
     with np.load(tmp_path / "drawn.npz") as arrays:
         for i in range(len(LAYOUTS)):
-            names = [name for name, x in vars(conversations()).items() if x is not None]
+            names = [name for name, x in vars(conversations()).items() if np.ndim(x)]
             r = Completions(**{name: arrays[f"{i} {name}"] for name in names})
             assert_same(rows_of(r), rows_of(conversations()))
 
@@ -290,7 +290,7 @@ def play_on_two_processes(file: str, address: str, process_id: int) -> None:
         episodes = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
     if layout.is_main:
         arrays = vars(episodes.completions) | {"return": episodes.scores["return"], "stops": episodes.stops}
-        np.savez(file, **{name: x for name, x in arrays.items() if x is not None})
+        np.savez(file, **{name: x for name, x in arrays.items() if np.ndim(x)})
 
 
 @pytest.mark.slow

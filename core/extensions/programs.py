@@ -4,7 +4,7 @@ Each function yields jitted functions with the shapes of their arguments, and is
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from typing import get_args, get_type_hints
 
 import jax
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from core import learner as learners
+from core import records
 from core import sampler as sampling
 from core.config import Config
 from core.learner import Learner
@@ -172,10 +173,10 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
     arguments = batch.tokens, batch.support, batch.routes
     if learner.has_old_logprobs:
         policy = make_policy(shapes_of(learner.base), params)
-        yield learners.score, (model, distribution, policy, *arguments, packing)
+        yield learners.score, (model, distribution, policy, *arguments, packing, batch.extras)
     if config.objective.kl_coef:
         arguments = batch.tokens, batch.support, None
-        yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing)
+        yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing, batch.extras)
     batch, packing = zero_batch(learner, width, config.minibatch_size)
     sums = shapes_of(learner.zero_sums(params))
     settings = model, config.objective.loss, distribution
@@ -210,12 +211,14 @@ def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Pack
     }
     hints = get_type_hints(Batch)
 
-    def zeros(field: Field) -> np.ndarray:
-        hint = next(iter(get_args(hints[field.name])), hints[field.name])
-        dtype = np.int16 if field.name == "routes" else {"f": np.float32, "i": np.int32, "b": bool}[hint.dtypes[0][0]]
+    def zeros(name: str, hint: type) -> np.ndarray:
+        hint = next(iter(get_args(hint)), hint)
+        dtype = np.int16 if name == "routes" else {"f": np.float32, "i": np.int32, "b": bool}[hint.dtypes[0][0]]
         return np.zeros([letters[letter] for letter in hint.dim_str.split()], dtype)
 
-    arrays = [field for field in fields(Batch) if field.name != "group_size" and is_used.get(field.name, True)]
-    batch = Batch(**{field.name: zeros(field) for field in arrays}, group_size=config.update.group_size)
+    names = [field.name for field in fields(Batch) if is_used.get(field.name, True)]
+    arrays = {name: zeros(name, hints[name]) for name in names if name not in ("extras", "group_size")}
+    extras = {name: zeros(name, hint) for name, hint in records.EXTRAS.items()}
+    batch = Batch(**arrays, extras=extras, group_size=config.update.group_size)
     batch = replace(batch, lengths=sizes.lengths, prompt_lengths=sizes.prompt_lengths)
     return learner.layout.put((batch, pack_rows(sizes, *shapes, shards)))

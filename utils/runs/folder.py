@@ -476,7 +476,8 @@ class Run:
         folder = self.directory / "bad_batches"
         folder.mkdir(exist_ok=True)
         path = folder / f"{len(list(folder.iterdir()))}.npz"
-        write_arrays(path, {name: x for name, x in vars(batch).items() if isinstance(x, np.ndarray)})
+        arrays = vars(batch) | batch.extras
+        write_arrays(path, {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)})
         text = f"an update was skipped, since its loss or gradient is not finite; its batch: {path}"
         self.logger.warn(self.logger.step + 1, "loss", text)
 

@@ -37,21 +37,26 @@ def group_counts(largest: int) -> list[int]:
     return [-(-largest // divisor) for divisor in (1, 2, 4, 8)]
 
 
-def resize_columns(x: Shaped[np.ndarray, "..."], width: int) -> Shaped[np.ndarray, "..."]:
+def padding_of(path: Sequence[object]) -> int:
+    """Returns what pads an array at this path of a pytree: 1 in `extras`, so that dividing by it is safe, else 0."""
+    return int(any(getattr(key, "name", "") == "extras" for key in path))
+
+
+def resize_columns(x: Shaped[np.ndarray, "..."], width: int, padding_value: int = 0) -> Shaped[np.ndarray, "..."]:
     """Returns a [B, T, ...] array cut or padded to a number of columns; a [B] array as it is."""
     if x.ndim == 1:
         return x
     missing = max(0, width - x.shape[1])
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, missing)
-    return np.pad(x[:, :width], padding)
+    return np.pad(x[:, :width], padding, constant_values=padding_value)
 
 
 def select_rows(tree: Tree, rows: Int[np.ndarray, "B"], width: int | None = None) -> Tree:
     """Returns these rows of every array of a pytree, resized to `width` columns if that is given."""
     if width is None:
         return jax.tree.map(lambda x: x[rows], tree)
-    return jax.tree.map(lambda x: resize_columns(x[rows], width), tree)
+    return jax.tree.map_with_path(lambda path, x: resize_columns(x[rows], width, padding_of(path)), tree)
 
 
 def concatenate(trees: Sequence[Tree]) -> Tree:
@@ -60,10 +65,10 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
         return trees[0]
     widths = [x.shape[1] for tree in trees for x in jax.tree.leaves(tree) if x.ndim > 1]
 
-    def join(*arrays: np.ndarray) -> np.ndarray:
-        return np.concatenate([resize_columns(x, max(widths)) for x in arrays])
+    def join(path: Sequence[object], *arrays: np.ndarray) -> np.ndarray:
+        return np.concatenate([resize_columns(x, max(widths), padding_of(path)) for x in arrays])
 
-    return jax.tree.map(join, *trees)
+    return jax.tree.map_with_path(join, *trees)
 
 
 def live_slots(
