@@ -7,8 +7,8 @@ VENV_PYTHON = .venv/bin/python
 
 help:
 	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
-	@echo "make test            ruff and the tests, without those marked slow"
-	@echo "make test-all        ruff and all tests, with programs compiled as they are used"
+	@echo "make test            ruff, then minutes of tests: formulas, models, sampler, graders, settings, resume, one mesh"
+	@echo "make test-all        all tests: meshes, hosts, kills, compiled programs, browser, golden runs, too"
 	@echo "make readme          every command of README.md and docs, cut short, in fresh clones"
 	@echo "make lint            ruff alone"
 	@echo "PYTHON=python3.12    which Python (3.11 or newer) makes .venv"

@@ -56,7 +56,7 @@ def drawing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("rollouts")]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["replies", *slow("adapters", "turns")])
 def test_rollouts_are_drawn_by_the_model_before_the_last_updates(case, wholes, capsys):
     """By the saved models and the sampler alone: that of step 3 is drawn by the model of step 1, not of step 2."""
     folder = wholes(case)
@@ -88,13 +88,14 @@ def draw_again(folder: Path, step: int, model_step: int) -> np.ndarray:
         return worker.play(worker.load_weights(params), *groups).completions.tokens
 
 
-@pytest.mark.parametrize("case", ["replies", "adapters", *slow("turns")])
+@pytest.mark.parametrize("case", ["replies", *slow("adapters", "turns")])
 def test_a_run_that_ended_early_goes_on_as_one_that_never_did(case, wholes, tmp_path):
     for steps in (2, 3, STEPS):
         assert train(tmp_path / "run", **CASES[case], max_steps=steps, save_rollouts="all", save_interval=1) == 0
     assert_same(tmp_path / "run", wholes(case))
 
 
+@pytest.mark.slow
 def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(wholes, tmp_path, monkeypatch):
     """So that the tests above could fail."""
     assert train(tmp_path / "run", max_steps=3) == 0
@@ -111,7 +112,7 @@ def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(whole
 
 
 @pytest.mark.parametrize("case", ["replies", *slow("turns")])
-@pytest.mark.parametrize("place", ["in the rollouts", "while they are drawn ahead"])
+@pytest.mark.parametrize("place", ["while they are drawn ahead", *slow("in the rollouts")])
 def test_a_signal_ends_the_run_and_its_thread_and_loses_no_step(case, place, wholes, tmp_path, monkeypatch, capsys):
     """The first rollouts are waited for; those of step 4 are drawn while step 3 updates, which ends before the run."""
     play, calls = RolloutWorker.play, []

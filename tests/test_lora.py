@@ -440,6 +440,7 @@ RUN = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch):
     main(parse(Config, [*RUN.split(), str(tmp_path / "a")], ""))
     folder = tmp_path / "a" / "step2"

@@ -141,6 +141,7 @@ def assert_equal_runs(found: Path, expected: Path, steps: range) -> None:
         near(load_file(found / file)[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, monkeypatch):
     """With an epsilon: AdamW divides a gradient near 0 by itself, which would make whole steps of another rounding.
 
@@ -236,6 +237,7 @@ def test_a_failure_of_one_member_ends_all(tmp_path, monkeypatch, capfd):
     assert read_log(tmp_path / "seed=0")[-1]["global_step"] == 1
 
 
+@pytest.mark.slow
 def test_a_signal_stops_all_members(tmp_path, capfd, monkeypatch):
     log = population.MemberRun.end_step
 

@@ -95,6 +95,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
     assert not [*folder.glob(".step*"), *folder.glob("state/*tmp*")], "nothing half-written stays"
 
 
+@pytest.mark.slow
 def test_moments_in_host_memory_change_nothing(whole, tmp_path, monkeypatch):
     """Neither in a run nor where another goes on from its state."""
     folder, kinds, end_step = tmp_path / "run", set(), Run.end_step

@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from helpers import HYBRID, MODEL, on_four_devices, on_layout
+from helpers import HYBRID, MODEL, on_four_devices, on_layout, slow
 from test_sampling import IDS, KEY, LIMIT, PROMPTS, G, assert_same, completions, draw_all
 
 from core.config import Config
@@ -68,7 +68,7 @@ def stops(model, every: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("name", "model", "distribution", "every"), SETTINGS, ids=[name for name, *_ in SETTINGS])
-@pytest.mark.parametrize("num_drafted", [1, 4])
+@pytest.mark.parametrize("num_drafted", [4, *slow(1)])
 @pytest.mark.usefixtures("all_rows_are_a_tail")
 def test_what_is_drawn_does_not_depend_on_drafts(name, model, distribution, every, num_drafted):
     sampler = Sampler(model, 3 * LIMIT, stops(model, every), distribution)

@@ -30,6 +30,7 @@ from helpers import (
     on_four_devices,
     on_layout,
     random_params,
+    slow,
     start_processes,
     wait,
 )
@@ -65,7 +66,7 @@ SEED, IDS, G = 2, (11, 4, 290, 5), 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
 STOPS = tuple(range(15, MODEL.vocab_size, 20))
 OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
-MODELS = MODEL, replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9), HYBRID
+MODELS = MODEL, replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9), *slow(HYBRID)
 
 
 def answer(turns: list[list[int]], num_left: int) -> Observation:
