@@ -201,10 +201,10 @@ def test_extras_reach_the_distribution_in_the_place_of_their_tokens(monkeypatch)
     def with_temperatures(self, logits, tokens, support=None, extras=None):
         return score(self, logits / (extras["of_row"] * extras["of_token"])[..., None], tokens, support)
 
-    monkeypatch.setattr(Distribution, "score", with_temperatures)
-    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
     rng = np.random.default_rng(3)
     batch = random_batch()
+    monkeypatch.setattr(Distribution, "score", with_temperatures)
+    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 15 * MODEL.vocab_size)
     extras = {"of_row": rng.uniform(0.7, 1.5, 8), "of_token": rng.uniform(0.7, 1.5, batch.tokens.shape)}
     batch = replace(batch, extras=jax.tree.map(np.float32, extras))
     gradient, _ = update(batch, temperature=1.0)
