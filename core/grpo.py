@@ -153,7 +153,7 @@ class Rollouts:
 
 
 def task_numbers(seed: int, num_tasks: int, places: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-    """Returns the tasks at these places of the run; every epoch (pass over the environment) has a new order."""
+    """Returns the tasks at these positions of the run; every epoch (pass over the environment) has a new order."""
     epochs, offsets = np.divmod(places, num_tasks)
     tasks = np.empty_like(places)
     for epoch in np.unique(epochs).tolist():
@@ -180,7 +180,7 @@ def collect(
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
         places = cursor + np.arange(num_groups)
         tasks = task_numbers(config.seed, worker.num_tasks, places)
-        # Keys depend on the place in the run: where a new epoch begins, a task may come twice in a step.
+        # Keys depend on the position in the run: where a new epoch begins, a task may come twice in a step.
         episodes = worker.play(weights, tasks, group_size, key, places)
         # In training only: held-out returns are without it.
         episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
@@ -215,7 +215,7 @@ def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "
 
 
 def training_rewards(episodes: Episodes, config: Config) -> Float[np.ndarray, "B"]:
-    """Returns what each row earned; NaN where the grader failed, unless --on_reward_failure is zero: it is dropped."""
+    """Returns each row's reward; NaN where the grader failed, unless --on_reward_failure is zero: it is dropped."""
     is_dropped = episodes.failed & (config.rewards.on_reward_failure == "drop")
     return np.where(is_dropped, np.float32(np.nan), episodes.scores["return"])
 

@@ -65,7 +65,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Learner:
-    """Scores batches and makes optimiser steps; micro-batches change results by the rounding of sums only."""
+    """Computes log-probabilities and makes optimiser steps; micro-batches change results by rounding only."""
 
     model: Decoder
     optimizer: optax.GradientTransformation
@@ -73,11 +73,11 @@ class Learner:
     config: Config
     num_generation_tokens: int  # completion limit
     tokens_per_microbatch: int  # of a device, with padding
-    reference: Params | Weights | None = None  # parameters of the model that the KL is measured to
-    base: Weights = field(default_factory=dict)  # below adapters, which are then what is trained; else empty
+    reference: Params | Weights | None = None  # parameters of the reference model of the KL
+    base: Weights = field(default_factory=dict)  # LoRA's base; empty where all parameters are trained
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # what was decided about memory
-    sampling_room: int = 0  # bytes on a device that are left for the rows that are sampled at once
+    sampling_room: int = 0  # bytes per device for the rows sampled at once
     fractions: Fractions = Fractions()  # fewer shapes are padded more, and compiled sooner
 
     def policy(self, params: Params | Adapters) -> Policy:
@@ -96,7 +96,7 @@ class Learner:
         """Cost of a pair of columns of a row in a layer's attention, over that of a token's products with weights."""
         model = self.model
         num_products = 2 * model.num_attention_heads * model.head_dim
-        slowness = 1.5 if model.kernel == "plain" else 1  # passes over scores; measured with 0.9M and 7M parameters
+        slowness = 1.5 if model.kernel == "plain" else 1  # passes over its scores; measured with 0.9M and 7M parameters
         return slowness * num_products * model.num_hidden_layers / model.num_matrix_parameters
 
     def score(self, params: Params | Adapters, batch: Batch) -> Batch:

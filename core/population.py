@@ -197,7 +197,7 @@ def member_arguments(argv: Sequence[str], own: Values) -> list[str]:
 
 
 def check_members(configs: Mapping[str, Config]) -> None:
-    """Raises UserError for what cannot be shared, or what only a run alone can do."""
+    """Raises UserError for options that members cannot share, or that need a run alone."""
     first_name, first = next(iter(configs.items()))
     for name, config in configs.items():
         mine, theirs = to_dict(config), to_dict(first)
@@ -222,7 +222,7 @@ def check_members(configs: Mapping[str, Config]) -> None:
 
 
 def make_members(configs: Mapping[str, Config], layout: Layout, shared: SharedSampler) -> list[Member]:
-    """Returns the members, over one base, each where its folder says that it has stopped."""
+    """Returns the members over one base, each resumed from its folder."""
     members: list[Member] = []
     for name, config in configs.items():
         try:

@@ -123,7 +123,7 @@ def add_up(counts: Sequence[dict[str, float]]) -> dict[str, float]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rows to learn from; arrays that are None are not computed yet, or not needed by these settings."""
+    """Rows to train on; arrays that are None are not computed yet, or not needed by these settings."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]  # tokens that the policy chose and that count in the loss
@@ -154,7 +154,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Place in the run that a resumed run continues from."""
+    """Position from which a resumed run continues."""
 
     step: int = 0
     cursor: int = 0  # number of the next problem, counted over all epochs

@@ -147,7 +147,7 @@ def replay(
 
 
 def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
-    """Returns the place of a problem among those that a worker plays."""
+    """Returns the index of a problem among those that a worker plays."""
     if worker.fitting_ids is None:
         return np.array([task])
     return np.flatnonzero(worker.fitting_ids == task)

@@ -80,7 +80,7 @@ class RolloutWorker:
         return self.sampler.max_new_tokens
 
     def with_room(self, num_bytes: int) -> Self:
-        """Returns a worker that samples as many rows at once as fit in so much of each device, if that is left open."""
+        """Returns a worker that samples as many rows at once as fit in memory, unless the settings give a number."""
         if self.rows_per_call:
             return self
         sampler = self.sampler
@@ -156,7 +156,7 @@ class RolloutWorker:
         stream: ScoringStream,
         keys: UInt32[np.ndarray, "B 2"],
     ) -> "Replies | Conversations":
-        """Returns what takes the replies of a rollout; the seed of an episode is the key of its draws."""
+        """Returns the collector of a rollout's replies; the seed of an episode is the key of its draws."""
         if self.env.max_turns == 1:
             return Replies(self, problems, task_ids, num_samples, stream)
         return self.converse(problems, task_ids, stream, keys, keys[::num_samples])
@@ -169,7 +169,7 @@ class RolloutWorker:
         keys: UInt32[np.ndarray, "B 2"],
         games: UInt32[np.ndarray, "N 2"],
     ) -> Conversations:
-        """Returns episodes whose seeds are these keys, `games` those of what a group shares; its rows are adjacent."""
+        """Returns episodes seeded by these keys; `games` seed what a group shares, whose rows are adjacent."""
         seeds, games = ([int(high) << 32 | int(low) for high, low in pairs] for pairs in (keys, games))
         return Conversations(self.env, self.tokenizer, self.layout, problems, task_ids, seeds, stream, games)
 

@@ -160,8 +160,8 @@ class Drawn:
 class Sampler:
     """Draws completions of prompts.
 
-    The key of a draw is made from (key, draw id of the prompt, number of the sample, token), so that what is drawn
-    depends neither on the batch that the row is in, nor on its place there, nor on compaction or the number of devices.
+    The key of a draw is made from (key, draw id of the prompt, number of the sample, token), so draws do
+    not depend on the batch, the row's position in it, compaction or the number of devices.
     """
 
     model: Decoder
@@ -200,7 +200,7 @@ class Sampler:
     ) -> Completions:
         """Draws `num_samples` completions of each prompt; rows of a prompt are adjacent.
 
-        `draw_ids` tell the prompts' draws apart: numbers of tasks, or places in a run where a task may come twice.
+        `draw_ids` distinguish the draws of prompts: task numbers, or positions in a run where a task may come twice.
 
         Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
         """
@@ -223,7 +223,7 @@ class Sampler:
     ) -> Completions:
         """Draws a completion for each key; those of a prompt are adjacent.
 
-        `members`: of each prompt, where the weights are those of several members (lora.join_members).
+        `members`: member of each prompt, where the weights join several (lora.join_members).
         """
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
@@ -253,14 +253,14 @@ class Sampler:
         return concatenate(completions)
 
     def num_chains(self, num_prompts: int) -> int:
-        """Returns into how many equal parts a batch is cut that are sampled at the same time."""
+        """Returns the number of equal parts of a batch that are sampled at the same time."""
         num_chains = self.layout.num_chains(self.model.num_parameters)
         return num_chains if num_prompts % num_chains == 0 else 1
 
     def segments(self) -> list[int]:
         """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit.
 
-        Where completions may get long they are longer: rows that end in one wait for its end.
+        Long limits make them longer: rows that end in one wait for its end.
         """
         most_steps = min(self.segment, max(MIN_SEGMENT, self.max_new_tokens // 64))
         lengths = []
@@ -309,7 +309,7 @@ class Chain:
         self.weights, self.prompts = weights, prompts
         self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
         self.lock = lock  # held by the chain that works on the host
-        self.members = members  # whose adapters a prompt and its completions are computed with
+        self.members = members  # whose adapters each prompt uses
         num_prompts, num_rows = len(prompts), len(keys)
         group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
@@ -340,7 +340,7 @@ class Chain:
         return prefill(self.sampler.model, self.weights, *arguments, **self.members_of(padded))
 
     def members_of(self, prompts: Int[np.ndarray, "S"]) -> dict[str, Array]:
-        """Returns the argument of programs that says whose adapters compute each of these prompts, if there is one."""
+        """Returns the `members` argument of programs for these prompts; nothing without members."""
         return {} if self.members is None else {"members": self.layout.put(np.int32(self.members[prompts]))}
 
     def run(self, cancelled: Event) -> Completions:
@@ -485,7 +485,7 @@ def prefill(
     starts: Int[Array, "N"],
     members: Int[Array, "N"] | None = None,
 ) -> Cache:
-    """Returns the cache of left-padded prompts; `members`: whose adapters compute each of them, see `Chain`."""
+    """Returns the cache of left-padded prompts; `members`: that of each prompt, see `Chain`."""
     return decoder.prefill(model, with_members(weights, members), tokens, starts)
 
 

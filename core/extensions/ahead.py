@@ -118,7 +118,7 @@ class AheadRollouts:
 
 
 def copy_policy(worker: AheadWorker, learner: Learner, params: Params | Adapters) -> Weights | Adapters:
-    """Returns a copy of what an update is about to replace: as the sampler reads it, or adapters over a base."""
+    """Returns a copy of the policy before an update replaces it: as the sampler reads it, or adapters over a base."""
     if learner.base:
         return jax.tree.map(jnp.copy, params)
     return worker.load_weights(params)

@@ -98,7 +98,7 @@ class SharedSampler:
         return request.reply.result()
 
     def leave(self, member: str) -> None:
-        """Ends the part of a member, for whom the others wait no longer."""
+        """Removes a member: the others wait for it no longer."""
         with self.lock:
             self.running.discard(member)
             requests = self.take_requests()

@@ -74,7 +74,7 @@ def formula_of(function: Callable, config: ObjectiveConfig) -> str:
 
 
 def describe_ahead(config: Config) -> str:
-    """Returns in one line how rollouts are drawn ahead, and what the loss makes of that."""
+    """Returns in one line how rollouts are drawn ahead, and how the loss treats that."""
     if not config.ahead:
         return ""
     num_devices = config.devices.rollout_devices

@@ -247,9 +247,9 @@ def draw_each(
 
 
 def look_up(texts: Int[Array, "S W"], lengths: Int[Array, "S"], num_tokens: int) -> Int[Array, "S k"]:
-    """Returns what followed the last tokens of each text where most of them occurred before, the last such place.
+    """Returns the tokens behind the longest earlier match of each text's end, the latest one of equal matches.
 
-    It is repeated where the text ends; -1 where not even FEWEST_MATCHES tokens occurred.
+    They are repeated where the text ends; -1 where not even FEWEST_MATCHES tokens occurred.
     """
     ends = lengths[:, None]
     columns = jnp.arange(texts.shape[1])

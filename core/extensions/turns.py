@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
 
 class Environment(Protocol):
-    """Says what follows turns; rows count over the prompts of a call."""
+    """Responds to turns; rows are numbered over the prompts of a call."""
 
     tokens_per_turn: int  # limit; 0: none
 
@@ -57,7 +57,7 @@ class Environment(Protocol):
         """
 
     def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
-        """Returns what has come for these rows, whose turns have ended; if it `is_blocking`, for one at least.
+        """Returns the observations that have come for these rows; if it `is_blocking`, at least one.
 
         It waits for the others for `patience` seconds.
         """
@@ -282,7 +282,7 @@ class Record:
 
 
 class Conversations:
-    """Episodes of a rollout: what the environment says to turns, encoded, and its rewards.
+    """Episodes of a rollout: encoded observations, and rewards.
 
     Each process asks about its share of the turns; all get all answers, since they compute the same rows.
     """
@@ -316,7 +316,7 @@ class Conversations:
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
     def open(self, rows: range) -> list[Problem]:
-        """Returns the problems of these rows, whose messages are what their episodes say before the first turn."""
+        """Returns the problems of these rows, with the openings of their episodes as messages."""
         self.unasked |= set(rows)
         for row, outcome in self.ask(set(rows), len(rows)).items():
             if isinstance(outcome, Step):  # else its first turn fails, too
@@ -359,7 +359,7 @@ class Conversations:
         return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
 
     def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
-        """Returns what the environment has said to these episodes, as tokens; see `Environment`."""
+        """Returns the observations of these episodes, as tokens; see `Environment`."""
         outcomes = self.ask(rows, int(is_blocking), patience)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
@@ -388,7 +388,7 @@ class Conversations:
         self.unasked -= rows
 
     def observation(self, row: int, outcome: Outcome) -> Observation:
-        """Returns what an outcome says to the policy."""
+        """Returns the observation in an outcome."""
         episode, tokens, stop = self.episodes[row], [], "failed"
         if isinstance(outcome, Failure):
             self.failures[row] = outcome
