@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-from core.evaluate import EvalConfig
 from core.objectives import ObjectiveConfig
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig
-from models.checkpoint import TrainComputeConfig
 from models.lora import LoraConfig
 from models.memory import MemoryConfig
 from utils.devices.startup import TrainDeviceConfig
 from utils.rewards.shaping import RewardConfig
-from utils.runs.folder import RunConfig
 from utils.settings.config import group, option
 from utils.settings.errors import UserError
+from utils.settings.groups import RunConfig, TrainComputeConfig
 from utils.training.optimizers import OptimizerConfig
 
 
@@ -61,6 +59,22 @@ class UpdateConfig:
     def max_groups(self) -> int:
         """Groups to sample in a step at most."""
         return int(self.groups_per_batch * self.max_resampling)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation."""
+
+    num_eval_tasks: int = option(
+        -1, "Problems in an evaluation, the first of the split; 0: all, -1: as the environment says (512; all of gsm8k)"
+    )
+    num_eval_samples: int = option(
+        1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
+    )
+
+    def __post_init__(self):
+        if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
+            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
 
 
 @dataclass(frozen=True)

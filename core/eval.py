@@ -15,12 +15,13 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.evaluate import EvalConfig, evaluate
+from core.config import EvalConfig
+from core.evaluate import evaluate
 from core.rollout import make_worker
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from envs.settings import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
-from models.checkpoint import ComputeConfig, find_model, load_model
+from models.checkpoint import find_model, load_model
 from models.memory import sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
@@ -33,6 +34,7 @@ from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.errors import user_errors
+from utils.settings.groups import ComputeConfig
 from utils.settings.presets import announced_demo
 
 

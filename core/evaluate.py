@@ -5,35 +5,16 @@ N tasks, G samples of each.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+from core.config import EvalConfig
 from core.records import Episodes
 from core.rollout import RolloutWorker
 from models.names import Params
 from utils.evaluation.estimates import mean_and_ci, task_estimates
-from utils.settings.config import option
-from utils.settings.errors import UserError
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation."""
-
-    num_eval_tasks: int = option(
-        -1, "Problems in an evaluation, the first of the split; 0: all, -1: as the environment says (512; all of gsm8k)"
-    )
-    num_eval_samples: int = option(
-        1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
-    )
-
-    def __post_init__(self):
-        if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
-            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
-
 
 Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics
 

@@ -29,7 +29,7 @@ from envs.data import check_text, read_file
 from envs.dataset import check_prompt
 from envs.settings import EnvConfig, check_files, resolve_settings
 from models.architecture import Decoder
-from models.checkpoint import ComputeConfig, find_model, load_model
+from models.checkpoint import find_model, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
 from models.names import Key, Params
 from models.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import group, option, parse
 from utils.settings.errors import UserError, user_errors
+from utils.settings.groups import ComputeConfig
 from utils.training.batching import bucket
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")

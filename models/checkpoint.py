@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,6 @@ from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
 from utils.devices.runtime import set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.files import write_json
-from utils.settings.config import option
 from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,48 +61,6 @@ ROWS_AT_ONCE = 1 << 12  # of a vocabulary
 Index = tuple[slice, ...]
 Read = Callable[[np.dtype, str, Index], np.ndarray]
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
-
-
-@dataclass(frozen=True)
-class ComputeConfig:
-    """Model computation."""
-
-    dtype: str = option(
-        "", "Data type of matrix multiplications; empty: bfloat16, and float32 on CPU", ["", "bfloat16", "float32"]
-    )
-    kv_dtype: str = option(
-        "",
-        "Data type of the KV cache; empty: as --dtype; int8: about half the memory and traffic, but probabilities "
-        "that differ a little from the trainer's (see --importance_correction)",
-        ["", "int8"],
-    )
-
-    @property
-    def arguments(self) -> dict[str, bool | str]:
-        """Returns the arguments of `load_model` that these settings are."""
-        return {"dtype": self.dtype, "kv_dtype": self.kv_dtype}
-
-
-@dataclass(frozen=True)
-class TrainComputeConfig(ComputeConfig):
-    """Model computation in training."""
-
-    attention: str = option(
-        "auto",
-        "Attention kernel of the update; auto: cudnn on NVIDIA from Ampere on, splash on TPU, else plain",
-        ["auto", "plain", "cudnn", "splash"],
-        resumable=True,
-    )
-    unroll_layers: bool = option(
-        False,
-        "Unrolled code for the layers of the update in place of a scan: longer compilation, for small models",
-        resumable=True,
-    )
-
-    @property
-    def arguments(self) -> dict[str, bool | str]:
-        """Returns the arguments of `load_model` that these settings are."""
-        return super().arguments | {"attention": self.attention, "unroll": self.unroll_layers}
 
 
 class Source(NamedTuple):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from utils.metrics.logger import Logger
-from utils.metrics.sinks import GuardedSink, SinkConfig, open_sinks
+from utils.metrics.sinks import GuardedSink, open_sinks
 from utils.settings.errors import UserError
+from utils.settings.groups import SinkConfig
 
 
 @pytest.fixture(autouse=True)

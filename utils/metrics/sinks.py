@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
@@ -25,44 +23,12 @@ from urllib.parse import urlparse
 import numpy as np
 
 from utils.metrics.jsonl import JSON
-from utils.settings.config import option
-from utils.settings.errors import UserError
+from utils.settings.groups import SinkConfig
 
 MAX_SECONDS = 90  # of a call; more than wandb's own limits
 ROLLOUT_COLUMNS = ("group", "task", "prompt", "text", "return", "correct_answer", "length", "finished")
 
 Returned = TypeVar("Returned")
-
-
-@dataclass(frozen=True)
-class SinkConfig:
-    """Metrics besides metrics.jsonl."""
-
-    wandb_project: str = option(
-        "",
-        "Project at Weights & Biases, where the run is logged if this, --wandb_name, or --wandb_mode online or "
-        "offline is given, or after `wandb login` or with WANDB_API_KEY; empty: lmpo",
-        resumable=True,
-    )
-    wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow; empty: its folder's", resumable=True)
-    wandb_group: str = option("", "Group of the run at Weights & Biases", resumable=True)
-    wandb_mode: str = option(
-        "",
-        "Mode of Weights & Biases; empty: WANDB_MODE, else online after a login and offline without",
-        ["", "online", "offline", "disabled"],
-        resumable=True,
-    )
-    tensorboard: bool = option(False, "TensorBoard event files in <save_dir>/tensorboard", resumable=True)
-    mlflow: str = option(
-        "",
-        "Address of an MLflow store to log to, for example sqlite:///mlflow.db or http://host:5000; empty: none",
-        resumable=True,
-    )
-
-    def __post_init__(self):
-        for flag, package in (("tensorboard", "tensorboardX"), ("mlflow", "mlflow")):
-            if getattr(self, flag) and find_spec(package) is None:
-                raise UserError(f"--{flag} needs a package that is not installed: `pip install {package}`")
 
 
 class Sink(Protocol):

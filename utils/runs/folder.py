@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -37,7 +37,7 @@ from utils.devices.sharding import Layout
 from utils.evaluation.tables import find_checkpoints
 from utils.files import replacing, write_json
 from utils.metrics.logger import Logger, json_value, lossy_output
-from utils.metrics.sinks import SinkConfig, open_sinks
+from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
@@ -54,8 +54,9 @@ from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
-from utils.settings.config import option, options_of, to_dict
+from utils.settings.config import options_of, to_dict
 from utils.settings.errors import UserError, counted
+from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, announced_demo, demo_of_tiny
 from utils.training.state import TrainState
 
@@ -64,54 +65,6 @@ CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
 NUM_HELD_OUT = 4  # held-out problems whose rollouts are written
-
-
-@dataclass(frozen=True)
-class RunConfig(SinkConfig):
-    """Run folder and logging."""
-
-    save_dir: str = option(
-        "",
-        "Run folder, local or gs://... or s3://...; a run in it is resumed; empty: runs/<environment>-<time>",
-        resumable=True,
-        essential=True,
-    )
-    resume: str = option(
-        "auto",
-        "Treatment of a run in --save_dir; auto: resumed unless an option that changes its results differs, force: "
-        "resumed in any case, never: an error",
-        ["auto", "force", "never"],
-        resumable=True,
-    )
-    save_interval: int = option(
-        20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True
-    )
-    save_best: bool = option(
-        False,
-        "Copy of the model with the best held-out return so far, in <save_dir>/best; step 0 counts",
-        resumable=True,
-    )
-    save_dtype: str = option(
-        "",
-        "Data type of the weights in saved models; bfloat16 takes half the space of float32, and rounds; empty: that "
-        "of training",
-        ["", "float32", "bfloat16", "float16"],
-        resumable=True,
-    )
-    keep: int = option(2, "Number of training states kept, the latest", resumable=True)
-    save_rollouts: str = option(
-        "sample",
-        "Rollouts written at each step; sample: two groups, all: all groups, with token ids, masks and returns",
-        ["all", "sample", "none"],
-        resumable=True,
-    )
-    sample_interval: int = option(10, "Steps between example completions on the terminal; 0: none", resumable=True)
-    profile: bool = option(False, "jax.profiler trace of the run's third step, in <save_dir>/profile", resumable=True)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
-            raise UserError("--save_interval and --sample_interval must not be negative, --keep at least 1")
 
 
 class RunSettings(Protocol):
