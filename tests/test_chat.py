@@ -135,6 +135,7 @@ def take_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_the_command_talks_on_a_terminal():
     command = [sys.executable, ROOT / "core" / "sampling.py", "--ckpt_dir", ROOT / "models" / "tiny"]

@@ -13,6 +13,7 @@ from functools import cache
 from math import ceil, inf, log2
 
 import pytest
+from helpers import slow
 
 from envs import make_env
 from envs.base import Env, Problem, Step
@@ -347,15 +348,16 @@ def hostile_reply(rng: random.Random) -> str:
     return text
 
 
+@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_hostile_replies_raise_nothing_and_take_milliseconds(case):
+def test_hostile_replies_raise_nothing_and_take_milliseconds(case, number):
     env = make_game(case)
     rng = random.Random(case)
     episode = env.episode(env.problem(0), 0)
     seconds = []
     num_turns = 0
     num_invalid = 0.0
-    for i in range(10_000):
+    for i in range(number):
         reply = hostile_reply(rng)
         start = time.process_time()
         step = episode.step(reply)
@@ -367,7 +369,7 @@ def test_hostile_replies_raise_nothing_and_take_milliseconds(case):
         if step.done or num_turns == env.max_turns:
             episode = env.episode(env.problem(i % env.num_tasks), i)
             num_turns = 0
-    assert 100 < num_invalid < 9_900, "some are moves"
+    assert number / 100 < num_invalid < 0.99 * number, "some are moves"
     assert sum(seconds) / len(seconds) < 0.001
     assert max(seconds) < 0.25, "for 100,000 characters; they take 10 ms where nothing else runs"
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import jax
 import numpy as np
 import pytest
-from helpers import MODEL, ROOT
+from helpers import MODEL, ROOT, slow
 from test_scoring import is_alive, wait_until_gone
 
 from core import sampling
@@ -166,15 +166,16 @@ def random_text(rng: random.Random, pieces: list[str]) -> str:
     return "".join(rng.choice([rng.choice(pieces), rng.choice(string.printable), rng.choice(rare)]) for _ in range(12))
 
 
+@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_random_calls_never_raise(dialect):
+def test_random_calls_never_raise(dialect, number):
     rng = random.Random(dialect)
     env = make_env("calculator", dialect=dialect)
     pieces = '{"name": |"calculate"|"arguments": |{|}|"expression": |1|+|1e9|NaN|,|[|('.split("|")
     whole = call("calculate", expression="1+1") if dialect == "qwen" else "2 * (3 + 4)"
     problem = env.problem(0)
     num_errors = 0
-    for i in range(10_000):
+    for i in range(number):
         cut = rng.randrange(len(whole) + 1)
         payload = random_text(rng, pieces) if i % 2 else whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
         step = env.episode(problem, 0).act(Reply("", (payload,)))
@@ -183,18 +184,19 @@ def test_random_calls_never_raise(dialect):
         is_error = message["content"].startswith("{'error': ")
         assert "\n" not in message["content"] and step.info["tool_errors"] == is_error
         num_errors += is_error
-    assert 0 < num_errors < 10_000
+    assert 0 < num_errors < number
 
 
+@pytest.mark.parametrize("number", [1_000, *slow(10_000)])
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
-def test_random_replies_are_split_into_calls(folder, dialect):
+def test_random_replies_are_split_into_calls(folder, dialect, number):
     """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
     tokenizer, rng = tokenizer_of(folder), random.Random(0)
     vocabulary = tokenizer.hf.get_vocab()
     opening, closing = vocabulary.get(dialect.opening), vocabulary.get(dialect.closing)
     *signs, digit = (tokenizer.encode(text) for text in (dialect.opening, dialect.closing, "1"))
-    for _ in range(10_000):
+    for _ in range(number):
         parts = [rng.choice([*signs, [rng.randrange(len(vocabulary))], digit]) for _ in range(8)]
         ids = sum(parts, [])
         calls = tokenizer.calls(np.array(ids), dialect.opening, dialect.closing)
