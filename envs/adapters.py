@@ -29,7 +29,7 @@ class Resettable(Protocol):
     """An object of another trainer."""
 
     def reset(self, **arguments: JSON) -> object:
-        """Begins an episode; returns what the policy is to read first, in one of several forms."""
+        """Begins an episode; returns its opening, in one of several forms."""
 
 
 class Played(NamedTuple):
@@ -247,7 +247,7 @@ class Adapter:
     idle: list[Resettable] = field(default_factory=list)  # the pool
 
     def traits(self) -> Traits:
-        """Returns what an object shows. Raises: AttributeError without a `reset`, and whatever its making raises."""
+        """Returns traits of a new object. Raises: AttributeError without a `reset`, and errors of its constructor."""
         environment = self.factory()
         self.idle.append(environment)
         if not callable(getattr(environment, "reset", None)):

@@ -210,7 +210,7 @@ def _same_math(reference: str, answer: str) -> bool:
 
 
 def simplified(text: str) -> str:
-    """Returns a piece of LaTeX without what does not change its meaning, for a first look."""
+    """Returns a piece of LaTeX without parts that do not change its meaning, for a first look."""
     if len(text) > 2 * MAX_BOX:
         return ""
     text = re.sub(r"\\text\s*\{([^{}\\$]*)\}", r"\1", text.strip())
@@ -350,7 +350,7 @@ def to_frac(value: Fraction) -> str:
 
 
 def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
-    """Returns what math-verify reads in a text, as sympy's expressions; nothing where that could take for ever.
+    """Returns sympy's expressions that math-verify reads in a text; nothing where that could take for ever.
 
     What does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
     """

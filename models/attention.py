@@ -66,7 +66,7 @@ def masked_attention(
 
 
 def causal_mask(num_tokens: int, window: int = 0) -> Bool[Array, "T T"]:
-    """Returns the mask under which each token sees itself and those left of it, `window` tokens in all (0: every one).
+    """Returns the causal mask: each token sees itself and those left of it, `window` tokens in all (0: every one).
 
     Right-padded rows need no other.
     """
@@ -219,7 +219,7 @@ def to_cache(k: NewHeads, v: NewHeads, kv_dtype: str) -> LayerCache:
 
 
 def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, kv_dtype: str) -> LayerCache:
-    """Writes the keys and values of new tokens into the cache, from `columns` on; what has no place is dropped.
+    """Writes the keys and values of new tokens into the cache, from `columns` on; those beyond it are dropped.
 
     Where all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
     """

@@ -80,7 +80,7 @@ def open_model(
     param_dtype: str,
     **overrides: bool | float | str,
 ) -> Source:
-    """Returns what `load_model` loads. Raises: UserError, as it does."""
+    """Returns the results of `load_model`. Raises: UserError, as it does."""
     folder = find_model(path_or_hub_id)
     adapters = read_adapters(folder)
     if adapters:
@@ -136,7 +136,7 @@ def load_policy(
     base: Weights | None = None,
     **overrides: bool | float | str,
 ) -> tuple[Decoder, Weights, Params | Adapters, Tokenizer]:
-    """Loads a model to train: its architecture, what stays as it is, what is trained, its tokenizer.
+    """Loads a model to train: its architecture, frozen base, trained parameters, tokenizer.
 
     Without a rank all float32 parameters are trained, and the base is empty. Otherwise the base is loaded in the layout
     and dtype of sampling, unless it is given, and adapters are those of a PEFT folder, or new ones by the seed.

@@ -311,7 +311,7 @@ REMAT = {
 
 
 class LayerInputs(NamedTuple):
-    """Tokens of rows, with what layers need to know about them."""
+    """Tokens that layers compute, with their recorded experts and packing."""
 
     tokens: Int[Array, "S M"]
     routes: Int[Array, "S M L k"] | None
@@ -337,7 +337,7 @@ def forward(
 
 
 def layer_inputs(tokens: Int[Array, "B T"], routes: Routes | None, packing: Packing | None) -> LayerInputs:
-    """Returns what layers need to know about rows."""
+    """Returns the inputs of the layers: packed tokens and experts."""
     if routes is not None:
         routes = pack_ids(routes, packing)
     return LayerInputs(pack_ids(tokens, packing), routes, packing)
@@ -546,7 +546,7 @@ def prompt_attention(
 
 
 def without_states(caches: list[PyTree]) -> list[PyTree]:
-    """Returns what decoding reads of the caches of prompts or their shapes: rows have their own copies of states."""
+    """Returns the part of prompts' caches, or of their shapes, that decoding reads: rows own copies of states."""
     return [None if isinstance(cache, RecurrentState) else cache for cache in caches]
 
 

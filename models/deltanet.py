@@ -74,7 +74,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Matrices of each chunk, which do not depend on the memory before it."""
+    """Matrices of each chunk that are independent of the memory before it."""
 
     q: Float[Array, "n B H s C"]  # decayed since the chunk began
     k: Float[Array, "n B H s C"]  # decayed until the chunk ends

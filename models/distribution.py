@@ -152,7 +152,7 @@ def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats
 
 
 def invert_cdf(mass: Float[Array, "R N"], uniforms: Float[Array, "R"]) -> Int[Array, "R"]:
-    """Returns the first place with mass whose cumulative share is above the row's uniform."""
+    """Returns the first index with mass and a cumulative share above the row's uniform."""
     cumulative = jnp.cumsum(mass, axis=-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     return jnp.argmax((cumulative > threshold) & (mass > 0), axis=-1)

@@ -34,7 +34,7 @@ Route = Int[Array, "B T k"]  # numbers of the experts of each token, from 1 on; 
 
 
 class LowRank(NamedTuple):
-    """Adapters of one matrix of all experts: what they add to rows x is x A^T B, of the widths of that matrix."""
+    """Adapters of one matrix of all experts: they add x A^T B to the products of rows x."""
 
     A: Float[Array, "E r _"]
     B: Float[Array, "E r _"]

@@ -75,7 +75,7 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
 
 
 def replace_folder(directory: Path, new: Path) -> None:
-    """Moves the folder `new` to the place of `directory`, which may not exist yet."""
+    """Moves the folder `new` to `directory`, replacing it if it exists."""
     old = directory.with_name(f".{directory.name}.old")
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)

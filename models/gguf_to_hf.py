@@ -164,7 +164,7 @@ def check_rotary(gguf: Gguf, model: Decoder) -> None:
 
 
 def read_scaling(gguf: Gguf, model: Decoder) -> Scaling:
-    """Returns the scaling whose factors a file holds: Llama 3.1's for an original context of 8,192 tokens.
+    """Returns the rotary scaling in a file's factors: Llama 3.1's for an original context of 8,192 tokens.
 
     Raises: UserError if they are those of another rule.
     """

@@ -251,7 +251,7 @@ def quantize_layer(layer: LayerParams) -> LayerParams:
 
 
 def quantize(matrix: Array, inputs: int) -> tuple[Array, Array]:
-    """Returns int8, and a float32 scale for each output channel, whose largest number is 127 scales.
+    """Returns int8, and a float32 scale for each output channel: its largest number is 127 scales.
 
     `inputs`: the axis of the input channels.
     """

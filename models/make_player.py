@@ -71,7 +71,7 @@ def play_guess(problem: Problem, episode: guess.GuessEpisode, is_expert: bool, r
 def play_calculator(
     problem: Problem, episode: calculator.CalculatorEpisode, is_expert: bool, rng: random.Random
 ) -> str:
-    """Returns a call, an answer behind one, or an answer without one, which is often wrong."""
+    """Returns a call, an answer behind one, or an answer without one (often wrong)."""
     expression = problem.messages[0]["content"].removesuffix(" = ?")
     if is_expert and not episode.num_calls:
         return SIGNS.opening + expression + SIGNS.closing
@@ -174,14 +174,14 @@ class Writer:
         return ids if text.endswith(SIGNS.closing) else [*ids, self.tokenizer.stop_ids[0]]
 
     def observation(self, step: Step) -> list[int]:
-        """Returns the tokens of what the environment says."""
+        """Returns the tokens of an observation."""
         if step.messages[0]["role"] == INLINE:
             return self.tokenizer.results(step.messages, SIGNS.result_opening, SIGNS.result_closing)
         return self.tokenizer.bridge(step.messages).ids
 
 
 def make_corpus() -> list[str]:
-    """Returns the texts that the tokenizer is trained on: every number, and what is said in games."""
+    """Returns the texts that the tokenizer is trained on: every number, and the games' observations."""
     corpus = [" ".join(map(str, range(100)))] * 1000
     for game in GAMES.values():
         for i in range(300):

@@ -152,7 +152,7 @@ class Writer:
         return prompt, reply(*problem.answer, rng) + "<|im_end|>"
 
     def document(self, prompt: list[int], text: list[int]) -> Document:
-        """Returns a document whose reply is learnt, most of all the tokens that the model must compute."""
+        """Returns a document to train on; tokens that the model must compute weigh most."""
         ids = prompt + text
         is_result = [before == self.equals or token in self.verdicts for before, token in pairwise([-1, *ids])]
         weights = [RESULT_WEIGHT if is_key else 1.0 for is_key in is_result]

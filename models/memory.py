@@ -200,7 +200,7 @@ def measure_sizes(
     row_length: int,
     place: str = BETWEEN,
 ) -> Sizes:
-    """Returns the sizes of a training run; what is held is looked up, not estimated."""
+    """Returns the sizes of a training run; held arrays are looked up, not estimated."""
     params = bytes_on_device(state.params)
     tp = layout.mesh.shape["tp"]
     item = jnp.dtype(model.dtype).itemsize
@@ -266,7 +266,7 @@ def fit_memory(
     num_sampled_rows: int,
     place: str = BETWEEN,
 ) -> MemoryPlan:
-    """Decides what the settings leave open: --remat recomputes as little as leaves room for ENOUGH tokens at once.
+    """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
     `others`: arrays that are held besides the state: a reference, or the base below adapters. `num_sampled_rows`: 0 for
     as many as fit. `place`: where they are sampled.
@@ -327,7 +327,7 @@ def gigabytes(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def out_of_memory(flag: str, value: int, more: str = "") -> Iterator[None]:
-    """Ends the program with what to lower to what, instead of a traceback, when a device has no memory left."""
+    """Ends the program with the option to lower, instead of a traceback, when a device has no memory left."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -107,7 +107,7 @@ def move(x: Float[Array, "n ..."], places: Int[Array, "m"], numbers: Int[Array, 
 def move_forward(
     x: Float[Array, "n ..."], places: Int[Array, "m"], numbers: Int[Array, "n"]
 ) -> tuple[Float[Array, "m ..."], Int[Array, "n"]]:
-    """Returns what `move` does, and what its gradient needs."""
+    """Returns the result of `move`, and the residuals of its gradient."""
     return read(x, places), numbers
 
 
@@ -139,7 +139,7 @@ def packed_positions(num_columns: int, packing: Packing | None) -> Int[Array, "*
 
 
 def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S M ..."]:
-    """Returns what an array of heads over rows holds of the packed tokens; without a packing the array."""
+    """Returns the entries of the packed tokens in an array of heads over rows; without a packing the array."""
     if packing is None:
         return x
     rows = by_shard(x, packing)
@@ -187,7 +187,7 @@ def scored_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Flo
 def scored_columns(
     x: Shaped[Array, "B T ..."], packing: Packing | None, padding_value: int = 0
 ) -> Shaped[Array, "S K ..."]:
-    """Returns what an array holds of the tokens to score."""
+    """Returns an array's entries of the tokens to score."""
     if packing is None:
         return x[:, 1:]
     next_places = packing.scored + 1

@@ -69,7 +69,7 @@ FIXED = {
 
 
 class AdapterConfig(NamedTuple):
-    """A folder of PEFT that has been checked: what adapter_config.json and the names and shapes of the tensors say."""
+    """A checked folder of PEFT: contents of adapter_config.json, names and shapes of the tensors."""
 
     folder: Path
     base: str
@@ -100,7 +100,7 @@ class AdapterConfig(NamedTuple):
                 raise UserError(f"{self.folder} holds adapters of {both}: give theirs, or leave it out")
 
     def settle(self, config: LoraConfig) -> LoraConfig:
-        """Returns the settings with what the adapters have in the place of defaults. Raises: as `check_options`."""
+        """Returns the settings with the adapters' own values in place of defaults. Raises: as `check_options`."""
         given = {name: x for name, x in vars(config).items() if x != getattr(LoraConfig, name)}
         self.check_options(given)
         return LoraConfig(**(vars(config) | self.options | {name: given[name] for name in given}))
@@ -156,7 +156,7 @@ def check_fields(file: Path, config: Mapping[str, object]) -> None:
 
 
 def read_patterns(file: Path, config: Mapping[str, object], field: str) -> list[tuple[re.Pattern, float]]:
-    """Returns what peft compares the names of matrices with, in its order, and the value for each.
+    """Returns peft's patterns for names of matrices, in its order, and the value for each.
 
     Raises: UserError for what is malformed, or could take for ever to be compared: with a group that is repeated, or
     with many groups and repetitions.
@@ -293,6 +293,6 @@ def save_adapters(
 
 
 def target_modules(matrices: set[str], others: set[str]) -> list[str]:
-    """Returns what PEFT finds these matrices by: the ends of their names, or where others end alike the whole names."""
+    """Returns PEFT's `target_modules`: the ends of the matrices' names, or whole names where others end alike."""
     ends, other_ends = ({name.rpartition(".")[2] for name in names} for names in (matrices, others))
     return sorted({name.removeprefix(PREFIX) for name in matrices} if ends & other_ends else ends)

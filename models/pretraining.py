@@ -154,7 +154,7 @@ def make_muon(num_steps: int) -> optax.GradientTransformation:
 
 
 def matrix_axes(params: Params) -> PyTree:
-    """Returns the axes of what is a matrix in each layer, [layers, out, in]; None for other parameters."""
+    """Returns the axes of parameters that are a matrix in each layer, [layers, out, in]; None for others."""
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     return jax.tree.map(lambda x: axes if x.ndim == 3 else None, params)
 

@@ -186,7 +186,7 @@ class Tokenizer:
     def bridge(
         self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
     ) -> "Bridge":
-        """Returns the ids between two turns of the assistant, in which these messages are said to it.
+        """Returns the ids of these messages, with all that stands between two turns of the assistant.
 
         Raises: UserError when the chat template fails, or cannot be continued behind what was written: see `frame`.
         """

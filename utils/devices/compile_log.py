@@ -42,7 +42,7 @@ class Compilations:
         logging.getLogger(COMPILER).removeFilter(self.on_lowered)
 
     def on_lowered(self, record: logging.LogRecord) -> bool:
-        """Reads the shapes from the compiler's log; filters its debug records, which were switched on for this only."""
+        """Reads the shapes from the compiler's log, and hides the debug records switched on for that."""
         with contextlib.suppress(IndexError, TypeError, AttributeError):  # of another version of JAX
             name, shapes = record.args[:2]
             self.shapes[name] = list(dict.fromkeys(shape.str_short() for shape in shapes))

@@ -43,7 +43,7 @@ def prepare() -> None:
 
 
 def set_tpu_options() -> None:
-    """Gives fusions up to 32 MiB of a TPU's VMEM, and keeps there only what is read more than it is copied.
+    """Gives fusions up to 32 MiB of a TPU's VMEM, and keeps only arrays there that are read more than copied.
 
     Without the second one, on v5e, each decode step brings the KV cache of a layer to VMEM, adds a token, and writes
     all of it back. Options in LIBTPU_INIT_ARGS are those of the user, and win.

@@ -332,7 +332,7 @@ def is_partition(x: PyTree) -> bool:
 
 
 def without_rows(spec: PartitionSpec) -> PartitionSpec:
-    """Returns the partition of what is cut by rows already."""
+    """Returns the partition of arrays that are cut by rows already."""
     return PartitionSpec(*(None if name == ROWS else name for name in spec))
 
 

@@ -44,7 +44,7 @@ class ChatServer(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> set[str]:
-        """Names by which the page may be asked for: another one is that of a site which points to this machine."""
+        """Host names of the page; a request by another name comes from a site that points to this machine."""
         return {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
 
     @cached_property

@@ -20,7 +20,7 @@ def rollout_rows(
     batch: Batch | None = None,
     num_groups: int = NUM_GROUPS,
 ) -> list[Row]:
-    """Returns what rollouts/step_N.jsonl holds of each rollout.
+    """Returns the fields of each rollout in rollouts/step_N.jsonl.
 
     With a tokenizer, rows of the first `num_groups` also hold what report.html colours: prompt, tokens and their
     log-probabilities, and for rows of `batch` their advantages and what else it knows of them.

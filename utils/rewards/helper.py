@@ -82,7 +82,7 @@ def episode_key(job: Job) -> EpisodeKey | None:
 
 
 def heard(said: int, step: Step) -> int:
-    """Returns the digest of what an environment has said, with this step."""
+    """Returns the digest of an environment's observations, this step included."""
     return zlib.crc32(json.dumps(step.messages).encode(), said) if step.messages else said
 
 
@@ -98,7 +98,7 @@ JSONOutcome = list[object]  # its kind, and its fields
 
 
 def outcome_to_json(outcome: Outcome) -> JSONOutcome:
-    """Returns an outcome as numbers, texts and lists: what a worker sends must not execute where it is read."""
+    """Returns an outcome as numbers, texts and lists: reading a worker's message must not execute anything."""
     fields = [outcome] if isinstance(outcome, dict) else outcome
     return [type(outcome).__name__, *fields]
 
@@ -267,7 +267,7 @@ class Pool:
         return chunk
 
     def listen(self) -> None:
-        """Receives what the run and workers have sent, after a short wait. Raises EOFError when the run has ended."""
+        """Receives messages of the run and the workers, after a short wait. Raises EOFError when the run has ended."""
         workers = {worker.connection: worker for worker in self.workers if worker.closed == math.inf}
         for connection in wait([self.run, *workers], timeout=CHECK_INTERVAL):
             if connection is self.run:
@@ -387,7 +387,7 @@ class Pool:
         self.homes = {key: pid for key, pid in self.homes.items() if pid != worker.pid}
 
     def stop(self) -> None:
-        """Ends all workers, which close their environments first, and what rewards have started in other sessions."""
+        """Ends all workers (they close their environments first), and what rewards started in other sessions."""
         deadline = time.monotonic() + CLOSING
         for worker in self.workers:
             worker.connection.close()
@@ -505,7 +505,7 @@ def score_chunk(
 def score_reply(
     env: Env, episodes: "EpisodeCache", problem: Callable[[int], Problem], index: int, reply: str | Turns
 ) -> Outcome:
-    """Returns the rewards of a reply, what follows a turn, or the reason why there is none."""
+    """Returns the rewards of a reply, the response to a turn, or the reason why there is none."""
     worker = os.getpid()
     try:
         if isinstance(reply, Turns):
@@ -550,7 +550,7 @@ class EpisodeCache:
         return step
 
     def catch_up(self, episode: Episode, replies: Sequence[Reply], said: int) -> None:
-        """Plays turns again. Raises: ValueError where the environment does not say what it has said before."""
+        """Plays turns again. Raises: ValueError where the environment responds otherwise than before."""
         try:
             digest = heard(0, opening(episode)) if episode.opening else 0
             for reply in replies:
@@ -568,12 +568,12 @@ class EpisodeCache:
 
 
 def opening(episode: Episode) -> Step:
-    """Returns what an episode says before the first turn: its prompt."""
+    """Returns the opening of an episode: its prompt."""
     return checked_step(Step(list(episode.opening)))
 
 
 def answer(episode: Episode, reply: Reply | None) -> Step:
-    """Returns what follows a turn, and without one what is left to give at a limit."""
+    """Returns the response to a turn; without a turn, the reward that is left at a limit."""
     return checked_step(episode.truncate() if reply is None else limited(episode.act(reply)))
 
 

@@ -20,7 +20,7 @@ def adopt_orphans() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, which has this id, ends."""
+    """Has the kernel kill this process when its parent, with this id, ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
         os._exit(1)

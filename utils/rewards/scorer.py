@@ -277,7 +277,7 @@ class ScoringStream:
         self.thread = threading.Thread(target=self.work_until_closed, daemon=True)
 
     def add(self, jobs: dict[int, Job]) -> None:
-        """Adds jobs by row, which has none that is unfinished."""
+        """Adds a job for each row; a row has one unfinished job at most."""
         self.jobs |= jobs
         self.put(jobs)
 
@@ -304,7 +304,7 @@ class ScoringStream:
             self.fail(error)
 
     def take_additions(self, is_blocking: bool) -> list[dict[int, Job] | None]:
-        """Returns what is in the queue; waits for something if it `is_blocking`."""
+        """Returns the queue's items; waits for one if it `is_blocking`."""
         additions = []
         while self.wakeup.poll(None if is_blocking and not additions else 0):
             self.wakeup.recv_bytes()

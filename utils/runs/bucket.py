@@ -23,7 +23,7 @@ class Bucket:
         self.uploaded: dict[Path, int] = {}  # time of the last change of each file that was copied
 
     def upload(self) -> None:
-        """Copies files that are new or have changed; a resumed run drops what its state does not know of."""
+        """Copies files that are new or changed; a resumed run drops files unknown to its state."""
         for path in self.directory.rglob("*"):
             name = path.relative_to(self.directory)
             time_written = path.stat().st_mtime_ns
@@ -34,7 +34,7 @@ class Bucket:
                 self.uploaded[name] = time_written
 
     def download(self) -> None:
-        """Copies what a run needs to be resumed: perhaps this machine has never seen it.
+        """Copies the files needed to resume a run: perhaps this machine has never seen it.
 
         Raises: UserError when the bucket cannot be read.
         """

@@ -88,7 +88,7 @@ class ModelCard:
         return base | find_license(base_model) | metadata
 
     def facts(self, progress: Progress) -> dict[str, JSON]:
-        """Returns what was trained on what, and how completions are sampled, in training and in evaluations."""
+        """Returns the base, steps and sampling of the run, and how training and evaluations are played."""
         facts = {
             "base_model": self.settings["model_dir"],
             "steps": progress.step,

@@ -23,7 +23,7 @@ Progress = dict[str, JSON]  # of a run: step, cursor and the like
 
 
 class Unraisable(Protocol):
-    """The fields that are read here of what sys.unraisablehook is called with."""
+    """The fields used here of sys.unraisablehook's argument."""
 
     exc_value: BaseException | None
     exc_traceback: TracebackType | None
@@ -159,7 +159,7 @@ class LateCallbacks:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """True unless asyncio logs an Orbax task that failed after the first one, whose error Orbax raises."""
+    """True unless asyncio logs a further failed Orbax task: Orbax raises the error of the first."""
     text = record.getMessage()
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
     places = [text, *(frame.filename for frame in frames)]

@@ -172,7 +172,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        """Saves what is not saved yet and waits for it.
+        """Saves the newest state if it is not saved, and waits for it.
 
         Raises: SystemExit after a signal (status 128 + its number) or a failure to write (status 1); UserError, which
         also says what is saved, after another one.
@@ -195,7 +195,7 @@ class Run:
             self.exit_on(error)
 
     def exit_on(self, error: BaseException | None) -> None:
-        """Prints how the run ended, and what is saved. Raises: SystemExit, see __exit__."""
+        """Prints how the run ended, and the files that are saved. Raises: SystemExit, see __exit__."""
         steps = self.checkpoints.steps
         saved = f"step {steps[0]} is saved: {self.resuming_command} goes on from there" if steps else "no step is saved"
         if isinstance(error, OSError):
@@ -389,7 +389,7 @@ class Run:
         self.checkpoints.save(progress.step, state, asdict(progress))
 
     def upload(self) -> None:
-        """Copies what is new to the bucket, if there is one."""
+        """Copies new files to the bucket, if there is one."""
         if self.bucket and self.layout.is_main:
             self.bucket.upload()
 
@@ -413,7 +413,7 @@ class Run:
         write_rows(folder / f"step_{step}.jsonl", first_rows)
 
     def write_held_out(self, step: int, episodes: Episodes) -> None:
-        """Writes the scores of held-out problems, which are the same at each evaluation, and rollouts of the first."""
+        """Writes the scores of the held-out problems (the same at each evaluation), and rollouts of the first."""
         if not self.layout.is_main or self.config.save_rollouts == "none":
             return
         rows = rollout_rows(episodes, self.settings["num_eval_samples"], self.tokenizer, num_groups=NUM_HELD_OUT)

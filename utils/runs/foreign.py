@@ -45,7 +45,7 @@ def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
 
 
 def settings_with_code(settings: Mapping[str, Value]) -> list[Setting]:
-    """Returns the settings by which a run executes files, or a model's code outside of the sandbox."""
+    """Returns the settings that execute files, or a model's code outside of the sandbox."""
     found = []
     for flag, option, value in option_values(settings):
         if option in CODE and value not in ("", CODE[option]):

@@ -58,7 +58,7 @@ def announced_demo(options: Mapping[str, object]) -> Preset:
 
 
 def split_origin(settings: Mapping[str, object]) -> tuple[Preset, Preset]:
-    """Returns the options in a config.json, and what a run writes there besides, as `run`: where it comes from."""
+    """Returns the options in a config.json, and its `run`: where the run comes from."""
     options = dict(settings)
     origin = options.pop("run", None)
     return options, origin if isinstance(origin, dict) else {}
@@ -75,7 +75,7 @@ def find_file(path: str) -> Path:
 
 
 def run_file(file: Path, path: str) -> Preset:
-    """Returns what get_config() of a Python file returns."""
+    """Returns the result of a Python file's get_config()."""
     try:
         names = runpy.run_path(str(file))
         if "get_config" not in names:

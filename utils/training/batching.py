@@ -101,7 +101,7 @@ def smaller_size(size: int) -> int:
 
 
 class RowSizes(NamedTuple):
-    """Prompts and lengths of rows, and what is scored of them."""
+    """Prompts and lengths of rows, and the tokens that are scored."""
 
     prompts: Int[np.ndarray, "B"]  # number of the prompt
     prompt_lengths: Int[np.ndarray, "B"]

@@ -200,7 +200,7 @@ def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.G
 
 
 def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
-    """Returns in one line what is optimised how, with numbers of parameters and learning rates at their peak."""
+    """Returns in one line the optimiser of each kind of parameters, their numbers and peak learning rates."""
     is_muon = config.optimizer == "muon"
     sizes, peaks = Counter(), {}
     for path, x in jax.tree.leaves_with_path(params):

@@ -33,7 +33,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AheadState(TrainState):
-    """Under --ahead also what the next rollouts are drawn with, a step old, which is no part of updates."""
+    """Under --ahead also the weights of the next rollouts, a step old; updates do not change them."""
 
     behavior_policy: Weights | Adapters  # as the sampler reads it, or adapters over a base
 
@@ -87,7 +87,7 @@ def in_memory(kind: str, tree: PyTree, keep: bool = False) -> PyTree:
 
 
 def fingerprint(state: PyTree) -> list[UInt[Array, ""]]:
-    """Returns a number for each array, which changes with any bit of it, and is the same on every mesh.
+    """Returns a number for each array; it changes with any bit, and is the same on every mesh.
 
     The sum, modulo 2^32, of all elements' bits mixed with their place: one wrong element always shows, more of them but
     once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
