@@ -230,8 +230,8 @@ class LossConfig:
     )
     dual_clip: float = option(
         0.0,
-        "Dual clip of --objective ppo: the loss of a token with a negative advantage A is at most -A times this, "
-        "which is above 1; 0: off",
+        "Dual clip of --objective ppo: the loss of a token with a negative advantage A is at most -A times this "
+        "number, above 1; 0: off",
     )
     sapo_tau: float = option(1.0, "Steepness of the gate of --objective sapo for positive advantages")
     sapo_tau_negative: float = option(1.05, "Steepness of the gate of --objective sapo for negative advantages")
@@ -299,10 +299,10 @@ class ObjectiveConfig(LossConfig):
         " over completions, constant: sum over (completions x --num_generation_tokens), as Dr. GRPO",
         ["token_mean", "sequence_mean", "constant"],
     )
-    best_k: int = option(2, "Completions of each group, the best, that --advantage best_k trains on")
+    best_k: int = option(2, "Number of best completions of each group that --advantage best_k trains on")
     credit: str = option(
         "trajectory",
-        "Rewards that a turn of an episode is compared by; trajectory: those of the whole episode, turn: those from "
+        "Rewards by which turns of an episode are compared; trajectory: those of the whole episode, turn: those from "
         "this turn on, with the turns of the group that have the same number",
         ["trajectory", "turn"],
     )

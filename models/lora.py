@@ -46,7 +46,7 @@ class LoraConfig:
 
     lora_rank: int = option(
         0,
-        "Rank of the adapters that are trained in place of the parameters, which stay as they are; 1 to 32 suffice for "
+        "Rank of the adapters that are trained in place of the (frozen) parameters; 1 to 32 suffice for "
         "RL, with about 10 times the --lr; 0: all parameters are trained; where --model_dir holds adapters, theirs",
         essential=True,
     )

@@ -46,9 +46,8 @@ class MemoryConfig:
     )
     tokens_per_microbatch: int = option(
         0,
-        "Tokens of rows, padding included, on each device in one forward and backward pass, which computes a prompt "
-        "that its rows share once, and hardly any padding; another number changes the "
-        "order of sums, so results differ by rounding; 0: as many as fit in memory",
+        "Most tokens of rows, padding included, on each device in one forward and backward pass; results differ by "
+        "rounding only; 0: as many as fit in memory",
         resumable=True,
     )
     offload: str = option(

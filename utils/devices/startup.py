@@ -62,8 +62,8 @@ class TrainDeviceConfig(DeviceConfig):
 
     rollout_devices: int = option(
         0,
-        "Number of devices, the last ones, that draw rollouts under --ahead 1, while the others, of which --mesh is "
-        "made, train; 0: one device does both",
+        "Number of devices, the last ones, that draw rollouts under --ahead 1, while the others, those of --mesh, "
+        "train; 0: one device does both",
         resumable=True,
     )
 

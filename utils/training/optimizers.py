@@ -136,7 +136,7 @@ class OptimizerConfig:
     unembedding_lr: float = option(
         0.004, "Peak learning rate of an untied head with --optimizer muon, scaled by (width / 768)^-0.5"
     )
-    critic_lr: float = option(1e-5, "Peak learning rate of the critic of --advantage gae, which AdamW trains")
+    critic_lr: float = option(1e-5, "Peak learning rate of the critic of --advantage gae; AdamW trains it")
     init_lr_frac: float = option(1.0, "Factor of all learning rates")
     lr_schedule: str = option(
         "constant",
