@@ -39,8 +39,8 @@ MODELS = "models.attention models.decoder models.deltanet models.distribution mo
 install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 
 
-# Files of minutes, whose tests start commands: workers take whole files, and these first, so that all end together.
-LONG = ("test_resume.py", "test_training.py", "test_meshes.py", "test_hosts.py", "test_speed.py")
+# Files that take longest: workers take whole files, and these first, so that all end together.
+LONG = [f"test_{name}.py" for name in "turns model objectives sampling lora resume training meshes hosts speed".split()]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -218,6 +218,7 @@ def test_mistakes_are_named(members: str, options: str, message: str, capsys):
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_member_ends_all(tmp_path, monkeypatch, capfd):
     train = grpo.compute_advantages
 

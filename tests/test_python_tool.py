@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers import slow
 from test_scoring import wait_until_gone
 
 from envs import make_env, sandbox
@@ -258,7 +259,7 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("code", ATTRIBUTES)
-@pytest.mark.parametrize("place", ["home", "project", "temporary folder"])
+@pytest.mark.parametrize("place", ["home", *slow("project", "temporary folder")])
 def test_files_elsewhere_are_neither_read_nor_changed(place, code, tmp_path):
     folder = {"home": Path.home(), "project": ROOT, "temporary folder": tmp_path}[place]
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".lmpo-test-") as file:

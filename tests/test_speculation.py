@@ -52,7 +52,7 @@ MIXTURE = replace(MODEL, num_experts=4, num_experts_per_tok=2, moe_intermediate_
 SETTINGS = [
     ("greedy", MODEL, Distribution(0.0), 100),
     ("sharp, cut", MODEL, Distribution(0.3, top_k=20, top_p=0.95), 100),
-    ("flat", MODEL, Distribution(0.8), 20),
+    pytest.param("flat", MODEL, Distribution(0.8), 20, marks=pytest.mark.slow),
     ("experts", MIXTURE, Distribution(0.3), 100),
 ]
 
@@ -67,7 +67,7 @@ def stops(model, every: int) -> tuple[int, ...]:
     return tuple(range(every // 2, model.vocab_size, every))
 
 
-@pytest.mark.parametrize(("name", "model", "distribution", "every"), SETTINGS, ids=[name for name, *_ in SETTINGS])
+@pytest.mark.parametrize(("name", "model", "distribution", "every"), SETTINGS, ids=lambda x: str(x)[:12])
 @pytest.mark.parametrize("num_drafted", [4, *slow(1)])
 @pytest.mark.usefixtures("all_rows_are_a_tail")
 def test_what_is_drawn_does_not_depend_on_drafts(name, model, distribution, every, num_drafted):
