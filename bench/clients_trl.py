@@ -19,8 +19,8 @@ from pathlib import Path
 from bench.clients import REFUSED, RUNS, WRONG, Row
 from core.rollout import repeated_jobs
 from envs import make_env
-from utils.rewards.helper import Failure, Turns
-from utils.rewards.scorer import Scorer
+from envs.scoring.helper import Failure, Turns
+from envs.scoring.scorer import Scorer
 from utils.settings.errors import UserError
 
 PACKAGES = ("jax",)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from envs import make_env
-from utils.rewards.scorer import Scorer
+from envs.scoring.scorer import Scorer
 
 THINKING = "<think>\n" + "Let me try: 12 + 30 = 42, and 42 - 7 = 35, which is not what we need. " * 12 + "\n</think>\n"
 CASES = (("countdown-test", 512), ("gsm8k-test", 512), ("math500", 500))  # environment, problems

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from core.objectives import ObjectiveConfig
 from core.sampler import SamplingConfig
+from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
 from models.lora import LoraConfig
 from models.memory import MemoryConfig
 from utils.devices.startup import TrainDeviceConfig
-from utils.rewards.shaping import RewardConfig
 from utils.settings.config import group, option
 from utils.settings.errors import UserError
 from utils.settings.groups import RunConfig, TrainComputeConfig

@@ -20,6 +20,7 @@ from core.evaluate import evaluate
 from core.rollout import make_worker
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
+from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
 from models.checkpoint import find_model, load_model
 from models.memory import sampling_room
@@ -29,7 +30,6 @@ from utils.evaluation.preview import show
 from utils.evaluation.tables import Result, check_writable, find_checkpoints, write_results, write_samples
 from utils.metrics.logger import writable
 from utils.reporting.page import read_settings
-from utils.rewards.shaping import RewardConfig
 from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict

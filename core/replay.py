@@ -22,6 +22,7 @@ from core.config import Config
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.sampler import row_keys
+from envs.scoring.scorer import ScoringStream
 from envs.settings import resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
@@ -30,7 +31,6 @@ from utils.devices.sharding import Layout
 from utils.metrics.jsonl import parse_json
 from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
-from utils.rewards.scorer import ScoringStream
 from utils.runs.card import training_command
 from utils.runs.foreign import check_code
 from utils.settings.arguments import Value

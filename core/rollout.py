@@ -19,6 +19,9 @@ from core.extensions.turns import Conversations, check_conversations
 from core.records import Completions, Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, row_keys
 from envs.base import DIALECTS, Dialect, Env, Problem, Reply, Text
+from envs.scoring.helper import Job, Turns
+from envs.scoring.scorer import Scorer, ScoringStream
+from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation_penalty
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
 from models.distribution import Distribution
@@ -28,9 +31,6 @@ from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import prompt_lengths, tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
-from utils.rewards.helper import Job, Turns
-from utils.rewards.scorer import Scorer, ScoringStream
-from utils.rewards.shaping import RewardConfig, add_length_reward, add_truncation_penalty
 from utils.settings.errors import UserError, counted
 from utils.training.batching import bucket, concatenate
 

@@ -38,7 +38,7 @@ BOXES = (  # corner, colour, title, lines
     (LEFT, TOP, BLUE, "policy", "a language model", "core/sampler.py"),
     (MIDDLE, TOP, BLUE, "completions", "a group of each prompt", "core/rollout.py"),
     (RIGHT, TOP, BLUE, "environment", "sets problems, grades replies", "envs/"),
-    (RIGHT, BOTTOM, PURPLE, "rewards", "of a group: " + ", ".join(f"{x:g}" for x in REWARDS), "utils/rewards/"),
+    (RIGHT, BOTTOM, PURPLE, "rewards", "of a group: " + ", ".join(f"{x:g}" for x in REWARDS), "envs/scoring/"),
     (MIDDLE, BOTTOM, PURPLE, "advantages", ", ".join(f"{x:+.1f}" for x in ADVANTAGES), "core/objectives.py"),
     (LEFT, BOTTOM, PURPLE, "gradient", "of A log p, where not clipped", "core/learner.py"),
 )

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from envs.answers import FORMS, final_answer, parse_arithmetic, same_math
 from envs.numerals import same_number
 from envs.rewards import quarter_per_tag, think_answer
-from utils.rewards.processes import descendant_pids, tree_memory
-from utils.rewards.scorer import Scorer
+from envs.scoring.processes import descendant_pids, tree_memory
+from envs.scoring.scorer import Scorer
 
 PIECES = [
     *"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t", "\0", "\ud800", "\u202e", "١", "½", "×", "−", "🙂",

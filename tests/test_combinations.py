@@ -25,13 +25,13 @@ from core.records import Episodes
 from core.rollout import RolloutWorker, with_length_reward
 from core.sampler import Chain, Sampler
 from envs.base import Env, Episode, Problem, Step
+from envs.scoring.scorer import Failure
 from envs.tools import ToolEpisode, ToolSettings
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
 from utils.devices.sharding import single_device
 from utils.metrics.health import HealthChecks
 from utils.metrics.rollout import rollout_metrics
-from utils.rewards.scorer import Failure
 from utils.settings.config import make_config
 
 G, LIMIT, MAX_TURNS, COST = 4, 256, 3, 0.1  # rows of a group; tokens and turns of an episode; price of a call

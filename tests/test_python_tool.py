@@ -25,8 +25,8 @@ from test_scoring import wait_until_gone
 from envs import make_env, sandbox
 from envs.base import INLINE, Env, Reply, Step
 from envs.python_tool import PREFIX, CodeError, Interpreter, lock
-from utils.rewards.helper import EpisodeCache, Turns
-from utils.rewards.scorer import Scorer
+from envs.scoring.helper import EpisodeCache, Turns
+from envs.scoring.scorer import Scorer
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,16 +6,16 @@ import pytest
 import envs
 from core.records import Completions, Episodes
 from core.rollout import with_length_reward
-from envs.settings import EnvConfig
-from utils.evaluation.preview import show, tasks_that_fit
-from utils.metrics.rollout import rollout_metrics
-from utils.rewards.shaping import (
+from envs.scoring.shaping import (
     RewardConfig,
     add_length_reward,
     add_truncation_penalty,
     cosine_reward,
     overlong_penalty,
 )
+from envs.settings import EnvConfig
+from utils.evaluation.preview import show, tasks_that_fit
+from utils.metrics.rollout import rollout_metrics
 
 
 def test_overlong_penalty_is_that_of_dapo():

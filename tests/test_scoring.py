@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from envs.base import MAX_OBSERVED, Reply, Step
+from envs.scoring import scorer as scoring
+from envs.scoring.helper import Outcome, ScorerSettings, Turns
+from envs.scoring.scorer import Failure, Scorer, ScoringStream
 from tests.hostile import MEMORY
-from utils.rewards import scorer as scoring
-from utils.rewards.helper import Outcome, ScorerSettings, Turns
-from utils.rewards.scorer import Failure, Scorer, ScoringStream
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -367,7 +367,7 @@ def test_closing_leaves_no_process_behind():
 def test_workers_die_with_a_run_that_is_killed(text):
     """Killed between two calls, or while a reward hangs with its interpreter locked."""
     program = (
-        "from utils.rewards.scorer import Scorer\n"
+        "from envs.scoring.scorer import Scorer\n"
         f"scorer = Scorer({HOSTILE!r}, num_workers=1, timeout=60)\n"
         "print(int(scorer.score_replies([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
         f"scorer.score_replies([0], [{text!r}])\n"

@@ -25,6 +25,10 @@ from core.rollout import answering_calls, make_worker, repeated_jobs
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
+from envs.scoring import scorer as scoring
+from envs.scoring.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
+from envs.scoring.processes import descendant_pids
+from envs.scoring.scorer import Scorer, ScoringStream
 from envs.settings import resolve_settings
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
@@ -34,10 +38,6 @@ from tests.hostile import MEMORY
 from utils.devices.sharding import single_device
 from utils.evaluation.preview import show, tasks_that_fit
 from utils.metrics.terminal import Wait
-from utils.rewards import scorer as scoring
-from utils.rewards.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
-from utils.rewards.processes import descendant_pids
-from utils.rewards.scorer import Scorer, ScoringStream
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 

@@ -49,6 +49,8 @@ from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from envs import make_env, parse_options
 from envs.base import Env, Problem
+from envs.scoring.helper import ScorerSettings
+from envs.scoring.scorer import Failure, Scorer
 from models import decoder
 from models.distribution import Distribution
 from models.names import Array
@@ -56,8 +58,6 @@ from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.estimates import pass_at_k
 from utils.metrics.rollout import rollout_metrics
-from utils.rewards.helper import ScorerSettings
-from utils.rewards.scorer import Failure, Scorer
 from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO

@@ -47,6 +47,7 @@ from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import ForcedAnswer
+from envs.scoring.processes import descendant_pids
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
 from models import decoder
 from models.architecture import FULL, SLIDING
@@ -55,7 +56,6 @@ from models.distribution import Distribution
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.rewards.processes import descendant_pids
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 

@@ -15,12 +15,12 @@ from core.records import Message
 from core.rollout import answering_calls, encode_prompt
 from core.sampler import Sampler
 from envs.base import DIALECTS
+from envs.scoring.scorer import Scorer, ScoringStream
 from envs.settings import RolloutSettings
 from models.names import Key, Params, Weights
 from utils.evaluation.chat import ShowText, StreamPrinter
 from utils.evaluation.preview import example_calls
 from utils.metrics.logger import printable
-from utils.rewards.scorer import Scorer, ScoringStream
 from utils.settings.errors import UserError
 
 

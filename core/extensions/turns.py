@@ -23,6 +23,8 @@ from jaxtyping import Int
 from core.records import Completions, Message
 from core.sampler import Cache, Chain, Sampler, released
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
+from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
+from envs.scoring.scorer import ScoringStream
 from envs.settings import RolloutSettings
 from models import decoder
 from models.architecture import Decoder
@@ -30,8 +32,6 @@ from models.names import Array, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.metrics.terminal import Wait
-from utils.rewards.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
-from utils.rewards.scorer import ScoringStream
 from utils.settings.errors import UserError
 
 PATIENCE = 0.1  # seconds that rows which can draw wait for the others, as a share of their last segment's

@@ -3,7 +3,7 @@
     with Scorer("countdown", timeout=10) as scorer:
         rewards, counts = scorer.score_replies([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
 
-The workers belong to one helper process, a program of its own (utils/rewards/helper.py): a process that runs JAX must
+The workers belong to one helper process, a program of its own (envs/scoring/helper.py): a process that runs JAX must
 not fork, and multiprocessing's other ways import the main script in every worker, and jax with it: 165 MB each, and
 3.2 s until two of them are ready. The helper never imports jax, so its workers can fork from it. Its pipe is the
 lifeline: when the run ends, however it ends, the pipe closes, and the helper ends its workers and itself.
@@ -23,12 +23,12 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+from envs.scoring.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
+from envs.scoring.processes import kill_tree
 from utils.files import open_log
-from utils.rewards.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
-from utils.rewards.processes import kill_tree
 from utils.settings.errors import UserError
 
-HELPER = "import sys; sys.path[0] = sys.argv[1]; from utils.rewards.helper import serve; serve(int(sys.argv[2]))"
+HELPER = "import sys; sys.path[0] = sys.argv[1]; from envs.scoring.helper import serve; serve(int(sys.argv[2]))"
 MAX_WRITTEN = 100  # failures that are written to a file
 
 # Environment variables that workers see; a key that a reward needs is given to it as REWARD_...

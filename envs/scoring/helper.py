@@ -1,4 +1,4 @@
-"""The helper process of utils/rewards/scorer.py: it starts workers, hands replies out to them, and enforces limits.
+"""The helper process of envs/scoring/scorer.py: it starts workers, hands replies out to them, and enforces limits.
 
     run -- Connection --> helper: a loop over connections, one thread, never jax
                             |-- keeper --> worker: makes the environment, scores chunks of replies
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from envs import make_env
 from envs.base import Env, Episode, Problem, Reply, Step, limited
-from utils.rewards.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
+from envs.scoring.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
 
 MAX_CHUNK = 32  # replies that share one message to a worker
 QUICK = 0.01  # seconds of a worker's share of the queue below which it is one chunk
