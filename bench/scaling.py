@@ -67,7 +67,7 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
     sizes = full_rows(num_rows, config.tokens)
     num_packed = config.rows * config.tokens
     packing = layout.put(pack_rows(sizes, config.tokens, num_packed, num_packed, layout.row_shards))
-    settings = model, ObjectiveConfig(), Distribution()
+    settings = model, ObjectiveConfig().loss, Distribution()
     lowered = accumulate.lower(*settings, shapes, (shapes, np.float32(0)), batch, packing)
     text = lowered.compile().as_text()
     shardings = jax.tree.map(lambda x: x.sharding, shapes)

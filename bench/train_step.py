@@ -25,7 +25,7 @@ from jaxtyping import Float
 from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, rounds_of, shape, spread
 from core.config import Config, UpdateConfig
 from core.learner import Learner, accumulate, make_learner, split_minibatches
-from core.objectives import ObjectiveConfig, compute_advantages, policy_loss
+from core.objectives import LossConfig, compute_advantages, policy_loss
 from core.records import Batch
 from core.sampler import SamplingConfig, decode_weights
 from models.architecture import Decoder
@@ -158,7 +158,7 @@ def timed_update(config: BenchTraining, layout: Layout) -> Callable[[], Params |
 
 
 def naive_accumulate(
-    model: Decoder, objective: ObjectiveConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
+    model: Decoder, objective: LossConfig, distribution: Distribution, params: Params, grads: Params, batch: Batch
 ) -> tuple[Params, dict[str, Array]]:
     """Computes what `accumulate` does, from the logits [B, T, V]."""
 
@@ -189,8 +189,8 @@ def memory_table(config: Command, model: Decoder, layout: Layout) -> list[tuple[
     optimizer = make_optimizer(config.optimizer)
     num_tokens = config.memory.tokens_per_microbatch or 8192
     learner = Learner(model, optimizer, layout, config, config.num_generation_tokens, num_tokens)
-    naive = jax.jit(naive_accumulate, static_argnums=(0, 1, 2), donate_argnums=4)
-    settings = model, config.objective, config.sampling.distribution
+    naive = jax.jit(naive_accumulate, static_argnums=(0, 2), donate_argnums=4)
+    settings = model, config.objective.loss, config.sampling.distribution
     sums = params, np.float32(0)
     table = []
     for factor in (1, 2, 4):

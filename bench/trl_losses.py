@@ -156,7 +156,7 @@ def apart(trainer: Trl, rollouts: Batch, new: np.ndarray, scale: float = 1.0, **
     batch = set_loss_denominators(batch, B, LIMIT, config)
 
     def loss(x: np.ndarray) -> jax.Array:
-        return scale * policy_loss(TokenScores(x, jnp.zeros_like(x)), batch, config)[0]
+        return scale * policy_loss(TokenScores(x, jnp.zeros_like(x)), batch, config.loss)[0]
 
     ours = jax.value_and_grad(loss)(new[rows])
     has_all = len(rows) == B or not config.kl_coef

@@ -315,7 +315,7 @@ def score(
     return score_tokens(model, params, tokens, distribution, support, routes, packing, extras)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 2), donate_argnums=4)
 def accumulate(
     model: Decoder,
     objective: LossConfig,

@@ -151,7 +151,7 @@ def policy_gradient(model: Decoder, params: Params, batch: Batch) -> tuple[Param
     def loss(params: Params) -> tuple[Float[Array, ""], Metrics]:
         scores = token_scores(model, params, batch.tokens)
         # Old log-probabilities are left out: at the first update after sampling they equal the new ones, ratio = 1.
-        return policy_loss(scores, batch, OBJECTIVE)
+        return policy_loss(scores, batch, OBJECTIVE.loss)
 
     return jax.grad(loss, has_aux=True)(params)
 

@@ -4,8 +4,9 @@ To change the loss: write a function beside `ppo` and add its name to OBJECTIVES
 To change the advantage: write a function beside `rloo` and add its name to GROUP_ADVANTAGES or BATCH_ADVANTAGES.
 To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
 
-Advantages are NumPy on the host, losses are JAX inside of jit; everything is float32. N prompts, G rollouts of each,
-B = N G rows, T row length, S ids of a truncated distribution, R bins of log ratios.
+Advantages are NumPy on the host, losses are JAX inside of jit; everything is float32. Another value of a
+setting compiles the update anew, but of those that TracedLossConfig lists: a controller may change these at each step.
+N prompts, G rollouts of each, B = N G rows, T row length, S ids of a truncated distribution, R bins of log ratios.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from utils.training.batching import select_rows
 
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 Function = TypeVar("Function", bound=Callable)
+Coefficient = float | Float[Array, ""]
 TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
 
 
@@ -181,9 +183,9 @@ def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> T
 @formula("-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}")
 def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of DPPO with binary total variation. Source: arXiv 2602.04879."""
-    low, high = config.clip_range
+    fall, rise = config.clip_epsilon, config.clip_epsilon_high
     moved = stop_gradient(jnp.exp(logprobs)) - jnp.exp(batch.sample_logprobs)
-    is_inside = jnp.where(batch.advantages > 0, moved <= high - 1, moved >= low - 1)
+    is_inside = jnp.where(batch.advantages > 0, moved <= rise, moved >= -fall)
     ratio = jnp.exp(logprobs - batch.sample_logprobs)
     return jnp.where(is_inside, -ratio * batch.advantages, 0.0), ~is_inside
 
@@ -282,10 +284,30 @@ class LossConfig:
     )
 
     @property
-    def clip_range(self) -> tuple[float, float]:
+    def clip_epsilons(self) -> tuple[float, float]:
         is_symmetric = self.clip_epsilon_high == -1
-        high = self.clip_epsilon if is_symmetric else self.clip_epsilon_high
-        return 1 - self.clip_epsilon, 1 + high
+        return self.clip_epsilon, self.clip_epsilon if is_symmetric else self.clip_epsilon_high
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        low, high = self.clip_epsilons
+        return 1 - low, 1 + high
+
+
+@dataclass(frozen=True)
+class TracedLossConfig(LossConfig):
+    """Loss inside of jit: the coefficients below are traced numbers, None where they are 0; all else is static."""
+
+    clip_epsilon: Coefficient = 0.2
+    clip_epsilon_high: Coefficient = 0.2
+    clip_range: tuple[Coefficient, Coefficient] = (0.8, 1.2)  # rounded once, from float64
+    kl_coef: Coefficient | None = None
+    entropy_coef: Coefficient | None = None
+
+
+COEFFICIENTS = ["clip_epsilon", "clip_epsilon_high", "clip_range", "kl_coef", "entropy_coef"]
+STATIC = [field.name for field in fields(LossConfig) if field.name not in COEFFICIENTS]
+jax.tree_util.register_dataclass(TracedLossConfig, COEFFICIENTS, STATIC)
 
 
 @dataclass(frozen=True)
@@ -352,9 +374,15 @@ class ObjectiveConfig(LossConfig):
                 raise UserError(message)
 
     @property
-    def loss(self) -> LossConfig:
-        """Returns the settings of the loss alone: members of a population share its programs where these are equal."""
-        return LossConfig(**{field.name: getattr(self, field.name) for field in fields(LossConfig)})
+    def loss(self) -> TracedLossConfig:
+        """Returns the settings of the loss alone: members of a population share its programs where these are equal.
+
+        Terms whose coefficients are None are not computed.
+        """
+        settings = {field.name: getattr(self, field.name) for field in fields(LossConfig)}
+        used = {"clip_epsilon_high": self.clip_epsilons[1], "clip_range": self.clip_range}
+        used |= {name: settings[name] or None for name in ("kl_coef", "entropy_coef")}
+        return TracedLossConfig(**settings | used)
 
     @property
     def is_group_relative(self) -> bool:
@@ -555,9 +583,9 @@ def policy_loss(
         "clip_fraction": token_mean(is_clipped & (batch.advantages != 0), batch),
         "masked_fraction": token_mean(weights == 0, batch),
     }
-    entropy_loss = -config.entropy_coef * metrics["entropy"]
+    entropy_loss = jnp.zeros(()) if config.entropy_coef is None else -config.entropy_coef * metrics["entropy"]
     loss += entropy_loss
-    if config.kl_coef:
+    if config.kl_coef is not None:
         kl_loss, metrics["kl"] = reference_kl(logprobs, batch, config)
         loss += kl_loss
     metrics |= ratio_metrics(log_ratio, batch) | sampler_metrics(sampler_log_ratio, batch)

@@ -37,13 +37,14 @@ from kill_runs import reproducible
 from safetensors.numpy import load_file
 
 from core import grpo, records
+from core import learner as learner_module
 from core.config import Config
 from core.evaluate import evaluate
 from core.extensions.notes import describe_objective
 from core.extensions.programs import zero_batch
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
 from core.learner import Learner, Update, apply_gradients, split_minibatches
-from core.objectives import compute_advantages, set_loss_denominators
+from core.objectives import compute_advantages, policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
@@ -221,6 +222,25 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
     found = {name: (x.shape, x.dtype.name) for name, x in zeros.extras.items()}
     B = len(zeros)
     assert found == {"of_row": ((B,), "int32"), "of_token": ((B, 64), "float32")}
+
+
+def test_another_coefficient_compiles_nothing():
+    """And the gradient is that of the loss with this constant in it."""
+    base = {"kl_coef": 0.1, "entropy_coef": 0.02, "clip_epsilon": 0.2, "clip_epsilon_high": 0.3}
+    changes = [{name: 2 * value} for name, value in base.items()]
+    update(with_reference(random_batch()), **base)
+    before = learner_module.accumulate._cache_size()
+    found = [update(with_reference(random_batch()), **base | change)[0] for change in changes]
+    assert learner_module.accumulate._cache_size() == before
+    for change, gradient in zip(changes, found, strict=True):
+        loss = replace(CONFIG.objective, **base | change)
+        batch = set_loss_denominators(with_reference(random_batch()), 4, 50, loss)
+
+        def loss_of(params, batch=batch, loss=loss):
+            scores = decoder.score_tokens(MODEL, params, batch.tokens, DISTRIBUTION)
+            return policy_loss(scores, batch, loss)[0]
+
+        assert_same_gradient(gradient, jax.grad(loss_of)(random_params()))
 
 
 CUT = {"kl_coef": 0.1, "clip_epsilon": 0.25}  # a ratio of the batch lies within 1e-6 of 1.2
