@@ -159,7 +159,7 @@ class Learner:
             warmup_steps = config.optimizer.warmup_steps
             trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
             trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, *sums, factor)
-            state = self.between_updates(replace(state, **vars(trained)))
+            state = self.between_updates(replace(trained, extra=state.extra))
         parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
         metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from models.names import Array, Extras
+from utils.metrics.jsonl import JSON
 from utils.training.batching import concatenate
 
 Message = dict[str, str]  # role and content
@@ -160,6 +161,7 @@ class Progress:
     cursor: int = 0  # number of the next problem, counted over all epochs
     num_rollouts: int = 0  # completions sampled so far
     best: float | None = None  # best held-out return so far
+    memory: dict[str, JSON] = field(default_factory=dict)  # what an idea keeps from step to step; saved as JSON
 
     def after_step(self, cursor: int, num_rollouts: int) -> Self:
         return replace(self, step=self.step + 1, cursor=cursor, num_rollouts=self.num_rollouts + num_rollouts)

@@ -103,8 +103,7 @@ def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(whole
 
     def forgetful(run, state):
         state, progress = restore(run, state)
-        weights = jax.tree.map(lambda x: x * 1.1, state.behavior_policy)
-        return grpo.replace(state, behavior_policy=weights), progress
+        return grpo.replace(state, extra=jax.tree.map(lambda x: x * 1.1, state.extra)), progress
 
     monkeypatch.setattr(grpo.Run, "restore", forgetful)
     assert train(tmp_path / "run") == 0

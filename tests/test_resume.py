@@ -1,6 +1,7 @@
 """No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
 
 import asyncio
+import copy
 import json
 import logging
 import os
@@ -46,7 +47,7 @@ from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
-from utils.training.state import HOST, fingerprint
+from utils.training.state import HOST, TrainState, fingerprint
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
@@ -185,14 +186,32 @@ def save(run: Run, step: int) -> None:
     run.save_newest()
 
 
-def end_step(run: Run, step: int) -> None:
+def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path):
+    """Progress.memory as it was at the end of the step, and arrays of TrainState.extra."""
+    rng = np.random.default_rng(0)
+    extra = {"ema": {"w": jnp.float32(rng.normal(size=(5, 3)))}, "buffer": jnp.int32(rng.integers(9, size=7))}
+    state = TrainState({"w": jnp.ones(3)}, (), jnp.int32(1), jnp.int32(0), extra)
+    memory = {"baseline": {"7": rng.normal()}, "seen": [1, 2]}
+    with started(small_run(tmp_path / "run")) as run:
+        end_step(run, 1, state, copy.deepcopy(memory))
+    restored, progress = small_run(tmp_path / "run").restore(jax.tree.map(jnp.zeros_like, state))
+    assert progress == Progress(1, memory=memory)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (restored, state)), strict=True))
+    with pytest.raises(AssertionError, match=r"Progress\.memory"), started(small_run(tmp_path / "other")) as run:
+        end_step(run, 1, state, {7: 0.5})
+
+
+def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict | None = None) -> None:
     """Ends a step of one rollout of one token; it is no step to save."""
     ones = np.ones((1, 2), np.int32)
     row, reward = np.ones(1, np.int32), np.ones(1, np.float32)
     completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward, 0 * row)
     episodes = Episodes(completions, row, ["a"], {"return": reward}, row < 0, {}, {})
     batch = Batch(ones, ones > 0, np.float32(ones), reward, 2 * row, row, row=row - 1)
-    run.end_step(Progress(step), states(step), {}, episodes, batch, is_last=False)
+    progress = Progress(step, memory=memory or {})
+    run.end_step(progress, state or states(step), {}, episodes, batch, is_last=False)
+    progress.memory.clear()  # as the next step may, before this one is saved
 
 
 def states(step: int) -> dict:

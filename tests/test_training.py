@@ -228,7 +228,10 @@ def test_another_coefficient_compiles_nothing():
     """And the gradient is that of the loss with this constant in it."""
     base = {"kl_coef": 0.1, "entropy_coef": 0.02, "clip_epsilon": 0.2, "clip_epsilon_high": 0.3}
     changes = [{name: 2 * value} for name, value in base.items()]
-    update(with_reference(random_batch()), **base)
+    learner = make_learner(**base)
+    state = replace(first_state(learner), extra={"ema": np.ones(3)})
+    state, _ = learner.update(state, with_reference(random_batch()), 0.0)
+    assert state.extra["ema"].tolist() == [1, 1, 1]  # it lives across updates, and is no part of them
     before = learner_module.accumulate._cache_size()
     found = [update(with_reference(random_batch()), **base | change)[0] for change in changes]
     assert learner_module.accumulate._cache_size() == before

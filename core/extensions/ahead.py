@@ -21,8 +21,9 @@ from core.rollout import RolloutWorker
 from models.decoder import cast_params
 from models.memory import sampling_room
 from models.names import ADAPTERS, Adapters, Params, Policy, Weights
-from utils.training.state import AheadState, TrainState
+from utils.training.state import TrainState
 
+BEHAVIOR = "behavior_policy"  # state.extra[BEHAVIOR]: as the sampler reads it, or adapters over a base
 Collected = tuple[Episodes, int]  # and the number of the next task
 Collect = Callable[[RolloutWorker, Weights, Config, int, int], Collected]
 FractionDone = Callable[[Config, RolloutWorker, Progress], float]
@@ -78,7 +79,7 @@ class AheadRollouts:
             self.worker.scorer.close()  # it may wait for outcomes
         self.pool.shutdown()
 
-    def take(self, state: AheadState, progress: Progress) -> tuple[AheadState, Episodes, Progress]:
+    def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
         """Returns the rollouts of the step behind `progress`, and the progress after it; those of the next one begin.
 
         The state has the weights that draw them. The ones before are deleted first: memory holds one copy.
@@ -95,15 +96,15 @@ class AheadRollouts:
             "times/rollout_ahead": sum(episodes.times.values()),
         }
         progress = progress.after_step(cursor, len(episodes))
-        jax.tree.map(lambda x: x.delete(), state.behavior_policy)
-        state = replace(state, behavior_policy=copy_policy(self.worker, self.learner, state.params))
+        jax.tree.map(lambda x: x.delete(), state.extra[BEHAVIOR])
+        state = with_behavior(state, self.worker, self.learner)
         if self.fraction_done(self.config, self.worker, progress) < 1:
             self.drawing = self.start(state, progress)
         return state, replace(episodes, metrics=waited), progress
 
-    def start(self, state: AheadState, progress: Progress) -> Future[Collected]:
+    def start(self, state: TrainState, progress: Progress) -> Future[Collected]:
         """Starts to draw the rollouts of the step behind `progress` in the thread."""
-        weights = state.behavior_policy
+        weights = state.extra[BEHAVIOR]
         if self.learner.base:
             weights = self.worker.load_weights(self.learner.policy(weights))
         self.worker.drawing[:] = [self.pool.submit(self.run, weights, progress)]
@@ -124,17 +125,22 @@ def copy_policy(worker: AheadWorker, learner: Learner, params: Params | Adapters
     return worker.load_weights(params)
 
 
+def with_behavior(state: TrainState, worker: AheadWorker, learner: Learner) -> TrainState:
+    """Returns the state with a copy of its policy, which draws the next rollouts."""
+    return replace(state, extra=state.extra | {BEHAVIOR: copy_policy(worker, learner, state.params)})
+
+
 def prepare_ahead(
     workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
-) -> tuple[dict[str, AheadWorker], AheadState]:
+) -> tuple[dict[str, AheadWorker], TrainState]:
     """Returns workers that take over policies of the learner, and the state with weights for the first rollouts."""
     is_apart = workers["env"].layout != learner.layout
     own_base = workers["env"].layout.receive(learner.base) if is_apart else None
     drawing: list[Future] = []
     ours = {role: AheadWorker(**vars(worker), own_base=own_base, drawing=drawing) for role, worker in workers.items()}
     worker = ours["env"]
-    state = AheadState(**vars(state), behavior_policy=copy_policy(worker, learner, state.params))
+    state = with_behavior(state, worker, learner)
     if is_apart:
-        room = sampling_room(worker.sampler.model, worker.layout, (worker.own_base, state.behavior_policy))
+        room = sampling_room(worker.sampler.model, worker.layout, (worker.own_base, state.extra[BEHAVIOR]))
         ours = {role: worker.with_room(room) for role, worker in ours.items()}
     return ours, state

@@ -361,7 +361,9 @@ class Run:
         if self.layout.is_cpu and forget_programs():
             self.print(f"step {step}: there were too many compiled programs for this process; it loads them as needed")
         self.num_steps += 1
-        self.newest = state, progress
+        memory = json.loads(json.dumps(progress.memory))  # a copy, which the loop cannot change before it is saved
+        assert memory == progress.memory, "Progress.memory must be as JSON returns it: names are text, values finite"
+        self.newest = state, replace(progress, memory=memory)
         self.check_lock()
         self.checkpoints.check_errors()
         if not is_last and (is_saved or time.monotonic() > self.next_drawing):
@@ -386,7 +388,10 @@ class Run:
         if any(x.is_deleted() for x in jax.tree.leaves(state)):
             return  # donated to an update that did not end
         self.upload()
-        self.checkpoints.save(progress.step, state, asdict(progress))
+        saved = asdict(progress)
+        if not progress.memory:
+            del saved["memory"]  # as states of before have it
+        self.checkpoints.save(progress.step, state, saved)
 
     def upload(self) -> None:
         """Copies new files to the bucket, if there is one."""

@@ -1,6 +1,7 @@
 """Training state: parameters, optimiser state and step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, PyTree, UInt
 
-from models.names import Adapters, Array, Params, Weights
+from models.names import Adapters, Array, Params
 from utils.settings.errors import UserError
 
 DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
@@ -23,19 +24,12 @@ class TrainState:
     opt_state: PyTree
     step: Int[Array, ""]  # optimiser steps taken
     num_skipped: Int[Array, ""]  # updates in a row that were not finite
+    extra: dict[str, PyTree] = field(default_factory=dict)  # arrays that live across steps: saved, no part of updates
 
     @property
-    def trained(self) -> "TrainState":
+    def trained(self) -> Self:
         """The part that updates replace."""
-        return TrainState(self.params, self.opt_state, self.step, self.num_skipped)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class AheadState(TrainState):
-    """Under --ahead also the weights of the next rollouts, a step old; updates do not change them."""
-
-    behavior_policy: Weights | Adapters  # as the sampler reads it, or adapters over a base
+        return replace(self, extra={})
 
 
 def init_state(params: Params | Adapters, optimizer: optax.GradientTransformation) -> TrainState:
