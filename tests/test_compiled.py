@@ -19,7 +19,6 @@ from bench.common import shape
 from models import decoder
 from models.architecture import Decoder
 from models.names import Params
-from utils.devices import sharding
 from utils.devices.sharding import gather, on_each, single_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
@@ -277,10 +276,9 @@ def multiply(weights: Params, rows: jax.Array) -> jax.Array:
     return jax.nn.silu(rows @ up.T) @ down.T
 
 
-def gradients_of_products(layout: compiled.Imagined, compute: Callable) -> tuple[str, float]:
-    """Returns the program that takes gradients of an MLP, and what it sends, as a part of FSDP's minimum."""
-    mesh = layout.mesh
-    rows = compiled.rows(layout, 8192 * mesh.size, 1024, dtype=jnp.bfloat16)
+def gradients_of_products(layout: compiled.Imagined, compute: Callable) -> str:
+    """Returns the program that takes gradients of an MLP."""
+    rows = compiled.rows(layout, 8192 * layout.mesh.size, 1024, dtype=jnp.bfloat16)
     weights = {
         name: jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=layout.sharding(sizes, axes))
         for name, (sizes, axes) in MATRICES.items()
@@ -290,38 +288,24 @@ def gradients_of_products(layout: compiled.Imagined, compute: Callable) -> tuple
     def loss(weights: Params, rows: jax.Array) -> jax.Array:
         return jnp.square(compute(weights, rows).astype(jnp.float32)).sum()
 
-    program = compiled.compile_for(jax.jit(jax.grad(loss), out_shardings=places), weights, rows)
-    sent = sum(each.sent for each in hlo.transfers(program.hlo, layout.slices))
-    num_parameters = sum(x.size for x in weights.values())
-    return program.hlo, sent / hlo.fsdp_minimum(num_parameters, mesh.shape, 2)
+    return compiled.compile_for(jax.jit(jax.grad(loss), out_shardings=places), weights, rows).hlo
 
 
 @needs_tpu
 def test_tpus_gather_weights_and_sum_gradients_in_float32():
     """By itself XLA sends pieces of weights around, and sums their products in bfloat16: a windowed einsum."""
     layout = compiled.imagine("v5e", fsdp=8)
-    by_itself, _ = gradients_of_products(layout, multiply)
-    ours, _ = gradients_of_products(layout, partial(on_each, layout.mesh, multiply, table=MATRICES))
+    by_itself = gradients_of_products(layout, multiply)
+    ours = gradients_of_products(layout, partial(on_each, layout.mesh, multiply, table=MATRICES))
     assert "windowed_dot_general" in by_itself and "windowed_dot_general" not in ours
     summed = re.findall(r"= (\w+)\[\S* (?:reduce-scatter|all-reduce)\(", ours)
     assert set(summed) == {"f32"}
 
 
 @needs_tpu
-def test_a_cube_of_tpus_sends_gradients_once(monkeypatch):
-    """By itself XLA sums over three dimensions of a torus by an all-reduce, which sends twice as much."""
-    layout = compiled.imagine("v5p", fsdp=8)
-    products = partial(on_each, layout.mesh, multiply, table=MATRICES)
-    _, sent = gradients_of_products(layout, products)
-    monkeypatch.setattr(sharding, "CUBE_KIND", "none")
-    _, by_itself = gradients_of_products(layout, products)
-    assert sent < 0.8 and by_itself > 1
-
-
-@needs_tpu
-@pytest.mark.parametrize("target", ["v5e", "v5p"])
-def test_an_update_for_tpus_gathers_all_of_its_weights(target):
-    """Short rows compile in a tenth of the time."""
+@pytest.mark.parametrize(("target", "most"), [("v5e", 1.1), ("v5p", 1.7)])
+def test_an_update_for_tpus_gathers_all_of_its_weights(target, most):
+    """Short rows compile in a tenth of the time. XLA sums over the three dimensions of a v5p by all-reduces."""
     layout = compiled.imagine(target, fsdp=8)
     model = replace(FEW, vocab_size=2048, remat="full", attention="plain")
     text = train_step(model, layout, 1, 128).hlo
@@ -329,7 +313,7 @@ def test_an_update_for_tpus_gathers_all_of_its_weights(target):
     summed = re.findall(r"= (\w+)\[\S* (?:reduce-scatter|all-reduce)\(", text)
     assert set(summed) == {"f32"}
     sent = compiled.measure_communication(model, layout, text)
-    assert sum(sent.sent.values()) < 1.1 * sent.least
+    assert sum(sent.sent.values()) < most * sent.least
 
 
 @needs_h200

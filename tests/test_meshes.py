@@ -244,7 +244,7 @@ def test_all_that_is_large_is_cut():
     wait(start_processes("from test_meshes import *; shardings_on_eight_devices()", num_devices=8))
 
 
-def gradients_of_a_cube() -> None:
+def gradients_on_eight_devices() -> None:
     mesh = make_layout(DeviceConfig(mesh="fsdp=8")).mesh
     x = jax.random.normal(jax.random.key(0), (8, 24, 16))  # a gradient of each device
     table = (24, 16), (None, "embed")
@@ -254,19 +254,17 @@ def gradients_of_a_cube() -> None:
         return to_weights(rows[0])[0][None]
 
     @jax.jit
-    def on_cube(weights, rows):
+    def summed(weights, rows):
         return sharding.on_each(mesh, gradient_of_sum, weights, rows, table)
 
-    cut = on_cube(jnp.zeros(table[0]), x)  # [8, 24, 2]
+    cut = summed(jnp.zeros(table[0]), x)  # [8, 24, 2]
     found = np.moveaxis(np.asarray(cut), 0, 1).reshape(table[0])
     np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu", "TPU v5"])
-def test_gradients_are_summed_and_cut_in_one_step_or_in_two(kind):
-    call = f"sharding.CUBE_KIND = {kind!r}; gradients_of_a_cube()"
-    wait(start_processes(CALL + call, num_devices=8))
+def test_gradients_are_summed_and_cut():
+    wait(start_processes("from test_meshes import *; gradients_on_eight_devices()", num_devices=8))
 
 
 def communication_on_eight_devices() -> None:

@@ -27,8 +27,6 @@ from utils.settings.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tp")
 ROWS = ("data", "fsdp")
-CUBE_KIND = "TPU v5"  # of devices, as JAX names v5p: its tori have three dimensions
-CUBE = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]  # devices of two faces, and across them
 CHAIN_BYTES = 1 << 27  # of weights: models with fewer are computed faster by two threads than by one on a CPU
 LOGICAL_TO_MESH = {
     "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None,
@@ -282,22 +280,10 @@ def gather_forward(x: jax.Array, axis: int, dtype: DTypeLike) -> tuple[jax.Array
 
 def gather_backward(axis: int, dtype: DTypeLike, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     """Returns this device's part of the sum of all devices' gradients."""
-    sum_and_cut = partial(jax.lax.psum_scatter, axis_name="fsdp", scatter_dimension=axis, tiled=True)
-    for groups in summing_steps(jax.sharding.get_abstract_mesh()):
-        gradient = sum_and_cut(gradient, axis_index_groups=groups)
-    return (gradient,)
+    return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True),)
 
 
 gather_along.defvjp(gather_forward, gather_backward)
-
-
-def summing_steps(mesh: AbstractMesh) -> Sequence[Sequence[Sequence[int]] | None]:
-    """Returns the devices of fsdp that sum and cut gradients together in each step; None: all of them.
-
-    XLA for TPU sums over three dimensions of a torus by an all-reduce, which sends twice as much.
-    """
-    is_cube = mesh.abstract_device.device_kind == CUBE_KIND and mesh.shape["fsdp"] == mesh.size == 8
-    return CUBE if is_cube else [None]
 
 
 def look_up(x: jax.Array, ids: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
