@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from core.config import EvalConfig
 from core.evaluate import evaluate
+from core.extensions.foreign import check_code, find_run
 from core.rollout import make_worker
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
@@ -30,7 +31,6 @@ from utils.evaluation.preview import show
 from utils.evaluation.tables import Result, check_writable, find_checkpoints, write_results, write_samples
 from utils.metrics.logger import writable
 from utils.reporting.page import read_settings
-from utils.runs.foreign import check_code, find_run
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.errors import user_errors

@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from core.config import Config
 from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
+from core.extensions.metrics import rollout_metrics
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
@@ -42,7 +43,6 @@ from models.names import Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layouts
-from utils.metrics.rollout import rollout_metrics
 from utils.metrics.speed import speed_metrics
 from utils.runs.folder import Run, is_due, settings_of_model
 from utils.settings.config import parse

@@ -19,6 +19,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from core.config import Config
+from core.extensions.card import training_command
+from core.extensions.foreign import check_code
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.sampler import row_keys
@@ -31,8 +33,6 @@ from utils.devices.sharding import Layout
 from utils.metrics.jsonl import parse_json
 from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
-from utils.runs.card import training_command
-from utils.runs.foreign import check_code
 from utils.settings.arguments import Value
 from utils.settings.config import make_config, to_dict
 from utils.settings.errors import UserError

@@ -10,11 +10,11 @@ from huggingface_hub import ModelCard as HubCard
 from test_model import FIXTURES, load
 
 from core.config import Config
+from core.extensions import card as cards
+from core.extensions.card import ModelCard, find_version, make_card
 from core.records import Progress
 from envs.settings import resolve_environments
 from models.checkpoint import save_model
-from utils.runs import card as cards
-from utils.runs.card import ModelCard, find_version, make_card
 from utils.settings.config import make_config, parse, to_dict
 
 HELD_OUT = {"test_env_name": "countdown-test"}

@@ -18,6 +18,7 @@ from helpers import ROOT
 from test_training import HereScorer
 
 from core.config import Config
+from core.extensions.metrics import rollout_metrics
 from core.extensions.turns import TurnChain
 from core.grpo import groups_with_signal, make_batch
 from core.objectives import compute_advantages
@@ -31,7 +32,6 @@ from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
 from utils.devices.sharding import single_device
 from utils.metrics.health import HealthChecks
-from utils.metrics.rollout import rollout_metrics
 from utils.settings.config import make_config
 
 G, LIMIT, MAX_TURNS, COST = 4, 256, 3, 0.1  # rows of a group; tokens and turns of an episode; price of a call

@@ -18,6 +18,7 @@ import scipy.stats
 from helpers import ROOT
 
 from core import eval as evaluation
+from core.extensions.foreign import own_file, remember_code
 from core.replay import replay
 from envs import ENVS, find_class
 from envs.base import Env
@@ -35,7 +36,6 @@ from utils.evaluation.estimates import (
 )
 from utils.evaluation.tables import Result, compare_results, find_checkpoints, format_report, format_table, json_or_text
 from utils.runs.fingerprints import fingerprint_code
-from utils.runs.foreign import own_file, remember_code
 from utils.settings.config import with_options
 from utils.settings.errors import UserError, user_errors
 

@@ -29,6 +29,7 @@ LAW = {
 }
 EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "core.eval: utils.reporting.page",
+    "core.extensions.foreign: utils.reporting.page",
     "core.population: core.grpo utils.reporting.page",
     "models.checkpoint: models.download_model",
     "models.make_player: envs.base envs.calculator envs.gridworld envs.guess envs.tictactoe",
@@ -36,13 +37,10 @@ EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "utils.evaluation.preview: envs.base models.tokenizer",
     "utils.evaluation.tables: core.records envs.base models.tokenizer",
     "utils.metrics.logger: models.names",
-    "utils.metrics.rollout: core.records",
     "utils.metrics.speed: core.records models.architecture models.lora models.names",
-    "utils.reporting.rollouts: core.records models.tokenizer",
-    "utils.runs.card: core.records envs.settings models.checkpoint models.files",
-    "utils.runs.folder: core.records envs.settings models.architecture models.checkpoint models.names models.peft "
-    "models.tokenizer utils.reporting.page",
-    "utils.runs.foreign: envs.settings models.checkpoint utils.reporting.page",
+    "utils.runs.folder: core.extensions.card core.extensions.foreign core.extensions.rollout_files core.records "
+    "envs.settings models.architecture models.checkpoint models.names models.peft models.tokenizer "
+    "utils.reporting.page",
     "utils.training.optimizers: models.names",
     "utils.training.state: models.names",
 )

@@ -16,6 +16,7 @@ from helpers import MODEL, assert_close, depth, gradient_depth, random_params, s
 from transformers import GenerationConfig
 from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
+from core.extensions.card import generation_settings
 from core.sampler import gather_cache
 from models import architecture, attention, checkpoint, decoder
 from models.checkpoint import load_model, save_model
@@ -24,7 +25,6 @@ from models.families import COMMON, read_config, text_config
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import MESH_AXES, single_device
-from utils.runs.card import generation_settings
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import envs
+from core.extensions.metrics import rollout_metrics
 from core.records import Completions, Episodes
 from core.rollout import with_length_reward
 from envs.scoring.shaping import (
@@ -15,7 +16,6 @@ from envs.scoring.shaping import (
 )
 from envs.settings import EnvConfig
 from utils.evaluation.preview import show, tasks_that_fit
-from utils.metrics.rollout import rollout_metrics
 
 
 def test_overlong_penalty_is_that_of_dapo():

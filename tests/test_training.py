@@ -40,6 +40,7 @@ from core import grpo, records
 from core import learner as learner_module
 from core.config import Config
 from core.evaluate import evaluate
+from core.extensions.metrics import rollout_metrics
 from core.extensions.notes import describe_objective
 from core.extensions.programs import zero_batch
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
@@ -58,7 +59,6 @@ from models.names import Array
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.estimates import pass_at_k
-from utils.metrics.rollout import rollout_metrics
 from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO

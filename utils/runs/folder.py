@@ -24,6 +24,9 @@ from typing import Protocol, Self
 import jax
 import numpy as np
 
+from core.extensions.card import generation_settings, make_card
+from core.extensions.foreign import remember_code
+from core.extensions.rollout_files import example, rollout_arrays, rollout_rows, score_arrays
 from core.records import Batch, Episodes, Progress
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
@@ -41,14 +44,11 @@ from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import read_settings, write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
-from utils.reporting.rollouts import example, rollout_arrays, rollout_rows, score_arrays
 from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
-from utils.runs.card import generation_settings, make_card
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
-from utils.runs.foreign import remember_code
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin
 from utils.runs.resume import check_settings
