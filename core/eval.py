@@ -23,12 +23,12 @@ from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, RolloutSettings, as_held_out, check_files, resolve_settings
-from models.checkpoint import find_model, load_model
+from models.checkpoint import find_checkpoints, load_model
 from models.memory import sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.preview import show
-from utils.evaluation.tables import Result, check_writable, find_checkpoints, write_results, write_samples
+from utils.evaluation.tables import Result, check_writable, write_results, write_samples
 from utils.metrics.logger import writable
 from utils.reporting.page import read_settings
 from utils.settings.arguments import Value
@@ -180,7 +180,7 @@ def main(config: Command) -> None:
         return replay(config.replay.replay, row, from_turn, config.eval.num_eval_samples, layout, to_dict(config))
     environments = resolve_test_environments(config)
     names = config.output.model_dir.split(",")
-    checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name, find_model)]
+    checkpoints = [checkpoint for name in names for checkpoint in find_checkpoints(name)]
     if layout.is_main:
         check_writable(config.output.json, config.output.save_samples)
         notes = dict.fromkeys(training_note(folder, config.env) for _, folder in checkpoints)

@@ -32,6 +32,7 @@ from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.metrics import rollout_metrics
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
+from core.extensions.run import Run, is_due, settings_of_model
 from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compared_rewards, compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
@@ -44,7 +45,6 @@ from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layouts
 from utils.metrics.speed import speed_metrics
-from utils.runs.folder import Run, is_due, settings_of_model
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO

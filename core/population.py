@@ -28,6 +28,7 @@ from functools import partial
 from core.config import Config
 from core.extensions.members import MemberSampler, SharedSampler, settings_of
 from core.extensions.notes import training_notes
+from core.extensions.run import Run, make_default_folder, settings_of_model
 from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
@@ -42,7 +43,6 @@ from utils.metrics.logger import labelled_output, lossy_output
 from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs, read_metrics
-from utils.runs.folder import Run, make_default_folder, settings_of_model
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
 from utils.settings.config import option, options_of, parse, to_dict, with_options

@@ -29,14 +29,13 @@ from envs.data import check_text, read_file
 from envs.dataset import check_prompt
 from envs.settings import EnvConfig, check_files, resolve_settings
 from models.architecture import Decoder
-from models.checkpoint import find_model, load_model
+from models.checkpoint import find_checkpoints, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
 from models.names import Key, Params
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.chat import Message, ShowText, converse
-from utils.evaluation.tables import find_checkpoints
 from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
@@ -244,7 +243,7 @@ def main(config: Command) -> None:
 
 def load_last(name: str, config: Command, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:
     """Loads a model: of a run folder the one of the last step."""
-    _, folder = find_checkpoints(name, find_model)[-1]
+    _, folder = find_checkpoints(name)[-1]
     return load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
 
 

@@ -199,6 +199,35 @@ def find_model(path_or_hub_id: str | Path) -> Path:
         raise UserError(f"{missing}, and {error}") from error
 
 
+def find_checkpoints(name: str) -> list[tuple[str, Path]]:
+    """Returns the checkpoints under a name, each with a name: one model, or step20/, step40/, ... of a run folder.
+
+    Raises: UserError for a run folder without any, and as `find_model`.
+    """
+    name = name.strip().rstrip("/")
+    folder = find_model(name)
+    if any(folder.glob("*.safetensors")):
+        return [(name, folder)]
+    steps = {}
+    for path in folder.iterdir():
+        if re.fullmatch(r"step\d+", path.name):
+            number = int(path.name.removeprefix("step"))
+            steps[number] = path
+    if steps:
+        paths = [steps[number] for number in sorted(steps)]
+        return [(f"{name}/{path.name}", path) for path in paths]
+    has_metrics = (folder / "metrics.jsonl").is_file()
+    has_states = (folder / "state").is_dir()
+    if has_metrics or has_states:
+        raise UserError(f"{name} is a run folder without checkpoints: there is no step20/ or the like in it")
+    return [(name, folder)]  # the loader raises for what is missing in it
+
+
+def resolve_model_dir(name: str) -> str:
+    """Returns the name of the model to load: for a local run folder, that of its last step."""
+    return find_checkpoints(name)[-1][0] if find_local(name) else name
+
+
 def find_base(adapters: AdapterConfig) -> Path:
     """Returns the folder of the model below adapters. Raises: UserError if there is none."""
     try:

@@ -15,8 +15,7 @@ if __name__ == "__main__":
 import jax
 from absl import app, flags
 
-from models.checkpoint import load_model, save_model
-from utils.runs.folder import resolve_model_dir
+from models.checkpoint import load_model, resolve_model_dir, save_model
 from utils.settings.errors import user_errors
 
 

@@ -24,6 +24,7 @@ from envs import ENVS, find_class
 from envs.base import Env
 from envs.settings import CODE
 from envs.style import Style, Styled
+from models.checkpoint import find_checkpoints
 from utils.evaluation.estimates import (
     MAX_VOTERS,
     best_of_k,
@@ -34,7 +35,7 @@ from utils.evaluation.estimates import (
     pass_at_k,
     task_estimates,
 )
-from utils.evaluation.tables import Result, compare_results, find_checkpoints, format_report, format_table, json_or_text
+from utils.evaluation.tables import Result, compare_results, format_report, format_table, json_or_text
 from utils.runs.fingerprints import fingerprint_code
 from utils.settings.config import with_options
 from utils.settings.errors import UserError, user_errors
@@ -201,20 +202,21 @@ def test_tables_are_aligned():
     assert max(map(len, many.splitlines())) <= 120 and many.count("pass@4") == 9
 
 
-def test_checkpoints_of_a_run_folder(tmp_path):
-    run = tmp_path / "run"
+def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")
     (run / "state").mkdir(parents=True)
     find = find_checkpoints
     with pytest.raises(ValueError, match="run folder without checkpoints"):
-        find("run", lambda name: tmp_path / name)
+        find("run")
     for name in ("step100", "step20", "best", "steps"):
         (run / name).mkdir()
     (run / "config.json").write_text("{}")
-    found = find("run/", lambda name: tmp_path / name)
+    found = find("run/")
     assert found == [("run/step20", run / "step20"), ("run/step100", run / "step100")]
-    assert find(" run/step20", lambda name: tmp_path / name) == [("run/step20", run / "step20")]
+    assert find(" run/step20") == [("run/step20", run / "step20")]
     (run / "model.safetensors").touch()
-    assert find("run", lambda name: tmp_path / name) == [("run", run)], "a model with folders of that name in it"
+    assert find("run") == [("run", run)], "a model with folders of that name in it"
 
 
 def test_answers_are_of_the_form_that_the_environment_asks_for():

@@ -30,6 +30,7 @@ LAW = {
 EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "core.eval: utils.reporting.page",
     "core.extensions.foreign: utils.reporting.page",
+    "core.extensions.run: utils.reporting.page",
     "core.population: core.grpo utils.reporting.page",
     "models.checkpoint: models.download_model",
     "models.make_player: envs.base envs.calculator envs.gridworld envs.guess envs.tictactoe",
@@ -38,9 +39,6 @@ EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "utils.evaluation.tables: core.records envs.base models.tokenizer",
     "utils.metrics.logger: models.names",
     "utils.metrics.speed: core.records models.architecture models.lora models.names",
-    "utils.runs.folder: core.extensions.card core.extensions.foreign core.extensions.rollout_files core.records "
-    "envs.settings models.architecture models.checkpoint models.names models.peft models.tokenizer "
-    "utils.reporting.page",
     "utils.training.optimizers: models.names",
     "utils.training.state: models.names",
 )

@@ -17,6 +17,7 @@ from helpers import on_four_devices
 from safetensors.numpy import load_file, save_file
 
 from core.config import Config
+from core.extensions.run import settings_of_model
 from core.grpo import main
 from core.replay import replay
 from core.rollout import RolloutWorker
@@ -30,7 +31,6 @@ from models.names import LAYERS, LORA_A, LORA_B
 from models.peft import FIELDS, PREFIX, WEIGHTS, peft_name, save_adapters
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.runs.folder import settings_of_model
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 

@@ -29,6 +29,8 @@ from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, r
 
 from core import grpo
 from core.config import Config
+from core.extensions import run as run_folder
+from core.extensions.run import Run
 from core.records import Batch, Completions, Episodes, Progress
 from envs import make_env
 from envs.base import ForcedAnswer
@@ -41,9 +43,7 @@ from utils.files import open_log
 from utils.metrics import logger
 from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, fingerprints, lock
-from utils.runs import folder as run_folder
 from utils.runs.checks import check_folder
-from utils.runs.folder import Run
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config
 from utils.settings.errors import UserError

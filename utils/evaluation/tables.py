@@ -1,10 +1,9 @@
-"""Scores of several checkpoints on several environments: where the checkpoints are, tables, differences, files."""
+"""Scores of several checkpoints on several environments: tables, differences, files."""
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +17,7 @@ from models.tokenizer import Tokenizer
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import counted
 
 Row = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
 Columns = Mapping[str, Sequence[str]]  # cells by title
@@ -60,31 +59,7 @@ class Result:
         return "\n".join(lines)
 
 
-# before an evaluation: checkpoints and output files
-
-
-def find_checkpoints(name: str, find_folder: Callable[[str], Path]) -> list[tuple[str, Path]]:
-    """Returns the checkpoints under a name, each with a name: one model, or step20/, step40/, ... of a run folder.
-
-    Raises: UserError for a run folder without any, and whatever `find_folder` raises.
-    """
-    name = name.strip().rstrip("/")
-    folder = find_folder(name)
-    if any(folder.glob("*.safetensors")):
-        return [(name, folder)]
-    steps = {}
-    for path in folder.iterdir():
-        if re.fullmatch(r"step\d+", path.name):
-            number = int(path.name.removeprefix("step"))
-            steps[number] = path
-    if steps:
-        paths = [steps[number] for number in sorted(steps)]
-        return [(f"{name}/{path.name}", path) for path in paths]
-    has_metrics = (folder / "metrics.jsonl").is_file()
-    has_states = (folder / "state").is_dir()
-    if has_metrics or has_states:
-        raise UserError(f"{name} is a run folder without checkpoints: there is no step20/ or the like in it")
-    return [(name, folder)]  # the loader raises for what is missing in it
+# before an evaluation: output files
 
 
 def check_writable(scores: str, samples: str) -> None:

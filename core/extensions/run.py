@@ -30,14 +30,13 @@ from core.extensions.rollout_files import example, rollout_arrays, rollout_rows,
 from core.records import Batch, Episodes, Progress
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
-from models.checkpoint import find_local, find_model, save_model
+from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
 from models.names import LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
-from utils.evaluation.tables import find_checkpoints
 from utils.files import replacing, write_json
 from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import open_sinks
@@ -461,11 +460,6 @@ class Run:
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         self.print(f"model: {self.directory / f'step{progress.step}'}")
         self.print(f"curves and completions: {self.directory / 'report.html'}")
-
-
-def resolve_model_dir(name: str) -> str:
-    """Returns the name of the model to load: for a local run folder, that of its last step."""
-    return find_checkpoints(name, find_model)[-1][0] if find_local(name) else name
 
 
 def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -> Preset:
