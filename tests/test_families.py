@@ -49,7 +49,7 @@ def on_one_device(name: str) -> tuple[Decoder, Params, Completions]:
     return model, params, generate(model, params, single_device())
 
 
-FEW = ("qwen3moe-sharded", "qwen3_5-images", "smollm3-rest")
+FEW = ("qwen3moe-sharded", "qwen3_5-images")
 
 
 @pytest.mark.parametrize("name", [*FEW, *slow(*(name for name in NAMES if name not in FEW))])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 from safetensors.numpy import load_file
 from scipy import stats
 from test_turns import Script, assert_same, conversations, draw_all, rows_of
@@ -46,7 +47,7 @@ def load_members(name: str = "models/tiny", number: int = 3):
     return model, weights
 
 
-@pytest.mark.parametrize("name", ["models/tiny", "tests/fixtures/lora-qwen3_5"])
+@pytest.mark.parametrize("name", ["models/tiny", *slow("tests/fixtures/lora-qwen3_5")])
 def test_joined_adapters_equal_those_of_each_member(name: str):
     model, weights = load_members(name)
     rows = np.array([0, 2, 1, 2])
@@ -67,6 +68,7 @@ def test_joined_adapters_equal_those_of_each_member(name: str):
     assert np.abs(alone[0] - alone[1]).max() > 1e-2, "adapters that do something"
 
 
+@pytest.mark.slow
 def test_requests_of_all_kinds_are_drawn_as_alone():
     """Different numbers of prompts and samples, several calls of `rows_per_call`, a member that leaves early."""
     model, weights = load_members()

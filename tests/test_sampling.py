@@ -258,6 +258,7 @@ def stopped_hybrid() -> Completions:
     return draw_all(HYBRID_SAMPLER)
 
 
+@pytest.mark.slow
 def test_states_of_linear_attention_follow_their_rows():
     """Fan-out, growth and compaction, against the training pass, which has no cache, and with other prompts."""
     r = stopped_hybrid()

@@ -18,6 +18,7 @@ from models import decoder
 from models.architecture import Decoder
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
+from tests.helpers import slow
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations
@@ -28,7 +29,7 @@ MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
 
 
-@pytest.mark.parametrize("trained", ["all", "adapters", "with a critic"])
+@pytest.mark.parametrize("trained", ["all", *slow("adapters", "with a critic")])
 def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized):
     model = replace(MODEL, lora_rank=16 if trained == "adapters" else 0)
     params, base, tokens = decoder.init_params(model, jax.random.key(0)), {}, jnp.zeros((2, 256), jnp.int32)
