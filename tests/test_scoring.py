@@ -394,7 +394,7 @@ class Reward:
     def __call__(self, completion, **row): return [1.0]
 instance = Reward()
 def some(completion, **row): return 1 / len(completion)
-def parts(completion, answer, **row): return {"same": completion == answer, "length": len(completion)}
+def parts(completion, answer, **row): return {"same": completion == answer, "size": len(completion)}
 def named(completion, answer): return float(completion == answer)
 def trl(completions, prompts, answer, **columns):
     assert len(prompts) == len(answer) == 1
