@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.clients import REFUSED, RUNS, WRONG, Row
-from core.rollout import repeated_jobs
 from envs import make_env
 from envs.scoring.helper import Failure, Turns
 from envs.scoring.scorer import Scorer
+from envs.scoring.trial import repeated_jobs
 from utils.settings.errors import UserError
 
 PACKAGES = ("jax",)

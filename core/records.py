@@ -67,7 +67,7 @@ class Episodes:
 
     @property
     def extras(self) -> Extras:
-        """Those of the completions, to which more may be added."""
+        """Arrays of the completions, to which more may be added."""
         return self.completions.extras
 
     @property

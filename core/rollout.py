@@ -15,13 +15,13 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.extensions.speculation import with_speculation
-from core.extensions.turns import Conversations, check_conversations
+from core.extensions.turns import Conversations, answering_calls, check_conversations
 from core.records import Completions, Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, row_keys
-from envs.base import DIALECTS, Dialect, Env, Problem, Reply, Text
-from envs.scoring.helper import Job, Turns
+from envs.base import DIALECTS, Env, Problem, Text
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation_penalty
+from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
 from models.distribution import Distribution
@@ -34,11 +34,6 @@ from utils.metrics.terminal import Wait, waiting
 from utils.settings.errors import UserError, counted
 from utils.training.batching import bucket, concatenate
 
-NUM_TRIED = 3  # problems by which a reward is tried before the first step
-DRAWN_ELSEWHERE = (
-    "{name}: episodes that are begun again say something else: each sample of a group plays another one, and none can "
-    "be played again, by --resume or where its process is lost; draw by Python's `random`, or from the row"
-)
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 
 
@@ -347,42 +342,11 @@ def make_worker(
         max_error_share=rewards.max_error_share,
         failures_dir=failures_dir,
     )
-    scorer.check_reward(example_jobs(env))
-    if env.opens and not scorer.repeats(repeated_jobs(env)) and layout.is_main:
-        print(f"warning: {DRAWN_ELSEWHERE.format(name=settings.name)}")
+    warning = try_rewards(scorer, env)
+    if warning and layout.is_main:
+        print(f"warning: {settings.name}: {warning}")
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
-
-
-def example_jobs(env: Env) -> list[Job]:
-    """Returns replies to the first problems, right and empty ones; episodes end with them."""
-    jobs = []
-    for index in range(min(NUM_TRIED, env.num_tasks)):
-        problem = env.problem(index)
-        replies = sorted({problem.prefix, *env.examples(problem).values()})
-        turns = [Turns(0, (Reply(reply),), is_truncated=True) for reply in replies]
-        jobs += [(index, reply) for reply in (replies if env.max_turns == 1 else [Turns(0, (), True), *turns])]
-    return jobs
-
-
-def repeated_jobs(env: Env) -> list[Job]:
-    """Returns the beginnings of the first episodes, and their ends."""
-    turns = Turns(0, ()), Turns(0, (Reply(""),)), Turns(0, (Reply(""),), is_truncated=True)
-    return [(index, turn) for index in range(min(NUM_TRIED, env.num_tasks)) for turn in turns]
-
-
-def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:
-    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it.
-
-    Raises: UserError where results are messages, and the chat template shows none of tools.
-    """
-    if not dialect.is_inline:
-        tokenizer.bridge([{"role": "tool", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
-        return sampler
-    closing = tokenizer.added_ids.get(dialect.closing)
-    if closing is None:
-        return replace(sampler, stop_strings=(*sampler.stop_strings, dialect.closing))
-    return replace(sampler, stop_ids=(*sampler.stop_ids, closing))
 
 
 def reply_opening(tokenizer: Tokenizer, problem: Problem) -> str:

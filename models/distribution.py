@@ -23,7 +23,7 @@ Support = Int[Array, "*R S"]  # ids that could be drawn, padded with -1
 
 
 class TokenScores(NamedTuple):
-    """What the loss reads of the model, of each token; in rows [B, T] column t holds that of tokens[:, t]."""
+    """Outputs of the model that the loss reads, for each token; in rows [B, T] column t is of tokens[:, t]."""
 
     logprobs: Nats  # given the tokens left of it
     entropy: Nats  # of the distribution it came from

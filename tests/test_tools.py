@@ -20,8 +20,8 @@ from test_scoring import is_alive, wait_until_gone
 
 from core import sampling
 from core.config import Config
-from core.extensions.turns import Conversations, TurnChain
-from core.rollout import answering_calls, make_worker, repeated_jobs
+from core.extensions.turns import Conversations, TurnChain, answering_calls
+from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
@@ -29,6 +29,7 @@ from envs.scoring import scorer as scoring
 from envs.scoring.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
 from envs.scoring.processes import descendant_pids
 from envs.scoring.scorer import Scorer, ScoringStream
+from envs.scoring.trial import repeated_jobs
 from envs.settings import resolve_settings
 from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from core.extensions.turns import Conversations
+from core.extensions.turns import Conversations, answering_calls
 from core.records import Message
-from core.rollout import answering_calls, encode_prompt
+from core.rollout import encode_prompt
 from core.sampler import Sampler
 from envs.base import DIALECTS
 from envs.scoring.scorer import Scorer, ScoringStream

@@ -22,7 +22,7 @@ from jaxtyping import Int
 
 from core.records import Completions, Message
 from core.sampler import Cache, Chain, Sampler, released
-from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
+from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
 from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.scorer import ScoringStream
 from envs.settings import RolloutSettings
@@ -209,6 +209,20 @@ class TurnChain(Chain):
             lengths[slot] = len(part)
         state = self.layout.put((tokens, lengths, self.next_columns() + np.int32(offset), self.starts))
         self.cache = extend(self.sampler.model, self.weights, self.prompt_cache, self.cache, *state)
+
+
+def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:
+    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it.
+
+    Raises: UserError where results are messages, and the chat template shows none of tools.
+    """
+    if not dialect.is_inline:
+        tokenizer.bridge([{"role": "tool", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
+        return sampler
+    closing = tokenizer.added_ids.get(dialect.closing)
+    if closing is None:
+        return replace(sampler, stop_strings=(*sampler.stop_strings, dialect.closing))
+    return replace(sampler, stop_ids=(*sampler.stop_ids, closing))
 
 
 def check_conversations(
