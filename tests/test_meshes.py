@@ -209,7 +209,7 @@ def shardings_on_eight_devices() -> None:
     assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
-    settings = MODEL, ObjectiveConfig(), distribution
+    settings = MODEL, ObjectiveConfig().loss, distribution
     sizes = full_rows(B, T)
     packing = layout.put(pack_rows(sizes, T, 2 * T, 2 * T, shards=4))
     (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
