@@ -28,7 +28,7 @@ from utils.training.batching import select_rows
 
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 Function = TypeVar("Function", bound=Callable)
-Coefficient = float | Float[Array, ""]
+Coefficient = object  # a number, or the tracer or placeholder that JAX puts in its place
 TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
 
 
