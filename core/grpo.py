@@ -7,7 +7,7 @@ To change the loss or the advantage: core/objectives.py. To change what is drawn
 To change which groups are trained on: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 200 lines: core/minimal.py.
 
-A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play -> Sampler.generate -> make_batch ->
+A prompt's way to its gradient: Rollouts.take -> collect -> RolloutWorker.play -> Sampler.draw -> make_batch ->
 Learner.score -> compute_advantages -> Learner.update -> accumulate -> policy_loss.
 
 N prompts, G rollouts of each (a group), B = N G rows.

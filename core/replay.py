@@ -23,7 +23,7 @@ from core.extensions.card import training_command
 from core.extensions.foreign import check_code
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
-from core.sampler import row_keys
+from core.sampler import row_keys, sample_keys
 from envs.scoring.scorer import ScoringStream
 from envs.settings import resolve_settings
 from models.checkpoint import find_model, load_policy
@@ -189,8 +189,8 @@ def branch(
         prompt = stored.tokens[:start].tolist()
         if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:
             raise UserError("the environment begins this episode in another way than in the run, as one that draws may")
-        keys = row_keys(jax.random.fold_in(key, from_turn), np.repeat(place, num_samples), np.arange(num_samples))
-        completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], np.asarray(keys))
+        keys = sample_keys(jax.random.fold_in(key, from_turn), place, num_samples)
+        completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], keys)
         rewards, failures = replies.finish()
     failed = np.array([reward is None for reward in rewards])
     tasks = np.repeat(task, num_samples)

@@ -17,7 +17,7 @@ from jaxtyping import Int, UInt32
 from core.extensions.speculation import with_speculation
 from core.extensions.turns import Conversations, answering_calls, check_conversations
 from core.records import Completions, Episodes
-from core.sampler import Sampler, SamplingConfig, make_sampler, row_keys
+from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import DIALECTS, Env, Problem, Text
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation_penalty
@@ -126,8 +126,7 @@ class RolloutWorker:
         problems = [self.env.problem(int(i)) for i in task_ids]
         prompts = self.encode_prompts(task_ids, problems)
         with ScoringStream(self.scorer) as stream:
-            draws = np.repeat(places, num_samples), np.tile(np.arange(num_samples), len(places))
-            keys = np.asarray(row_keys(key, *draws))
+            keys = sample_keys(key, places, num_samples)
             replies = self.make_replies(problems, task_ids, num_samples, stream, keys)
             with waiting("sampling", len(tasks) * num_samples, "rows") as wait:
                 completions = self.sample(weights, prompts, keys, replies, wait)

@@ -210,9 +210,7 @@ class Sampler:
                     f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
-        samples = np.tile(np.arange(num_samples), len(prompts))
-        keys = row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples)
-        return self.draw(weights, prompts, np.asarray(keys))
+        return self.draw(weights, prompts, sample_keys(key, draw_ids, num_samples))
 
     def draw(
         self,
@@ -452,6 +450,12 @@ def released(lock: Lock) -> Iterator[None]:
         yield
     finally:
         lock.acquire()
+
+
+def sample_keys(key: Key, draw_ids: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
+    """Returns the keys of `num_samples` draws of each prompt, those of a prompt adjacent."""
+    samples = np.tile(np.arange(num_samples), len(draw_ids))
+    return np.asarray(row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples))
 
 
 @jax.jit
