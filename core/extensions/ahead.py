@@ -34,7 +34,7 @@ class AheadWorker(RolloutWorker):
     """A worker that takes over policies of the learner, once no rollouts are drawn: they hold devices and memory."""
 
     own_base: Weights | None = None  # LoRA's base on the rollout devices; None: policies have it
-    drawing: list[Future] = field(default_factory=list)  # rollouts, of all workers of a run
+    drawing: list[Future] = field(default_factory=list)  # rollouts, one list for all workers of a run
 
     def load_weights(self, policy: Policy) -> Weights:
         """Returns the weights that `play` samples from: see `RolloutWorker.load_weights`."""
@@ -70,12 +70,11 @@ class AheadRollouts:
         self.worker, self.learner, self.config = worker, learner, learner.config
         self.cancelled = Event()
         self.pool = ThreadPoolExecutor(1, "rollouts")
-        self.drawing: Future[Collected] | None = None
         stack.callback(self.close)
 
     def close(self) -> None:
         self.cancelled.set()
-        if self.drawing and not self.drawing.done():
+        if not all(drawing.done() for drawing in self.worker.drawing):
             self.worker.scorer.close()  # it may wait for outcomes
         self.pool.shutdown()
 
@@ -86,9 +85,10 @@ class AheadRollouts:
         Raises: what went wrong where rollouts were drawn.
         """
         clock = time.perf_counter()
-        drawing = self.drawing or self.start(state, progress)  # before the first step of this process
-        episodes, cursor = drawing.result()
-        self.drawing = None
+        if not self.worker.drawing:  # before the first step of this process
+            self.start(state, progress)
+        episodes, cursor = self.worker.drawing[0].result()
+        self.worker.drawing.clear()
         waited = {
             "rollout/staleness": int(progress.step > 0),
             "times/rollout": time.perf_counter() - clock,
@@ -99,16 +99,15 @@ class AheadRollouts:
         jax.tree.map(lambda x: x.delete(), state.extra[BEHAVIOR])
         state = with_behavior(state, self.worker, self.learner)
         if self.fraction_done(self.config, self.worker, progress) < 1:
-            self.drawing = self.start(state, progress)
+            self.start(state, progress)
         return state, replace(episodes, metrics=waited), progress
 
-    def start(self, state: TrainState, progress: Progress) -> Future[Collected]:
+    def start(self, state: TrainState, progress: Progress) -> None:
         """Starts to draw the rollouts of the step behind `progress` in the thread."""
         weights = state.extra[BEHAVIOR]
         if self.learner.base:
             weights = self.worker.load_weights(self.learner.policy(weights))
-        self.worker.drawing[:] = [self.pool.submit(self.run, weights, progress)]
-        return self.worker.drawing[0]
+        self.worker.drawing.append(self.pool.submit(self.run, weights, progress))
 
     def run(self, weights: Weights, progress: Progress) -> Collected:
         """Draws rollouts; small programs, like those of keys, would wait for updates on the first device."""
