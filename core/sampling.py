@@ -25,7 +25,7 @@ from core.extensions.play import play_episode, stream_reply
 from core.extensions.speculation import with_speculation
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
-from envs.data import check_text, read_file
+from envs.data.rows import check_text, read_file
 from envs.dataset import check_prompt
 from envs.settings import EnvConfig, check_files, resolve_settings
 from models.architecture import Decoder

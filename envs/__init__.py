@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 
 from envs.base import Env
-from envs.style import Style, Styled
+from envs.data.style import Style, Styled
 from utils.settings.checks import check_number
 from utils.settings.errors import UserError, most_similar
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from envs.answers import final_answer
+from envs.grading.answers import final_answer
 
 MAX_OBSERVED = 100_000  # characters that an environment says at once; what is longer is cut
 ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form

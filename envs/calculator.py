@@ -4,11 +4,11 @@ import random
 from collections.abc import Mapping
 from fractions import Fraction
 
-from envs.answers import final_answer, parse_arithmetic
 from envs.base import DIALECTS, Env, Episode, Problem
-from envs.numerals import same_number
-from envs.splits import choose_split
-from envs.tools import ToolEpisode, ToolSettings
+from envs.data.splits import choose_split
+from envs.grading.answers import final_answer, parse_arithmetic
+from envs.grading.numerals import same_number
+from envs.tools.episode import ToolEpisode, ToolSettings
 from utils.settings.errors import UserError
 
 PROMPTS = {

@@ -12,10 +12,10 @@ from copy import copy
 from fractions import Fraction
 from itertools import combinations
 
-from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem
-from envs.data import RawRow, Row, Source, has_file, load_rows
-from envs.splits import choose_split
+from envs.data.rows import RawRow, Row, Source, has_file, load_rows
+from envs.data.splits import choose_split
+from envs.grading.answers import extract_answer, parse_arithmetic
 from utils.settings.errors import UserError
 
 PROMPTS = {

@@ -4,7 +4,7 @@
 
 where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's form,
 `def reward(completions, **columns) -> list[float]`; my_reward.py:first,second adds two of them up. With
-`--episode FILE.py:CLASS` each row is an episode of several turns: see envs/adapters.py.
+`--episode FILE.py:CLASS` each row is an episode of several turns: see envs/tools/adapters.py.
 """
 
 import importlib.util
@@ -15,15 +15,15 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
-from envs.adapters import Adapter, Played, Resettable
-from envs.answers import final_answer, same_math
 from envs.base import Env, Episode, Problem
-from envs.data import JSON, RawRow, Row, Source, load_rows
-from envs.functions import RewardFunction
-from envs.gyms import as_gym
-from envs.questions import check_form, written_answers
-from envs.splits import select_split
-from envs.tools import ToolSettings
+from envs.data.questions import check_form, written_answers
+from envs.data.rows import JSON, RawRow, Row, Source, load_rows
+from envs.data.splits import select_split
+from envs.grading.answers import final_answer, same_math
+from envs.grading.functions import RewardFunction
+from envs.tools.adapters import Adapter, Played, Resettable
+from envs.tools.episode import ToolSettings
+from envs.tools.gyms import as_gym
 from utils.settings.errors import UserError, describe_error
 
 PROMPTS = ("prompt", "question", "messages")  # columns that hold the prompt, if the option names none

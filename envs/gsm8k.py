@@ -3,10 +3,10 @@
 Source: github.com/openai/grade-school-math.
 """
 
-from envs.data import RawRow, Row, Source, load_rows, text_answer, text_prompt
-from envs.numerals import same_number
-from envs.questions import Questions
-from envs.splits import select_split
+from envs.data.questions import Questions
+from envs.data.rows import RawRow, Row, Source, load_rows, text_answer, text_prompt
+from envs.data.splits import select_split
+from envs.grading.numerals import same_number
 from utils.settings.errors import UserError
 
 URL = "https://github.com/openai/grade-school-math/tree/master/grade_school_math/data"

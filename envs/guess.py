@@ -8,7 +8,7 @@ import re
 from typing import NamedTuple
 
 from envs.base import Env, Episode, Problem, Step
-from envs.splits import choose_split
+from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
 NUMBER = re.compile(r"[0-9]{1,9}")

@@ -3,10 +3,10 @@ r"""Competition mathematics with short answers, numbers or LaTeX: DeepScaleR to 
 Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), the MAA's AIME 2024 and 2025.
 """
 
-from envs.answers import extract_boxed, same_math
-from envs.data import RawRow, Row, Source, has_file, load_rows, text_answer, text_prompt
-from envs.questions import PROMPTS, TAGS_PROMPT, Questions
-from envs.splits import remove_overlap, select_split
+from envs.data.questions import PROMPTS, TAGS_PROMPT, Questions
+from envs.data.rows import RawRow, Row, Source, has_file, load_rows, text_answer, text_prompt
+from envs.data.splits import remove_overlap, select_split
+from envs.grading.answers import extract_boxed, same_math
 from utils.settings.errors import UserError
 
 DEEPSCALER = "https://github.com/agentica-project/deepscaler/tree/main/deepscaler/data"

@@ -9,7 +9,7 @@ from pathlib import Path
 from envs.base import Env, Problem
 from utils.settings.errors import UserError
 
-SUBJECTS = Path(__file__).with_name("imagenet_labels.txt")
+SUBJECTS = Path(__file__).parent / "data" / "imagenet_labels.txt"
 
 
 class Poem(Env):

@@ -18,10 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs.answers import extract_answer
 from envs.base import Env, Problem
-from envs.splits import choose_split
-from envs.verifiers import AUDITED, check_release, may_be_verified
+from envs.data.splits import choose_split
+from envs.grading.answers import extract_answer
+from envs.grading.verifiers import AUDITED, check_release, may_be_verified
 from utils.settings.checks import load_yaml, read_text
 from utils.settings.errors import UserError
 

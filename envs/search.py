@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from envs.answers import final_answer
 from envs.base import Env, Episode, Problem
-from envs.data import JSON, RawRow, Row, Source, load_rows, read_file, read_lines, text_prompt
-from envs.questions import check_form, written_answers
-from envs.splits import select_split
-from envs.tools import ToolEpisode, ToolSettings
+from envs.data.questions import check_form, written_answers
+from envs.data.rows import JSON, RawRow, Row, Source, load_rows, read_file, read_lines, text_prompt
+from envs.data.splits import select_split
+from envs.grading.answers import final_answer
+from envs.tools.episode import ToolEpisode, ToolSettings
 from utils.settings.errors import UserError
 
 PROMPT = "{question} Search for what you need to know, one fact at a time. Then give the answer, a few words, {form}."

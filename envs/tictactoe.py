@@ -9,7 +9,7 @@ import re
 from functools import cache
 
 from envs.base import Env, Episode, Problem, Step
-from envs.splits import choose_split
+from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
 WIN = 1.0  # rewards of x

@@ -9,10 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 from envs.base import Env, Episode, Problem, Step
-from envs.splits import choose_split
+from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
-WORDS = Path(__file__).with_name("wordle_words.txt")
+WORDS = Path(__file__).parent / "data" / "wordle_words.txt"
 WORD = re.compile(r"(?<![a-z])[a-z]{5}(?![a-z])")
 PROMPTS = {
     "bare": "Guess the word.",

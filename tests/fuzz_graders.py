@@ -23,9 +23,9 @@ if __name__ == "__main__":
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from envs.answers import FORMS, final_answer, parse_arithmetic, same_math
-from envs.numerals import same_number
-from envs.rewards import quarter_per_tag, think_answer
+from envs.grading.answers import FORMS, final_answer, parse_arithmetic, same_math
+from envs.grading.numerals import same_number
+from envs.grading.rewards import quarter_per_tag, think_answer
 from envs.scoring.processes import descendant_pids, tree_memory
 from envs.scoring.scorer import Scorer
 

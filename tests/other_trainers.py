@@ -12,7 +12,7 @@ import numpy as np
 import pydantic
 
 from envs.base import Env, Episode, Problem
-from envs.tools import ToolEpisode, ToolSettings
+from envs.tools.episode import ToolEpisode, ToolSettings
 from tests.hostile import Hostile
 
 

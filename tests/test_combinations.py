@@ -27,7 +27,7 @@ from core.rollout import RolloutWorker, with_length_reward
 from core.sampler import Chain, Sampler
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.scorer import Failure
-from envs.tools import ToolEpisode, ToolSettings
+from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
 from utils.devices.sharding import single_device

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs.answers import extract_answer, parse_arithmetic
 from envs.base import Env, Problem, Reply
 from envs.countdown import Countdown, share_right_arithmetic, solve
-from envs.data import Row
-from envs.splits import normal_form, split_rows
+from envs.data.rows import Row
+from envs.data.splits import normal_form, split_rows
+from envs.grading.answers import extract_answer, parse_arithmetic
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"

@@ -22,8 +22,8 @@ from core.extensions.foreign import own_file, remember_code
 from core.replay import replay
 from envs import ENVS, find_class
 from envs.base import Env
+from envs.data.style import Style, Styled
 from envs.settings import CODE
-from envs.style import Style, Styled
 from models.checkpoint import find_checkpoints
 from utils.evaluation.estimates import (
     MAX_VOTERS,

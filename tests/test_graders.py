@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.answers import (
+from envs.grading.answers import (
     FORMS,
     extract_boxed,
     final_answer,
@@ -17,8 +17,8 @@ from envs.answers import (
     parse_math,
     same_math,
 )
-from envs.numerals import parse_number, same_number
-from envs.rewards import graded_blocks, quarter_per_tag, think_answer
+from envs.grading.numerals import parse_number, same_number
+from envs.grading.rewards import graded_blocks, quarter_per_tag, think_answer
 
 GRADERS = Path(__file__).parents[2] / "shared" / "data" / "graders"
 needs_labels = pytest.mark.skipif(not GRADERS.is_dir(), reason="needs the shared grader files beside the repository")

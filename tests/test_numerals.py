@@ -5,8 +5,8 @@ NBSP and its like are written as escapes. Every line of RIGHT is its reference, 
 
 import time
 
-from envs.answers import final_answer
-from envs.numerals import parse_number, same_number
+from envs.grading.answers import final_answer
+from envs.grading.numerals import parse_number, same_number
 
 RIGHT = {
     "18": [

@@ -22,11 +22,12 @@ import pytest
 from helpers import slow
 from test_scoring import wait_until_gone
 
-from envs import make_env, sandbox
+from envs import make_env
 from envs.base import INLINE, Env, Reply, Step
-from envs.python_tool import PREFIX, CodeError, Interpreter, lock
 from envs.scoring.helper import EpisodeCache, Turns
 from envs.scoring.scorer import Scorer
+from envs.tools import sandbox
+from envs.tools.interpreter import PREFIX, CodeError, Interpreter, lock
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -625,7 +626,7 @@ def wait_for_pids(memory: int) -> list[int]:
 
 def test_the_process_ends_with_the_one_that_called_it(tmp_path):
     memory = random.Random(str(os.getppid())).randrange(2**9, 2**20)
-    code = f"from envs.python_tool import *; Interpreter(50.0, {memory << 20}, True, 50.0).python({IMMORTAL!r})"
+    code = f"from envs.tools.interpreter import *; Interpreter(50.0, {memory << 20}, True, 50.0).python({IMMORTAL!r})"
     variables = {**os.environ, "TMPDIR": str(tmp_path)}  # the caller cannot remove its folder
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=variables) as process:
         pids = wait_for_pids(memory)

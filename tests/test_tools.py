@@ -31,7 +31,7 @@ from envs.scoring.processes import descendant_pids
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import repeated_jobs
 from envs.settings import resolve_settings
-from envs.tools import CallError, ToolEpisode, ToolSettings, parse_call
+from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers

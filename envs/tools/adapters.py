@@ -18,9 +18,9 @@ from functools import partial
 from typing import NamedTuple, Protocol, Self
 
 from envs.base import Episode, Problem, Reply, Step, limited
-from envs.data import JSON, RawRow
-from envs.gyms import call
-from envs.tools import CallError, Tool, ToolEpisode, ToolSettings, completed, parse_call
+from envs.data.rows import JSON, RawRow
+from envs.tools.episode import CallError, Tool, ToolEpisode, ToolSettings, completed, parse_call
+from envs.tools.gyms import call
 
 Messages = list[dict[str, JSON]]
 

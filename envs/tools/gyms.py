@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_args, get_origin
 
-from envs.data import JSON
-from envs.tools import completed
+from envs.data.rows import JSON
+from envs.tools.episode import completed
 from utils.settings.errors import describe_error
 
 Answer = tuple[object, float | None, bool, Mapping]  # observation, reward, end of the episode, facts

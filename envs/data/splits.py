@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from envs.data import Row
+from envs.data.rows import Row
 from utils.settings.errors import UserError
 
 LATEX_SPELLINGS = {

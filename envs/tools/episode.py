@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple, NoReturn
 
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
-from envs.data import JSON
+from envs.data.rows import JSON
 
 Tool = Callable[..., object]
 MAX_CALL = 100_000  # characters of a call

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.base import Env, Episode, Problem
-from envs.rewards import FORMAT_REWARDS
+from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
 NONE = "none"  # as the value of an option: without one, where the environment has one

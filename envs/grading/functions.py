@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import SupportsFloat
 
-from envs.adapters import Played
-from envs.data import JSON, RawRow
-from envs.tools import completed
+from envs.data.rows import JSON, RawRow
+from envs.tools.adapters import Played
+from envs.tools.episode import completed
 from utils.settings.errors import UserError
 
 LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's, beside columns

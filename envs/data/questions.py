@@ -3,9 +3,9 @@
 Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the form of nanochat and of GSM8K itself.
 """
 
-from envs.answers import FORMS, final_answer
 from envs.base import Env, Problem
-from envs.data import Row
+from envs.data.rows import Row
+from envs.grading.answers import FORMS, final_answer
 from utils.settings.errors import UserError
 
 TAGS_PROMPT = """

@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-from envs.numerals import (
+from envs.grading.numerals import (
     CHANGING,
     REPEATING,
     SUPERSCRIPTS,
