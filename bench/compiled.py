@@ -53,6 +53,9 @@ from models.checkpoint import is_merged
 from models.lora import adapter_table, make_policy, quantize_layer
 from models.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
 from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
+from models.optimizers import make_optimizer
+from models.state import TrainState
+from utils.batching import ONE_SHAPE, bucket
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
@@ -60,9 +63,6 @@ from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
 from utils.metrics.speed import PEAKS, training_flops
 from utils.settings.config import group, option, parse, with_options
 from utils.settings.errors import UserError, user_errors
-from utils.training.batching import ONE_SHAPE, bucket
-from utils.training.optimizers import make_optimizer
-from utils.training.state import TrainState
 
 
 class Target(NamedTuple):

@@ -34,10 +34,10 @@ from models.decoder import init_params, logits
 from models.distribution import Distribution, score_softmax
 from models.lora import init_adapters
 from models.names import Adapters, Array, Params
+from models.optimizers import make_optimizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import group, option, parse, with_options
-from utils.training.optimizers import make_optimizer
 
 GB = 1e9
 

@@ -8,11 +8,11 @@ from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
 from models.lora import LoraConfig
 from models.memory import MemoryConfig
+from models.optimizers import OptimizerConfig
 from utils.devices.startup import TrainDeviceConfig
 from utils.settings.config import group, option
 from utils.settings.errors import UserError
 from utils.settings.groups import RunConfig, TrainComputeConfig
-from utils.training.optimizers import OptimizerConfig
 
 
 @dataclass(frozen=True)

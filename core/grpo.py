@@ -41,15 +41,15 @@ from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy
 from models.names import Weights
+from models.state import TrainState
 from models.tokenizer import Tokenizer
+from utils.batching import group_counts, select_rows
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layouts
 from utils.metrics.speed import speed_metrics
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
-from utils.training.batching import group_counts, select_rows
-from utils.training.state import TrainState
 
 
 def main(config: Config) -> None:

@@ -31,13 +31,10 @@ from models.distribution import Distribution, TokenScores
 from models.lora import make_policy
 from models.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
+from models.optimizers import make_optimizer, schedule
 from models.packing import Packing, pack_rows
-from utils.devices.compilation import shapes_of
-from utils.devices.sharding import Layout, side_by_side
-from utils.evaluation.estimates import explained_variance
-from utils.metrics.speed import training_flops
-from utils.metrics.terminal import track
-from utils.training.batching import (
+from models.state import TrainState, init_state
+from utils.batching import (
     EMPTY,
     Fractions,
     Microbatch,
@@ -47,8 +44,12 @@ from utils.training.batching import (
     resize_columns,
     select_rows,
 )
-from utils.training.optimizers import make_optimizer, schedule
-from utils.training.state import DEVICE, HOST, TrainState, check_offload, in_memory, init_state
+from utils.devices.compilation import shapes_of
+from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
+from utils.devices.sharding import Layout, side_by_side
+from utils.evaluation.estimates import explained_variance
+from utils.metrics.speed import training_flops
+from utils.metrics.terminal import track
 
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
 Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics

@@ -22,9 +22,9 @@ from jaxtyping import Bool, Float, Int
 from core.records import NO_SIGNAL, Batch, turn_numbers
 from models.distribution import TokenScores
 from models.names import Array
+from utils.batching import select_rows
 from utils.settings.config import option
 from utils.settings.errors import UserError
-from utils.training.batching import select_rows
 
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 Function = TypeVar("Function", bound=Callable)

@@ -35,7 +35,9 @@ from core.records import Progress
 from core.rollout import RolloutWorker
 from envs.settings import resolve_environments
 from models.checkpoint import load_policy
+from models.state import TrainState
 from models.tokenizer import Tokenizer
+from utils.batching import FEW_SHAPES
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.evaluation.tables import format_runs
@@ -49,8 +51,6 @@ from utils.settings.config import option, options_of, parse, to_dict, with_optio
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
 from utils.settings.presets import announced_demo
-from utils.training.batching import FEW_SHAPES
-from utils.training.state import TrainState
 
 SHARED_GROUPS = ("lora", "compute", "devices")  # of options in which members agree, beside SHARED
 SHARED = ("model_dir", "inference_batch_per_device")

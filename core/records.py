@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from models.names import Array, Extras
+from utils.batching import concatenate
 from utils.metrics.jsonl import JSON
-from utils.training.batching import concatenate
 
 Message = dict[str, str]  # role and content
 # A fork's arrays, [B] or [B, T]: what is put into `episodes.extras` travels as `batch.extras`; it is 1 in padding.

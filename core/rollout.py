@@ -28,11 +28,11 @@ from models.distribution import Distribution
 from models.memory import out_of_memory, rows_that_fit
 from models.names import Key, Policy, Weights
 from models.tokenizer import Tokenizer
+from utils.batching import bucket, concatenate
 from utils.devices.sharding import Layout
 from utils.evaluation.preview import prompt_lengths, tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
 from utils.settings.errors import UserError, counted
-from utils.training.batching import bucket, concatenate
 
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 

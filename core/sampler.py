@@ -30,11 +30,11 @@ from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy, with_members
 from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
+from utils.batching import bucket, concatenate, live_slots, round_up
 from utils.devices.sharding import Layout, on_each, single_device
 from utils.runs.shutdown import Stop
 from utils.settings.config import option
 from utils.settings.errors import UserError
-from utils.training.batching import bucket, concatenate, live_slots, round_up
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py

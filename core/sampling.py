@@ -33,6 +33,7 @@ from models.checkpoint import find_checkpoints, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
 from models.names import Key, Params
 from models.tokenizer import Tokenizer
+from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
 from utils.evaluation.chat import Message, ShowText, converse
@@ -42,7 +43,6 @@ from utils.metrics.terminal import waiting
 from utils.settings.config import group, option, parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
-from utils.training.batching import bucket
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 Tokens = Int[np.ndarray, "B A"]

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Int8
 
 from models.names import Array
+from utils.batching import round_up
 from utils.devices.sharding import ROWS, on_devices
 from utils.settings.errors import UserError
-from utils.training.batching import round_up
 
 
 class QuantizedKV(NamedTuple):

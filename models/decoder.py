@@ -64,8 +64,8 @@ from models.packing import (
     unpack,
 )
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
+from utils.batching import padding_of
 from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
-from utils.training.batching import padding_of
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]

@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
 from models.names import Array
+from utils.batching import power_above
 from utils.devices.sharding import constrain
-from utils.training.batching import power_above
 
 CHUNK = 64  # tokens that are computed by matrix products, from one memory to the next; a power of two
 EPS = 1e-6  # added to the squared length of queries and keys

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from models.names import Array
+from utils.batching import RowSizes, resize_columns
 from utils.devices.sharding import constrain
-from utils.training.batching import RowSizes, resize_columns
 
 NOWHERE = 1 << 30
 

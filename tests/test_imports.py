@@ -37,10 +37,7 @@ EXCEPTIONS = (  # to be emptied: files with what they import against the law
     "models.make_tiny: envs.countdown",
     "utils.evaluation.preview: envs.base models.tokenizer",
     "utils.evaluation.tables: core.records envs.base models.tokenizer",
-    "utils.metrics.logger: models.names",
     "utils.metrics.speed: core.records models.architecture models.lora models.names",
-    "utils.training.optimizers: models.names",
-    "utils.training.state: models.names",
 )
 NUMERICAL = {"flax", "jax", "jaxlib", "optax", "orbax"}  # which envs/ never imports: its processes start in no time
 

@@ -24,11 +24,11 @@ from models.memory import (
     rows_that_fit,
     update_bytes,
 )
+from models.optimizers import OptimizerConfig, make_optimizer
+from models.state import TrainState
+from utils.batching import bucket
 from utils.devices.sharding import MESH_AXES, Layout, single_device
 from utils.settings.config import make_config
-from utils.training.batching import bucket
-from utils.training.optimizers import OptimizerConfig, make_optimizer
-from utils.training.state import TrainState
 
 GB = 10**9
 

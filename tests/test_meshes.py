@@ -37,15 +37,15 @@ from core.sampler import Sampler
 from models import decoder
 from models.checkpoint import load_model
 from models.distribution import Distribution
+from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
+from models.state import init_state
+from utils.batching import full_rows
 from utils.devices import sharding
 from utils.devices.sharding import sharding_of
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
-from utils.training.batching import full_rows
-from utils.training.optimizers import OptimizerConfig, make_optimizer
-from utils.training.state import init_state
 
 SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
 NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)

@@ -15,9 +15,9 @@ from core.objectives import compute_advantages
 from core.records import Batch
 from core.sampler import Sampler
 from models.distribution import Distribution
+from models.state import init_state
 from utils.devices.sharding import single_device
 from utils.settings.config import make_config
-from utils.training.state import init_state
 
 LENGTHS = 3, 5, 4, 6  # of prompts
 STOP_IDS = (7, 11)

@@ -30,8 +30,8 @@ from core.objectives import (
 )
 from core.records import Batch
 from models.distribution import TokenScores
+from utils.batching import concatenate, select_rows
 from utils.settings.config import make_config, parse
-from utils.training.batching import concatenate, select_rows
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of groups without a graded rollout
 

@@ -13,11 +13,11 @@ import pytest
 from helpers import assert_close, on_four_devices, on_layout, rounding
 
 from core.learner import apply_gradients
+from models.optimizers import OptimizerConfig, describe_optimizer, make_optimizer, schedule
+from models.state import init_state
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.training.optimizers import OptimizerConfig, describe_optimizer, make_optimizer, schedule
-from utils.training.state import init_state
 
 EMBED, LAYERS, HEAD, VALUE = "model.embed_tokens.weight", "model.layers", "lm_head.weight", "v_head.weight"
 L, D = 2, 12

@@ -13,7 +13,7 @@ from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD
 from models.packing import Packing, pack, pack_rows, unpack
 from tests.helpers import ROOT, assert_close, gradient_depth, slow
-from utils.training.batching import EMPTY, ONE_SHAPE, RowSizes, plan_microbatches
+from utils.batching import EMPTY, ONE_SHAPE, RowSizes, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4

@@ -36,8 +36,10 @@ from envs import make_env
 from envs.base import ForcedAnswer
 from envs.settings import RolloutSettings, resolve_environments
 from models.checkpoint import load_model
+from models.state import TrainState
 from models.tokenizer import load_tokenizer
 from utils.devices import runtime
+from utils.devices.memory import HOST, fingerprint
 from utils.devices.sharding import single_device
 from utils.files import open_log
 from utils.metrics import logger
@@ -47,7 +49,6 @@ from utils.runs.checks import check_folder
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
-from utils.training.state import HOST, TrainState, fingerprint
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}

@@ -56,15 +56,15 @@ from envs.scoring.scorer import Failure, Scorer
 from models import decoder
 from models.distribution import Distribution
 from models.names import Array
+from models.optimizers import OptimizerConfig, make_optimizer, schedule
+from models.state import TrainState, init_state
+from utils.batching import concatenate, group_counts, select_rows
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.estimates import pass_at_k
 from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
-from utils.training.batching import concatenate, group_counts, select_rows
-from utils.training.optimizers import OptimizerConfig, make_optimizer, schedule
-from utils.training.state import TrainState, init_state
 
 G = 4
 CONFIG = make_config(

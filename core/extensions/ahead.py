@@ -21,7 +21,7 @@ from core.rollout import RolloutWorker
 from models.decoder import cast_params
 from models.memory import sampling_room
 from models.names import ADAPTERS, Adapters, Params, Policy, Weights
-from utils.training.state import TrainState
+from models.state import TrainState
 
 BEHAVIOR = "behavior_policy"  # state.extra[BEHAVIOR]: as the sampler reads it, or adapters over a base
 Collected = tuple[Episodes, int]  # and the number of the next task

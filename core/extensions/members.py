@@ -20,8 +20,8 @@ from core.records import Completions
 from core.sampler import Sampler
 from models.lora import join_members
 from models.names import Weights
+from utils.batching import concatenate, group_counts, select_rows
 from utils.runs.shutdown import Signals, Stop
-from utils.training.batching import concatenate, group_counts, select_rows
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from core.learner import Learner
 from core.objectives import ADVANTAGES, OBJECTIVES, ObjectiveConfig
 from models.architecture import Decoder
 from models.names import Adapters, Params
-from utils.training.optimizers import describe_optimizer
+from models.optimizers import describe_optimizer
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates

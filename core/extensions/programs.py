@@ -24,11 +24,8 @@ from models import decoder
 from models.lora import attach, make_policy, split_policy
 from models.names import ADAPTERS, LAYERS
 from models.packing import Packing, pack_rows
-from utils.devices.compilation import Programs, compile_programs, shapes_of
-from utils.devices.sharding import Layout
-from utils.evaluation.preview import prompt_lengths
-from utils.metrics.terminal import waiting
-from utils.training.batching import (
+from models.state import TrainState
+from utils.batching import (
     ONE_SHAPE,
     bucket,
     full_rows,
@@ -37,7 +34,11 @@ from utils.training.batching import (
     plan_microbatches,
     round_up,
 )
-from utils.training.state import DEVICE, TrainState, fingerprint
+from utils.devices.compilation import Programs, compile_programs, shapes_of
+from utils.devices.memory import DEVICE, fingerprint
+from utils.devices.sharding import Layout
+from utils.evaluation.preview import prompt_lengths
+from utils.metrics.terminal import waiting
 
 
 @waiting("compiling ahead")

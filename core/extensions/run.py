@@ -33,6 +33,7 @@ from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
 from models.names import LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
+from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
@@ -57,7 +58,6 @@ from utils.settings.config import options_of, to_dict
 from utils.settings.errors import UserError, counted
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, announced_demo, demo_of_tiny
-from utils.training.state import TrainState
 
 PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
 CPU_PRESET = "configs/cpu.py"

@@ -28,8 +28,8 @@ from models.architecture import Decoder
 from models.distribution import Distribution, sampling_uniforms
 from models.lora import with_members
 from models.names import Array, Weights
+from utils.batching import bucket
 from utils.settings.errors import UserError
-from utils.training.batching import bucket
 
 FEWEST_MATCHES, MOST_MATCHES = 2, 8  # last tokens of a row that are looked up
 TAIL_SLOTS, TAIL_SLOTS_ON_CPU = 16, 2  # of a shard: with so few, a pass is bound by the weights and not by its tokens

@@ -20,9 +20,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TextIO
 
-from jaxtyping import Shaped
+import jax
+import numpy as np
 
-from models.names import Array
 from utils.files import open_log, replacing
 from utils.metrics.health import HealthChecks
 from utils.metrics.jsonl import JSON, read_lines
@@ -44,7 +44,7 @@ TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
 UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left
 FILES = ("metrics.jsonl", "events.jsonl")  # a line for each step, and for each warning
 NUM_TIMES = 20  # last steps, by whose median time the time that is left is estimated
-Value = JSON | Shaped[Array, "..."]
+Value = JSON | np.ndarray | np.generic | jax.Array
 PATIENCE = 10  # seconds to wait for a full pipe
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of other sequences, harmless text is left
 

@@ -14,10 +14,10 @@ import jax
 from etils import epath
 from jaxtyping import PyTree
 
+from utils.devices.memory import fingerprint
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError
-from utils.training.state import fingerprint
 
 Progress = dict[str, JSON]  # of a run: step, cursor and the like
 
