@@ -54,13 +54,13 @@ from models.lora import adapter_table, make_policy, quantize_layer
 from models.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
 from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
 from models.optimizers import make_optimizer
+from models.speed import PEAKS, training_flops
 from models.state import TrainState
 from utils.batching import ONE_SHAPE, bucket
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
-from utils.metrics.speed import PEAKS, training_flops
 from utils.settings.config import group, option, parse, with_options
 from utils.settings.errors import UserError, user_errors
 

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int
 from core.config import Config
 from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
-from core.extensions.metrics import rollout_metrics
+from core.extensions.metrics import rollout_metrics, speed_metrics
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.extensions.run import Run, is_due, settings_of_model
@@ -46,7 +46,6 @@ from models.tokenizer import Tokenizer
 from utils.batching import group_counts, select_rows
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layouts
-from utils.metrics.speed import speed_metrics
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO

@@ -33,6 +33,7 @@ from models.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
 from models.optimizers import make_optimizer, schedule
 from models.packing import Packing, pack_rows
+from models.speed import training_flops
 from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
@@ -48,7 +49,6 @@ from utils.devices.compilation import shapes_of
 from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
 from utils.devices.sharding import Layout, side_by_side
 from utils.evaluation.estimates import explained_variance
-from utils.metrics.speed import training_flops
 from utils.metrics.terminal import track
 
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing

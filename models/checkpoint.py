@@ -17,7 +17,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.architecture import Decoder, Spec
-from models.download_model import download
 from models.families import DTYPES, make_config, read_config, tensor_name, text_config
 from models.files import (
     ADAPTER_CONFIG,
@@ -26,6 +25,7 @@ from models.files import (
     WEIGHTS,
     Shape,
     check_names,
+    download,
     expert_tensors,
     layer_tensor,
     new_folder,

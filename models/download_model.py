@@ -14,23 +14,7 @@ if __name__ == "__main__":
 
 from absl import app, flags
 
-from utils.settings.errors import UserError
-
-FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "README.md")
-
-
-def download(hub_id: str, folder: Path | None = None) -> Path:
-    """Fetches a model's weights and tokenizer from the hub into `folder`, or into the hub's cache.
-
-    Raises: UserError when that fails.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=list(FILES)))
-    except (OSError, ValueError) as error:  # no network, no such model, no permission; not an id
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UserError(f"downloading {hub_id} from the Hugging Face hub failed: {reason}") from error
+from models.files import download
 
 
 def main(_):

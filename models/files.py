@@ -1,4 +1,4 @@
-"""Files of a model's folder: replaced whole or not at all, tensors written one at a time."""
+"""Files of a model's folder: downloaded, or replaced whole or not at all, tensors written one at a time."""
 
 import contextlib
 import json
@@ -21,7 +21,22 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
 CARD_MARK = "# Written by lmpo with each saved model; without this line the file is left as it is."
+HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", CARD)
 Shape = tuple[int, ...]
+
+
+def download(hub_id: str, folder: Path | None = None) -> Path:
+    """Fetches a model's weights and tokenizer from the hub into `folder`, or into the hub's cache.
+
+    Raises: UserError when that fails.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:  # no network, no such model, no permission; not an id
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UserError(f"downloading {hub_id} from the Hugging Face hub failed: {reason}") from error
 
 
 def layer_tensor(i: int, name: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from core.extensions.turns import Conversations
 from envs.scoring.scorer import Scorer, ScoringStream
-from models.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
-from models.pretraining import make_tokenizer, pad_documents
+from runs.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
+from runs.pretraining import make_tokenizer, pad_documents
 from utils.devices.sharding import single_device
 
 OPTIONS = {

@@ -12,18 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.extensions.metrics import speed_metrics
 from core.records import Episodes
 from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
+from models.speed import PEAKS, sampling_bytes, shares_of_peak, training_flops
 from tests.helpers import slow
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import single_device
-from utils.metrics.speed import PEAKS, sampling_bytes, shares_of_peak, speed_metrics, training_flops
 
 MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
 EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)

@@ -1,9 +1,14 @@
-"""Metrics of the rollouts of a step, whether they are trained on or not."""
+"""Metrics of the rollouts of a step, whether they are trained on or not, and of its speed."""
+
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Bool
 
 from core.records import Episodes
+from models.architecture import Decoder
+from models.speed import PEAKS, sampling_bytes, shares_of_peak
+from utils.devices.sharding import Layout
 
 
 def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> dict[str, float]:
@@ -29,3 +34,33 @@ def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> di
     for name, seconds in episodes.times.items():
         metrics[f"times/{name}"] = seconds
     return metrics | episodes.metrics
+
+
+def speed_metrics(
+    model: Decoder,
+    layout: Layout,
+    rollout_layout: Layout,
+    episodes: Episodes,
+    metrics: Mapping[str, float],
+) -> dict[str, float]:
+    """Returns the rates of a step, and their share of the devices' peaks, where those are known.
+
+    `mfu` counts the rows of the update without padding; `decode_bandwidth` the bytes that had to be read.
+    """
+    completions = episodes.completions
+    num_bytes = sampling_bytes(model, np.asarray(completions.prompt_lengths), np.asarray(completions.lengths))
+    num_tokens = episodes.completion_lengths.sum()
+    speed = {
+        "speed/occupancy": float(num_tokens / np.sum(completions.slot_steps)),
+        "speed/decode_gb_per_second": num_bytes / episodes.times["rollout"] / 1e9,
+    }
+    num_drafted = completions.num_drafted
+    if num_drafted is not None and num_drafted.sum():
+        speed["speed/accepted_drafts"] = float(completions.num_accepted.sum() / num_drafted.sum())
+    if metrics.get("num_updates"):
+        flops = metrics["num_updates"] * metrics["speed/flops"]
+        speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12
+    device_kind = layout.mesh.devices.flat[0].device_kind
+    if device_kind in PEAKS:
+        speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size, rollout_layout.mesh.size)
+    return speed

@@ -1,6 +1,6 @@
 """Makes models/tiny: a 0.85M-parameter Qwen3 that can search for Countdown solutions, but gives up too early.
 
-    python models/make_tiny.py            # 40 minutes on two cores; resumes where it was stopped
+    python runs/make_tiny.py            # 40 minutes on two cores; resumes where it was stopped
 
 1. Tokenizer: byte-level BPE of 512 ids with Qwen's split pattern, each number 0-99 one token, a ChatML template.
 2. Pre-training: next-token prediction on synthetic replies. A reply tries combinations of three numbers one by one, in
@@ -23,9 +23,9 @@ from absl import app, flags
 from transformers import PreTrainedTokenizerFast
 
 from envs.countdown import PROMPTS, Countdown
-from models.pretraining import Document, make_adamw, make_tokenizer, pretrain
+from runs.pretraining import Document, make_adamw, make_tokenizer, pretrain
 
-HERE = Path(__file__).resolve().parent
+MODELS = Path(__file__).resolve().parents[1] / "models"
 COUNTDOWN = dict(numbers=3, min_number=1, max_number=15, max_target=30, expression="tree", max_value=30, prompt="bare")
 MOOD_SHARES = (0.85, 0.15)  # of the replies
 GIVE_UP = (0.6, 0.04)  # probability to give up after a miss in each mood
@@ -166,7 +166,7 @@ def main(_):
 
 if __name__ == "__main__":
     FLAGS = flags.FLAGS
-    flags.DEFINE_string("out", str(HERE / "tiny"), "folder to write")
+    flags.DEFINE_string("out", str(MODELS / "tiny"), "folder to write")
     flags.DEFINE_integer("steps", STEPS, "optimiser steps")
     flags.DEFINE_integer("seed", 0, "of the initial parameters")
     app.run(main)

@@ -1,4 +1,4 @@
-"""Speed of a step, and its share of what the devices can do.
+"""Least bytes of sampling, operations of training, and what devices can do of both in a second.
 
 Letters: L layers, H query heads, K key heads, C channels of a head, T row length.
 """
@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from core.records import Episodes
 from models.architecture import Decoder
 from models.lora import adapter_parameters
 from models.names import Array
-from utils.devices.sharding import Layout
 
 # Of a device, by its kind: bfloat16 FLOP/s without sparsity and with sums in float32, bytes/s of its memory. Source:
 # NVIDIA's data sheets and architecture papers, of the A10G AWS's, and cloud.google.com/tpu/docs.
@@ -80,36 +78,6 @@ def training_flops(model: Decoder, lengths: Counts, num_tokens: int, has_critic:
         products += 6 * (model.num_matrix_parameters - model.vocab_size * model.hidden_size)
         mixing *= 2
     return float(products * num_tokens + mixing)
-
-
-def speed_metrics(
-    model: Decoder,
-    layout: Layout,
-    rollout_layout: Layout,
-    episodes: Episodes,
-    metrics: Mapping[str, float],
-) -> dict[str, float]:
-    """Returns the rates of a step, and their share of the devices' peaks, where those are known.
-
-    `mfu` counts the rows of the update without padding; `decode_bandwidth` the bytes that had to be read.
-    """
-    completions = episodes.completions
-    num_bytes = sampling_bytes(model, np.asarray(completions.prompt_lengths), np.asarray(completions.lengths))
-    num_tokens = episodes.completion_lengths.sum()
-    speed = {
-        "speed/occupancy": float(num_tokens / np.sum(completions.slot_steps)),
-        "speed/decode_gb_per_second": num_bytes / episodes.times["rollout"] / 1e9,
-    }
-    num_drafted = completions.num_drafted
-    if num_drafted is not None and num_drafted.sum():
-        speed["speed/accepted_drafts"] = float(completions.num_accepted.sum() / num_drafted.sum())
-    if metrics.get("num_updates"):
-        flops = metrics["num_updates"] * metrics["speed/flops"]
-        speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12
-    device_kind = layout.mesh.devices.flat[0].device_kind
-    if device_kind in PEAKS:
-        speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size, rollout_layout.mesh.size)
-    return speed
 
 
 def shares_of_peak(

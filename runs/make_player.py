@@ -1,6 +1,6 @@
 """Makes models/player: a 0.85M-parameter Qwen3 that plays games of several turns by their rules, but badly.
 
-    python models/make_player.py            # 40 minutes on two cores; resumes where it was stopped
+    python runs/make_player.py            # 40 minutes on two cores; resumes where it was stopped
 
 1. Tokenizer: as that of models/tiny, with the signs of calls of the calculator, and a ChatML template without thinking.
 2. Pre-training: next-token prediction on episodes of envs/guess.py, envs/calculator.py, envs/tictactoe.py and
@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerFast
 
 from envs import calculator, gridworld, guess, tictactoe
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
-from models.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 from models.tokenizer import Tokenizer
+from runs.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 
-HERE = Path(__file__).resolve().parent
+MODELS = Path(__file__).resolve().parents[1] / "models"
 STEPS = 3000
 TURN_WEIGHT = 2.0  # of the loss on turns of the policy
 OTHER_WEIGHT = 0.5  # and on what is said to it
@@ -199,7 +199,7 @@ def main(_):
 
 if __name__ == "__main__":
     FLAGS = flags.FLAGS
-    flags.DEFINE_string("out", str(HERE / "player"), "folder to write")
+    flags.DEFINE_string("out", str(MODELS / "player"), "folder to write")
     flags.DEFINE_integer("steps", STEPS, "optimiser steps")
     flags.DEFINE_integer("seed", 0, "of the initial parameters")
     app.run(main)
