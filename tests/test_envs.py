@@ -324,6 +324,9 @@ def test_a_file_of_ones_own(tmp_path):
     rows.append({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"})
     options = write(tmp_path / "mine.jsonl", *map(json.dumps, rows))
     env = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
+    styled = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward", thinking="on")
+    assert [getattr(styled, name) for name in Env.__annotations__] == [getattr(env, name) for name in Env.__annotations__]
+    assert styled.code == (tmp_path / "my_reward.py",), "a resumed run compares it"
     test = envs.make_env("dataset-test", **options)
     valid = envs.make_env("dataset-valid", **options)
     parts = [{str(row.prompt) for row in part.rows} for part in (env, test, valid)]

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envs.base import Env, Episode, Problem
+from envs.base import Env, Problem
 from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
@@ -35,24 +35,13 @@ class Styled(Env):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
+        for name in (*Env.__annotations__, "episode", "close", "answer", "examples"):
+            setattr(self, name, getattr(env, name))
         self.env = env
         self.style = style
         self.system = style.system
         if style.system.startswith("@"):
             self.system = Path(os.path.expanduser(style.system[1:])).read_text(encoding="utf-8").strip()
-        self.num_tasks = env.num_tasks
-        self.is_generated = env.is_generated
-        self.note = env.note
-        self.form = env.form
-        self.tokens_per_action = env.tokens_per_action
-        self.max_turns = env.max_turns
-        self.tokens_per_turn = env.tokens_per_turn
-        self.dialect = env.dialect
-        self.opens = env.opens
-        self.takes_ids = env.takes_ids
-        self.force_answer_at = env.force_answer_at
-        self.truncation_penalty = env.truncation_penalty
-        self.num_eval_tasks = env.num_eval_tasks
 
     def problem(self, index: int) -> Problem:
         problem, style = self.env.problem(index), self.style
@@ -75,15 +64,3 @@ class Styled(Env):
             return scores
         form = FORMAT_REWARDS[self.style.format_reward](text)
         return scores | {"return": scores["return"] + self.style.format_weight * form, "format": form}
-
-    def episode(self, problem: Problem, seed: int) -> Episode:
-        return self.env.episode(problem, seed)
-
-    def close(self) -> None:
-        self.env.close()
-
-    def answer(self, text: str) -> str | None:
-        return self.env.answer(text)
-
-    def examples(self, problem: Problem) -> dict[str, str]:
-        return self.env.examples(problem)
