@@ -325,7 +325,8 @@ def test_a_file_of_ones_own(tmp_path):
     options = write(tmp_path / "mine.jsonl", *map(json.dumps, rows))
     env = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward")
     styled = envs.make_env("dataset", **options, reward=f"{tmp_path / 'my_reward.py'}:reward", thinking="on")
-    assert [getattr(styled, name) for name in Env.__annotations__] == [getattr(env, name) for name in Env.__annotations__]
+    traits, styled_traits = ([getattr(x, name) for name in Env.__annotations__] for x in (env, styled))
+    assert styled_traits == traits
     assert styled.code == (tmp_path / "my_reward.py",), "a resumed run compares it"
     test = envs.make_env("dataset-test", **options)
     valid = envs.make_env("dataset-valid", **options)
