@@ -65,19 +65,14 @@ class Calculator(Env):
     def problem(self, index: int) -> Problem:
         rng = random.Random(f"calculator {self.split} {index}")  # by the text's digest: the same in every process
         for _ in range(1000):
-            expression = self.expression(rng)
+            words = [str(rng.randint(1, self.max_number))]
+            for _ in range(rng.randint(*self.num_operations)):
+                words += rng.choice(self.operators), str(rng.randint(1, self.max_number))
+            expression = " ".join(words)
             if (choose_split(expression, 5) == "test") == (self.split == "test"):
                 value, _ = parse_arithmetic(expression)
                 return self.ask(expression, value)
         raise UserError(f"Calculator: no expression is left for the {self.split} split: raise max_number")
-
-    def expression(self, rng: random.Random) -> str:
-        """Returns numbers with operators between them."""
-        words = [str(rng.randint(1, self.max_number))]
-        for _ in range(rng.randint(*self.num_operations)):
-            words.append(rng.choice(self.operators))
-            words.append(str(rng.randint(1, self.max_number)))
-        return " ".join(words)
 
     def ask(self, expression: str, value: Fraction) -> Problem:
         """Returns the problem of an expression. Full prompts explain inline calls, and announce others by a schema."""

@@ -100,7 +100,12 @@ class Countdown(Env):
         self.partial = partial
         self.truncation_penalty = truncation_penalty
         self.num_tasks = num_tasks if num_tasks > 0 else NUM_TASKS[split]
-        self.test_sets = self.find_test_sets() if split == "valid" else set()
+        self.test_sets = set()  # numbers, sorted, of the problems of the test split that has the same options
+        if split == "valid":
+            test = copy(self)
+            test.split = "test"
+            instances = test.distinct_instances(max(self.num_tasks, NUM_TASKS["test"]))
+            self.test_sets = {tuple(sorted(numbers)) for numbers, _ in instances}
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
         if split != "train":
             self.instances = self.distinct_instances(self.num_tasks)
@@ -125,19 +130,7 @@ class Countdown(Env):
     def is_of_split(self, numbers: tuple[int, ...]) -> bool:
         """True if problems on these numbers, in any order, belong to this split."""
         is_held_out = set_split(numbers) == "test"
-        match self.split:
-            case "train":
-                return not is_held_out
-            case "test":
-                return is_held_out
-        return is_held_out and tuple(sorted(numbers)) not in self.test_sets
-
-    def find_test_sets(self) -> set[tuple[int, ...]]:
-        """Returns the numbers, sorted, of each problem of the test split that has the same options."""
-        test = copy(self)
-        test.split = "test"
-        instances = test.distinct_instances(max(self.num_tasks, NUM_TASKS["test"]))
-        return {tuple(sorted(numbers)) for numbers, _ in instances}
+        return is_held_out != (self.split == "train") and tuple(sorted(numbers)) not in self.test_sets
 
     def combine_randomly(self, values: list[int], rng: random.Random) -> int | None:
         """Returns the result of a random expression over all values; None when a step leaves the positive integers."""
@@ -310,11 +303,5 @@ def share_right_arithmetic(text: str) -> tuple[int, int]:
 
 
 def _is_right(a: int, op: str, b: int, c: int) -> bool:
-    match op:
-        case "+":
-            return a + b == c
-        case "-" | "−":
-            return a - b == c
-        case "*" | "×":
-            return a * b == c
-    return b != 0 and a == b * c
+    results = {"+": a + b, "-": a - b, "−": a - b, "*": a * b, "×": a * b}
+    return results[op] == c if op in results else b != 0 and a == b * c

@@ -180,18 +180,14 @@ def check_prompt(value: JSON) -> str | list[dict[str, str]]:
     """Returns text or chat messages. Raises UserError for anything else."""
     if isinstance(value, str):
         return value
-    keys = ("role", "content")
-    if not isinstance(value, list) or not all(map(is_message, value)):
-        raise UserError("its prompt is neither text nor a list of messages with role and content")
-    return [{key: message[key] for key in keys} for message in value]
-
-
-def is_message(value: JSON) -> bool:
-    """True if a value is a chat message: a text as its content, and a known role."""
-    if not isinstance(value, dict):
-        return False
-    has_texts = isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-    return has_texts and value["role"] in ROLES
+    messages = []
+    for message in value if isinstance(value, list) else [None]:
+        match message:
+            case {"role": str(role), "content": str(content)} if role in ROLES:
+                messages.append({"role": role, "content": content})
+            case _:
+                raise UserError("its prompt is neither text nor a list of messages with role and content")
+    return messages
 
 
 def find_source(path: str, hub_split: str) -> Source:

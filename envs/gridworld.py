@@ -81,7 +81,8 @@ class Gridworld(Env):
         rng = random.Random(f"gridworld {self.split} {index}")
         max_steps = self.max_turns * self.moves_per_turn
         for _ in range(1_000):
-            lake = random_lake(rng, self.size, self.num_holes)
+            start, goal, *holes = rng.sample(range(self.size**2), self.num_holes + 2)
+            lake = Lake(self.size, start, goal, frozenset(holes))
             text = format_map(lake, lake.start)
             is_test = choose_split(text, 5) == "test"
             num_steps = distances(lake).get(lake.start, 0)
@@ -122,29 +123,21 @@ class GridworldEpisode(Episode):
             return Step([{"role": "user", "content": format_map(self.lake, self.cell)}], info={"invalid": 1.0})
         num_before = self.num_steps
         for word in words[-self.moves_per_turn :]:
-            self.make_move(word[0].lower())
-            if self.is_done:
+            move = word[0].lower()
+            if self.rng.random() < self.slip:
+                move = self.rng.choice(ASIDE[move])
+            self.cell = next_cell(self.lake, self.cell, move)
+            self.num_steps += 1
+            if self.cell == self.lake.goal or self.cell in self.lake.holes:
                 break
         info = {"steps": float(self.num_steps - num_before)}
         if self.cell == self.lake.goal:
             num_wasted = self.num_steps - self.num_needed
             reward = max(0.0, 1 - self.cost * num_wasted)
             return Step([], reward, done=True, info={**info, "correct_answer": 1.0})
-        if self.is_done:
+        if self.cell in self.lake.holes:
             return Step([], done=True, info=info)
         return Step([{"role": "user", "content": format_map(self.lake, self.cell)}], info=info)
-
-    def make_move(self, move: str) -> None:
-        """Makes a step, which may slip."""
-        if self.rng.random() < self.slip:
-            move = self.rng.choice(ASIDE[move])
-        self.cell = next_cell(self.lake, self.cell, move)
-        self.num_steps += 1
-
-    @property
-    def is_done(self) -> bool:
-        """True at the goal and in a hole."""
-        return self.cell == self.lake.goal or self.cell in self.lake.holes
 
 
 def format_map(lake: Lake, cell: int) -> str:
@@ -166,12 +159,6 @@ def next_cell(lake: Lake, cell: int, move: str) -> int:
     row = min(max(row + down, 0), last)
     column = min(max(column + right, 0), last)
     return row * lake.size + column
-
-
-def random_lake(rng: random.Random, size: int, num_holes: int) -> Lake:
-    """Returns a map with these many holes, which may have no path to the goal."""
-    cells = rng.sample(range(size * size), num_holes + 2)
-    return Lake(size, start=cells[0], goal=cells[1], holes=frozenset(cells[2:]))
 
 
 def distances(lake: Lake) -> dict[int, int]:

@@ -28,10 +28,7 @@ class Poem(Env):
         path = Path(os.path.expanduser(subjects_file)) if subjects_file else SUBJECTS
         subjects = read_subjects(path)
         self.max_characters = max_characters
-        if split == "test":
-            self.subjects = subjects[::5]
-        else:
-            self.subjects = [subject for i, subject in enumerate(subjects) if i % 5]
+        self.subjects = [subject for i, subject in enumerate(subjects) if (i % 5 == 0) == (split == "test")]
         self.num_tasks = len(self.subjects)
 
     def problem(self, index: int) -> Problem:
@@ -40,18 +37,12 @@ class Poem(Env):
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the rewards and the length; a poem of `max_characters` is correct, none where that is not set."""
-        num_characters = len(text)
-        is_full = 0 < self.max_characters <= num_characters
-        num_rewarded = self.max_characters if is_full else num_characters
-        return {
-            "return": float(num_rewarded),
-            "correct_answer": float(is_full),
-            "characters": float(num_characters),
-        }
+        is_full = 0 < self.max_characters <= len(text)
+        reward = float(self.max_characters if is_full else len(text))
+        return {"return": reward, "correct_answer": float(is_full), "characters": float(len(text))}
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        num_words = self.max_characters // 3 + 1
-        return {"right": "la " * num_words, "wrong": ""}
+        return {"right": "la " * (self.max_characters // 3 + 1), "wrong": ""}
 
 
 def read_subjects(path: Path) -> list[str]:

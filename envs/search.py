@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from envs.base import Env, Episode, Problem
 from envs.data.questions import check_form, written_answers
-from envs.data.rows import JSON, RawRow, Row, Source, load_rows, read_file, read_lines, text_prompt
+from envs.data.rows import RawRow, Row, Source, load_rows, read_file, read_lines, text_prompt
 from envs.data.splits import select_split
 from envs.grading.answers import final_answer
 from envs.tools.episode import ToolEpisode, ToolSettings
@@ -231,13 +231,8 @@ def read_row(row: RawRow) -> Row:
     answers = row["answer"]
     if not isinstance(answers, list):
         answers = [answers]
-    answers = [str(answer) for answer in answers if is_answer(answer)]
-    return Row(text_prompt(row["question"]), answers or None)
-
-
-def is_answer(value: JSON) -> bool:
-    """True for a text or a number that is not empty once it is normalised."""
-    return isinstance(value, str | int | float) and bool(normalized_answer(str(value)))
+    answers = [str(answer) for answer in answers if isinstance(answer, str | int | float)]
+    return Row(text_prompt(row["question"]), list(filter(normalized_answer, answers)) or None)
 
 
 # a made-up world
@@ -282,7 +277,12 @@ def make_world() -> tuple[list[Passage], list[Row]]:
         work = rng.choice(WORKS.split(", "))
         people.append(Person(name, work, rng.choice(towns).name, rng.randint(1850, 1999)))
     people = list({person.name: person for person in people}.values())
-    passages = [*map(describe_town, towns), *map(describe_person, people)]
+    passages = []
+    for name, region, fame, mayor in towns:
+        text = f"a town in the region of {region}, known for its {fame}. Its mayor is {mayor}."
+        passages.append(Passage(name, text))
+    for name, work, town, year in people:
+        passages.append(Passage(name, f"by occupation {work}, born in {town} in {year}."))
     rng.shuffle(passages)
     by_name = {town.name: town for town in towns}
     rows = []
@@ -299,16 +299,6 @@ def make_names(rng: random.Random, num_names: int) -> list[str]:
         syllables = rng.choices(SYLLABLES, k=rng.randint(2, 4))
         names["".join(syllables).capitalize()] = None
     return list(names)
-
-
-def describe_town(town: Town) -> Passage:
-    text = f"a town in the region of {town.region}, known for its {town.fame}. Its mayor is {town.mayor}."
-    return Passage(town.name, text)
-
-
-def describe_person(person: Person) -> Passage:
-    text = f"by occupation {person.work}, born in {person.town} in {person.year}."
-    return Passage(person.name, text)
 
 
 def ask_about(person: Person, town: Town) -> list[Row]:

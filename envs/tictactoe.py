@@ -73,7 +73,8 @@ class TicTacToe(Env):
         for _ in range(10_000):
             board = random_position(rng, rng.randint(0, self.max_plies))
             is_test = choose_split(canonical(board), 5) == "test"
-            if is_test == (self.split == "test") and is_playable(board):
+            is_playable = final_reward(board) is None and minimax_value(board, "x") >= DRAW  # x can at least draw
+            if is_test == (self.split == "test") and is_playable:
                 prompt = PROMPTS[self.prompt].format(board=format_board(board))
                 return Problem([{"role": "user", "content": prompt}], board)
         raise UserError(f"TicTacToe: no position is left for the {self.split} split: raise max_plies")
@@ -105,22 +106,14 @@ class TicTacToeEpisode(Episode):
             return Step([{"role": "user", "content": format_board(self.board)}], info={"invalid": 1.0})
         self.board = self.board.replace(numbers[-1], "x")
         if final_reward(self.board) is None:
-            self.answer_move()
+            cells = best_moves(self.board, "o") if self.opponent == "minimax" else free_cells(self.board)
+            self.board = self.board.replace(self.rng.choice(cells), "o")
         reward = final_reward(self.board)
         if reward is None:
             return Step([{"role": "user", "content": format_board(self.board)}])
         is_correct = reward >= self.value
         info = {"correct_answer": float(is_correct), OUTCOMES[reward]: 1.0}
         return Step([], reward, done=True, info=info)
-
-    def answer_move(self) -> None:
-        """Makes the opponent's move."""
-        if self.opponent == "minimax":
-            cells = best_moves(self.board, "o")
-        else:
-            cells = free_cells(self.board)
-        cell = self.rng.choice(cells)
-        self.board = self.board.replace(cell, "o")
 
 
 def format_board(board: str) -> str:
@@ -172,11 +165,6 @@ def random_position(rng: random.Random, num_plies: int) -> str:
         player = "x" if plies_left % 2 == 0 else "o"
         board = board.replace(rng.choice(free_cells(board)), player)
     return board
-
-
-def is_playable(board: str) -> bool:
-    """True if the game is not over, and x, which is to move, can at least draw."""
-    return final_reward(board) is None and minimax_value(board, "x") >= DRAW
 
 
 def canonical(board: str) -> str:

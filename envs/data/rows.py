@@ -244,8 +244,11 @@ def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
         if names is None:
             names = values
             check_names(path, names)
+        elif len(values) == len(names):
+            yield f"{path}:{first}", dict(zip(names, values, strict=True))
         elif values:
-            yield f"{path}:{first}", check_csv_row(names, values)
+            error = f"it has {len(values)} columns, where the first line names {len(names)}"
+            yield f"{path}:{first}", ValueError(error)
 
 
 def check_names(path: Path, names: list[str]) -> None:
@@ -255,21 +258,17 @@ def check_names(path: Path, names: list[str]) -> None:
         raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
     separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
     if separator:
-        encoding = "utf-8" if is_utf8(path) else "latin-1"
+        try:
+            path.read_text("utf-8")
+            encoding = "utf-8"
+        except UnicodeDecodeError:
+            encoding = "latin-1"
         arguments = f"{str(path)!r}, sep={separator!r}, encoding={encoding!r}"
         convert = f"pandas.read_csv({arguments}).to_csv('commas.csv', index=False)"
         raise UserError(
             f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c \"import "
             f'pandas; {convert}"`, and take commas.csv'
         )
-
-
-def is_utf8(path: Path) -> bool:
-    try:
-        path.read_text("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def csv_lines(path: Path) -> Iterator[str]:
@@ -281,12 +280,6 @@ def csv_lines(path: Path) -> Iterator[str]:
         if len(line) > MAX_ROW_BYTES:
             raise UserError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
         yield line.decode("utf-8-sig", "surrogateescape")
-
-
-def check_csv_row(names: list[str], values: list[str]) -> dict[str, str] | Exception:
-    if len(values) == len(names):
-        return dict(zip(names, values, strict=True))
-    return ValueError(f"it has {len(values)} columns, where the first line names {len(names)}")
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:

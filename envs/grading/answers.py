@@ -10,7 +10,6 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -219,33 +218,17 @@ def simplified(text: str) -> str:
 
 # differences that math-verify overlooks
 
-UNITS = {
-    "cm": "cm centimeter centimeters centimetre centimetres",
-    "mm": "mm millimeter millimeters millimetre millimetres",
-    "m": "m meter meters metre metres",
-    "km": "km kilometer kilometers kilometre kilometres",
-    "in": "in inch inches",
-    "ft": "ft foot feet",
-    "yd": "yd yard yards",
-    "mi": "mi mile miles",
-    "g": "g gram grams",
-    "kg": "kg kilogram kilograms",
-    "lb": "lb lbs pound pounds",
-    "s": "s sec second seconds",
-    "min": "min minute minutes",
-    "h": "h hr hour hours",
-    "day": "day days",
-    "week": "week weeks",
-    "month": "month months",
-    "year": "year years",
-    "dollar": "dollar dollars USD",
-    "cent": "cent cents",
-    "euro": "euro euros EUR",
-    "rad": "rad radian radians",
-    "degree": "degree degrees",
-    "percent": "percent",
-}
-UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
+UNITS = [  # spellings of each
+    names.split()
+    for names in (
+        "cm centimeter centimeters centimetre centimetres, mm millimeter millimeters millimetre millimetres, "
+        "m meter meters metre metres, km kilometer kilometers kilometre kilometres, in inch inches, ft foot feet, "
+        "yd yard yards, mi mile miles, g gram grams, kg kilogram kilograms, lb lbs pound pounds, s sec second seconds, "
+        "min minute minutes, h hr hour hours, day days, week weeks, month months, year years, dollar dollars USD, "
+        "cent cents, euro euros EUR, rad radian radians, degree degrees, percent"
+    ).split(",")
+]
+UNIT_OF = {name: names[0] for names in UNITS for name in names}
 POWER_OF = {"sq": 2, "square": 2, "squared": 2, "2": 2, "²": 2, "cu": 3, "cubic": 3, "cubed": 3, "3": 3, "³": 3}
 UNIT = re.compile(
     r"(?<=[\d})])(?:\s|\\[,;: ]|~)*(?P<wrapper>\\(?:text|mbox|mathrm|textnormal)\s*\{\s*)?"
@@ -297,14 +280,10 @@ def may_be_same(reference: str, answer: str) -> bool:
     starts = [mark.start() for mark in ENVIRONMENT.finditer(answer.rstrip(" .$"))]
     clauses = [end.end() for end in CLAUSE_END.finditer(answer, 0, starts[-1] if starts else 0)]
     clause = answer[clauses[-1] if clauses else 0 :]  # the one of the last formula
-    changing = {word.lower() for word in WORD.findall(clause) if is_changing(word)}
+    # Words that make another number of the one beside them, and dots that go on.
+    changing = {word.lower() for word in WORD.findall(clause) if word.lower() in CHANGING or not word.isalpha()}
     known = {word.lower() for word in WORD.findall(reference)}
     return changing <= known or sentence_number(answer) is not None
-
-
-def is_changing(word: str) -> bool:
-    """True for a word that makes another number of the one beside it, and for dots that go on."""
-    return word.lower() in CHANGING or not word.isalpha()
 
 
 def sentence_number(text: str) -> Number | None:
@@ -422,7 +401,9 @@ def is_light(expression: Expression) -> bool:
         return False
     if isinstance(expression, str) or not hasattr(expression, "atoms"):
         return True
-    nodes = [*preorder(expression)]
+    import sympy
+
+    nodes = [node for node in sympy.preorder_traversal(expression) if isinstance(node, sympy.Basic)]
     if any(kind_of(node) == "log" for node in nodes) and largest_beside_logs(expression) > MAX_BESIDE_LOGS:
         return False
     is_function = [getattr(node, "is_Function", False) and bool(node.free_symbols) for node in nodes]
@@ -430,13 +411,6 @@ def is_light(expression: Expression) -> bool:
     if is_searched and (any(is_function) or not all(map(is_polynomial, nodes))):
         return False
     return not (is_searched or any(is_function)) or max(map(degree, nodes)) <= MAX_DEGREE
-
-
-def preorder(expression: Expression) -> Iterator[Expression]:
-    """Yields an expression and all in it."""
-    import sympy
-
-    return (x for x in sympy.preorder_traversal(expression) if isinstance(x, sympy.Basic))
 
 
 def kind_of(expression: Expression) -> str:
@@ -479,18 +453,15 @@ def weight(expression: Expression) -> float:
     match kind_of(expression):
         case "Pow" | "MatPow":
             return power_weight(*expression.args, *parts)
-        case "Sum" | "Product" | "Integral" | "Limit" if any(map(is_endless, expression.args[1:])):
+        case "Sum" | "Product" | "Integral" | "Limit" if any(
+            kind_of(atom) in INFINITIES for limits in expression.args[1:] for atom in limits.atoms()
+        ):
             return math.inf  # nobody's final answer, and sympy may look for its value for ever
         case "factorial" | "gamma" | "binomial" | "Sum" | "Product" | "factorial2" | "subfactorial":
             return sum(parts) * 2 ** min(max(parts), 64)
     if getattr(expression, "is_Function", False):
         return 4 * sum(parts)  # each is rewritten in several ways, and what is in it again each time
     return sum(parts)
-
-
-def is_endless(limits: Expression) -> bool:
-    """True if something infinite occurs in the limits of a sum or an integral."""
-    return any(kind_of(atom) in INFINITIES for atom in limits.atoms())
 
 
 def power_weight(base: Expression, exponent: Expression, base_weight: float, exponent_weight: float) -> float:

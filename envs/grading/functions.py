@@ -62,7 +62,7 @@ class RewardFunction:
             if value is None:
                 return {"return": 0.0, NOT_APPLICABLE: 1.0}
         parts = value if isinstance(value, Mapping) else {"return": value}
-        if all(map(is_finite_number, parts.values())):
+        if all(isinstance(part, SupportsFloat) and math.isfinite(part) for part in parts.values()):
             return {name: float(part) for name, part in parts.items()}
         form = "a list with a number for each completion" if self.takes_lists else "a number or a dict of numbers"
         raise TypeError(f"{describe_place(self.function)} returned {returned!r:.200}: return {form}")
@@ -91,11 +91,6 @@ def is_required(parameter: inspect.Parameter) -> bool:
     """True for a parameter that a call must give by its name or place."""
     is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return is_one and parameter.default is parameter.empty
-
-
-def is_finite_number(value: object) -> bool:
-    """True for a finite number of Python, NumPy or another library."""
-    return isinstance(value, SupportsFloat) and math.isfinite(value)
 
 
 def describe_place(function: Callable) -> str:

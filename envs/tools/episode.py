@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
 from envs.data.rows import JSON
@@ -96,16 +96,12 @@ class ToolEpisode(Episode):
             arguments = inspect.signature(tool).bind(call)
         else:
             name, values = parse_call(call)
-            tool = self.find(name)
+            if name not in self.tools:
+                raise CallError(f"there is no tool {name[:50]!r}; there are {', '.join(self.tools)}")
+            tool = self.tools[name]
             arguments = bind(tool, values)
         self.num_calls += 1
         return completed(tool(*arguments.args, **arguments.kwargs))
-
-    def find(self, name: str) -> Tool:
-        """Returns the tool of this name. Raises: CallError where there is none."""
-        if name not in self.tools:
-            raise CallError(f"there is no tool {name[:50]!r}; there are {', '.join(self.tools)}")
-        return self.tools[name]
 
 
 def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
@@ -115,7 +111,7 @@ def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
     """
     try:
         call = json.loads(
-            text, object_pairs_hook=unique_object, parse_float=finite_number, parse_constant=refuse_constant
+            text, object_pairs_hook=unique_object, parse_float=finite_number, parse_constant=finite_number
         )
     except CallError:
         raise
@@ -138,16 +134,11 @@ def unique_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
 
 
 def finite_number(text: str) -> float:
-    """Returns a number with a point or an exponent. Raises: CallError for one that is too large."""
+    """Returns a number with a point or an exponent. Raises: CallError for NaN, Infinity and what is too large."""
     number = float(text)
     if not math.isfinite(number):
-        raise CallError("the call has a number that is too large")
+        raise CallError(f"the call has {text[:20]}, which is no finite number")
     return number
-
-
-def refuse_constant(name: str) -> NoReturn:
-    """Raises CallError for NaN and Infinity, which Python reads and JSON has not."""
-    raise CallError(f"the call has {name}, which is no number of JSON")
 
 
 def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
