@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 
 from core.config import EvalConfig
 from core.evaluate import evaluate
-from core.extensions.foreign import check_code, find_run
+from core.extensions.preview import show
 from core.rollout import make_worker
+from core.run.foreign import check_code, find_run
+from core.run.rollouts import write_samples
 from core.sampler import SamplingConfig
 from envs import split_name, test_name
 from envs.scoring.shaping import RewardConfig
@@ -27,10 +29,9 @@ from models.checkpoint import find_checkpoints, load_model
 from models.memory import sampling_room
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
-from utils.evaluation.preview import show
-from utils.evaluation.tables import Result, check_writable, write_results, write_samples
+from utils.evaluation.tables import Result, check_writable, write_results
 from utils.metrics.logger import writable
-from utils.reporting.page import read_settings
+from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import group, option, options_of, parse, to_dict
 from utils.settings.errors import user_errors

@@ -29,14 +29,14 @@ from jaxtyping import Bool, Float, Int
 from core.config import Config
 from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
-from core.extensions.metrics import rollout_metrics, speed_metrics
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
-from core.extensions.run import Run, is_due, settings_of_model
 from core.learner import Learner, make_learner, split_minibatches
 from core.objectives import compared_rewards, compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
+from core.run.folder import Run, is_due, settings_of_model
+from core.run.metrics import rollout_metrics, speed_metrics
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy

@@ -28,11 +28,11 @@ from functools import partial
 from core.config import Config
 from core.extensions.members import MemberSampler, SharedSampler, settings_of
 from core.extensions.notes import training_notes
-from core.extensions.run import Run, make_default_folder, settings_of_model
 from core.grpo import Rollouts, make_workers, train
 from core.learner import Learner, make_learner
 from core.records import Progress
 from core.rollout import RolloutWorker
+from core.run.folder import Run, make_default_folder, settings_of_model
 from envs.settings import resolve_environments
 from models.checkpoint import load_policy
 from models.state import TrainState

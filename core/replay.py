@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from core.config import Config
-from core.extensions.card import training_command
-from core.extensions.foreign import check_code
 from core.records import Completions, Episodes, turn_numbers
 from core.rollout import RolloutWorker, collect_scores, make_worker
+from core.run.card import training_command
+from core.run.foreign import check_code
 from core.sampler import row_keys, sample_keys
 from envs.scoring.scorer import ScoringStream
 from envs.settings import resolve_settings

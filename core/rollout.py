@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from core.extensions.preview import prompt_lengths, tasks_that_fit
 from core.extensions.speculation import with_speculation
 from core.extensions.turns import Conversations, answering_calls, check_conversations
 from core.records import Completions, Episodes
@@ -30,7 +31,6 @@ from models.names import Key, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate
 from utils.devices.sharding import Layout
-from utils.evaluation.preview import prompt_lengths, tasks_that_fit
 from utils.metrics.terminal import Wait, waiting
 from utils.settings.errors import UserError, counted
 

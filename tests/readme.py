@@ -105,7 +105,7 @@ def as_python(argv: list[str]) -> int:
         if re.search("gsm8k|deepscaler|aime|amc|math500|countdown34", " ".join(flags)) and "--data_dir" not in flags:
             short += ["--data_dir", str(DATA)]
         flags += short if flags else ["--config", "configs/demo.py", *short]
-    if program == "utils/reporting/page.py":  # runs that the page only names
+    if program == "utils/reporting/compare.py":  # runs that the page only names
         made = next(Path("runs").glob("*/metrics.jsonl"), Path("runs/none")).parent
         for name in (name for name in flags if re.fullmatch(r"(runs|~/runs)/\w+", name) and not Path(name).exists()):
             shutil.copytree(made, name)

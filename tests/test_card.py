@@ -11,8 +11,8 @@ from test_model import FIXTURES, load
 
 from core.config import Config
 from core.extensions import card as cards
-from core.extensions.card import ModelCard, find_version, make_card
 from core.records import Progress
+from core.run.card import ModelCard, find_version, make_card
 from envs.settings import resolve_environments
 from models.checkpoint import save_model
 from utils.settings.config import make_config, parse, to_dict

@@ -18,8 +18,9 @@ import scipy.stats
 from helpers import ROOT
 
 from core import eval as evaluation
-from core.extensions.foreign import own_file, remember_code
 from core.replay import replay
+from core.run.foreign import own_file, remember_code
+from core.run.rollouts import json_or_text
 from envs import ENVS, find_class
 from envs.base import Env
 from envs.data.style import Style, Styled
@@ -35,7 +36,7 @@ from utils.evaluation.estimates import (
     pass_at_k,
     task_estimates,
 )
-from utils.evaluation.tables import Result, compare_results, format_report, format_table, json_or_text
+from utils.evaluation.tables import Result, compare_results, format_report, format_table
 from utils.runs.fingerprints import fingerprint_code
 from utils.settings.config import with_options
 from utils.settings.errors import UserError, user_errors

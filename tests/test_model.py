@@ -16,7 +16,7 @@ from helpers import MODEL, assert_close, depth, gradient_depth, random_params, s
 from transformers import GenerationConfig
 from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
-from core.extensions.card import generation_settings
+from core.run.card import generation_settings
 from core.sampler import gather_cache
 from models import architecture, attention, checkpoint, decoder
 from models.checkpoint import load_model, save_model

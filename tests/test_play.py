@@ -13,6 +13,7 @@ from helpers import MODEL, ROOT, Letters
 
 from core import grpo, sampling
 from core.config import Config
+from core.extensions.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
 from core.rollout import RolloutWorker, encode_prompt, find_tasks, make_worker, reply_opening
 from core.sampler import Sampler, read_stops
 from envs import make_env, split_name
@@ -21,7 +22,6 @@ from envs.settings import RolloutSettings, describe_environments, resolve_enviro
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from utils.devices.sharding import single_device
-from utils.evaluation.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
 from utils.settings.config import parse
 from utils.settings.errors import UserError, fail
 

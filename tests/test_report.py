@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from core.extensions.rollout_files import rollout_rows, score_arrays
 from core.records import Batch, Completions, Episodes
+from core.run.rollouts import rollout_rows, score_arrays
 from utils.evaluation.estimates import mean_and_ci
 from utils.metrics.logger import Logger
-from utils.reporting.page import PANELS, embed_json, first_and_last, main, read_rollouts, run_data, thin, write_report
+from utils.reporting.compare import main
+from utils.reporting.page import PANELS, embed_json, first_and_last, read_rollouts, run_data, thin, write_report
 from utils.reporting.plots import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.reporting.verdict import judge
 

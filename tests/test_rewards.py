@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 import envs
-from core.extensions.metrics import rollout_metrics
+from core.extensions.preview import show, tasks_that_fit
 from core.records import Completions, Episodes
 from core.rollout import with_length_reward
+from core.run.metrics import rollout_metrics
 from envs.scoring.shaping import (
     RewardConfig,
     add_length_reward,
@@ -15,7 +16,6 @@ from envs.scoring.shaping import (
     overlong_penalty,
 )
 from envs.settings import EnvConfig
-from utils.evaluation.preview import show, tasks_that_fit
 
 
 def test_overlong_penalty_is_that_of_dapo():

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.extensions.metrics import speed_metrics
 from core.records import Episodes
+from core.run.metrics import speed_metrics
 from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder

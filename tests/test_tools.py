@@ -20,6 +20,7 @@ from test_scoring import is_alive, wait_until_gone
 
 from core import sampling
 from core.config import Config
+from core.extensions.preview import show, tasks_that_fit
 from core.extensions.turns import Conversations, TurnChain, answering_calls
 from core.rollout import make_worker
 from core.sampler import Sampler
@@ -37,7 +38,6 @@ from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers
 from tests.hostile import MEMORY
 from utils.devices.sharding import single_device
-from utils.evaluation.preview import show, tasks_that_fit
 from utils.metrics.terminal import Wait
 from utils.settings.config import parse
 from utils.settings.errors import UserError

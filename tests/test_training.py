@@ -40,7 +40,6 @@ from core import grpo, records
 from core import learner as learner_module
 from core.config import Config
 from core.evaluate import evaluate
-from core.extensions.metrics import rollout_metrics
 from core.extensions.notes import describe_objective
 from core.extensions.programs import zero_batch
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
@@ -48,6 +47,7 @@ from core.learner import Learner, Update, apply_gradients, split_minibatches
 from core.objectives import compute_advantages, policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker
+from core.run.metrics import rollout_metrics
 from core.sampler import Sampler
 from envs import make_env, parse_options
 from envs.base import Env, Problem

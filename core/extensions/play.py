@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from core.extensions.preview import example_calls
 from core.extensions.turns import Conversations, answering_calls
 from core.records import Message
 from core.rollout import encode_prompt
@@ -19,7 +20,6 @@ from envs.scoring.scorer import Scorer, ScoringStream
 from envs.settings import RolloutSettings
 from models.names import Key, Params, Weights
 from utils.evaluation.chat import ShowText, StreamPrinter
-from utils.evaluation.preview import example_calls
 from utils.metrics.logger import printable
 from utils.settings.errors import UserError
 

@@ -16,6 +16,7 @@ from core import learner as learners
 from core import records
 from core import sampler as sampling
 from core.config import Config
+from core.extensions.preview import prompt_lengths
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
@@ -37,7 +38,6 @@ from utils.batching import (
 from utils.devices.compilation import Programs, compile_programs, shapes_of
 from utils.devices.memory import DEVICE, fingerprint
 from utils.devices.sharding import Layout
-from utils.evaluation.preview import prompt_lengths
 from utils.metrics.terminal import waiting
 
 

@@ -6,14 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from core.records import Completions, Episodes
-from envs.base import Env
-from models.tokenizer import Tokenizer
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
@@ -26,13 +22,6 @@ Values = Float[np.ndarray, "T"]  # of a metric, by step
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 HELD_OUT = "test_env/"  # before the names of held-out scores in a log
 WIDTH = 120  # characters; environments that do not fit next to each other stand below
-
-
-class Player(Protocol):
-    """Fields of a rollout worker that are read here."""
-
-    env: Env
-    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -59,9 +48,6 @@ class Result:
         return "\n".join(lines)
 
 
-# before an evaluation: output files
-
-
 def check_writable(scores: str, samples: str) -> None:
     """Opens both files, where they are named, before hours of work; empties the one of samples.
 
@@ -72,62 +58,6 @@ def check_writable(scores: str, samples: str) -> None:
         if name:
             path = Path(os.path.expanduser(name))
             path.open(mode).close()
-
-
-# after an evaluation: files and tables
-
-
-def write_samples(file: str, result: Result, player: Player, episodes: Episodes) -> None:
-    """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
-    num_tasks = len(result.ids)
-    num_samples = len(episodes.task_ids) // num_tasks
-    with Path(os.path.expanduser(file)).open("a") as lines:
-        for position, task in enumerate(result.ids.tolist()):
-            start = position * num_samples
-            rows = range(start, start + num_samples)
-            record = {
-                "model_dir": result.model_dir,
-                "env_name": result.env_name,
-                "task": task,
-                "prompt": prompt_text(player, episodes.completions, start),
-                "reference": json_or_text(player.env.problem(task).answer),
-                "completions": [completion_record(player.env, episodes, row) for row in rows],
-            }
-            lines.write(json.dumps(record) + "\n")
-
-
-def prompt_text(player: Player, completions: Completions, row: int) -> str:
-    """Returns the prompt of a rollout as text, special tokens included."""
-    num_tokens = completions.prompt_lengths[row]
-    tokens = completions.tokens[row, :num_tokens]
-    return player.tokenizer.hf.decode(tokens.tolist())
-
-
-def completion_record(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
-    """Returns the text, the answer, the scores and the length in tokens of a completion."""
-    completions = episodes.completions
-    text = episodes.texts[row]
-    value = float(episodes.scores["return"][row])
-    correct = episodes.scores["correct_answer"][row]
-    conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
-    return {
-        "text": text,
-        "answer": env.answer(text),
-        "return": round(value, 6),
-        "correct": bool(correct > 0),
-        "length": int(episodes.completion_lengths[row]),
-        "finished": bool(completions.finished[row]),
-        **conversation,
-    }
-
-
-def json_or_text(value: object) -> JSON:
-    """Returns a value as it is where JSON can hold it, else its text."""
-    try:
-        json.dumps(value, allow_nan=False)
-        return value
-    except (TypeError, ValueError):
-        return str(value)
 
 
 def write_results(results: Sequence[Result], seed: int, path: str) -> None:

@@ -1,20 +1,15 @@
 """Writes report.html of a run, or of several runs side by side: curves, configuration, rollouts, in one file.
 
-    python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --html compare.html    # open it with any browser
-    python utils/reporting/page.py runs/countdown-1 runs/countdown-2 --out compare.png      # the picture of plots.py
-
 The page is template.html with curves.js and page.js, which draw; this file adds the data, thinned to what a browser
 opens at once. Models write hostile text: the data is JSON in which nothing can end its element, the scripts show text
 as text only, and the page's own policy lets no other script run and nothing be loaded from anywhere.
 """
 
-import argparse
 import base64
 import contextlib
 import hashlib
 import json
 import re
-import sys
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,18 +17,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import numpy as np
 from jaxtyping import Float, Int
 
 from utils.files import replacing
-from utils.metrics.jsonl import JSON, parse_json, read_lines
-from utils.reporting.plots import COLOURS, Interval, intervals, plot_runs, read_metrics, running_mean
+from utils.metrics.jsonl import JSON, read_lines
+from utils.reporting.plots import COLOURS, Interval, intervals, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, judge
+from utils.runs.origin import read_settings
 from utils.settings.errors import counted
-from utils.settings.presets import split_origin
 
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
@@ -193,15 +185,6 @@ def read_events(events_jsonl: Path) -> list[dict[str, JSON]]:
         return []
     lines = [line for _, line in read_lines(events_jsonl, key="global_step")]
     return [{"step": line["global_step"], "metric": line.get("metric"), "text": line.get("warning")} for line in lines]
-
-
-def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
-    """Returns the settings of a run, and where it comes from; both empty where the file is missing or damaged."""
-    try:
-        settings = parse_json(config_json.read_bytes())
-    except (OSError, ValueError):
-        return {}, {}
-    return split_origin(settings) if isinstance(settings, dict) else ({}, {})
 
 
 def curve_data(
@@ -383,25 +366,3 @@ def embed_json(data: JSON) -> str:
     """Returns JSON that is safe inside <script>, in UTF-8: no character that opens an element, no lone surrogate."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda character: f"\\u{ord(character[0]):04x}", text)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the report, or draws the picture, of the runs named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or its metrics.jsonl")
-    parser.add_argument("--html", help="the report to write")
-    parser.add_argument("--out", help="the picture to write; plot.png when neither is named")
-    options = parser.parse_args(argv)
-    files = label_runs(options.runs)
-    if missing := [str(file) for file in files.values() if not file.is_file()]:
-        parser.error(f"there is no {', '.join(missing)}")
-    if options.html:
-        write_report(options.runs, options.html)
-    if options.out or not options.html:
-        options.out = options.out or "plot.png"
-        plot_runs({label: read_metrics(file) for label, file in files.items()}, options.out)
-    print(f"wrote {' and '.join(filter(None, (options.html, options.out)))}")
-
-
-if __name__ == "__main__":
-    main()

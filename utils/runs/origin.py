@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, parse_json
+from utils.settings.presets import split_origin
 
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
 
@@ -59,3 +60,12 @@ def find_versions() -> str:
 def now() -> str:
     """Returns the time of day with its distance from UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
+    """Returns the settings of a run, and where it comes from; both empty where the file is missing or damaged."""
+    try:
+        settings = parse_json(config_json.read_bytes())
+    except (OSError, ValueError):
+        return {}, {}
+    return split_origin(settings) if isinstance(settings, dict) else ({}, {})

@@ -24,10 +24,10 @@ from typing import Protocol, Self
 import jax
 import numpy as np
 
-from core.extensions.card import generation_settings, make_card
-from core.extensions.foreign import remember_code
-from core.extensions.rollout_files import example, rollout_arrays, rollout_rows, score_arrays
 from core.records import Batch, Episodes, Progress
+from core.run.card import generation_settings, make_card
+from core.run.foreign import remember_code
+from core.run.rollouts import example, rollout_arrays, rollout_rows, score_arrays
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
@@ -42,7 +42,7 @@ from utils.files import replacing, write_json
 from utils.metrics.logger import Logger, json_value, lossy_output
 from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
-from utils.reporting.page import read_settings, write_report
+from utils.reporting.page import write_report
 from utils.reporting.plots import before_and_after, plot_run, read_metrics
 from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
@@ -50,7 +50,7 @@ from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
 from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
 from utils.runs.lock import FolderLock
-from utils.runs.origin import Origin
+from utils.runs.origin import Origin, read_settings
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value

@@ -1,12 +1,19 @@
-"""Rollouts of a step as rows of JSON, for files, sinks and the report, and as arrays."""
+"""Rollouts as rows of JSON, for files, sinks and the report, and as arrays."""
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
 from core.records import Batch, Episodes
+from core.rollout import RolloutWorker
+from envs.base import Env
 from models.tokenizer import Tokenizer
+from utils.evaluation.tables import Result
+from utils.metrics.jsonl import JSON
 
 NUM_GROUPS = 2  # whose rows hold what report.html colours, since it is long
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
@@ -82,9 +89,7 @@ def score_arrays(episodes: Episodes) -> dict[str, np.ndarray]:
     return arrays
 
 
-def token_fields(
-    episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None
-) -> Row:
+def token_fields(episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None) -> Row:
     """Returns the fields of rollout `i` with a value for each token; it is `batch_row` of the batch (None: of none)."""
     completions = episodes.completions
     start, end = int(completions.prompt_lengths[i]), int(completions.lengths[i])
@@ -124,3 +129,45 @@ def example(episodes: Episodes, tokenizer: Tokenizer) -> tuple[str, str, float]:
     completions = episodes.completions
     prompt = completions.tokens[0, : completions.prompt_lengths[0]]
     return tokenizer.decode(prompt), episodes.transcript(0), episodes.scores["return"][0]
+
+
+def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Episodes) -> None:
+    """Appends one JSON object for each problem: its number, the prompt as the model saw it, reference, completions."""
+    num_samples = len(episodes.task_ids) // len(result.ids)
+    completions = episodes.completions
+    with Path(os.path.expanduser(file)).open("a") as lines:
+        for position, task in enumerate(result.ids.tolist()):
+            start = position * num_samples
+            prompt = completions.tokens[start, : completions.prompt_lengths[start]]
+            record = {
+                "model_dir": result.model_dir,
+                "env_name": result.env_name,
+                "task": task,
+                "prompt": worker.tokenizer.hf.decode(prompt.tolist()),
+                "reference": json_or_text(worker.env.problem(task).answer),
+                "completions": [sample(worker.env, episodes, row) for row in range(start, start + num_samples)],
+            }
+            lines.write(json.dumps(record) + "\n")
+
+
+def sample(env: Env, episodes: Episodes, row: int) -> dict[str, JSON]:
+    """Returns the text, the answer, the scores and the length in tokens of a completion."""
+    conversation = {"conversation": episodes.conversations[row]} if episodes.conversations else {}
+    return {
+        "text": episodes.texts[row],
+        "answer": env.answer(episodes.texts[row]),
+        "return": round(float(episodes.scores["return"][row]), 6),
+        "correct": bool(episodes.scores["correct_answer"][row] > 0),
+        "length": int(episodes.completion_lengths[row]),
+        "finished": bool(episodes.completions.finished[row]),
+        **conversation,
+    }
+
+
+def json_or_text(value: object) -> JSON:
+    """Returns a value as it is where JSON can hold it, else its text."""
+    try:
+        json.dumps(value, allow_nan=False)
+        return value
+    except (TypeError, ValueError):
+        return str(value)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from envs.settings import CODE, option_values
 from models.checkpoint import find_local
-from utils.reporting.page import read_settings
+from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
 
