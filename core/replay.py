@@ -37,6 +37,7 @@ from utils.settings.arguments import Value
 from utils.settings.config import make_config, to_dict
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
+from utils.settings.removed import REMOVED, check_removed
 
 EMPTY: Mapping[str, Value] = MappingProxyType({})
 OTHER = "its weights, devices or this code differ from the run's"
@@ -81,6 +82,8 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
             rows = dict(arrays)
         step = int(file.stem.removeprefix("step_"))
         options, _ = split_origin(parse_json((run / "config.json").read_bytes()))
+        for name in options.keys() & REMOVED.keys():
+            check_removed(name, options.pop(name), name, is_forced=False)
         config = make_config(Config, **options)
     except (ValueError, TypeError, BadZipFile) as error:
         raise UserError(f"--replay {path}: the rollouts or the settings of {run} cannot be read ({error})") from error

@@ -40,7 +40,7 @@ def wholes(tmp_path_factory):
     def whole(case: str) -> Path:
         if case not in folders:
             folders[case] = tmp_path_factory.mktemp(case) / "run"
-            assert train(folders[case], **CASES[case], save_rollouts="all", save_interval=1, keep=9) == 0
+            assert train(folders[case], **CASES[case], save_rollouts="all", save_interval=1) == 0
         return folders[case]
 
     return whole

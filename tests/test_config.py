@@ -1,6 +1,7 @@
 """Command lines, presets and their mistakes."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,8 @@ from utils.settings.arguments import Rewrite, Spellings
 from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
-from utils.settings.presets import announced_demo, read_preset
+from utils.settings.presets import ROOT, announced_demo, list_presets, read_preset
+from utils.settings.removed import REMOVED, Removed
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,39 @@ def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit,
 @both
 def test_mistakes_end_with_one_sentence(settings, line, words, capsys):
     assert words in mistake(line, capsys, settings)
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("--gone 1", "error: there is no option --gone any more: write a loss."),
+        ("--nogone", "error: there is no option --nogone any more: write a loss."),
+        ("--config FILE", "error: gone=2 in FILE: there is no option gone any more: write a loss (--resume force"),
+        ("--config FILE --resume force", "note: gone=2 in FILE: there is no option gone any more: write a loss\n"),
+        ("--config QUIET", "note: quiet=2 in QUIET: there is no option quiet any more: it is chosen\n"),
+        ("--config DEFAULT", ""),
+    ],
+)
+def test_options_that_went_are_named_with_what_replaces_them(line, outcome, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=True))
+    monkeypatch.setitem(REMOVED, "quiet", Removed(1, "it is chosen"))
+    for name, text in {"FILE": "gone: 2", "QUIET": "quiet: 2", "DEFAULT": "gone: 1\nquiet: 1"}.items():
+        (tmp_path / name).write_text(text)
+        line, outcome = (x.replace(name, str(tmp_path / name)) for x in (line, outcome))
+    if outcome.startswith("error"):
+        assert mistake(line, capsys, grpo.Config).startswith(outcome)
+    else:
+        read(line, grpo.Config)
+        assert capsys.readouterr().out == outcome
+
+
+def test_no_command_preset_script_or_page_names_an_option_that_went():
+    for command in (grpo.Config, eval.Command, sampling.Command):
+        assert not REMOVED.keys() & (options_of(command).keys() | LMPO.names)
+    for path in list_presets():
+        assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path
+    for path in [path for pattern in ("README.md", "docs/*.md", "runs/*", "bench/*.sh") for path in ROOT.glob(pattern)]:
+        assert not set(re.findall(r"--(\w+)", path.read_text())) & REMOVED.keys(), path
 
 
 @pytest.mark.parametrize("command", [grpo.Config, eval.Command, sampling.Command])

@@ -21,7 +21,7 @@ LIMIT = 600  # seconds until a process hangs
 FLAGS = {
     "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2,
     "group_size": 2, "ppo_minibatch": 0, "num_generation_tokens": 4, "do_group_filter": 0, "num_score_workers": 1,
-    "device_type": "cpu", "save_interval": 1, "max_steps": 100000, "save_rollouts": "none", "keep": 1,
+    "device_type": "cpu", "save_interval": 1, "max_steps": 100000, "save_rollouts": "none",
 }  # fmt: skip
 SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
 

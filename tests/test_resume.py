@@ -47,8 +47,9 @@ from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, fingerprints, lock
 from utils.runs.checks import check_folder
 from utils.runs.lock import FolderLock
-from utils.settings.config import make_config
+from utils.settings.config import make_config, to_dict
 from utils.settings.errors import UserError
+from utils.settings.removed import REMOVED, Removed
 
 STEPS = 6
 FLAGS = FLAGS | {"max_steps": STEPS}
@@ -164,8 +165,8 @@ def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, 
     assert train(tmp_path / "run") == 0
     assert_same(tmp_path / "run", whole)
     assert f"model: {tmp_path}/run/step{STEPS}" in capsys.readouterr().out
-    assert train(tmp_path / "run", max_steps=STEPS + 1, save_interval=1, keep=1) == 0
-    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == [str(STEPS + 1)]
+    assert train(tmp_path / "run", max_steps=STEPS + 1, save_interval=1) == 0
+    assert {path.name for path in (tmp_path / "run" / "state").iterdir()} == {str(STEPS), str(STEPS + 1)}
 
 
 # Damage
@@ -345,6 +346,21 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
     assert not capsys.readouterr().out
     small_run(tmp_path, lr=2e-3, resume="force").release()
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "outcome"), [(1, ""), (2, "note: {}"), ("x", "refused: {}")])
+def test_a_run_with_an_option_that_went_says_what_replaces_it(value, outcome, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=value == "x"))
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(make_config(Config)) | {"gone": value}))
+    sentence = f"gone={value!r} in {tmp_path}/config.json: there is no option gone any more: write a loss"
+    capsys.readouterr()
+    if value == "x":
+        with pytest.raises(UserError, match=re.escape(f"{sentence} (--resume force goes on without it)")):
+            small_run(tmp_path)
+    small_run(tmp_path, resume="force" if value == "x" else "auto").release()
+    assert capsys.readouterr().out.strip() == outcome.replace("refused", "note").format(sentence)
 
 
 # Data

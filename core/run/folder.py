@@ -104,7 +104,7 @@ class Run:
         if self.bucket:
             self.bucket.download()
         state_folder = self.bucket.path if self.bucket else self.directory
-        self.checkpoints = CheckpointManager(state_folder / "state", self.config.keep, layout)
+        self.checkpoints = CheckpointManager(state_folder / "state", layout)
         self.fingerprints: dict[str, str] = {}
         for played in environments.values():
             self.fingerprints |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)

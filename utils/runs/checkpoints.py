@@ -20,6 +20,7 @@ from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError
 
 Progress = dict[str, JSON]  # of a run: step, cursor and the like
+NUM_STATES = 2  # kept, the latest
 
 
 class Unraisable(Protocol):
@@ -35,11 +36,11 @@ class CheckpointManager:
     Raises: OSError where one cannot be written; an error of the writing in the background is raised by a later call.
     """
 
-    def __init__(self, folder: epath.PathLike, keep: int, layout: Layout):
+    def __init__(self, folder: epath.PathLike, layout: Layout):
         import orbax.checkpoint as ocp  # here: an error of the options does not wait for it
 
         silence_orbax()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=NUM_STATES, create=True, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(folder, options=options)
         self.layout = layout
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
+from utils.settings.removed import REMOVED, check_removed
 
 LENGTH = {"max_steps", "num_epochs"}  # may change too, but where the learning rate is on its way to 0 at the end
 
@@ -15,7 +16,8 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
 
     `resumable` names may differ: where and how fast a run runs, and what it writes; all others are its meaning.
 
-    Raises: UserError naming the settings that give the run another meaning, unless `resume` is "force".
+    Raises: UserError naming the settings that give the run another meaning, or one that changed results and went,
+    unless `resume` is "force".
     """
     if resume == "never":
         raise UserError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
@@ -27,6 +29,8 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
         reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
         print(f"warning: the settings are not compared with those of the run before ({reason})")
         return
+    for name in before.keys() & REMOVED.keys():
+        check_removed(name, before[name], f"{name}={before[name]!r} in {file}", is_forced=resume == "force")
     may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
     changes = [
         f"--{name} is {value!r} now and was {before[name]!r}"

@@ -26,6 +26,7 @@ from utils.settings.arguments import NO_SPELLINGS, Assignment, Spellings, Value,
 from utils.settings.checks import check_number
 from utils.settings.errors import UserError, fail
 from utils.settings.presets import list_presets
+from utils.settings.removed import REMOVED, check_removed
 
 Config = TypeVar("Config")
 Group = TypeVar("Group")
@@ -208,14 +209,21 @@ def make_flags(config_class: type) -> flags.FlagValues:
 
 
 def convert(assignments: Iterable[Assignment], flag_values: flags.FlagValues, spellings: Spellings) -> dict[str, Value]:
-    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours."""
-    foreign = []
+    """Returns the options that are set, each of its type, with the flags of another program rewritten to ours.
+
+    Those that went, in presets, are dropped with a note. Raises: UserError where a value changed results.
+    """
+    foreign, removed = [], []
     for assignment in assignments:
         if assignment.name in spellings.names:
             foreign.append(assignment)
+        elif assignment.name in REMOVED and assignment.name not in flag_values:
+            removed.append(assignment)
         else:
             set_flag(flag_values, assignment)
     options = {name: flag_values[name].value for name in flag_values if flag_values[name].present}
+    for assignment in removed:
+        check_removed(*assignment, is_forced=options.get("resume") == "force")
     defaults = {name: flag_values[name].default for name in flag_values}
     return options | rewrite(foreign, spellings, options, defaults)
 

@@ -112,7 +112,6 @@ class RunConfig(SinkConfig):
         ["", "float32", "bfloat16", "float16"],
         resumable=True,
     )
-    keep: int = option(2, "Number of training states kept, the latest", resumable=True)
     save_rollouts: str = option(
         "sample",
         "Rollouts written at each step; sample: two groups, all: all groups, with token ids, masks and returns",
@@ -124,5 +123,5 @@ class RunConfig(SinkConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.save_interval < 0 or self.sample_interval < 0 or self.keep < 1:
-            raise UserError("--save_interval and --sample_interval must not be negative, --keep at least 1")
+        if self.save_interval < 0 or self.sample_interval < 0:
+            raise UserError("--save_interval and --sample_interval must not be negative")

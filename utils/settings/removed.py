@@ -1,0 +1,36 @@
+"""Options that went: what replaces each, for command lines, presets and config.json of old runs that name them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from utils.settings.errors import UserError
+
+
+class Removed(NamedTuple):
+    """Default of an option that went, and what replaces it, as the end of a sentence.
+
+    changes_results: a run that had another value than the default would go on as another run without it.
+    """
+
+    default: bool | int | float | str
+    replacement: str
+    changes_results: bool = False
+
+
+REMOVED: Mapping[str, Removed] = {
+    "keep": Removed(2, "the latest two training states are kept"),
+}
+
+
+def check_removed(name: str, value: object, source: str, is_forced: bool) -> None:
+    """Prints what replaces an option that went, where its value in a file is not the default.
+
+    source: the value as the file has it. Raises: UserError where it changed results, unless `is_forced`.
+    """
+    gone = REMOVED[name]
+    if value == gone.default:
+        return
+    text = f"{source}: there is no option {name} any more: {gone.replacement}"
+    if gone.changes_results and not is_forced:
+        raise UserError(f"{text} (--resume force goes on without it)")
+    print("note:", text)
