@@ -29,8 +29,8 @@ from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, r
 
 from core import grpo
 from core.config import Config
-from core.extensions import run as run_folder
 from core.records import Batch, Completions, Episodes, Progress
+from core.run import folder as run_folder
 from core.run.folder import Run
 from envs import make_env
 from envs.base import ForcedAnswer
