@@ -22,8 +22,8 @@ from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
 from bench import hlo
+from core.advantages import ObjectiveConfig
 from core.learner import accumulate
-from core.objectives import ObjectiveConfig
 from core.records import Batch
 from models.architecture import Decoder, is_spec
 from models.distribution import Distribution

@@ -12,10 +12,10 @@ from bench import grpo_step, train_step
 from bench.fixed_episodes import FixedEpisodes
 from bench.rollout import completion_lengths, make_rollout
 from bench.side import ROLLOUTS, Gate, Work
+from core.advantages import compute_advantages
 from core.config import Config
 from core.grpo import make_batch
 from core.learner import make_learner, split_minibatches
-from core.objectives import compute_advantages
 from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import Sampler

@@ -23,9 +23,10 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, rounds_of, shape, spread
+from core.advantages import compute_advantages
 from core.config import Config, UpdateConfig
 from core.learner import Learner, accumulate, make_learner, split_minibatches
-from core.objectives import LossConfig, compute_advantages, policy_loss
+from core.objectives import LossConfig, policy_loss
 from core.records import Batch
 from core.sampler import SamplingConfig, decode_weights
 from models.architecture import Decoder

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
-from core.objectives import ObjectiveConfig, compute_advantages, policy_loss, set_loss_denominators
+from core.advantages import ObjectiveConfig, compute_advantages
+from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
 from models.distribution import TokenScores
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from core.objectives import ObjectiveConfig
+from core.advantages import ObjectiveConfig
 from core.sampler import SamplingConfig
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig

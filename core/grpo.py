@@ -3,7 +3,7 @@
     python core/grpo.py                                              # the demo: models/tiny learns Countdown on a CPU
     python core/grpo.py --env_name countdown --model_dir ~/checkpoints/Qwen3-1.7B/
 
-To change the loss or the advantage: core/objectives.py. To change what is drawn: core/sampler.py.
+To change the loss: core/objectives.py, the advantage: core/advantages.py, what is drawn: core/sampler.py.
 To change which groups are trained on: `collect`. To add a metric: "Log, evaluate, save" in `train`.
 To add an option: core/config.py, or the group of the file that reads it. The same in 200 lines: core/minimal.py.
 
@@ -26,13 +26,13 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
 from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
-from core.objectives import compared_rewards, compute_advantages, has_signal
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, make_worker, with_length_reward
 from core.run.folder import Run, is_due, settings_of_model

@@ -17,13 +17,7 @@ import optax
 from jaxtyping import Float, Int
 
 from core.config import Config
-from core.objectives import (
-    LossConfig,
-    policy_loss,
-    reduce_metrics,
-    set_loss_denominators,
-    value_loss,
-)
+from core.objectives import LossConfig, policy_loss, reduce_metrics, set_loss_denominators, value_loss
 from core.records import Batch
 from models.architecture import Decoder
 from models.decoder import make_critic, score_tokens

@@ -22,7 +22,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from core.objectives import ObjectiveConfig, compute_advantages, policy_loss, set_loss_denominators
+from core.advantages import ObjectiveConfig, compute_advantages
+from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
 from envs import make_env
 from models.architecture import Decoder

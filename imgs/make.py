@@ -39,7 +39,7 @@ BOXES = (  # corner, colour, title, lines
     (MIDDLE, TOP, BLUE, "completions", "a group of each prompt", "core/rollout.py"),
     (RIGHT, TOP, BLUE, "environment", "sets problems, grades replies", "envs/"),
     (RIGHT, BOTTOM, PURPLE, "rewards", "of a group: " + ", ".join(f"{x:g}" for x in REWARDS), "envs/scoring/"),
-    (MIDDLE, BOTTOM, PURPLE, "advantages", ", ".join(f"{x:+.1f}" for x in ADVANTAGES), "core/objectives.py"),
+    (MIDDLE, BOTTOM, PURPLE, "advantages", ", ".join(f"{x:+.1f}" for x in ADVANTAGES), "core/advantages.py"),
     (LEFT, BOTTOM, PURPLE, "gradient", "of A log p, where not clipped", "core/learner.py"),
 )
 ARROWS = (  # path, label and its middle

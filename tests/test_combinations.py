@@ -17,10 +17,10 @@ import pytest
 from helpers import ROOT
 from test_training import HereScorer
 
+from core.advantages import compute_advantages
 from core.config import Config
 from core.extensions.turns import TurnChain
 from core.grpo import groups_with_signal, make_batch
-from core.objectives import compute_advantages
 from core.records import Episodes
 from core.rollout import RolloutWorker, with_length_reward
 from core.run.metrics import rollout_metrics

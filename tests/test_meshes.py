@@ -28,10 +28,10 @@ from safetensors.numpy import load_file
 from bench import hlo, scaling
 from core import grpo
 from core import sampler as sampling
+from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.extensions.notes import describe_padding
 from core.learner import accumulate, apply_gradients
-from core.objectives import ObjectiveConfig
 from core.records import Batch
 from core.sampler import Sampler
 from models import decoder

@@ -9,9 +9,9 @@ import pytest
 from helpers import MODEL, assert_close, gradient_depth, on_layout, random_params
 
 from core import minimal
+from core.advantages import compute_advantages
 from core.config import Config
 from core.learner import Learner
-from core.objectives import compute_advantages
 from core.records import Batch
 from core.sampler import Sampler
 from models.distribution import Distribution

@@ -16,18 +16,11 @@ import pytest
 from helpers import ROOT, assert_close, slow
 
 from core import objectives
+from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, generalised_advantages, has_signal
 from core.config import Config
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import (
-    ObjectiveConfig,
-    compute_advantages,
-    generalised_advantages,
-    policy_loss,
-    reduce_metrics,
-    set_loss_denominators,
-    value_loss,
-)
+from core.objectives import policy_loss, reduce_metrics, set_loss_denominators, value_loss
 from core.records import Batch
 from models.distribution import TokenScores
 from utils.batching import concatenate, select_rows
@@ -604,7 +597,7 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
 def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
     config = ObjectiveConfig()
     rewards = np.ravel([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
-    signal = objectives.has_signal(np.float32(rewards)[:, None], G, config)
+    signal = has_signal(np.float32(rewards)[:, None], G, config)
     assert signal.tolist() == [[False], [False], [True], [True]]
     found = compute_advantages(random_batch(0, rewards), config)
     assert found.row.tolist() == [9, 10, 12, 13, 15]
@@ -612,7 +605,7 @@ def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
 
 def test_a_group_leaves_where_an_advantage_does_not_know_of_failed_graders(monkeypatch):
     mine = lambda rewards, batch, config: rewards - rewards.mean(axis=1, keepdims=True)  # noqa: E731
-    monkeypatch.setitem(objectives.ADVANTAGES, "rloo", mine)
+    monkeypatch.setitem(ADVANTAGES, "rloo", mine)
     batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
     found = compute_advantages(batch, ObjectiveConfig(advantage="rloo"))
     assert found.row.tolist() == [0, 1, 2, 3] and np.isfinite(found.advantages).all()
@@ -624,7 +617,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
     def half_of_group_mean(rewards, batch, config):
         return 0.5 * (rewards - rewards.mean(axis=1, keepdims=True)) + 1
 
-    monkeypatch.setitem(objectives.ADVANTAGES, "mine", half_of_group_mean)
+    monkeypatch.setitem(ADVANTAGES, "mine", half_of_group_mean)
     batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
     for do_group_filter in (True, False):
         config = ObjectiveConfig(advantage="mine", do_group_filter=do_group_filter)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from core.advantages import ADVANTAGES, ObjectiveConfig
 from core.config import Config
 from core.learner import Learner
-from core.objectives import ADVANTAGES, OBJECTIVES, ObjectiveConfig
+from core.objectives import OBJECTIVES
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
