@@ -12,9 +12,9 @@ printf 'def reward(completion, **row):\n    return {"short": 1 / (1 + len(comple
 
 train() { # environment, its options, and more flags
     local run=$runs/$1 options=$2
-    "$python" core/grpo.py --env_name "$1" --env_options "$options" --model_dir models/tiny --max_steps 2 \
+    WANDB_MODE=disabled "$python" core/grpo.py --env_name "$1" --env_options "$options" --model_dir models/tiny --max_steps 2 \
         --groups_per_batch 2 --group_size 4 --ppo_minibatch 0 --num_generation_tokens 16 --force_answer_at 0 \
-        --prompt_length 8192 --do_group_filter 0 --save_interval 0 --wandb_mode disabled --save_dir "$run" \
+        --prompt_length 8192 --do_group_filter 0 --save_interval 0 --save_dir "$run" \
         "${@:3}" >"$run.log" 2>&1
     local status=$?
     echo "$1: exit status $status, $(wc -l <"$run/metrics.jsonl" 2>/dev/null || echo 0) steps logged"

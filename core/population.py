@@ -214,7 +214,7 @@ def check_members(configs: Mapping[str, Config]) -> None:
             (config.ahead, "--ahead draws for a run alone: leave it out of a population"),
             (config.precompile, "--precompile knows the programs of a run alone: leave it out of a population"),
             (config.run.profile, "--profile traces a run alone: leave it out of a population"),
-            (asks_for_wandb(config.run), "wandb logs one run of a process: --wandb_mode disabled, and --tensorboard 1"),
+            (asks_for_wandb(config.run), "wandb logs one run of a process: leave out its options"),
         ]
         for is_wrong, message in mistakes:
             if is_wrong:

@@ -274,7 +274,8 @@ def test_no_command_preset_script_or_page_names_an_option_that_went():
         assert not REMOVED.keys() & (options_of(command).keys() | LMPO.names)
     for path in list_presets():
         assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path
-    for path in [path for pattern in ("README.md", "docs/*.md", "runs/*", "bench/*.sh") for path in ROOT.glob(pattern)]:
+    patterns = "README.md", "docs/**/*.md", "runs/*.sh", "bench/*.sh"
+    for path in [path for pattern in patterns for path in ROOT.glob(pattern)]:
         assert not set(re.findall(r"--(\w+)", path.read_text())) & REMOVED.keys(), path
 
 

@@ -210,7 +210,7 @@ def test_conversations_are_drawn_as_alone_whatever_the_rows_of_a_call():
         ("seed=0,1", "--lora_rank 0", "give --lora_rank"),
         ("seed=0,1", "--lora_merge always", "one member only"),
         ("seed=0,1", "--precompile 1", "leave it out"),
-        ("seed=0,1", "--wandb_mode offline", "--wandb_mode disabled"),
+        ("seed=0,1", "--wandb_name x", "leave out its options"),
         ("advantage=group_mean,gae", "", "trains a critic"),
     ],
 )

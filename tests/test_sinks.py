@@ -68,13 +68,14 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     }
 
 
-def test_mlflow_holds_the_same_numbers(tmp_path):
+def test_mlflow_holds_the_same_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
     for library in ("mlflow", "sqlalchemy", "alembic"):
         pytest.importorskip(library, reason="pip install mlflow-skinny sqlalchemy alembic")
     from mlflow import MlflowClient
 
     store = f"sqlite:///{tmp_path}/mlflow.db"
-    expected = run(tmp_path, mlflow=store, wandb_name="mine", wandb_mode="disabled")
+    expected = run(tmp_path, mlflow=store, wandb_name="mine")
     client = MlflowClient(store)
     (found,) = client.search_runs([client.get_experiment_by_name("lmpo").experiment_id])
     assert found.info.run_name == "mine" and found.data.params == {"lr": "1e-06", "env_name": "poem"}
@@ -102,7 +103,7 @@ def wandb_records(data: bytes):
 
 
 def test_wandb_offline_holds_the_same_numbers(tmp_path):
-    with start(tmp_path, wandb_mode="offline") as logger:
+    with start(tmp_path, wandb_name="x") as logger:
         for step in range(3):
             logger.log(step, {"env/return": step / 2, "loss": np.nan, "ratio_histogram": np.float32([step, 2, np.nan])})
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -125,7 +126,7 @@ def test_rollouts_reach_wandb_and_tensorboard(tmp_path):
     """With text that Markdown, HTML and CSV would read as their own."""
     text = "<script>alert(1)</script> | # a\n\nb"
     row = {"group": 0, "task": np.int64(7), "prompt": "p", "text": text, "return": np.float32(0.5), "finished": True}
-    options = {"tensorboard": True, "wandb_mode": "offline"}
+    options = {"tensorboard": True, "wandb_name": "x"}
     with start(tmp_path, **options) as logger:
         logger.log(3, {"env/return": 0.5})
         logger.rollouts(3, [row])
@@ -197,16 +198,16 @@ def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, opt
 
 
 CLOUD, OWN = "machine api.wandb.ai\n login user\n password x\n", "machine wandb.lab:8080 login user password x\n"
-KEY, NAME, OFF = {"WANDB_API_KEY": "x"}, {"wandb_name": "x"}, {"wandb_mode": "disabled"}
+KEY, NAME, OFF = {"WANDB_API_KEY": "x"}, {"wandb_name": "x"}, {"WANDB_MODE": "disabled"}
 AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
 
 
 @pytest.mark.parametrize(
     ("options", "logins", "environment", "mode"),
     [
-        ({}, "", {}, None), (NAME, "", {}, "offline"), (NAME | OFF, CLOUD, KEY, None), (NAME, CLOUD, {}, "online"),
+        ({}, "", {}, None), (NAME, "", {}, "offline"), (NAME, CLOUD, KEY | OFF, None), (NAME, CLOUD, {}, "online"),
         ({}, CLOUD, {}, "online"), ({}, "", KEY, "online"), ({}, CLOUD, {"WANDB_MODE": "offline"}, "offline"),
-        (OFF, CLOUD, KEY, None), ({}, CLOUD, {"WANDB_MODE": "disabled"}, None), ({}, OWN, {}, None),
+        ({}, CLOUD, KEY | OFF, None), (NAME, CLOUD, {"WANDB_MODE": "offline"}, "offline"), ({}, OWN, {}, None),
         ({}, OWN, AT_OWN, "online"), ({}, CLOUD, AT_OWN, None), ({}, "default login user password x", {}, None),
         ({}, "machine github.com login user password x", {}, None), ({}, "not a netrc", {}, None),
     ],
@@ -227,4 +228,4 @@ def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", fake)
     start(tmp_path, **options).close()
     assert modes == ([mode] if mode else []) and names == ([options.get("wandb_name", tmp_path.name)] if mode else [])
-    assert ("--wandb_mode disabled leaves it off" in capsys.readouterr().out) == (bool(mode) and options == {})
+    assert ("WANDB_MODE=disabled leaves it off" in capsys.readouterr().out) == (bool(mode) and options == {})

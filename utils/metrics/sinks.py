@@ -107,7 +107,7 @@ def open_sinks(
     sinks = []
     if uses_wandb(config):
         if not asks_for_wandb(config):
-            print("wandb: there is a login, so this run is logged; --wandb_mode disabled leaves it off.")
+            print("wandb: there is a login, so this run is logged; WANDB_MODE=disabled leaves it off.")
         sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
     if config.tensorboard:
         sinks.append(GuardedSink("TensorBoard", lambda: TensorBoard(directory, resume_step)))
@@ -117,16 +117,13 @@ def open_sinks(
 
 
 def asks_for_wandb(config: SinkConfig) -> bool:
-    """True if an option names a run or a project at wandb, or a mode of it, and the mode is not "disabled"."""
-    return config.wandb_mode != "disabled" and any((config.wandb_name, config.wandb_project, config.wandb_mode))
+    """True if an option names a run or a project at wandb."""
+    return bool(config.wandb_name or config.wandb_project)
 
 
 def uses_wandb(config: SinkConfig) -> bool:
-    """True if an option asks for wandb, or there is a login, and the mode is not "disabled"."""
-    mode = config.wandb_mode or os.environ.get("WANDB_MODE")
-    if mode == "disabled":
-        return False
-    return asks_for_wandb(config) or has_wandb_login()
+    """True if an option asks for wandb, or there is a login, and WANDB_MODE is not "disabled"."""
+    return os.environ.get("WANDB_MODE") != "disabled" and (asks_for_wandb(config) or has_wandb_login())
 
 
 class Wandb:
@@ -135,7 +132,7 @@ class Wandb:
     def __init__(self, config: SinkConfig, directory: Path, settings: Mapping[str, JSON]):
         import wandb
 
-        mode = config.wandb_mode or os.environ.get("WANDB_MODE", "online")
+        mode = os.environ.get("WANDB_MODE", "online")
         if mode == "online" and not has_wandb_login(wandb):
             print("wandb: no login found (`wandb login`), so this run is recorded offline.")
             mode = "offline"
@@ -148,7 +145,6 @@ class Wandb:
             mode=mode,
             settings=settings_of_wandb,
             resume="allow",
-            group=config.wandb_group or None,
             dir=str(directory),
             id=read_or_create(directory / "wandb_id", lambda: secrets.token_hex(4)),
             project=config.wandb_project or "lmpo",

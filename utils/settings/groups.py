@@ -55,18 +55,11 @@ class SinkConfig:
 
     wandb_project: str = option(
         "",
-        "Project at Weights & Biases, where the run is logged if this, --wandb_name, or --wandb_mode online or "
-        "offline is given, or after `wandb login` or with WANDB_API_KEY; empty: lmpo",
+        "Project at Weights & Biases, where the run is logged if this or --wandb_name is given, or after `wandb login` "
+        "or with WANDB_API_KEY, unless WANDB_MODE is disabled; empty: lmpo",
         resumable=True,
     )
     wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow; empty: its folder's", resumable=True)
-    wandb_group: str = option("", "Group of the run at Weights & Biases", resumable=True)
-    wandb_mode: str = option(
-        "",
-        "Mode of Weights & Biases; empty: WANDB_MODE, else online after a login and offline without",
-        ["", "online", "offline", "disabled"],
-        resumable=True,
-    )
     tensorboard: bool = option(False, "TensorBoard event files in <save_dir>/tensorboard", resumable=True)
     mlflow: str = option(
         "",

@@ -19,6 +19,8 @@ class Removed(NamedTuple):
 
 REMOVED: Mapping[str, Removed] = {
     "keep": Removed(2, "the latest two training states are kept"),
+    "wandb_group": Removed("", "set WANDB_RUN_GROUP in the environment"),
+    "wandb_mode": Removed("", "set WANDB_MODE in the environment"),
 }
 
 
