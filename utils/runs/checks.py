@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.runs.lock import NAME
 from utils.settings.errors import UserError
 
 BUCKETS = ("gs://", "s3://")
@@ -52,13 +51,10 @@ def check_folder(directory: Path) -> None:
 
 
 def links(directory: Path) -> Iterator[Path]:
-    """Yields the symbolic links in a folder, at any depth, but for those that wandb keeps; and a lock of two names."""
+    """Yields the symbolic links in a folder, at any depth, but for those that wandb keeps."""
     for folder, folders, files in os.walk(directory):
         yield from filter(Path.is_symlink, [Path(folder, name) for name in (*folders, *files)])
         folders[:] = [name for name in folders if name != "wandb"]
-    lock = directory / NAME
-    if lock.exists() and lock.stat().st_nlink > 1:  # it is written in place; other files are replaced
-        yield lock
 
 
 def check_models(directory: Path, resume_step: int) -> None:
