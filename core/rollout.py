@@ -14,12 +14,12 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from core.extensions.preview import prompt_lengths, tasks_that_fit
 from core.extensions.speculation import with_speculation
 from core.extensions.turns import Conversations, answering_calls, check_conversations
 from core.records import Completions, Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import DIALECTS, Env, Problem, Text
+from envs.prompts import find_tasks
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation_penalty
 from envs.scoring.trial import try_rewards
@@ -32,7 +32,7 @@ from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate
 from utils.devices.sharding import Layout
 from utils.metrics.terminal import Wait, waiting
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import UserError
 
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 
@@ -332,7 +332,7 @@ def make_worker(
         sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
     if env.max_turns > 1:
         check_conversations(settings, model, tokenizer, sampler.stop_strings, sampling.num_speculative_tokens)
-    tasks = find_tasks(sampling.prompt_length, settings.name, env, tokenizer, layout)
+    tasks, dropped = find_tasks(settings.name, env, partial(encode_prompt, tokenizer), sampling.prompt_length)
     scorer = Scorer(
         settings.name,
         settings.options,
@@ -342,8 +342,9 @@ def make_worker(
         failures_dir=failures_dir,
     )
     warning = try_rewards(scorer, env)
-    if warning and layout.is_main:
-        print(f"warning: {settings.name}: {warning}")
+    for line in (dropped, warning and f"warning: {settings.name}: {warning}"):
+        if line and layout.is_main:
+            print(line)
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
 
@@ -355,25 +356,3 @@ def reply_opening(tokenizer: Tokenizer, problem: Problem) -> str:
     if not last_message or last_message not in prompt:
         return problem.prefix
     return prompt.rpartition(last_message)[2]
-
-
-def find_tasks(
-    limit: int, name: str, env: Env, tokenizer: Tokenizer, layout: Layout
-) -> Int[np.ndarray, "N"] | None:
-    """Returns the numbers of the problems whose prompts have at most `limit` tokens, None: all; prints how many do not.
-
-    Raises: UserError when no prompt is short enough.
-    """
-    tasks = tasks_that_fit(env, partial(encode_prompt, tokenizer), limit)
-    if tasks is None:
-        return None
-    if not tasks.size:
-        shortest = min(prompt_lengths(env, partial(encode_prompt, tokenizer)))
-        advice = f"the shortest has {shortest}: raise --prompt_length"
-        raise UserError(f"all prompts of {name} have more than {limit} tokens, {advice}")
-    num_dropped = env.num_tasks - tasks.size
-    if num_dropped and layout.is_main:
-        first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]
-        dropped = counted(num_dropped, "prompt")
-        print(f"{name}: {dropped} of more than {limit} tokens left out, from problem {first} on")
-    return tasks

@@ -13,11 +13,12 @@ from helpers import MODEL, ROOT, Letters
 
 from core import grpo, sampling
 from core.config import Config
-from core.extensions.preview import MAX_MADE_UP, TokenBound, show, tasks_that_fit
-from core.rollout import RolloutWorker, encode_prompt, find_tasks, make_worker, reply_opening
+from core.extensions.preview import show
+from core.rollout import RolloutWorker, encode_prompt, make_worker, reply_opening
 from core.sampler import Sampler, read_stops
 from envs import make_env, split_name
 from envs.base import Env, Problem
+from envs.prompts import MAX_MADE_UP, TokenBound, find_tasks, tasks_that_fit
 from envs.settings import RolloutSettings, describe_environments, resolve_environments, system_prompt
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
@@ -82,14 +83,13 @@ def test_prompts_that_are_all_too_long_end_the_start_with_one_sentence():
     advice = "the shortest has [0-9]+: raise --prompt_length"
     for name in ("countdown", "poem-test"):
         with pytest.raises(ValueError, match=f"^all prompts of {name} have more than 20 tokens, {advice}"):
-            find_tasks(20, name, make_env(name), Letters(), single_device())
+            find_tasks(name, make_env(name), partial(encode_prompt, Letters()), 20)
 
 
 @pytest.mark.parametrize(("every", "num_dropped", "first"), [(3, 10, 2), (15, 2, 14)])
-def test_what_was_dropped_is_printed_with_the_number_of_the_problem(every, num_dropped, first, capsys):
-    find_tasks(LIMIT, "mine", Rows(30, every), Letters(), single_device())
-    words = f"mine: {num_dropped} prompts of more than 40 tokens left out, from problem {first} on\n"
-    assert capsys.readouterr().out == words
+def test_what_was_dropped_is_named_with_the_number_of_the_problem(every, num_dropped, first):
+    words = f"mine: {num_dropped} prompts of more than 40 tokens left out, from problem {first} on"
+    assert find_tasks("mine", Rows(30, every), in_letters, LIMIT)[1] == words
 
 
 def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem():

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 import envs
-from core.extensions.preview import show, tasks_that_fit
+from core.extensions.preview import show
 from core.records import Completions, Episodes
 from core.rollout import with_length_reward
 from core.run.metrics import rollout_metrics
+from envs.prompts import tasks_that_fit
 from envs.scoring.shaping import (
     RewardConfig,
     add_length_reward,

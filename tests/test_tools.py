@@ -20,12 +20,13 @@ from test_scoring import is_alive, wait_until_gone
 
 from core import sampling
 from core.config import Config
-from core.extensions.preview import show, tasks_that_fit
+from core.extensions.preview import show
 from core.extensions.turns import Conversations, TurnChain, answering_calls
 from core.rollout import make_worker
 from core.sampler import Sampler
 from envs import make_env
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
+from envs.prompts import tasks_that_fit
 from envs.scoring import scorer as scoring
 from envs.scoring.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
 from envs.scoring.processes import descendant_pids

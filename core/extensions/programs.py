@@ -16,11 +16,11 @@ from core import learner as learners
 from core import records
 from core import sampler as sampling
 from core.config import Config
-from core.extensions.preview import prompt_lengths
 from core.learner import Learner
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
+from envs.prompts import prompt_lengths
 from models import decoder
 from models.lora import attach, make_policy, split_policy
 from models.names import ADAPTERS, LAYERS
