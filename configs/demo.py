@@ -33,7 +33,6 @@ def get_config():
         "test_interval": 10,
         "num_eval_tasks": 512,
         "num_eval_samples": 2,
-        "test_greedy": True,
         "save_interval": 25,
         "sample_interval": 10,
     }

@@ -19,7 +19,6 @@ def get_config():
         "max_steps": 140,
         "test_interval": 20,
         "num_eval_samples": 1,
-        "test_greedy": False,
         "sample_interval": 40,
         "save_interval": 70,
     }

@@ -42,7 +42,7 @@ def evaluate(
 
 
 def evaluate_held_out(
-    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int, with_greedy: bool
+    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int
 ) -> tuple[dict[str, float], Episodes]:
     """Returns the scores on held-out problems under the names of the log, and the episodes of the first environment.
 
@@ -55,8 +55,5 @@ def evaluate_held_out(
         scores, episodes, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
         metrics |= {f"{role}/{name}": value for name, value in scores.items()}
         examples = examples or episodes
-    if with_greedy and "test_env" in workers:
-        scores, _, _ = evaluate(workers["test_env"].greedy(), params, config.num_eval_tasks, 1, seed)
-        metrics |= {f"test_env_greedy/{name}": value for name, value in scores.items()}
     metrics["times/test"] = time.perf_counter() - clock
     return metrics, examples

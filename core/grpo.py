@@ -90,11 +90,10 @@ def train(
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
     worker, held_out = split_roles(workers)
-    with_greedy = config.held_out.test_greedy
     if held_out and progress.step == 0:
         with run.interruptible():
             policy = learner.policy(state.params)
-            metrics, examples = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy)
+            metrics, examples = evaluate_held_out(held_out, policy, config.eval, config.seed)
         progress = run.log_start(metrics, examples, state, progress)
 
     while (fraction := fraction_done(config, worker, progress)) < 1:
@@ -131,7 +130,7 @@ def train(
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
             policy = learner.policy(state.params)
-            scores, examples = evaluate_held_out(held_out, policy, config.eval, config.seed, with_greedy and is_last)
+            scores, examples = evaluate_held_out(held_out, policy, config.eval, config.seed)
             run.write_held_out(step, examples)
             metrics |= scores
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)

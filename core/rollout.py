@@ -25,7 +25,6 @@ from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation
 from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
-from models.distribution import Distribution
 from models.memory import out_of_memory, rows_that_fit
 from models.names import Key, Policy, Weights
 from models.tokenizer import Tokenizer
@@ -103,9 +102,6 @@ class RolloutWorker:
         """Returns the problems of an evaluation of `num_tasks`; 0: all, -1: as many as the environment suggests."""
         suggested = self.env.num_eval_tasks if num_tasks < 0 else num_tasks
         return min(suggested or self.num_tasks, self.num_tasks)
-
-    def greedy(self) -> Self:
-        return replace(self, sampler=replace(self.sampler, distribution=Distribution(temperature=0.0)))
 
     def play(
         self,

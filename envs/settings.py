@@ -117,9 +117,6 @@ class HeldOutConfig:
     test_interval: int = option(
         10, "Steps between held-out evaluations; 0: only before and after training", resumable=True
     )
-    test_greedy: bool = option(
-        False, "Additional greedy evaluation on --test_env_name, before and after training", resumable=True
-    )
 
     def __post_init__(self):
         if self.test_interval < 0:

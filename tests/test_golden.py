@@ -56,6 +56,8 @@ def play(case: str, folder: Path, root: Path = ROOT) -> dict[str, dict]:
     """Runs a case by the code in `root`; returns tokens, metrics and the state's checksum of each of its runs."""
     flags = CASES[case] | {"save_dir": folder}
     presets = flags.pop("config", "")
+    removed = (root / "utils/settings/removed.py").read_text() if (root / "utils/settings/removed.py").exists() else ""
+    flags = {name: value for name, value in flags.items() if f'"{name}": Removed' not in removed}
     command = "core/population.py" if "population" in flags else "core/grpo.py"
     configs = [word for preset in presets.split(",") if preset for word in ("--config", preset)]
     stops = [1, flags["max_steps"]] if case in RESUMED else [flags["max_steps"]]

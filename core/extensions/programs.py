@@ -63,8 +63,6 @@ def precompile(
             continue
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         compile_programs(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
-        if config.held_out.test_greedy and role == "test_env":
-            compile_programs(rollout_programs(tester.greedy(), params, num_tasks, 1))
     learner = replace(learner, fractions=ONE_SHAPE)
     longest = max(lengths["env"]) + learner.num_generation_tokens
     for width in dict.fromkeys(map(bucket, range(min(lengths["env"]) + 1, longest + 1))):
