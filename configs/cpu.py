@@ -21,5 +21,4 @@ def get_config():
         "max_steps": 40,
         "test_interval": 10,
         "num_eval_tasks": 64,
-        "sample_interval": 10,
     }

@@ -34,5 +34,4 @@ def get_config():
         "num_eval_tasks": 512,
         "num_eval_samples": 2,
         "save_interval": 25,
-        "sample_interval": 10,
     }

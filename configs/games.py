@@ -19,6 +19,5 @@ def get_config():
         "max_steps": 140,
         "test_interval": 20,
         "num_eval_samples": 1,
-        "sample_interval": 40,
         "save_interval": 70,
     }

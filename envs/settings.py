@@ -115,7 +115,10 @@ class HeldOutConfig:
         "chooses; empty: --save_best chooses by --test_env_name",
     )
     test_interval: int = option(
-        10, "Steps between held-out evaluations; 0: only before and after training", resumable=True
+        10,
+        "Steps between held-out evaluations, and between example completions on the terminal; 0: only before and "
+        "after training",
+        resumable=True,
     )
 
     def __post_init__(self):

@@ -404,7 +404,7 @@ class Run:
         group_size = self.settings["group_size"]
         rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
         first_rows = [row for row in rows if row["group"] < 2]
-        if is_last or self.num_steps == 0 or is_due(step, self.config.sample_interval):
+        if is_last or self.num_steps == 0 or is_due(step, self.settings["test_interval"]):
             self.logger.sample(step, *example(episodes, self.tokenizer))
             self.logger.rollouts(step, first_rows)
         if self.config.save_rollouts == "none":

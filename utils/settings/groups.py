@@ -111,10 +111,9 @@ class RunConfig(SinkConfig):
         ["all", "sample", "none"],
         resumable=True,
     )
-    sample_interval: int = option(10, "Steps between example completions on the terminal; 0: none", resumable=True)
     profile: bool = option(False, "jax.profiler trace of the run's third step, in <save_dir>/profile", resumable=True)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.save_interval < 0 or self.sample_interval < 0:
-            raise UserError("--save_interval and --sample_interval must not be negative")
+        if self.save_interval < 0:
+            raise UserError("--save_interval must not be negative")

@@ -19,6 +19,7 @@ class Removed(NamedTuple):
 
 REMOVED: Mapping[str, Removed] = {
     "keep": Removed(2, "the latest two training states are kept"),
+    "sample_interval": Removed(10, "examples are printed every --test_interval steps"),
     "test_greedy": Removed(False, "a saved model is evaluated by core/eval.py --temperature 0"),
     "wandb_group": Removed("", "set WANDB_RUN_GROUP in the environment"),
     "wandb_mode": Removed("", "set WANDB_MODE in the environment"),
