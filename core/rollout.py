@@ -334,7 +334,6 @@ def make_worker(
         settings.options,
         num_workers=rewards.num_score_workers,
         timeout=rewards.score_timeout,
-        max_error_share=rewards.max_error_share,
         failures_dir=failures_dir,
     )
     warning = try_rewards(scorer, env)

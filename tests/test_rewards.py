@@ -1,7 +1,6 @@
 """Rewards for lengths in tokens, their settings, and the look at an environment."""
 
 import numpy as np
-import pytest
 
 import envs
 from core.extensions.preview import show
@@ -33,9 +32,9 @@ def test_a_length_reward_is_a_part_of_the_return():
     scores = {"return": np.array([1.0, 0.1], np.float32), "correct_answer": np.array([1.0, 0.0], np.float32)}
     lengths = np.array([10, 100])
     assert add_length_reward(scores, lengths, 100, RewardConfig()) is scores
-    config = RewardConfig(length_reward="overlong", length_weight=0.5)
+    config = RewardConfig(length_reward="overlong")
     shaped = add_length_reward(scores, lengths, 100, config)
-    assert np.allclose(shaped["length_reward"], [0, -0.5]) and np.allclose(shaped["return"], [1.0, -0.4])
+    assert np.allclose(shaped["length_reward"], [0, -1.0]) and np.allclose(shaped["return"], [1.0, -0.9])
     assert shaped["return"].dtype == np.float32 and scores["return"][1] == np.float32(0.1)
 
 
@@ -43,11 +42,6 @@ def test_settings_become_options_of_the_environment():
     assert EnvConfig().flags == {}
     flags = EnvConfig(data_dir="d", format_reward="tags", format_weight=0.5).flags
     assert flags == {"data_dir": "d", "format_reward": "tags", "format_weight": 0.5}
-
-
-def test_settings_of_rewards_are_checked():
-    with pytest.raises(ValueError, match="overlong_buffer"):
-        RewardConfig(overlong_buffer=-1)
 
 
 def test_truncated_replies_pay_what_the_environment_says():

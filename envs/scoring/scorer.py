@@ -93,7 +93,7 @@ class Scorer:
         if len(failures) == len(jobs) and self.settings.max_error_share < 1:
             raise UserError(
                 f"{self.settings.env_name}: the reward fails for each of {len(jobs)} replies that were tried, "
-                f"{failures[0].reason}: correct it, or go on with --max_error_share 1"
+                f"{failures[0].reason}: correct it"
             )
 
     def repeats(self, jobs: list[Job]) -> bool:
@@ -119,7 +119,7 @@ class Scorer:
             remedy = "raise --score_timeout" if kind == "reward_timeouts" else "correct it"
             raise UserError(
                 f"the reward failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "
-                f"{remedy}, or let more of them fail by --max_error_share"
+                f"{remedy}, or catch within the reward what may fail"
             )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 

@@ -19,22 +19,12 @@ class RewardConfig:
 
     length_reward: str = option(
         "",
-        "Reward for the length of completions, added to the return; overlong: a penalty down to -1 near the token "
-        "limit (DAPO), cosine: from 1 (short) to 0.5 for correct ones, from -1 (short) to -0.5 for wrong ones; "
-        "empty: none",
+        "Reward for the length of completions, added to the return; overlong: a penalty down to -1 over the last "
+        "fifth of the token limit (DAPO), cosine: from 1 (short) to 0.5 for correct ones, from -1 (short) to -0.5 for "
+        "wrong ones; empty: none",
         ["", "overlong", "cosine"],
     )
-    length_weight: float = option(1.0, "Factor of --length_reward")
-    overlong_buffer: int = option(
-        0, "Tokens before the limit over which the penalty of --length_reward overlong grows; 0: a fifth of the limit"
-    )
     score_timeout: float = option(10.0, "Time limit for scoring one completion, seconds", resumable=True)
-    max_error_share: float = option(
-        0.5,
-        "Largest share of the completions of a scoring call whose reward may fail or time out (8 always may); above"
-        " it the run stops",
-        resumable=True,
-    )
     on_reward_failure: str = option(
         "drop",
         "Treatment of rollouts whose reward failed or timed out; drop: left out of the group's baseline and of the "
@@ -46,11 +36,8 @@ class RewardConfig:
     )
 
     def __post_init__(self):
-        if self.overlong_buffer < 0:
-            raise UserError("--overlong_buffer must not be negative")
-        is_share = 0 <= self.max_error_share <= 1
-        if self.score_timeout <= 0 or self.num_score_workers < 0 or not is_share:
-            raise UserError("--score_timeout must be positive, --max_error_share from 0 to 1")
+        if self.score_timeout <= 0 or self.num_score_workers < 0:
+            raise UserError("--score_timeout must be positive, --num_score_workers must not be negative")
 
 
 def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> Scores:
@@ -71,14 +58,13 @@ def add_length_reward(scores: Scores, lengths: Lengths, limit: int, config: Rewa
     """
     match config.length_reward:
         case "overlong":
-            buffer = config.overlong_buffer or max(1, limit // 5)
-            reward = overlong_penalty(lengths, limit, buffer)
+            reward = overlong_penalty(lengths, limit, buffer=max(1, limit // 5))
         case "cosine":
             reward = cosine_reward(scores["correct_answer"], lengths, limit)
         case _:
             return scores
-    weighted = (config.length_weight * reward).astype(np.float32)
-    return scores | {"length_reward": weighted, "return": scores["return"] + weighted}
+    reward = reward.astype(np.float32)
+    return scores | {"length_reward": reward, "return": scores["return"] + reward}
 
 
 def overlong_penalty(lengths: Lengths, limit: int, buffer: int) -> Rewards:

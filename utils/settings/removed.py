@@ -19,6 +19,9 @@ class Removed(NamedTuple):
 
 REMOVED: Mapping[str, Removed] = {
     "keep": Removed(2, "the latest two training states are kept"),
+    "length_weight": Removed(1.0, "--length_reward is added as it is (envs/scoring/shaping.py)", True),
+    "max_error_share": Removed(0.5, "a run stops where half of its rewards fail: catch the errors within the reward"),
+    "overlong_buffer": Removed(0, "it is a fifth of the token limit (envs/scoring/shaping.py)", True),
     "sample_interval": Removed(10, "examples are printed every --test_interval steps"),
     "test_greedy": Removed(False, "a saved model is evaluated by core/eval.py --temperature 0"),
     "wandb_group": Removed("", "set WANDB_RUN_GROUP in the environment"),
