@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard as HubCard
 from test_model import FIXTURES, load
 
 from core.config import Config
-from core.extensions import card as cards
 from core.records import Progress
+from core.run import card as cards
 from core.run.card import ModelCard, find_version, make_card
 from envs.settings import resolve_environments
 from models.checkpoint import save_model
