@@ -84,7 +84,11 @@ def open_model(
     folder = find_model(path_or_hub_id)
     adapters = read_adapters(folder)
     if adapters:
-        folder = find_base(adapters)
+        try:
+            folder = find_model(adapters.base)
+        except UserError as error:
+            message = f"{folder} holds adapters, and of their base {error}"
+            raise UserError(f"{message}; it is base_model_name_or_path in {ADAPTER_CONFIG}") from error
         fixed = {"lora_alpha": adapters.alpha, "adapts_experts": adapters.has_experts}
         overrides = {"base_dtype": adapters.base_dtype} | overrides | fixed
     config = text_config(read_json(folder / CONFIG), folder / CONFIG)
@@ -157,15 +161,11 @@ def load_policy(
         adapters = load_adapters(source.adapters, model)
     else:
         adapters = init_adapters(model, config.lora_rank, jax.random.key(seed))
-    model = replace(model, merges_adapters=is_merged(config, base, layout))
-    return model, base, lay_out_adapters(model, adapters, layout), source.tokenizer
-
-
-def is_merged(config: LoraConfig, base: Weights, layout: Layout) -> bool:
-    """True if sampling reads a copy of the base with the adapters added: see --lora_merge."""
+    merges_adapters = config.lora_merge == "always"
     if config.lora_merge == "auto" and not config.base_dtype:
-        return has_room_for_copy(bytes_on_device(base), layout)
-    return config.lora_merge == "always"
+        merges_adapters = has_room_for_copy(bytes_on_device(base), layout)
+    model = replace(model, merges_adapters=merges_adapters)
+    return model, base, lay_out_adapters(model, adapters, layout), source.tokenizer
 
 
 def default_dtype() -> str:
@@ -226,15 +226,6 @@ def find_checkpoints(name: str) -> list[tuple[str, Path]]:
 def resolve_model_dir(name: str) -> str:
     """Returns the name of the model to load: for a local run folder, that of its last step."""
     return find_checkpoints(name)[-1][0] if find_local(name) else name
-
-
-def find_base(adapters: AdapterConfig) -> Path:
-    """Returns the folder of the model below adapters. Raises: UserError if there is none."""
-    try:
-        return find_model(adapters.base)
-    except UserError as error:
-        message = f"{adapters.folder} holds adapters, and of their base {error}"
-        raise UserError(f"{message}; it is base_model_name_or_path in {ADAPTER_CONFIG}") from error
 
 
 def tensor_shapes(model: Decoder) -> dict[str, Shape]:
@@ -473,7 +464,10 @@ def write_model(
     with new_folder(directory, tokenizer, card) as new:
         write_json(new / CONFIG, make_config(model, tokenizer, dtype))
         if len(shards) > 1:
-            write_json(new / INDEX, make_index(shards, dtype))
+            weight_map = {name: file for file, shapes in shards.items() for name in shapes}
+            num_elements = sum(math.prod(shape) for shapes in shards.values() for shape in shapes.values())
+            metadata = {"total_size": num_elements * dtype.itemsize}
+            write_json(new / INDEX, {"metadata": metadata, "weight_map": weight_map})
         for file, shapes in shards.items():
             write_tensors(new / file, shapes, dtype, map(read, shapes))
 
@@ -492,18 +486,6 @@ def split_shards(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, dict[s
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
-def make_index(shards: Mapping[str, Mapping[str, Shape]], dtype: np.dtype) -> dict[str, object]:
-    """Returns the index of a model in several files: the size of all tensors in bytes, and the file of each."""
-    num_elements = 0
-    weight_map = {}
-    for file, shapes in shards.items():
-        for name, shape in shapes.items():
-            num_elements += math.prod(shape)
-            weight_map[name] = file
-    total_size = num_elements * dtype.itemsize
-    return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
 def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: str) -> Array:

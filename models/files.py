@@ -58,8 +58,16 @@ def check_names(
         raise UserError(f"{folder} {problem} {min(names)} ({count}): {reason}")
 
 
-def prepare(new: Path, directory: Path) -> None:
-    """Makes the folder `new` that will replace `directory`, with copies of its files that are not the model's."""
+@contextlib.contextmanager
+def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterator[Path]:
+    """Yields a folder to write a model into, with tokenizer and card; it replaces `directory` at the end of the block.
+
+    Files of `directory` that are not the model's are kept. Raises: UserError when it has subfolders, and so is not that
+    of a model.
+    """
+    directory = Path(os.path.expanduser(directory)).resolve()
+    new = directory.with_name(f".{directory.name}.new")
+    old = directory.with_name(f".{directory.name}.old")
     entries = list(directory.iterdir()) if directory.exists() else []
     for entry in entries:
         if entry.is_dir():
@@ -71,27 +79,10 @@ def prepare(new: Path, directory: Path) -> None:
         is_our_card = entry.name == CARD and CARD_MARK.encode() in entry.read_bytes()
         if not is_model and not is_our_card:
             shutil.copy2(entry, new)
-
-
-@contextlib.contextmanager
-def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterator[Path]:
-    """Yields a folder to write a model into, with tokenizer and card; it replaces `directory` at the end of the block.
-
-    Raises: UserError when `directory` has subfolders, and so is not that of a model.
-    """
-    directory = Path(os.path.expanduser(directory)).resolve()
-    new = directory.with_name(f".{directory.name}.new")
-    prepare(new, directory)
     tokenizer.save(new)
     if card and not (new / CARD).exists():
         (new / CARD).write_text(card, encoding="utf-8", errors="replace")
     yield new
-    replace_folder(directory, new)
-
-
-def replace_folder(directory: Path, new: Path) -> None:
-    """Moves the folder `new` to `directory`, replacing it if it exists."""
-    old = directory.with_name(f".{directory.name}.old")
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)

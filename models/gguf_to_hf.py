@@ -145,22 +145,14 @@ def read_model(gguf: Gguf) -> Decoder:
         config[field] = value
     config["tie_word_embeddings"] = TENSORS[HEAD] not in gguf.tensors
     model = Decoder(**read_config(config, gguf.path))
-    check_rotary(gguf, model)
+    # Rotary embeddings of a part of each head, or scaled by another rule, are not converted.
+    for name, supported in (("rope.dimension_count", model.head_dim), ("rope.scaling.type", "none")):
+        value = gguf.metadata.get(f"{gguf.architecture}.{name}", supported)
+        if value != supported:
+            raise UserError(f"{gguf.path}: {gguf.architecture}.{name} is {value!r}, supported is {supported!r}")
     if ROPE_FACTORS in gguf.tensors:
         model = replace(model, rope_scaling=read_scaling(gguf, model))
     return model
-
-
-def check_rotary(gguf: Gguf, model: Decoder) -> None:
-    """Raises UserError for rotary embeddings of a part of each head, or scaled by a rule that is not converted."""
-    settings = (
-        ("rope.dimension_count", model.head_dim, model.head_dim),
-        ("rope.scaling.type", "none", "none"),
-    )
-    for name, default, supported in settings:
-        value = gguf.metadata.get(f"{gguf.architecture}.{name}", default)
-        if value != supported:
-            raise UserError(f"{gguf.path}: {gguf.architecture}.{name} is {value!r}, supported is {supported!r}")
 
 
 def read_scaling(gguf: Gguf, model: Decoder) -> Scaling:

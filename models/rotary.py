@@ -51,19 +51,11 @@ def frequencies(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:
         return slower
     if scaling.rope_type == "yarn":
         share = yarn_share(rotary, num_channels)
-    else:
-        share = llama3_share(radians, scaling)
+    else:  # llama3: by how often a wave fits into the original context; source: apply_scaling of llama-models
+        num_waves = scaling.original_max_position_embeddings * radians / (2 * math.pi)
+        share = (num_waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        share = jnp.clip(share, 0.0, 1.0)
     return (1 - share) * slower + share * radians
-
-
-def llama3_share(radians: Float[Array, "R"], scaling: Scaling) -> Float[Array, "R"]:
-    """Returns how much of each frequency is kept: by how often its wave fits into the original context.
-
-    Source: github.com/meta-llama/llama-models, apply_scaling.
-    """
-    num_waves = scaling.original_max_position_embeddings * radians / (2 * math.pi)
-    share = (num_waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return jnp.clip(share, 0.0, 1.0)
 
 
 def yarn_share(rotary: Rotary, num_channels: int) -> Float[Array, "R"]:

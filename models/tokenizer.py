@@ -256,7 +256,14 @@ class Tokenizer:
         before = self.hf.chat_template
         if not self.files or not isinstance(before, str):
             return self
-        template = default_prefix(default_thinking(before, thinking), prefix)
+        template = before
+        if "enable_thinking" in template:
+            for value in ("true", "false"):
+                template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
+            template = THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
+        template = PREFIX_PATTERN.sub("", template)
+        if prefix:  # Jinja drops a newline at the end of a template, but not before what is appended here
+            template = template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
         if template == before:
             return self
         if CHAT_TEMPLATE in self.files:
@@ -287,24 +294,6 @@ class Tokenizer:
         if GENERATION_CONFIG not in self.files:
             generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def default_thinking(template: str, thinking: bool) -> str:
-    """Returns a chat template in which `enable_thinking` is this where it is not passed, if the template reads it."""
-    if "enable_thinking" not in template:
-        return template
-    for value in ("true", "false"):
-        template = template.removeprefix(THINKING_DEFAULT.replace("VALUE", value))
-    return THINKING_DEFAULT.replace("VALUE", str(thinking).lower()) + template
-
-
-def default_prefix(template: str, prefix: str) -> str:
-    """Returns a chat template that begins the assistant's turn with `prefix` where `assistant_prefix` is not passed."""
-    template = PREFIX_PATTERN.sub("", template)
-    if not prefix:
-        return template
-    # Jinja drops a newline at the end of a template, but not before what is appended here.
-    return template.removesuffix("\n") + PREFIX_DEFAULT.replace("VALUE", json.dumps(prefix))
 
 
 def tool_schema(tool: Tool) -> Schema:
