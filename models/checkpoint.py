@@ -161,11 +161,15 @@ def load_policy(
         adapters = load_adapters(source.adapters, model)
     else:
         adapters = init_adapters(model, config.lora_rank, jax.random.key(seed))
-    merges_adapters = config.lora_merge == "always"
-    if config.lora_merge == "auto" and not config.base_dtype:
-        merges_adapters = has_room_for_copy(bytes_on_device(base), layout)
-    model = replace(model, merges_adapters=merges_adapters)
+    model = replace(model, merges_adapters=is_merged(config, base, layout))
     return model, base, lay_out_adapters(model, adapters, layout), source.tokenizer
+
+
+def is_merged(config: LoraConfig, base: Weights, layout: Layout) -> bool:
+    """True if sampling reads a copy of the base with the adapters added: see --lora_merge."""
+    if config.lora_merge == "auto" and not config.base_dtype:
+        return has_room_for_copy(bytes_on_device(base), layout)
+    return config.lora_merge == "always"
 
 
 def default_dtype() -> str:
