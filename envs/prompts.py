@@ -36,8 +36,8 @@ def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list
     """Returns the tokens of prompts: of these tasks, else of all or of MAX_MEASURED spread over the environment."""
     if tasks is None:
         count = min(MAX_MEASURED, env.num_tasks)
-        places = np.linspace(0, env.num_tasks - 1, count)
-        tasks = np.unique(places.astype(int))
+        indices = np.linspace(0, env.num_tasks - 1, count)
+        tasks = np.unique(indices.astype(int))
     problems = (env.problem(int(task)) for task in tasks)
     return [len(encode(problem)) for problem in problems]
 

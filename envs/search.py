@@ -160,15 +160,15 @@ class Index:
         a word that stands tf times in a passage and in n of N passages. The 1 keeps frequent words positive (Lucene).
         """
         num_passages = len(lengths)
-        places = np.repeat(np.arange(num_passages), lengths)
-        pairs, counts = np.unique(tokens * num_passages + places, return_counts=True)
+        passage_ids = np.repeat(np.arange(num_passages), lengths)
+        pairs, counts = np.unique(tokens * num_passages + passage_ids, return_counts=True)
         words = pairs // num_passages
-        self.places = (pairs % num_passages).astype(np.int32)
+        self.passage_ids = (pairs % num_passages).astype(np.int32)
         self.starts = np.searchsorted(words, np.arange(len(self.word_ids) + 1))
         frequencies = np.diff(self.starts)
         idf = np.log1p((num_passages - frequencies + 0.5) / (frequencies + 0.5))
         penalties = k1 * (1 - b + b * lengths / max(lengths.mean(), 1))
-        self.weights = idf[words] * counts / (counts + penalties[self.places])
+        self.weights = idf[words] * counts / (counts + penalties[self.passage_ids])
 
     def scores(self, query: str) -> Scores:
         """Returns the score of each passage; a word that the query has twice counts twice."""
@@ -177,7 +177,7 @@ class Index:
             if word in self.word_ids:
                 word_id = self.word_ids[word]
                 part = slice(self.starts[word_id], self.starts[word_id + 1])
-                scores[self.places[part]] += self.weights[part]
+                scores[self.passage_ids[part]] += self.weights[part]
         return scores
 
     def best(self, query: str) -> list[int]:
@@ -194,8 +194,8 @@ class Index:
         Args:
             query: A few words that the passage should have.
         """
-        places = self.best(str(query))
-        lines = [f"{i}. {self.passages[place].content}" for i, place in enumerate(places, 1)]
+        best = self.best(str(query))
+        lines = [f"{rank}. {self.passages[i].content}" for rank, i in enumerate(best, 1)]
         return "\n".join(lines) or "no passage has any of these words"
 
 
@@ -210,19 +210,19 @@ def read_corpus(path: Path) -> list[Passage]:
         lines = (line.decode("utf-8", "replace").strip() for _, line in read_lines(path))
         passages = [Passage("", line) for line in lines if line]
     else:
-        passages = [read_passage(place, row) for place, row in read_file(path)]
+        passages = [read_passage(location, row) for location, row in read_file(path)]
     if not passages:
         raise UserError(f"corpus={path} holds no passage")
     return passages
 
 
-def read_passage(place: str, row: RawRow | Exception) -> Passage:
+def read_passage(location: str, row: RawRow | Exception) -> Passage:
     """Returns the passage in a row. Raises: UserError for one without a text."""
     if isinstance(row, Exception):
-        raise UserError(f"{place} is malformed: {row}")
+        raise UserError(f"{location} is malformed: {row}")
     text = row.get("text") or row.get("contents")
     if not isinstance(text, str):
-        raise UserError(f'{place} has no "text" or "contents"')
+        raise UserError(f'{location} has no "text" or "contents"')
     return Passage(str(row.get("title") or ""), text)
 
 

@@ -17,10 +17,10 @@ DRAW = 0.5
 LOSS = 0.0
 OUTCOMES = {WIN: "win", DRAW: "draw", LOSS: "loss"}
 EMPTY = "123456789"
-ROWS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))  # places in a board
+ROWS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))  # indices of cells
 COLUMNS = ((0, 3, 6), (1, 4, 7), (2, 5, 8))
 DIAGONALS = ((0, 4, 8), (2, 4, 6))
-ROTATED = (6, 3, 0, 7, 4, 1, 8, 5, 2)  # the place from which each cell of a rotated board comes
+ROTATED = (6, 3, 0, 7, 4, 1, 8, 5, 2)  # the index from which each cell of a rotated board comes
 MIRRORED = (2, 1, 0, 5, 4, 3, 8, 7, 6)
 NUMBER = re.compile(r"[0-9]+")
 OPPONENTS = ("random", "minimax")
@@ -130,7 +130,7 @@ def free_cells(board: str) -> list[str]:
 def final_reward(board: str) -> float | None:
     """Returns the reward of x in a game that is over, None in one that is not."""
     for line in ROWS + COLUMNS + DIAGONALS:
-        cells = {board[place] for place in line}
+        cells = {board[i] for i in line}
         if len(cells) == 1:
             return WIN if "x" in cells else LOSS
     return None if free_cells(board) else DRAW
@@ -177,6 +177,6 @@ def canonical(board: str) -> str:
     return min(images)
 
 
-def permute(board: str, places: tuple[int, ...]) -> str:
-    """Returns a board whose cells come from these places."""
-    return "".join(board[place] for place in places)
+def permute(board: str, order: tuple[int, ...]) -> str:
+    """Returns a board whose cells come from these indices."""
+    return "".join(board[i] for i in order)

@@ -228,9 +228,9 @@ def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, k
         if columns.ndim == 0:
             return jax.lax.dynamic_update_slice(old, new, (0, 0, columns, 0))
         rows = jnp.arange(len(old))[:, None]
-        places = columns[:, None] + jnp.arange(new.shape[2])
+        written = columns[:, None] + jnp.arange(new.shape[2])
         new = rearrange(new, "B K T C -> B T K C")
-        return old.at[rows, :, places].set(new, mode="drop", unique_indices=True)
+        return old.at[rows, :, written].set(new, mode="drop", unique_indices=True)
 
     return jax.tree.map(write, cache, to_cache(k, v, kv_dtype))
 

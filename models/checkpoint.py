@@ -498,8 +498,8 @@ def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: st
         return params[name]
     layer, *expert = re.findall(r"\.(\d+)\.", name)
     name = re.sub(r"experts\.\d+", f"experts.{EXPERT}", name.removeprefix(f"{LAYERS}.{layer}."))
-    place = layers_with[name].index(int(layer)), *map(int, expert)
-    return params[LAYERS][name][place]
+    indices = layers_with[name].index(int(layer)), *map(int, expert)
+    return params[LAYERS][name][indices]
 
 
 def lay_out_adapters(model: Decoder, adapters: Adapters, layout: Layout) -> Adapters:

@@ -144,9 +144,9 @@ def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats
     block = invert_cdf(block_mass, uniforms[:, 0])
     logits_in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     logits_in_block = constrain(logits_in_block, "rows") - top
-    place = invert_cdf(jnp.exp(logits_in_block), uniforms[:, 1])
-    tokens = block * blocks.shape[2] + place
-    token_logits = jnp.take_along_axis(logits_in_block, place[:, None], axis=-1)[:, 0]
+    in_block = invert_cdf(jnp.exp(logits_in_block), uniforms[:, 1])
+    tokens = block * blocks.shape[2] + in_block
+    token_logits = jnp.take_along_axis(logits_in_block, in_block[:, None], axis=-1)[:, 0]
     normalizer = jnp.log(block_mass.sum(-1))
     return tokens, token_logits - normalizer
 
@@ -171,12 +171,12 @@ def replicate(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
 
 
 def _truncate(logits: Logits, tokens: Tokens, support: Support) -> tuple[Float[Array, "*R S"], Tokens]:
-    """Returns the logits of the support, and the place of each token in it."""
+    """Returns the logits of the support, and the index of each token in it."""
     ids = jnp.maximum(support, 0)
     logits = jnp.take_along_axis(logits, ids, axis=-1)
     logits = jnp.where(support < 0, -1e30, logits)
-    place = jnp.argmax(support == tokens[..., None], axis=-1)
-    return logits, place
+    indices = jnp.argmax(support == tokens[..., None], axis=-1)
+    return logits, indices
 
 
 def log_softmax_at(logits: Logits, tokens: Tokens) -> Nats:

@@ -231,8 +231,8 @@ def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: A
     up = multiply(tokens, experts.up.swapaxes(1, 2), experts.up_adapter)
     hidden = activation(gate) * up
     outputs = multiply(hidden, experts.down, experts.down_adapter)
-    place_of_pair = jnp.argsort(order)
-    outputs = rearrange(outputs[place_of_pair], "(B T k) D -> B T k D", B=B, T=T)
+    inverse_order = jnp.argsort(order)
+    outputs = rearrange(outputs[inverse_order], "(B T k) D -> B T k D", B=B, T=T)
     return reduce(outputs * routing.weights[..., None], "B T k D -> B T D", "sum")
 
 

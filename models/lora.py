@@ -139,8 +139,8 @@ def layer_adapters(model: Decoder, adapters: Adapters) -> list[LayerParams]:
         A, B = adapters[name + LORA_A], adapters[name + LORA_B]
         scale = model.lora_alpha / A.shape[-2]
         B = scale * B.swapaxes(-1, -2)
-        for place, i in enumerate(numbers):
-            layers[i] |= {name + LORA_A: A[place], name + LORA_B: B[place]}
+        for row, i in enumerate(numbers):
+            layers[i] |= {name + LORA_A: A[row], name + LORA_B: B[row]}
     return layers
 
 

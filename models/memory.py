@@ -84,18 +84,18 @@ class Sizes(NamedTuple):
     kv_row: int  # cache and state of a row of full length, and those that they were gathered from
     available: int
     step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
-    place: str = BETWEEN  # of sampling
+    schedule: str = BETWEEN  # of sampling
     num_chains: int = 1  # micro-batches at the same time
 
     @property
     def update_limit(self) -> int:
         """Bytes that updates may take; beside them, rows get at least half of what is free."""
-        return (self.held + self.available) // 2 if self.place == BESIDE else self.available
+        return (self.held + self.available) // 2 if self.schedule == BESIDE else self.available
 
     def without_rows(self, update: int) -> int:
         """Bytes in use while rows are sampled, without those of the rows; `update`: bytes of an update."""
         between = self.held + self.sampling_copy
-        return max(update, between) if self.place == BESIDE else between
+        return max(update, between) if self.schedule == BESIDE else between
 
     def sampling_room(self, update: int) -> int:
         """Bytes free for the rows that are sampled at once; `update`: bytes of an update."""
@@ -197,7 +197,7 @@ def measure_sizes(
     state: PyTree,
     others: PyTree,
     row_length: int,
-    place: str = BETWEEN,
+    schedule: str = BETWEEN,
 ) -> Sizes:
     """Returns the sizes of a training run; held arrays are looked up, not estimated."""
     params = bytes_on_device(state.params)
@@ -206,24 +206,24 @@ def measure_sizes(
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
     summed = params // 4 * gradient_item
     has_copy = LAYERS in state.params or model.merges_adapters
-    sampling_copy = model.num_parameters * item // tp if has_copy and place != ELSEWHERE else 0
+    sampling_copy = model.num_parameters * item // tp if has_copy and schedule != ELSEWHERE else 0
     held = bytes_on_device((state, others))
-    if place == BESIDE:  # a held-out evaluation makes another one
+    if schedule == BESIDE:  # a held-out evaluation makes another one
         held += sampling_copy
     step = 0
     if config.offload:
         step = held + summed
         held -= bytes_on_device(state.opt_state)
-    kv_row = kv_row_bytes(model, layout, row_length) if place != ELSEWHERE else 0
+    kv_row = kv_row_bytes(model, layout, row_length) if schedule != ELSEWHERE else 0
     return Sizes(
-        held,
-        summed + gradient_bytes(model, layout, state.params),
-        sampling_copy,
-        kv_row,
-        int(USABLE * layout.device_memory),
-        step,
-        place,
-        layout.num_chains(model.num_parameters),
+        held=held,
+        gradients=summed + gradient_bytes(model, layout, state.params),
+        sampling_copy=sampling_copy,
+        kv_row=kv_row,
+        available=int(USABLE * layout.device_memory),
+        step=step,
+        schedule=schedule,
+        num_chains=layout.num_chains(model.num_parameters),
     )
 
 
@@ -263,14 +263,14 @@ def fit_memory(
     others: PyTree,
     row_length: int,
     num_sampled_rows: int,
-    place: str = BETWEEN,
+    schedule: str = BETWEEN,
 ) -> MemoryPlan:
     """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
     `others`: arrays that are held besides the state: a reference, or the base below adapters. `num_sampled_rows`: 0 for
-    as many as fit. `place`: where they are sampled.
+    as many as fit. `schedule`: when they are sampled.
     """
-    sizes = measure_sizes(config, model, layout, state, others, row_length, place)
+    sizes = measure_sizes(config, model, layout, state, others, row_length, schedule)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
     plenty = max(plenty, row_length)
 

@@ -22,9 +22,9 @@ NOWHERE = 1 << 30
 
 
 class Packing(NamedTuple):
-    """Places of packed tokens in the rows of their shard, flattened, and numbers of packed tokens in the rows.
+    """Indices of packed tokens in the rows of their shard, flattened, and numbers of packed tokens in the rows.
 
-    Padding has the place or the number NOWHERE, and reads as 0.
+    Padding has the index or the number NOWHERE, and reads as 0.
     """
 
     scored: Int[Array, "S K"]  # all tokens whose next one is scored; the rest of K are other tokens and padding
@@ -33,8 +33,8 @@ class Packing(NamedTuple):
     first_row: Int[Array, "B"]  # of the shard, with this row's prompt
 
     @property
-    def places(self) -> Int[Array, "S M"]:
-        """Returns the places of all packed tokens."""
+    def indices(self) -> Int[Array, "S M"]:
+        """Returns the indices of all packed tokens."""
         if not self.others.size:  # jaxlib 0.11.2 crashes where it partitions a concatenation with nothing
             return self.scored
         return jnp.concatenate([self.scored, self.others], axis=1)
@@ -65,16 +65,16 @@ def pack_rows(sizes: RowSizes, width: int, num_scored: int, num_packed: int, sha
     for rows in np.split(np.arange(len(sizes.lengths)), shards):
         part = pack_shard(sizes.select(rows), width, num_packed)
         parts.append(part)
-    places, numbers, first_rows = map(np.stack, zip(*parts, strict=True))
-    scored = places[:, :num_scored]
-    others = places[:, num_scored:]
+    indices, numbers, first_rows = map(np.stack, zip(*parts, strict=True))
+    scored = indices[:, :num_scored]
+    others = indices[:, num_scored:]
     return Packing(scored, others, numbers.reshape(-1, width), first_rows.ravel())
 
 
 def pack_shard(
     sizes: RowSizes, width: int, num_packed: int
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"]]:
-    """Returns places, numbers and first rows of one shard: see Packing."""
+    """Returns indices, numbers and first rows of one shard: see Packing."""
     num_rows = len(sizes.lengths)
     _, firsts, prompt_numbers = np.unique(sizes.prompts, return_index=True, return_inverse=True)
     first_row = firsts[prompt_numbers]
@@ -86,29 +86,29 @@ def pack_shard(
     is_scored = is_computed & resize_columns(sizes.scored[:, 1:], width)
     tokens = np.flatnonzero(is_scored)
     tokens = np.append(tokens, np.flatnonzero(is_computed & ~is_scored))
-    places = np.full(num_packed, NOWHERE, np.int32)
-    places[: len(tokens)] = tokens
+    indices = np.full(num_packed, NOWHERE, np.int32)
+    indices[: len(tokens)] = tokens
     numbers = np.full(num_rows * width, NOWHERE, np.int32)
     numbers[tokens] = np.arange(len(tokens))
-    return places, numbers, first_row.astype(np.int32)
+    return indices, numbers, first_row.astype(np.int32)
 
 
-def read(x: Shaped[Array, "n ..."], places: Int[Array, "m"], padding_value: int = 0) -> Shaped[Array, "m ..."]:
-    """Returns x[places], `padding_value` for NOWHERE."""
-    return x.at[places].get(mode="fill", fill_value=padding_value)
+def read(x: Shaped[Array, "n ..."], indices: Int[Array, "m"], padding_value: int = 0) -> Shaped[Array, "m ..."]:
+    """Returns x[indices], `padding_value` for NOWHERE."""
+    return x.at[indices].get(mode="fill", fill_value=padding_value)
 
 
 @jax.custom_vjp
-def move(x: Float[Array, "n ..."], places: Int[Array, "m"], numbers: Int[Array, "n"]) -> Float[Array, "m ..."]:
-    """Returns x[places], 0 for NOWHERE; `numbers` leads back, so that the gradient is not a scatter, which is slow."""
-    return read(x, places)
+def move(x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array, "n"]) -> Float[Array, "m ..."]:
+    """Returns x[indices], 0 for NOWHERE; `numbers` leads back, so that the gradient is not a scatter, which is slow."""
+    return read(x, indices)
 
 
 def move_forward(
-    x: Float[Array, "n ..."], places: Int[Array, "m"], numbers: Int[Array, "n"]
+    x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array, "n"]
 ) -> tuple[Float[Array, "m ..."], Int[Array, "n"]]:
     """Returns the result of `move`, and the residuals of its gradient."""
-    return read(x, places), numbers
+    return read(x, indices), numbers
 
 
 def move_backward(
@@ -130,12 +130,12 @@ def pack_ids(x: Int[Array, "B T ..."], packing: Packing | None) -> Int[Array, "S
     """Returns the packed tokens' ids; without a packing those of rows."""
     if packing is None:
         return x
-    return jax.vmap(read)(by_shard(x, packing), packing.places)
+    return jax.vmap(read)(by_shard(x, packing), packing.indices)
 
 
 def packed_positions(num_columns: int, packing: Packing | None) -> Int[Array, "*S M"]:
     """Returns the columns of packed tokens; without a packing those of each row."""
-    return jnp.arange(num_columns) if packing is None else packing.places % num_columns
+    return jnp.arange(num_columns) if packing is None else packing.indices % num_columns
 
 
 def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S M ..."]:
@@ -144,7 +144,7 @@ def pack(x: Float[Array, "B T ..."], packing: Packing | None) -> Float[Array, "S
         return x
     rows = by_shard(x, packing)
     numbers = by_shard(packing.numbers, packing)
-    packed = jax.vmap(move)(rows, packing.places, numbers)
+    packed = jax.vmap(move)(rows, packing.indices, numbers)
     return constrain(packed, "rows", None, "heads")
 
 
@@ -158,7 +158,7 @@ def unpack(
     if packing is None:
         return x
     numbers = by_shard(packing.numbers, packing)
-    rows = jax.vmap(move)(x, numbers, packing.places)
+    rows = jax.vmap(move)(x, numbers, packing.indices)
     rows = rows.reshape(*packing.numbers.shape, *x.shape[2:])
     rows = constrain(rows, "rows", None, "heads")
     return share_prompts(rows, packing) if with_shared else rows
@@ -190,8 +190,8 @@ def scored_columns(
     """Returns an array's entries of the tokens to score."""
     if packing is None:
         return x[:, 1:]
-    next_places = packing.scored + 1
-    return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_places)
+    next_indices = packing.scored + 1
+    return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_indices)
 
 
 def scores_of_columns(scores: Float[Array, "S K"], packing: Packing | None) -> Float[Array, "B T"]:

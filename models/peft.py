@@ -218,13 +218,13 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     adapters = {name: np.zeros(spec.shape, np.float32) for name, spec in table.items()}
     with safe_open(folder / WEIGHTS, "np") as tensors:
         for name, stacked in names.items():
-            places = adapters[name].reshape(-1, *table[name].shape[-2:])
-            for place, tensor in zip(places, stacked, strict=True):
+            matrices_of_layers = adapters[name].reshape(-1, *table[name].shape[-2:])
+            for matrix_of_layer, tensor in zip(matrices_of_layers, stacked, strict=True):
                 if tensor not in shapes:
                     continue
                 matrix, is_A = tensor.removesuffix(LORA_A).removesuffix(LORA_B), tensor.endswith(LORA_A)
                 rank = shapes[matrix + LORA_A][0]
-                own = place[:rank] if is_A else place[:, :rank]
+                own = matrix_of_layer[:rank] if is_A else matrix_of_layer[:, :rank]
                 if shapes[tensor] != own.shape:
                     raise UserError(f"{folder}: {tensor} has shape {shapes[tensor]}, the base makes it {own.shape}")
                 own[:] = tensors.get_tensor(tensor).astype(np.float32) * (1.0 if is_A else config.factors[matrix])
@@ -273,8 +273,8 @@ def save_adapters(
     arrays = {}
     for name, layers in adapter_layers(model).items():
         stacked = np.asarray(fetch(adapters[name]))
-        places = stacked.reshape(-1, *stacked.shape[-2:])
-        arrays |= dict(zip(peft_names(model, layers, name), places, strict=True))
+        of_layers = stacked.reshape(-1, *stacked.shape[-2:])
+        arrays |= dict(zip(peft_names(model, layers, name), of_layers, strict=True))
     if not write:
         return
     every = {name.removesuffix(LORA_A) for name in arrays if name.endswith(LORA_A)}

@@ -112,8 +112,8 @@ class Tokenizer:
         """Returns a text with CUT within each of these signs, so that `encode` makes no tokens of them."""
         text = text.replace(CUT, "")
         found = [sign for sign in signs if sign in text]
-        places = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in found)
-        text = re.sub(places, CUT, text) if found else text
+        cuts = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in found)
+        text = re.sub(cuts, CUT, text) if found else text
         spelled = self.normalize(text)  # which drops no CUT
         return CUT.join(text) if any(self.normalize(sign) in spelled for sign in signs) else text
 
@@ -324,7 +324,7 @@ def announce(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[Mes
 
 
 def split_at(ids: list[int], sign: int) -> list[list[int]]:
-    """Returns the parts of a list between the places of a sign."""
+    """Returns the parts of a list between the signs."""
     parts = [[]]
     for i in ids:
         if i == sign:

@@ -95,11 +95,11 @@ def test_unpacked_rows_are_those_that_were_packed(shards):
     table = rng.standard_normal((64, width, 3)).astype(np.float32)  # of a token in a column
     rows = table[tokens, np.arange(width)]
     packed, pull = jax.vjp(partial(pack, packing=packing), rows)
-    places = np.asarray(packing.places)
+    indices = np.asarray(packing.indices)
     flat = rows.reshape(shards, -1, 3)
     for shard in range(shards):
-        is_token = places[shard] < flat.shape[1]
-        np.testing.assert_array_equal(packed[shard][is_token], flat[shard][places[shard][is_token]])
+        is_token = indices[shard] < flat.shape[1]
+        np.testing.assert_array_equal(packed[shard][is_token], flat[shard][indices[shard][is_token]])
         assert not np.any(packed[shard][~is_token])
     unpacked, pull_rows = jax.vjp(partial(unpack, packing=packing), packed)
     is_computed = np.arange(width) < sizes.lengths[:, None] - 1  # a last token's state scores none

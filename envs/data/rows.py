@@ -74,7 +74,7 @@ def load_rows(
     seen = set()
     left_out = Counter()
     total = 0
-    for place, raw in read_file(path) if path else read_hub(name, source):
+    for location, raw in read_file(path) if path else read_hub(name, source):
         total += 1
         try:
             if isinstance(raw, Exception):
@@ -83,7 +83,7 @@ def load_rows(
             row = convert(raw)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
-                raise UserError(explain_bad_row(place, error, raw)) from error
+                raise UserError(explain_bad_row(location, error, raw)) from error
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
@@ -122,17 +122,17 @@ def check_text(value: JSON) -> None:
             check_text(item)
 
 
-def explain_bad_row(place: str, error: Exception, row: RawRow | Exception) -> str:
+def explain_bad_row(location: str, error: Exception, row: RawRow | Exception) -> str:
     """Returns why a row cannot be used, and advice: of a missing column, the names of those that are there."""
     skip = "or leave such rows out with --env_options skip_bad_rows=true"
     if not isinstance(error, KeyError):
-        return f"{place} is malformed: {error}. Correct it, {skip}"
+        return f"{location} is malformed: {error}. Correct it, {skip}"
     columns = ", ".join(map(repr, row))[:200]
     prompt, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
     reward = "" if answer else " (a --reward needs no answer)"
     names = f"prompt={prompt or 'COLUMN'},answer={answer or 'COLUMN'}{reward}"
     name_them = f"the environment dataset takes their names by --env_options {names}"
-    return f"{place} has no column {error}, only {columns}: {name_them}. Name them, correct the row, {skip}"
+    return f"{location} has no column {error}, only {columns}: {name_them}. Name them, correct the row, {skip}"
 
 
 def first_of(names: Sequence[str], row: RawRow) -> str:
@@ -157,7 +157,7 @@ def find_file(source: Source, data_dir: str) -> Path:
 
 
 def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields each row of a file with its place (file:line), or the reason why there is none.
+    """Yields each row of a file with its location (file:line), or the reason why there is none.
 
     Raises: UserError where the file, or what is left of it, cannot be read; OSError.
     """

@@ -43,7 +43,7 @@ MAX_BESIDE_LOGS = 10_000
 MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
 
-# the place of the answer
+# where the answer stands
 
 
 def extract_answer(text: str) -> str | None:

@@ -50,8 +50,8 @@ class RewardFunction:
         if unknown:
             columns = ", ".join(map(repr, row))[:200]
             remedy = ": name their class by --episode FILE.py:CLASS" if "environments" in unknown else ""
-            place = describe_place(self.function)
-            raise UserError(f"{place} needs {unknown[0]!r}, which is no column: there are {columns}{remedy}")
+            name = describe_function(self.function)
+            raise UserError(f"{name} needs {unknown[0]!r}, which is no column: there are {columns}{remedy}")
 
     def parts(self, played: Played, row: RawRow, prompt_column: str) -> dict[str, float]:
         """Returns the parts of the reward. Raises: TypeError where it returns anything but finite numbers."""
@@ -65,7 +65,7 @@ class RewardFunction:
         if all(isinstance(part, SupportsFloat) and math.isfinite(part) for part in parts.values()):
             return {name: float(part) for name, part in parts.items()}
         form = "a list with a number for each completion" if self.takes_lists else "a number or a dict of numbers"
-        raise TypeError(f"{describe_place(self.function)} returned {returned!r:.200}: return {form}")
+        raise TypeError(f"{describe_function(self.function)} returned {returned!r:.200}: return {form}")
 
     def call(self, played: Played, row: RawRow, prompt_column: str) -> object:
         """Returns what it returns."""
@@ -93,7 +93,7 @@ def is_required(parameter: inspect.Parameter) -> bool:
     return is_one and parameter.default is parameter.empty
 
 
-def describe_place(function: Callable) -> str:
+def describe_function(function: Callable) -> str:
     """Returns the name of a function, its file and the line where it begins; of an object, those of its `__call__`."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None) or type(function).__call__.__code__

@@ -8,14 +8,14 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 def think_answer(text: str) -> float:
     """Returns 1.0 for "<think> ... </think> <answer> ... </answer>", each tag once and nothing outside, else 0.0."""
-    places = [text.find(tag) for tag in TAGS]
+    starts = [text.find(tag) for tag in TAGS]
     has_each_once = all(text.count(tag) == 1 for tag in TAGS)
-    if not has_each_once or places != sorted(places):
+    if not has_each_once or starts != sorted(starts):
         return 0.0
-    end_of_think = places[1] + len("</think>")
-    end_of_answer = places[3] + len("</answer>")
-    before = text[: places[0]]
-    between = text[end_of_think : places[2]]
+    end_of_think = starts[1] + len("</think>")
+    end_of_answer = starts[3] + len("</answer>")
+    before = text[: starts[0]]
+    between = text[end_of_think : starts[2]]
     after = text[end_of_answer:]
     outside = before + between + after
     return float(not outside.strip())
@@ -46,8 +46,8 @@ def graded_blocks(text: str) -> float:
 
 def has_block(text: str, start: str, end: str) -> bool:
     """True if the end tag is somewhere behind a start tag."""
-    start_place = text.find(start)
-    return start_place >= 0 and text.find(end, start_place) >= 0
+    found = text.find(start)
+    return found >= 0 and text.find(end, found) >= 0
 
 
 FORMAT_REWARDS = {"think_answer": think_answer, "tags": quarter_per_tag, "blocks": graded_blocks}

@@ -137,10 +137,10 @@ GRAMMARS: dict[str, Grammar] = {
     # Verifiers that call sympy's parse_expr.
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
     **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), is_formula),
-    # Verifiers that compute without limit: 10 to the exponent, so many moves, a shift by so many places.
+    # Verifiers that compute without limit: 10 to the exponent, the number of moves, the width of a shift.
     "coin_flip": regular_grammar(r"[-+.,/\d\s]*"),
     **dict.fromkeys(("rubiks_cube", "rush_hour"), regular_grammar(r"(?!.*\d\d).*")),
-    # Verifiers that accept what is no answer: NaN, any text that is not empty, and text in place of no number.
+    # Verifiers that accept what is no answer: NaN, any text that is not empty, and text instead of a number.
     "complex_arithmetic": regular_grammar(r"[-+.*()\d\seijEIJ]*"),
     "number_sorting": regular_grammar(r"(?!.*[Nn][Aa][Nn]).*"),
     "game_of_life_halting": regular_grammar(r"(?!)"),

@@ -79,7 +79,7 @@ getegid 108 177, sched_getaffinity 204 123, getcpu 309 168, uname 63 160, sysinf
 LINES = ",".join((FILES, PROCESS, FACTS)).replace("\n", ",").split(",")
 ENTRIES = [line.split() for line in LINES if line]
 ALLOWED = {name: (int(x86_64), int(aarch64)) for name, x86_64, aarch64 in ENTRIES}
-# Some of them for a few values of an argument only: its place, and the values.
+# Some of them for a few values of an argument only: its number, and the values.
 CHECKED = {
     "fcntl": (1, (0, 1, 2, 3, 4, 1030)),  # F_DUPFD, flags, F_DUPFD_CLOEXEC: no locks, leases, owners, sizes of pipes
     "futex": (1, (128, 129, 137, 138, 393)),  # WAIT and WAKE, without and with a time limit, within this process
@@ -224,9 +224,9 @@ def check_argument(name: str) -> list[bytes]:
         return [instruction(LOAD, ARGUMENTS + 2 * 8), instruction(IF_ANY_BIT, O_TMPFILE, if_false=1), refuse, allow]
     if name not in CHECKED:
         return [allow]
-    place, values = CHECKED[name]
+    number, values = CHECKED[name]
     tests = [instruction(IF_EQUAL, value, if_true=len(values) - i) for i, value in enumerate(values)]
-    return [instruction(LOAD, ARGUMENTS + place * 8), *tests, refuse, allow]
+    return [instruction(LOAD, ARGUMENTS + number * 8), *tests, refuse, allow]
 
 
 def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
