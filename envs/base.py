@@ -150,11 +150,11 @@ class Env:
     tokens_per_action: int = 512  # default completion limit, tokens; of all turns and what is said between them
     max_turns: int = 1  # of the policy in an episode; 1: its only reply goes to `score`
     tokens_per_turn: int = 0  # limit of a turn where there are several, tokens; 0: none
-    takes_ids: bool = False  # texts that it grades are to know their token ids: `Text`
+    takes_ids: bool = False  # texts to grade carry their token ids: `Text`
     opens: bool = False  # episodes begin with words of their own: their `opening` is the prompt, not the problem
     dialect: str = ""  # of calls of tools, one of DIALECTS; empty: there are no tools
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
-    truncation_penalty: float = 0.0  # taken off a positive return where the token limit cut the reply off
+    truncation_penalty: float = 0.0  # subtracted from a positive return where the token limit cut the reply off
     form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
     code: tuple[Path, ...] = ()  # files of the user's that it runs
     note: str = ""  # printed once at the start: facts on its rows, with "; " between

@@ -81,7 +81,7 @@ class Countdown(Env):
         max_value: int = 1000,  # of the intermediate results of a tree
         prompt: str = "full",
         partial: float = 0.1,  # return of an answer that uses the numbers and misses the target
-        truncation_penalty: float = 0.05,  # taken off a positive return where the token limit cut the reply off
+        truncation_penalty: float = 0.05,  # subtracted from a positive return where the token limit cut the reply off
         num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
     ):
         if prompt not in PROMPTS:

@@ -62,7 +62,7 @@ class Decoder:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
-    max_position_embeddings: int = 32768  # of no effect here; saved for those who load the model elsewhere
+    max_position_embeddings: int = 32768  # unused here; saved for other loaders
     tie_word_embeddings: bool = True
     family: str = "Qwen3ForCausalLM"  # name of the class in transformers
     qkv_bias: bool = False  # Qwen2

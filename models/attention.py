@@ -265,7 +265,7 @@ def decode_attention(
 ) -> tuple[Float[Array, "B T H*C"], LayerCache]:
     """Computes causal attention of new tokens over their row's prompt, its cache, and themselves.
 
-    Returns the cache with the new tokens in it, from `columns` on; what was there from there on is not seen.
+    Returns the cache with the new tokens in it, from `columns` on; what it held from there on is masked.
     B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them; it occupies columns
     [starts, P).
     """
@@ -310,7 +310,7 @@ def joint_softmax(
 ) -> tuple[Float[Array, "N K RQ P"], Float[Array, "B K Q S"], Float[Array, "B K Q 1"]]:
     """Returns the exponentials of one softmax over prompt and cache, each in its own order, and their sum.
 
-    Put together the scores would be written to memory once more.
+    Concatenated, the scores would be written to memory once more.
     """
     top = jnp.maximum(by_row(prompt_scores.max(-1, keepdims=True)), scores.max(-1, keepdims=True))
     prompt_mass = jnp.exp((prompt_scores - by_prompt(top)) * scale)
@@ -334,6 +334,6 @@ def seen_columns(
 
 
 def of_queries(mask: Bool[Array, "*B T S"], num_queries: int) -> Bool[Array, "*B 1 Q S"]:
-    """Returns a mask of tokens for the queries of a key head, in which the tokens of each query head follow."""
+    """Returns a mask of tokens, repeated for each query head of a key head."""
     of_heads = jnp.tile(mask, (num_queries // mask.shape[-2], 1))
     return of_heads[..., None, :, :]

@@ -288,8 +288,8 @@ def head_name(model: Decoder) -> str:
     return EMBED if model.tie_word_embeddings else HEAD
 
 
-# What makes a weight whole, and what it goes through on its way into a product. Kept for the backward pass, it would be
-# kept whole; of activations these are cheap to compute again. `gather` is a custom_vjp_call.
+# Operations that gather a weight and convert it for a product: saving their results would keep whole weights, and
+# recomputing them for activations is cheap. `gather` is a custom_vjp_call.
 OF_GATHERED = ("custom_vjp_call", "reduce_precision", "convert_element_type", "transpose", "reshape")
 
 
@@ -357,7 +357,7 @@ def apply_layers(
 ) -> Hidden:
     """Embeds the tokens of a device, and applies all layers.
 
-    With `only_scored` the last layer, where it is not one of a loop, leaves out what no scored token is computed from.
+    With `only_scored` the last layer, unless it is in a loop, skips tokens that no scored token depends on.
     """
     tokens, routes, packing = inputs
     last_packing = packing.of_scored if packing and only_scored else packing

@@ -80,7 +80,7 @@ class Chunks(NamedTuple):
     k: Float[Array, "n B H s C"]  # decayed until the chunk ends
     scores: Float[Array, "n B H s s"]  # of queries with keys of the chunk
     values: Float[Array, "n B H s E"]  # that are written if the memory before the chunk is empty
-    reads: Float[Array, "n B H s C"]  # keys of what the memory before the chunk takes off the values
+    reads: Float[Array, "n B H s C"]  # keys by which earlier memory is subtracted from the values
     decay: Float[Array, "n B H"]  # of the memory, by the whole chunk
 
 

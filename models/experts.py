@@ -24,7 +24,7 @@ Tokens = Float[Array, "B T D"]
 Activation = Callable[[Array], Array]
 Product = Callable[[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, "E"]], Float[Array, "M F"]]
 Pair = tuple[Float[Array, "D"], Int[Array, ""], Float[Array, ""]]  # a token, its expert's number, the expert's weight
-# A dense product of so few tokens takes no longer than reading the weights, and a batch of them reads nearly all: H100
+# A dense product of this few tokens takes no longer than reading the weights, and a batch reads nearly all: H100
 # and TPU v5e make 300 and 240 multiplications for each byte that they read.
 FEW_TOKENS = 256
 TILE = 64  # tokamax's kernels for an H100 multiply matrices of whole tiles; adapters are narrower
@@ -155,7 +155,7 @@ def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: 
 
 
 def separate_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, is_loop: bool) -> Tokens:
-    """Computes each pair of a token and an expert by itself, for so few that most experts need not be read.
+    """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
 
     All pairs at once, or in a loop for a TPU: there a gather of matrices lays out all of them anew, while on a GPU an
     iteration of a loop copies the matrices that it takes (bench/compiled.py).

@@ -1,4 +1,4 @@
-"""What fits into a device's memory: decided from sizes before the first step, and said in a sentence when it does not.
+"""Memory of a device: settings chosen from sizes before the first step, and a sentence where something does not fit.
 
 Letters: T row length, L layers, D width, F width of the MLP, H query heads, K key heads, C channels of a head, V
 vocabulary.
@@ -81,7 +81,7 @@ class Sizes(NamedTuple):
     held: int  # parameters, optimiser state, reference, a copy that samples beside updates: there all the time
     gradients: int  # of a micro-batch, and their sum
     sampling_copy: int
-    kv_row: int  # cache and state of a row of full length, and those that they were gathered from
+    kv_row: int  # cache and state of a row of full length, with the copies that they were gathered from
     available: int
     step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
     schedule: str = BETWEEN  # of sampling

@@ -100,7 +100,7 @@ def read(x: Shaped[Array, "n ..."], indices: Int[Array, "m"], padding_value: int
 
 @jax.custom_vjp
 def move(x: Float[Array, "n ..."], indices: Int[Array, "m"], numbers: Int[Array, "n"]) -> Float[Array, "m ..."]:
-    """Returns x[indices], 0 for NOWHERE; `numbers` leads back, so that the gradient is not a scatter, which is slow."""
+    """Returns x[indices], 0 for NOWHERE; `numbers` is the inverse: its gradient is a gather, faster than a scatter."""
     return read(x, indices)
 
 

@@ -142,7 +142,7 @@ def is_size(value: object) -> bool:
 
 
 def check_fields(file: Path, config: Mapping[str, object]) -> None:
-    """Raises UserError naming a field that makes the adapters others than those that are supported here."""
+    """Raises UserError naming a field that makes the adapters of a kind that is not supported."""
     kind = config.get("peft_type")
     if kind != "LORA":
         remedy = NO_MATRIX if kind in PROMPTS else MERGE
@@ -202,7 +202,7 @@ def read_adapters(folder: Path) -> AdapterConfig | None:
 
 
 def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
-    """Loads the adapters of a PEFT folder, float32, on the host; those that it lacks are zeros, which stay zeros.
+    """Loads the adapters of a PEFT folder, float32, on the host; missing ones are zeros, which stay zeros.
 
     All have one rank and one scale: smaller ranks are padded with zeros, and B is multiplied by the matrix's factor.
     Raises: UserError where a tensor is unknown, lacks its other half, has another shape, or is not finite.

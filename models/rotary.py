@@ -21,8 +21,8 @@ class Scaling(NamedTuple):
     rope_type: str  # linear: all are divided by `factor`; llama3 and yarn: only those of long waves
     factor: float
     original_max_position_embeddings: int = 8192
-    low_freq_factor: float = 1.0  # llama3: waves that fit in fewer than so many times are slowed
-    high_freq_factor: float = 4.0  # and those that fit in more often are not
+    low_freq_factor: float = 1.0  # llama3: waves that fit in fewer times than this are slowed
+    high_freq_factor: float = 4.0  # and waves that fit in more often are kept
     beta_slow: float = 1.0  # the same for yarn
     beta_fast: float = 32.0
 

@@ -95,12 +95,12 @@ class Tokenizer:
 
     @cached_property
     def signs(self) -> tuple[str, ...]:
-        """Texts of added tokens that are more than a character and blanks."""
+        """Texts of added tokens of two characters or more that are not blank."""
         return tuple(sign for sign in self.added_ids if len(sign) > 1 and sign.strip())
 
     @cached_property
     def control_signs(self) -> tuple[str, ...]:
-        """Returns the `signs` that are special tokens, or like them (<|fim_pad|>) in all but the name: without tags."""
+        """Returns the `signs` that are special tokens or look like one (<|fim_pad|>), without tags."""
         return tuple(sign for sign in self.signs if sign in self.special_ids or not TAG.fullmatch(sign))
 
     def encode(self, text: str) -> list[int]:

@@ -32,7 +32,7 @@ class Source:
     """Location of the rows of one split.
 
     `files`: names to look for in --data_dir, the first that is there counts. `hub`: "owner/name" or
-    "owner/name:config" of the data set there, and its `hub_split`. `url`: where people find the files.
+    "owner/name:config" of the data set there, and its `hub_split`. `url`: where the files can be found.
     """
 
     files: tuple[str, ...]
@@ -123,7 +123,7 @@ def check_text(value: JSON) -> None:
 
 
 def explain_bad_row(location: str, error: Exception, row: RawRow | Exception) -> str:
-    """Returns why a row cannot be used, and advice: of a missing column, the names of those that are there."""
+    """Returns why a row cannot be used, and advice; for a missing column, the names of the existing ones."""
     skip = "or leave such rows out with --env_options skip_bad_rows=true"
     if not isinstance(error, KeyError):
         return f"{location} is malformed: {error}. Correct it, {skip}"
@@ -159,7 +159,7 @@ def find_file(source: Source, data_dir: str) -> Path:
 def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     """Yields each row of a file with its location (file:line), or the reason why there is none.
 
-    Raises: UserError where the file, or what is left of it, cannot be read; OSError.
+    Raises: UserError where the file, or the rest of it, cannot be read; OSError.
     """
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     readers = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv}

@@ -1,4 +1,4 @@
-"""Rewards of users: functions of a completion and the columns of a row, and those that are written for TRL."""
+"""Rewards of users: functions of a completion and the columns of a row, and functions written for TRL."""
 
 import inspect
 import math

@@ -221,7 +221,7 @@ def seed_generators(*address: int) -> None:
 
 
 def close(environment: Resettable) -> None:
-    """Closes an object that can be closed, whatever comes of it."""
+    """Closes an object if it can be closed; its errors are ignored."""
     with contextlib.suppress(Exception):
         if callable(getattr(environment, "close", None)):
             completed(environment.close())
@@ -239,7 +239,7 @@ class Traits(NamedTuple):
 class Adapter:
     """Episodes of the objects that a class, or another factory without arguments, makes.
 
-    There are as many objects as episodes at a time: those of episodes that are over wait in the pool.
+    There are as many objects as episodes at a time; objects of finished episodes wait in the pool.
     """
 
     factory: Callable[[], Resettable]

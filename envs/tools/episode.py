@@ -24,10 +24,10 @@ class ToolSettings(NamedTuple):
     """Limits of calls, and their price."""
 
     dialect: str = "qwen"
-    max_calls: int = 16  # of an episode; those behind are errors
+    max_calls: int = 16  # of an episode; further ones are errors
     max_result_characters: int = 2000
     error_reward: float = 0.0  # added for each call that fails
-    call_cost: float = 0.0  # taken off for each call
+    call_cost: float = 0.0  # subtracted for each call
 
 
 class CallError(ValueError):
@@ -49,7 +49,7 @@ class ToolEpisode(Episode):
         self.text = ""  # of the last reply
 
     def final_reward(self, text: str) -> Mapping[str, float]:
-        """Returns "return", "correct_answer" and what else to log, for the last reply; it is asked for them once."""
+        """Returns "return", "correct_answer" and what else to log, for the last reply; called once."""
         raise NotImplementedError
 
     def act(self, reply: Reply) -> Step:
@@ -69,7 +69,7 @@ class ToolEpisode(Episode):
         return Step([], reward, done=True, info=scores)
 
     def message(self, reply: Reply, result: str) -> dict[str, str]:
-        """Returns the message with a result. An inline call that was not closed has ended the turn in another way."""
+        """Returns the message with a result; behind an inline call that was not closed, it is a user's."""
         if not self.dialect.is_inline:
             return {"role": "tool", "content": result}
         role = INLINE if all(reply.calls) else "user"
@@ -142,7 +142,7 @@ def finite_number(text: str) -> float:
 
 
 def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
-    """Returns the arguments of a tool. Raises: CallError for those that it does not take."""
+    """Returns the arguments of a tool. Raises: CallError for others than it takes."""
     try:
         return inspect.signature(tool).bind(**values)
     except TypeError as error:
@@ -150,7 +150,7 @@ def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
 
 
 def completed(value: object) -> object:
-    """Returns a value, of a coroutine what it returns."""
+    """Returns a value; a coroutine is run to its result."""
     return event_loop().run_until_complete(value) if isinstance(value, Coroutine) else value
 
 

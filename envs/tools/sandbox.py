@@ -10,7 +10,7 @@ write plain files into the working folder, where they stay. It can start no proc
 makes no connection. It runs on the same kernel as everything else: faults of the kernel, and how long things take, are
 no secret from it.
 
-What is imported here takes its time at each start: typing, json and ast would add 40 ms to 20.
+Imports cost time at each start: typing, json and ast would add 40 ms to 20.
 """
 
 import _ast  # the part of ast in C
@@ -156,7 +156,7 @@ def checked(result: int) -> int:
 
 
 def confine(readable: list[str]) -> None:
-    """Takes all rights but those of this file's docstring. Raises: OSError where the kernel refuses a step."""
+    """Gives up all rights but those in this file's docstring. Raises: OSError where the kernel refuses a step."""
     column = MACHINES.index(os.uname().machine)
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     drop_capabilities(column)
