@@ -3,10 +3,11 @@
     python tests/readme.py [PAGE...]    # README.md, docs/runs.md, ...; none: all, README.md first
 
 Each block of commands is one bash script, in the order of the page; inline commands that begin with `python` come last.
-A ```diff is applied; a ```python whose first line is a comment with a file name is written there, any other is
-executed. The pages share a home folder. Commands stay as they are printed; what makes them cheap are the programs that
-they find: `python` adds the flags in `CUT`, and the downloads are local. Commands that cannot run here are in
-`NOT_RUN`, are listed with the reason, and are counted. Exit status 1: a command failed, or README.md has none.
+A ```diff is applied, in place of the page's one before; a ```python whose first line is a comment with a file name is
+written there, any other is executed. The pages share a home folder. Commands stay as they are printed; what makes them
+cheap are the programs that they find: `python` adds the flags in `CUT`, and the downloads are local. Commands that
+cannot run here are in `NOT_RUN`, are listed with the reason, and are counted. Exit status 1: a command failed, or
+README.md has none.
 """
 
 import os
@@ -174,11 +175,15 @@ def environment(scratch: Path, bin_dir: Path) -> dict[str, str]:
 
 def blocks(page: str, text: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yields the place and the script of each block of a page, then its inline commands; applies the rest."""
+    applied = ""
     for match in BLOCK.finditer(text):
         language, block = match.groups()
         line = text.count("\n", 0, match.start()) + 1
         if language == "diff":
-            subprocess.run(["git", "apply"], cwd=folder, input=block, text=True, check=True)
+            for options, diff in ((["-R"], applied), ([], block)):
+                if diff:
+                    subprocess.run(["git", "apply", *options], cwd=folder, input=diff, text=True, check=True)
+            applied = block
         elif language == "python" and (file := re.match(r"# ([\w/]+\.py)\n", block)):
             (folder / file[1]).write_text(block)
         elif language == "python":

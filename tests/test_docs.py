@@ -139,7 +139,7 @@ def test_diffs_apply(page: str):
     assert diffs
     for diff in diffs:
         done = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True)
-        assert not done.returncode, done.stderr
+        assert not done.returncode, f"{done.stderr} (python tests/test_forks.py refreshes docs/forks.md)"
 
 
 def refresh() -> None:

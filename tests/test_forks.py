@@ -1,0 +1,261 @@
+"""The forks of docs/forks.md have the size that its table states, and do what it says.
+
+    python tests/test_forks.py    # brings the diffs and the table to the last commit
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from kill_runs import FLAGS, QUICK, ROOT, arguments, checksum, kill_at, records
+from readme import clone
+
+PAGE = ROOT / "docs" / "forks.md"
+DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ROW = re.compile(r"^\| \[(.*)\]\((.*)\) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+TINY, TEACHER = "models/tiny", "models/player"
+STEPS = 4
+SMALL = {
+    "max_steps": STEPS, "groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 0, "do_group_filter": 0,
+    "save_interval": 2, "test_interval": 2, "num_eval_tasks": 4, "save_rollouts": "all", "num_score_workers": 1,
+}  # fmt: skip
+DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64, "device_type": "cpu"} | SMALL
+POEM = FLAGS | SMALL | {"env_options": "subjects_file=subjects.txt"}
+
+
+def forks(page: str) -> dict[str, str]:
+    """Returns the diffs of a page by heading."""
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    return {section.partition("\n")[0]: DIFF.search(section)[1] for section in sections if DIFF.search(section)}
+
+
+def size(diff: str) -> tuple[int, int]:
+    """Returns the files of a diff, and the lines that it adds and removes."""
+    lines = re.findall(r"^[+-](?!\+\+ |-- )", diff, re.MULTILINE)
+    return diff.count("diff --git"), len(lines)
+
+
+def test_the_table_has_the_size_of_each_fork():
+    """At most two files and 15 lines for an idea, three files for one of the sampler, the distribution and the loop."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = {name: (int(files), int(lines)) for name, _, files, lines in ROW.findall(page)}
+    assert table == {name: size(diff) for name, diff in forks(page).items()}, "python tests/test_forks.py counts anew"
+    ten = {name[0]: counts for name, counts in table.items() if name[1] == "."}
+    assert "".join(ten) == "abcdefghij"
+    assert all(files <= 2 + (name == "d") and lines <= 15 for name, (files, lines) in ten.items())
+    all_files, all_lines = map(sum, zip(*ten.values(), strict=True))
+    assert all_files <= 18 and all_lines <= 130
+
+
+class Outcome(NamedTuple):
+    """A run of a fork."""
+
+    root: Path  # its code
+    folder: Path
+    flags: dict[str, object]
+
+    @property
+    def metrics(self) -> list[dict]:
+        """Returns the metrics of each step, those of step 0 first."""
+        return records(self.folder)
+
+    def rows(self, step: int) -> list[dict]:
+        text = (self.folder / "rollouts" / f"step_{step}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def arrays(self, step: int) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / "rollouts" / f"step_{step}.npz"))
+
+
+def play(root: Path, folder: Path, flags: dict[str, object], is_killed: bool = False) -> Outcome:
+    """Runs the code in `root`, once more where it was killed behind its second step."""
+    command = [sys.executable, "core/grpo.py", *arguments(**flags, save_dir=folder)]
+    for is_first in (True, False)[not is_killed :]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, cwd=root, env=QUICK | os.environ, stdout=pipe, stderr=subprocess.STDOUT)
+        if is_first:
+            assert kill_at(process, folder, "step", 3, 0) != "finished"
+        else:
+            said, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, said.decode()
+    return Outcome(root, folder, flags)
+
+
+def logits(arrays: dict[str, np.ndarray], folder: str = TINY) -> np.ndarray:
+    """Returns the logits [B, T, V] of the tokens of rollouts."""
+    from models.checkpoint import load_model  # not on the path of this file's own command
+    from models.decoder import forward, head
+
+    model, params, _ = load_model(ROOT / folder)
+    hidden = forward(model, params, arrays["tokens"])
+    return np.roll(np.asarray(head(model, params, hidden)), 1, axis=1)
+
+
+def logprobs(arrays: dict[str, np.ndarray], folder: str = TINY, temperature: float | np.ndarray = 1.0) -> np.ndarray:
+    """Returns the log-probabilities of the tokens of rollouts."""
+    scaled = np.float64(logits(arrays, folder)) / temperature
+    chosen = np.take_along_axis(scaled, arrays["tokens"][..., None], axis=-1)[..., 0]
+    top = scaled.max(axis=-1)
+    return chosen - top - np.log(np.exp(scaled - top[..., None]).sum(axis=-1))
+
+
+def baseline(run: Outcome) -> None:
+    baselines = {}
+    for step in range(1, STEPS + 1):
+        rows, before = run.rows(step), dict(baselines)
+        assert {row["task"] for row in rows} == {0, 1, 2, 3}
+        for row in rows:
+            task = str(row["task"])
+            baselines[task] = 0.9 * baselines.get(task, 0) + 0.1 * row["return"]
+            expected = row["return"] - before.get(task, 0)
+            assert row.get("advantage", expected) == pytest.approx(expected, abs=1e-3)
+    progress = json.loads((run.folder / "state" / str(STEPS) / "progress" / "metadata").read_text())
+    assert progress["memory"]["baselines"] == pytest.approx(baselines)
+
+
+def bonus(run: Outcome) -> None:
+    for step in range(1, STEPS + 1):
+        for row in run.rows(step):
+            assert row["bonus"] == pytest.approx(row["finished"] * (0.5 - 0.01 * step))
+            reward = 1.0 if row["correct_answer"] else 0.1 * row["valid"]
+            assert row["return"] == pytest.approx(reward + row["bonus"])
+    assert run.metrics[STEPS]["env/bonus"] > 0 and "test_env/bonus" not in run.metrics[STEPS]
+
+
+def margin(run: Outcome) -> None:
+    arrays = run.arrays(1)
+    second, first = np.moveaxis(np.sort(logits(arrays), axis=-1)[..., -2:], -1, 0)
+    assert run.metrics[1]["margin"] == pytest.approx((first - second)[arrays["mask"]].mean(), rel=1e-4)
+    for terms in run.metrics[1:]:
+        expected = terms["policy_loss"] + terms["entropy_loss"] + 0.01 * terms["margin"]
+        assert terms["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def temperatures(run: Outcome) -> None:
+    """Sampler, trainer and a softmax in float64 agree on each row, and no row has the temperature of its neighbours."""
+    arrays = run.arrays(1)
+    mask, drawn = arrays["mask"], arrays["logprobs"]
+    own = np.resize([1.0, 1.3], len(mask))[:, None, None]
+    assert np.abs(logprobs(arrays, temperature=own) - drawn)[mask].max() < 1e-4
+    assert (np.abs(logprobs(arrays, temperature=2.3 - own) - drawn).max(axis=1, where=mask, initial=0) > 1e-2).all()
+    assert all(metrics["inference_recompute/logprob_diff_max"] < 1e-4 for metrics in run.metrics[1:])
+
+
+def mixture(run: Outcome) -> None:
+    rows = [row for step in range(1, STEPS + 1) for row in run.rows(step)]
+    poems = [row["return"] == row.get("characters") == len(row["text"]) for row in rows]
+    assert poems == [row["task"] % 4 == 3 for row in rows]
+    assert 0 < sum(poems) < len(poems) and all(row["return"] <= 1 for row in rows if row["task"] % 4 < 3)
+
+
+def supervised(run: Outcome) -> None:
+    """Its rate is so small that the log-probabilities of earlier rollouts are nearly those they were drawn with."""
+    found = [metrics.get("supervised/logprob") for metrics in run.metrics]
+    expected = [None, None]
+    for step in range(2, STEPS + 1):
+        arrays = run.arrays(np.random.default_rng((0, step)).integers(1, step))
+        is_correct = arrays["mask"] & (arrays["returns"] == 1)[:, None]
+        expected.append(arrays["logprobs"][is_correct].mean() if is_correct.any() else None)
+    assert any(expected)
+    assert found == [x and pytest.approx(x, abs=1e-2) for x in expected]
+
+
+def controller(run: Outcome) -> None:
+    """The coefficient moves in each step, and the update is not compiled for it."""
+    coefficient = 0.001
+    for metrics in run.metrics[1:]:
+        assert metrics["entropy_coef"] == pytest.approx(coefficient)
+        coefficient = max(1e-6, coefficient + 0.01 * (0.5 - metrics["entropy"]))
+    assert len({metrics["entropy_coef"] for metrics in run.metrics[1:]}) == STEPS
+    programs = (run.folder / "programs.jsonl").read_text().splitlines()
+    assert 0 < sum("accumulate" in program for program in programs) < STEPS, "one for each width of rows"
+
+
+def ratios(run: Outcome) -> None:
+    for metrics in run.metrics[1:]:
+        shares = metrics["inference_recompute/ratio_histogram"]
+        assert sum(shares) == pytest.approx(1) and np.argmax(shares) == len(shares) // 2
+
+
+def average(run: Outcome) -> None:
+    """Scores are of the average: one that keeps the initial weights scores as these do, where training ruins others."""
+    file = run.root / "core" / "grpo.py"
+    file.write_text(file.read_text().replace("0.99 * x + 0.01 * new", "1.0 * x + 0.0 * new"))
+    start, first, second = play(run.root, run.folder.with_name("kept"), run.flags | {"max_steps": 2, "lr": 0.1}).metrics
+    scores = {name for name in start if name.startswith("test_env/")}
+    assert {name: start[name] for name in scores} == {name: second[name] for name in scores}
+    assert second["env/arithmetic"] < first["env/arithmetic"] / 2
+
+
+def distillation(run: Outcome) -> None:
+    arrays = run.arrays(1)
+    gain = logprobs(arrays, TEACHER) - arrays["logprobs"]
+    assert run.metrics[1]["advantage/mean"] == pytest.approx(gain[arrays["mask"]].mean(), rel=1e-4)
+    for i, row in enumerate(run.rows(1)[:8]):
+        np.testing.assert_allclose(row["advantage"], gain[i][arrays["mask"][i]], atol=1e-3)
+
+
+CASES = {  # check, flags, whether it has state, which is killed and resumed
+    "a": (baseline, POEM | {"advantage": "reinforce"}, True),
+    "b": (bonus, DEMO, False),
+    "c": (margin, DEMO, False),
+    "d": (temperatures, DEMO, False),
+    "e": (mixture, DEMO | {"env_name": "mixture", "test_env_name": "mixture-test"}, False),
+    "f": (supervised, DEMO | {"lr": 1e-6}, True),
+    "g": (controller, DEMO, True),
+    "h": (ratios, DEMO, False),
+    "i": (average, DEMO, True),
+    "j": (distillation, DEMO, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_fork_does_what_it_says_and_resumes_to_the_bit(name, tmp_path):
+    check, flags, has_state = CASES[name]
+    root = tmp_path / "lmpo"
+    clone(root)
+    diffs = {heading[0]: diff for heading, diff in forks(PAGE.read_text()).items()}
+    diff = diffs[name].replace("Qwen/Qwen3-8B", TEACHER)
+    subprocess.run(["git", "apply"], cwd=root, input=diff, text=True, check=True)
+    (root / "subjects.txt").write_text("rain\nsnow\nwind\nfog\nhail\n")  # the first is held out
+    run = play(root, tmp_path / "run", flags)
+    if has_state:
+        resumed = play(root, tmp_path / "resumed", flags, is_killed=True)
+        assert resumed.metrics == run.metrics
+        assert checksum(resumed.folder, STEPS) == checksum(run.folder, STEPS)
+    check(run)
+
+
+def refresh() -> None:
+    """Writes the diffs as they apply to the last commit, and their sizes."""
+    page = PAGE.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+
+        def git(*words: str, cwd: Path = tree, **options: str) -> str:
+            done = subprocess.run(["git", *words], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True, **options)
+            return done.stdout
+
+        git("worktree", "add", "-q", "--detach", str(tree), cwd=ROOT)
+        try:
+            for diff in DIFF.findall(page):
+                git("apply", "--3way", input=diff)
+                page = page.replace(diff, git("diff", "-U1", "--cached"))
+                git("reset", "-q", "--hard")
+        finally:
+            git("worktree", "remove", "--force", str(tree), cwd=ROOT)
+    sizes = {name: size(diff) for name, diff in forks(page).items()}
+    page = ROW.sub(lambda row: "| [{}]({}) | {} | {} |".format(*row.group(1, 2), *sizes[row[1]]), page)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    refresh()
