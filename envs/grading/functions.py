@@ -4,12 +4,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import SupportsFloat
 
-from envs.data.rows import JSON, RawRow
+from envs.data.rows import RawRow
 from envs.tools.adapters import Played
-from envs.tools.episode import completed
+from envs.tools.gyms import call
 from utils.settings.errors import UserError
 
 LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's, beside columns
@@ -55,7 +55,7 @@ class RewardFunction:
 
     def parts(self, played: Played, row: RawRow, prompt_column: str) -> dict[str, float]:
         """Returns the parts of the reward. Raises: TypeError where it returns anything but finite numbers."""
-        returned = completed(self.call(played, row, prompt_column))
+        returned = self.call(played, row, prompt_column)
         value = returned
         if self.takes_lists and isinstance(returned, Sequence) and len(returned) == 1:
             value = returned[0]
@@ -68,10 +68,10 @@ class RewardFunction:
         raise TypeError(f"{describe_function(self.function)} returned {returned!r:.200}: return {form}")
 
     def call(self, played: Played, row: RawRow, prompt_column: str) -> object:
-        """Returns what it returns."""
+        """Returns what it returns for the arguments that it takes: those that it names, or all under `**row`."""
         row = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
         if not self.takes_lists:
-            return self.function(played.text, **self.accepted(row))
+            return call(partial(self.function, played.text), row)
         prompt = row.pop(prompt_column, [])
         given = {"prompts": prompt, "completions": played.text, "completion_ids": list(played.ids)}
         if not isinstance(prompt, str) or played.environment:
@@ -79,12 +79,7 @@ class RewardFunction:
         if played.environment:
             given["environments"] = played.environment
         lists = {name: [value] for name, value in {**row, **given}.items()}
-        return self.function(**self.accepted(lists))
-
-    def accepted(self, arguments: Mapping[str, JSON]) -> Mapping[str, JSON]:
-        """Returns the arguments that it takes: those that it names, or all under `**row`."""
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
-        return {name: value for name, value in arguments.items() if takes_all or name in self.parameters}
+        return call(self.function, lists)
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
