@@ -39,7 +39,7 @@ def run(work: Work, variant: str, gate: Gate) -> None:
         run_rollout(work, {name: int(value) for name, value in settings}, gate)
     flags = {name: value for name, value in settings}
     flags |= {"groups_per_batch": len(work["prompts"]), "group_size": work["group_size"]}
-    flags |= {"num_generation_tokens": work["limit"], "recompute_logprobs": work["name"] == "update"}
+    flags["num_generation_tokens"] = work["limit"]
     config = parse(train_step.BenchTraining, [f"--{name}={value}" for name, value in flags.items()])
     layout = make_layout(config.devices)
     model, params, tokenizer = load_model(work["model_dir"], layout, **config.compute.arguments)
@@ -52,7 +52,7 @@ def run(work: Work, variant: str, gate: Gate) -> None:
         while gate(num_tokens):
             num_tokens = step()["tokens"]
     batch = train_step.make_batch(work["rows"], len(work["prompts"][0]), work["group_size"])
-    update = train_step.make_update(config, model, params, layout, batch)
+    update = train_step.make_update(config, model, params, layout, batch, with_old=work["name"] == "update")
     while gate(num_tokens):
         update()
         num_tokens = batch.mask.sum()

@@ -120,9 +120,12 @@ def make_batch(
 
 
 def make_update(
-    config: BenchTraining, model: Decoder, params: Params, layout: Layout, batch: Batch
+    config: BenchTraining, model: Decoder, params: Params, layout: Layout, batch: Batch, with_old: bool = False
 ) -> Callable[[], Params | Adapters]:
-    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters."""
+    """Returns a function that learns from the batch, again and again; under --lora_rank it trains adapters.
+
+    with_old: it computes old log-probabilities first, as a step with several updates does.
+    """
     base = None
     if config.lora.lora_rank:
         base = decode_weights(model, layout, params)
@@ -133,6 +136,9 @@ def make_update(
     def update() -> Params | Adapters:
         nonlocal state
         scored = learner.score(state.params, batch)
+        if with_old:
+            old = learner.token_scores(learner.policy(state.params), batch)
+            scored = replace(scored, old_logprobs=old.logprobs)
         scored = compute_advantages(scored, config.objective)
         (minibatch,) = split_minibatches(scored, config, step=1, epoch=0)
         state, made = learner.update(state, minibatch, 0.0)
@@ -152,10 +158,10 @@ def random_batch(config: BenchTraining, vocabulary: int, factor: int = 1) -> Bat
     return make_batch(rows, config.bench.prompt_tokens, group_size)
 
 
-def timed_update(config: BenchTraining, layout: Layout) -> Callable[[], Params | Adapters]:
+def timed_update(config: BenchTraining, layout: Layout, with_old: bool) -> Callable[[], Params | Adapters]:
     """Returns a function that learns from random rows, with a model of its own."""
     model, params = load_training(config, layout)
-    return make_update(config, model, params, layout, random_batch(config, model.vocab_size))
+    return make_update(config, model, params, layout, random_batch(config, model.vocab_size), with_old)
 
 
 def naive_accumulate(
@@ -230,8 +236,8 @@ def main(config: Command) -> None:
         variants[f"adapters of rank {config.lora.lora_rank}"] = config
     works = {"old log-probabilities and one update": True, "one update": False}
     table = []
-    for work, is_recomputed in works.items():
-        updates = [timed_update(with_options(x, recompute_logprobs=is_recomputed), layout) for x in variants.values()]
+    for work, with_old in works.items():
+        updates = [timed_update(variant, layout, with_old) for variant in variants.values()]
         times = rounds_of(updates, config.bench.repeats)
         for name, seconds in zip(variants, times, strict=True):
             ratios = (seconds / times[0]).T

@@ -9,10 +9,11 @@ N prompts, G rollouts of each, B = N G rows, T row length. Everything is float32
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
+from core.extensions.credit import of_tokens, turn_returns
 from core.objectives import LossConfig, formula
-from core.records import NO_SIGNAL, Batch, turn_numbers
+from core.records import NO_SIGNAL, Batch
 from utils.batching import select_rows
 from utils.settings.config import option
 from utils.settings.errors import UserError
@@ -67,6 +68,20 @@ def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveCo
     return np.float32(rank < config.best_k)
 
 
+@formula("r - mean of the group's turns of this number, r = the rewards from the turn on")
+def turn_mean(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
+    """Advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
+    advantages = group_mean(rewards, batch, config) * has_signal(rewards, config)[:, None]
+    return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)
+
+
+@formula("(r - mean) / std of the group's turns of this number, r = the rewards from the turn on")
+def turn_zscore(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
+    """Advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
+    advantages = group_zscore(rewards, batch, config) * has_signal(rewards, config)[:, None]
+    return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)
+
+
 @formula("r")
 def raw_rewards(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE. Source: Williams 1992."""
@@ -100,11 +115,13 @@ GROUP_ADVANTAGES = {
     "maxrl": maxrl,
     "reinforce++_baseline": whitened_group_mean,
     "best_k": best_k,
+    "turn_mean": turn_mean,
+    "turn_zscore": turn_zscore,
 }
+TURN_ADVANTAGES = ("turn_mean", "turn_zscore")  # their rewards [K N, G] are those from each of K turns on
 # These do not: the group filter drops rewards of 0 of reinforce and nothing else, and a group of one will do.
 BATCH_ADVANTAGES = {"reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
 ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
-WHOLE_EPISODES = ("gae", "best_k", "reinforce++_baseline")  # these do not value a turn by itself
 
 
 @dataclass(frozen=True)
@@ -116,19 +133,12 @@ class ObjectiveConfig(LossConfig):
 
     advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
     best_k: int = option(2, "Number of best completions of each group that --advantage best_k trains on")
-    credit: str = option(
-        "trajectory",
-        "Rewards by which turns of an episode are compared; trajectory: those of the whole episode, turn: those from "
-        "this turn on, with the turns of the group that have the same number",
-        ["trajectory", "turn"],
-    )
-    turn_gamma: float = option(1.0, "Discount factor per turn of --credit turn; 1: none")
     gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
     gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     do_group_filter: bool = option(
         True,
-        "Filter of groups whose rewards are all equal (--advantage reinforce: all 0; --credit turn: in each turn); 0: "
-        "they stay with advantage 0 (--advantage best_k trains on their first k completions, right or wrong)",
+        "Filter of groups whose rewards are all equal (--advantage reinforce: all 0; turn_...: in each turn); 0: they "
+        "stay with advantage 0 (--advantage best_k trains on their first k completions, right or wrong)",
     )
     do_truncation_filter: bool = option(False, "Filter of completions that were cut off at --num_generation_tokens")
     do_global_normalization: bool = option(
@@ -141,9 +151,8 @@ class ObjectiveConfig(LossConfig):
         for is_wrong, message in (
             *self.loss_mistakes(),
             (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
-            (not 0 <= self.turn_gamma <= 1, "--turn_gamma goes from 0 to 1"),
-            (self.credit == "turn" and (self.has_kl_in_reward or self.advantage in WHOLE_EPISODES),
-             "--credit turn has no use for --advantage gae, best_k or reinforce++_baseline, nor for --kl_in reward"),
+            (self.advantage in TURN_ADVANTAGES and (self.has_kl_in_reward or self.do_global_normalization),
+             f"--advantage {self.advantage} has no use for --kl_in reward or --do_global_normalization"),
             (self.best_k < 1, "--best_k must be at least 1"),
             (self.advantage in ("gae", "best_k") and self.do_global_normalization,
              f"--do_global_normalization has no use for --advantage {self.advantage}: gae is whitened, best_k all 1"),
@@ -160,39 +169,22 @@ class ObjectiveConfig(LossConfig):
         return self.advantage == "gae"
 
 
-def compared_rewards(
-    batch: Batch, config: ObjectiveConfig
-) -> tuple[Float[np.ndarray, "B K"], Int[np.ndarray, "B T"] | None]:
-    """Returns what rollouts of a group are compared by, and the column that a token is credited with; None: the only.
-
-    It is the reward, or with --credit turn for the turn of each number the rewards from there on, discounted by
-    turn_gamma a turn; NaN where a grader failed or there is no such turn. Source: PipelineRL and Tunix.
-    """
-    rewards = np.float32(batch.rewards)
-    if config.credit != "turn" or batch.token_rewards is None or not batch.mask.any():
-        return rewards[:, None], None
-    turns = turn_numbers(batch.mask)
-    num_turns = turns.max() + 1
-    returns = np.full((len(batch), num_turns), np.nan, np.float32)
-    rewards_to_go = np.zeros(len(batch))  # float64: equal sums must be equal in any order of their parts
-    for turn in reversed(range(num_turns)):
-        is_turn = batch.mask & (turns == turn)
-        rewards = np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
-        rewards_to_go = rewards + config.turn_gamma * rewards_to_go
-        returns[:, turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
-    return returns, np.maximum(turns, 0)
+def compared_rewards(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "K N G"]:
+    """Returns the rewards by which groups are compared: K = 1, or by turn as --advantage and the episodes have it."""
+    is_by_turn = config.advantage in TURN_ADVANTAGES and batch.token_rewards is not None
+    rewards = turn_returns(batch) if is_by_turn else np.float32(batch.rewards)[None]
+    return rewards.reshape(len(rewards), -1, batch.group_size)
 
 
-def has_signal(rewards: Float[np.ndarray, "B K"], group_size: int, config: ObjectiveConfig) -> Bool[np.ndarray, "N K"]:
-    """True where a group can teach: what its rollouts are compared by differs, or the advantage compares nothing.
+def has_signal(rewards: Float[np.ndarray, "*R G"], config: ObjectiveConfig) -> Bool[np.ndarray, "*R"]:
+    """True where a group can teach: its rewards differ, or the advantage compares nothing.
 
     Raw rewards are compared with 0. Without the filter best_k imitates the first k rollouts of equal ones.
     """
-    groups = rewards.reshape(-1, group_size, rewards.shape[1])
-    is_graded = ~np.isnan(groups)
+    is_graded = ~np.isnan(rewards)
     is_raw = config.advantage == "reinforce" and not (config.do_global_normalization or config.has_kl_in_reward)
-    highest = groups.max(axis=1, where=is_graded, initial=0 if is_raw else -np.inf)
-    lowest = groups.min(axis=1, where=is_graded, initial=0 if is_raw else np.inf)
+    highest = rewards.max(axis=-1, where=is_graded, initial=0 if is_raw else -np.inf)
+    lowest = rewards.min(axis=-1, where=is_graded, initial=0 if is_raw else np.inf)
     imitates_all = config.advantage == "best_k" and not config.do_group_filter
     compares = is_raw or (config.is_group_relative and not imitates_all)
     return (highest - lowest > NO_SIGNAL) | (not compares)
@@ -207,28 +199,24 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     if not len(batch):
         return batch
     # Grade.
-    rewards, columns = compared_rewards(batch, config)
-    rewards = rewards - kl_penalty(batch, config).sum(axis=1, keepdims=True)
+    penalty = kl_penalty(batch, config).sum(axis=1).reshape(-1, batch.group_size)
+    rewards = compared_rewards(batch, config) - penalty
     # Filter.
-    signal = np.repeat(has_signal(rewards, batch.group_size, config), batch.group_size, axis=0)
-    keep = np.isfinite(batch.rewards) & (signal.any(axis=1) | (not config.do_group_filter))
+    signal = np.repeat(has_signal(rewards, config).any(axis=0), batch.group_size)
+    keep = np.isfinite(batch.rewards) & (signal | (not config.do_group_filter))
     keep &= batch.finished if config.do_truncation_filter else True
     batch = replace(batch, mask=batch.mask & keep[:, None])
     # Compare.
-    groups = np.moveaxis(rewards.reshape(-1, batch.group_size, rewards.shape[1]), 2, 0)
-    compared = [ADVANTAGES[config.advantage](group, batch, config) for group in groups]
-    advantages = np.concatenate([np.float32(x).reshape(len(keep), -1) for x in compared], axis=1)  # [B, K] or [B, T]
-    if columns is not None:
-        assert advantages.shape == rewards.shape, "an advantage of each token does not value turns"
-        advantages, signal = (np.take_along_axis(x, columns, axis=1) for x in (advantages, signal))
+    advantages = ADVANTAGES[config.advantage](rewards.reshape(-1, batch.group_size), batch, config)
+    advantages = np.float32(advantages).reshape(len(batch), -1)  # [B, 1] or [B, T]
     keep &= np.isfinite(advantages).all(axis=1)
     if config.advantage == "best_k":
         keep &= advantages[:, 0] > 0
     batch = replace(batch, mask=batch.mask & keep[:, None])
     # Shape.
-    advantages = np.where(signal, advantages, 0)
+    advantages = np.where(signal[:, None], advantages, 0)
     advantages = shape_advantages(advantages, keep, batch, config)
-    advantages = np.where(batch.mask & signal, advantages, 0)
+    advantages = np.where(batch.mask & signal[:, None], advantages, 0)
     returns = generalised_advantages(batch, config) + batch.values if config.has_critic else None
     batch = replace(batch, advantages=np.float32(advantages), returns=returns, token_rewards=None)
     return select_rows(batch, np.flatnonzero(keep))

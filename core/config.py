@@ -29,22 +29,12 @@ class UpdateConfig:
     target_kl: float = option(
         0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
     )
-    max_skipped_updates: int = option(
-        3,
-        "Consecutive updates skipped for a loss or gradient that is not finite after which the run stops",
-        resumable=True,
-    )
     do_inference_logprobs: bool = option(
         False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
     )
-    recompute_logprobs: bool = option(
-        False,
-        "Computation of old log-probabilities even where a step has one update, where they equal the current "
-        "ones (for debugging)",
-    )
 
     def __post_init__(self):
-        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs", "max_skipped_updates"):
+        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1")
         if min(self.ppo_minibatch, self.target_kl) < 0:
@@ -183,7 +173,7 @@ class Config:
 
     def ahead_mistakes(self) -> list[tuple[bool, str]]:
         """Returns what may be wrong with rollouts that are drawn ahead, and what to do about it."""
-        update, objective = self.update, self.objective
+        objective = self.objective
         is_uncorrected = bool(self.ahead) and not self.is_corrected
         return [
             (self.ahead not in (0, 1), f"--ahead {self.ahead} is not supported: 0 or 1"),
@@ -192,9 +182,9 @@ class Config:
                 "--rollout_devices are for rollouts that are drawn while others train: give --ahead 1, or leave it out",
             ),
             (
-                is_uncorrected and (update.recompute_logprobs or objective.do_mask_inference_ratio),
-                "--ahead 1 takes the sampler's log-probabilities as the old ones, so that --recompute_logprobs and "
-                "--do_mask_inference_ratio have no effect: add --importance_correction truncate, or leave them out",
+                is_uncorrected and objective.do_mask_inference_ratio,
+                "--ahead 1 takes the sampler's log-probabilities as the old ones, so that --do_mask_inference_ratio "
+                "has no effect: add --importance_correction truncate, or leave it out",
             ),
             (
                 is_uncorrected and objective.objective == "reinforce",

@@ -30,6 +30,7 @@ from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
 from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
+from core.extensions.credit import token_rewards
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
@@ -207,9 +208,9 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
 
 
 def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
-    """True for groups that can teach, by the rewards that --advantage and --credit compare."""
-    rewards, _ = compared_rewards(rollout_batch(episodes, config), config.objective)
-    return has_signal(rewards, config.update.group_size, config.objective).any(axis=1)
+    """True for groups that can teach, by the rewards that --advantage compares."""
+    rewards = compared_rewards(rollout_batch(episodes, config), config.objective)
+    return has_signal(rewards, config.objective).any(axis=0)
 
 
 def training_rewards(episodes: Episodes, config: Config) -> Float[np.ndarray, "B"]:
@@ -241,21 +242,6 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         extras=episodes.extras,
         group_size=config.update.group_size,
     )
-
-
-def token_rewards(episodes: Episodes, rewards: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B T"] | None:
-    """Returns the rewards of turns, each with its last token; the last turn gets what else the episode earned."""
-    if not episodes.turn_rewards:
-        return None
-    mask = episodes.completions.mask
-    behind = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
-    is_last = mask & ~behind
-    by_token = np.zeros(mask.shape, np.float32)
-    for row, of_turns in enumerate(episodes.turn_rewards):
-        columns = np.flatnonzero(is_last[row])
-        by_token[row, columns[: len(of_turns)]] = of_turns
-        by_token[row, columns[-1]] += rewards[row] - np.float32(sum(of_turns))
-    return by_token
 
 
 def fraction_done(config: Config, worker: RolloutWorker, progress: Progress) -> float:

@@ -45,6 +45,7 @@ from utils.devices.sharding import Layout, side_by_side
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.terminal import track
 
+MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
 Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
@@ -82,8 +83,8 @@ class Learner:
     @property
     def has_old_logprobs(self) -> bool:
         """True if the training graph computes old log-probabilities: several updates, KL in the reward, a critic."""
-        config, update = self.config, self.config.update
-        is_needed = update.recompute_logprobs or config.updates_per_step > 1 or config.objective.has_kl_in_reward
+        config = self.config
+        is_needed = config.updates_per_step > 1 or config.objective.has_kl_in_reward
         return config.objective.has_critic or (is_needed and not config.trusts_sampler)
 
     @property
@@ -223,7 +224,7 @@ class Learner:
     def metrics(self, batch: Batch, updates: Sequence[Update]) -> dict[str, float | list[float]]:
         """Returns the metrics of a step: means over its updates, and lists of each one's under "updates/...".
 
-        Raises: FloatingPointError after --max_skipped_updates updates in a row whose loss or gradient is not finite.
+        Raises: FloatingPointError after MAX_SKIPPED updates in a row whose loss or gradient is not finite.
         """
         rows = [self.read(update) for update in updates]
         self.check_finite(updates, rows)
@@ -242,7 +243,7 @@ class Learner:
             num_skipped = int(row["skipped_in_a_row"])
             if num_skipped:
                 self.on_skipped(update.minibatch)
-            if num_skipped >= self.config.update.max_skipped_updates:
+            if num_skipped >= MAX_SKIPPED:
                 raise FloatingPointError(
                     f"{num_skipped} updates in a row had a loss or a gradient that is not finite: lower --lr, or look "
                     "at the batches in bad_batches/; the parameters are those before them"

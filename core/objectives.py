@@ -98,10 +98,10 @@ def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> T
     return jnp.where(is_inside, -ratio * batch.advantages, 0.0), ~is_inside
 
 
-@formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = {config.sapo_tau:g}, {config.sapo_tau_negative:g} where A < 0")
+@formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0")
 def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of SAPO: a soft gate in the place of the clip. Source: arXiv 2511.20347."""
-    tau = jnp.where(batch.advantages > 0, config.sapo_tau, config.sapo_tau_negative)
+    tau = jnp.where(batch.advantages > 0, 1.0, 1.05)
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     gate = jax.nn.sigmoid(tau * (ratio - 1))
     return -4 / tau * gate * batch.advantages, jnp.zeros(ratio.shape, bool)
@@ -143,8 +143,6 @@ class LossConfig:
         "Dual clip of --objective ppo: the loss of a token with a negative advantage A is at most -A times this "
         "number, above 1; 0: off",
     )
-    sapo_tau: float = option(1.0, "Steepness of the gate of --objective sapo for positive advantages")
-    sapo_tau_negative: float = option(1.05, "Steepness of the gate of --objective sapo for negative advantages")
     loss_normalization: str = option(
         "token_mean",
         "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"
@@ -228,8 +226,7 @@ class LossConfig:
             (self.clip_epsilon < 0 or self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1,
              "--clip_epsilon and --clip_epsilon_high must not be negative"),
             (self.dual_clip != 0 and self.dual_clip <= 1, "--dual_clip must be above 1, or 0 for none"),
-            (min(self.sapo_tau, self.sapo_tau_negative, self.importance_cap) <= 0,
-             "--sapo_tau, --sapo_tau_negative and --importance_cap must be positive"),
+            (self.importance_cap <= 0, "--importance_cap must be positive"),
             (not 0 <= self.importance_floor <= self.importance_cap,
              "--importance_floor goes from 0 to --importance_cap"),
             (self.importance_floor != 0 and self.importance_correction != "mask",

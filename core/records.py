@@ -83,13 +83,6 @@ class Episodes:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.conversations[row])
 
 
-def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-    """Returns the number of each token's turn, from 0 on; tokens between turns have that of the last, the prompt -1."""
-    before = np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
-    is_first = mask & ~before
-    return np.cumsum(is_first, axis=1) - 1
-
-
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Returns the episodes one below the other; counts and times are added up."""
     names = dict.fromkeys(name for part in parts for name in part.scores)

@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from core.config import Config
-from core.records import Completions, Episodes, turn_numbers
+from core.extensions.credit import turn_numbers
+from core.records import Completions, Episodes
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
 from core.run.foreign import check_code

@@ -198,10 +198,6 @@ def mean(values: Iterable[float | None]) -> float:
     return sum(values) / len(values)
 
 
-def to_go(rewards: Sequence[float], turn: int, gamma: float) -> float:
-    return sum(gamma**k * reward for k, reward in enumerate(rewards[turn:]))
-
-
 def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, list, list, dict[str, float]]:
     """Returns advantages by row and turn (None: the row leaves), rewards, whether groups have signal, and metrics."""
     rows = rows_of(kind)
@@ -219,9 +215,8 @@ def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, l
     for first in range(0, len(rows), G):
         group = range(first, first + G)
         compared = {}
-        for turn in range(MAX_TURNS if flags["credit"] == "turn" else 1):
-            gamma = flags.get("turn_gamma", 1.0)
-            values = {i: to_go(rewards[i], turn, gamma) for i in group if counted[i] and len(rewards[i]) > turn}
+        for turn in range(MAX_TURNS if flags["advantage"] == "turn_mean" else 1):
+            values = {i: sum(rewards[i][turn:]) for i in group if counted[i] and len(rewards[i]) > turn}
             with_zero = [0.0] * (flags["advantage"] == "reinforce")
             compared[turn] = values if spread([*values.values(), *with_zero]) > 1e-6 else dict.fromkeys(values)
         signal.append(any(value is not None for values in compared.values() for value in values.values()))
@@ -230,7 +225,7 @@ def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, l
             leaves |= flags["do_truncation_filter"] and stops[i] == "max_tokens"
             of_turns = []
             for turn in range(len(rewards[i])):
-                values = compared[turn if flags["credit"] == "turn" else 0]
+                values = compared[turn if flags["advantage"] == "turn_mean" else 0]
                 baseline = 0.0 if flags["advantage"] == "reinforce" or not values else mean(values.values())
                 of_turns.append(0.0 if values.get(i) is None else values[i] - baseline)
             advantages.append(None if leaves else of_turns)
@@ -255,10 +250,9 @@ FLAGS = {
     "on_reward_failure": ("drop", "zero"),
 }
 COMPARISONS = (
-    {"advantage": "group_mean", "credit": "trajectory"},
-    {"advantage": "group_mean", "credit": "turn", "turn_gamma": 1.0},
-    {"advantage": "group_mean", "credit": "turn", "turn_gamma": 0.5},
-    {"advantage": "reinforce", "credit": "trajectory"},  # against 0: lmpo's --do_group_normalization 0
+    {"advantage": "group_mean"},
+    {"advantage": "turn_mean"},
+    {"advantage": "reinforce"},  # against 0: lmpo's --do_group_normalization 0
 )
 
 
@@ -290,7 +284,7 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
             turns = np.cumsum(np.diff(behind, prepend=behind[0]) > 1)
             np.testing.assert_allclose(found[mask], np.array(advantages[row])[turns], atol=2e-6, err_msg=str(flags))
             assert turns[-1] == len(rewards[row]) - 1 and not found[~mask].any()
-    assert len(sizes) > 5, "filters and credit make a difference"
+    assert len(sizes) > 5, "filters and turns make a difference"
 
 
 @pytest.mark.parametrize("policy", ["LoRA", "int8"])

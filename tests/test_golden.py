@@ -44,7 +44,7 @@ CASES = {
     "hybrid": POEM | {"model_dir": FIXTURES / "qwen3_5-tied", "objective": "cispo"},
     "windows": POEM | {"model_dir": FIXTURES / "gemma3-tied", "num_speculative_tokens": 3, "optimizer": "muon"},
     "ahead": DEMO | {"ahead": 1},
-    "turns": GAMES | {"credit": "turn", "lr_schedule": "constant"},
+    "turns": GAMES | {"advantage": "turn_mean", "lr_schedule": "constant"},
     "calculator": GAMES | {"env_name": "calculator", "test_env_name": "calculator-test", "env_options": CALCULATOR},
     "population": DEMO | {"population": "seed=0,1", "lora_rank": 2, "max_steps": 2},
 }  # fmt: skip

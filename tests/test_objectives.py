@@ -34,6 +34,7 @@ ROLLOUTS = B + 4  # of a full optimiser batch: some have left it
 SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of the ratio, relative to it
 CHOICES = {name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"] for name in
            ("advantage", "objective", "loss_normalization")}  # fmt: skip
+CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
 LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
 REFUSES_NORMALIZATION = ("gae", "best_k")
 NOT_RELATIVE = ("reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
@@ -239,7 +240,7 @@ def oracle_policy(new, frozen, a, batch: Batch, config: ObjectiveConfig) -> np.n
                 loss = -math.exp(logp - sampled) * A if inside else 0.0
             else:
                 assert config.objective == "sapo"
-                tau = config.sapo_tau if A > 0 else config.sapo_tau_negative
+                tau = 1.0 if A > 0 else 1.05
                 loss = -(4 / tau) * A / (1 + math.exp(-tau * (rho - 1)))
             out[i, t] = loss * oracle_importance(batch, i, t, config)
             if config.do_mask_importance_ratio and rho_fixed > 2:
@@ -369,7 +370,6 @@ LOSS_FLAGS = [
     {"clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "objective": "gspo", "loss_normalization": "sequence_mean"},
     {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0, "objective": "cispo"},
     {"clip_epsilon": 0.05, "clip_epsilon_high": 0.1, "objective": "dppo"},
-    {"sapo_tau": 2.0, "sapo_tau_negative": 0.5, "objective": "sapo"},
     {"do_mask_importance_ratio": True, "kl_coef": 0.1},
     {"do_mask_inference_ratio": True, "kl_coef": 0.1, "objective": "reinforce"},
     {"importance_correction": "mask", "importance_floor": 0.7, "importance_cap": 1.5, "kl_coef": 0.1},
@@ -597,8 +597,8 @@ def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
 def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
     config = ObjectiveConfig()
     rewards = np.ravel([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
-    signal = has_signal(np.float32(rewards)[:, None], G, config)
-    assert signal.tolist() == [[False], [False], [True], [True]]
+    signal = has_signal(np.float32(rewards).reshape(-1, G), config)
+    assert signal.tolist() == [False, False, True, True]
     found = compute_advantages(random_batch(0, rewards), config)
     assert found.row.tolist() == [9, 10, 12, 13, 15]
 
@@ -781,8 +781,6 @@ def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]
         ({"clip_epsilon_high": -0.5}, "--clip_epsilon_high"),
         ({"dual_clip": 1.0}, "--dual_clip"),
         ({"dual_clip": -2.0}, "--dual_clip"),
-        ({"sapo_tau": 0.0}, "--sapo_tau"),
-        ({"sapo_tau_negative": -1.0}, "--sapo_tau_negative"),
         ({"importance_cap": 0.0}, "--importance_cap"),
         ({"importance_floor": -0.1, "importance_correction": "mask"}, "--importance_floor goes from 0"),
         ({"importance_floor": 2.1, "importance_correction": "mask"}, "--importance_floor goes from 0"),
@@ -798,10 +796,8 @@ def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]
         ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_in": "reward"}, "--kl_estimator k2"),
         ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "reward"}, "--kl_estimator k3"),
         ({"objective": "dppo", "importance_correction": "mask"}, "--importance_correction"),
-        ({"credit": "turn", "advantage": "gae"}, "--credit turn has no use for"),
-        ({"credit": "turn", "advantage": "best_k"}, "--credit turn has no use for"),
-        ({"credit": "turn", "advantage": "reinforce++_baseline"}, "--credit turn has no use for"),
-        ({"credit": "turn", "kl_in": "reward", "kl_coef": 0.1}, "--credit turn has no use for"),
+        ({"advantage": "turn_mean", "kl_in": "reward", "kl_coef": 0.1}, "--advantage turn_mean has no use for"),
+        ({"advantage": "turn_zscore", "do_global_normalization": True}, "--advantage turn_zscore has no use for"),
         ({"advantage": "gae", "do_global_normalization": True}, "--do_global_normalization"),
         ({"advantage": "best_k", "do_global_normalization": True}, "--do_global_normalization"),
     ],
@@ -895,11 +891,11 @@ def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_si
     return Batch(zeros, mask, zeros, by_token.sum(1), *facts, **named), turn_of
 
 
-@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}, {"do_global_normalization": True}], ids=in_words)
-@pytest.mark.parametrize("advantage", ["group_zscore", "group_mean", "rloo", "maxrl"])
+@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}], ids=in_words)
+@pytest.mark.parametrize("advantage", ["turn_zscore", "turn_mean"])
 def test_turns_of_equal_rewards_carry_no_signal(advantage, flags):
     """Whatever other turns of the group are worth, and whatever single bits their float32 means are off by."""
-    config = ObjectiveConfig(advantage=advantage, credit="turn", **flags)
+    config = ObjectiveConfig(advantage=advantage, **flags)
     for name, equal in NEARLY_EQUAL.items():
         G = len(equal)
         second = equal if name != "sums of many parts" else equal[: G // 2]  # the others have no such turn
@@ -917,25 +913,21 @@ def test_sums_of_turns_are_equal_in_any_order():
     assert np.ptp([in_sequence(*parts), in_sequence(*parts[::-1])]) > 1e-6
     rewards = [[0.0, *parts, 0.0], [1.0, *parts[::-1], 0.0]] * 4
     batch, turn_of = episode_batch([[1] * 7] * 8, rewards, group_size=8)
-    found = compute_advantages(batch, ObjectiveConfig(credit="turn"))
+    found = compute_advantages(batch, ObjectiveConfig(advantage="turn_zscore"))
     assert not found.advantages[(turn_of == 1) | (turn_of == 6)].any() and found.advantages[turn_of == 2].all()
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_groups_of_equal_sums_are_kept_where_turns_differ(gamma):
+def test_groups_of_equal_sums_are_kept_where_turns_differ():
     """All solve it, after one, two and three turns; and two whose rewards come in another order."""
     rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
     batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
-    config = ObjectiveConfig(advantage="group_mean", credit="turn", turn_gamma=gamma)
-    found = compute_advantages(batch, config)
-    expected = [*range(4)] * (gamma < 1) + [4, 5, 6, 7]
-    assert found.row.tolist() == expected and found.advantages.any(axis=1).all()
-    assert not len(compute_advantages(batch, replace(config, credit="trajectory")))
+    found = compute_advantages(batch, ObjectiveConfig(advantage="turn_mean"))
+    assert found.row.tolist() == [4, 5, 6, 7] and found.advantages.any(axis=1).all()
+    assert not len(compute_advantages(batch, ObjectiveConfig(advantage="group_mean")))
 
 
-@pytest.mark.parametrize("advantage", ["group_mean", "group_zscore", "rloo", "reinforce"])
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_turns_are_compared_by_their_rewards_to_go(advantage, gamma):
+@pytest.mark.parametrize("advantage", ["turn_mean", "turn_zscore"])
+def test_turns_are_compared_by_their_rewards_to_go(advantage):
     """Against loops over groups and turns in float64; one grader failed, one row is dropped and stays in its group."""
     rng = np.random.default_rng(0)
     lengths = [[2, 1], [1, 3, 2], [4], [1, 1, 1], [2, 2], [3, 1, 2], [2], [1, 2]]  # tokens of turns, two groups of 4
@@ -943,25 +935,17 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage, gamma):
     rewards[5] = [np.nan] * 3
     batch, turn_of = episode_batch(lengths, rewards, group_size=4)
     batch = replace(batch, finished=np.arange(8) != 1)
-    config = ObjectiveConfig(advantage=advantage, credit="turn", turn_gamma=gamma, do_truncation_filter=True)
-    found = compute_advantages(batch, config)
+    found = compute_advantages(batch, ObjectiveConfig(advantage=advantage, do_truncation_filter=True))
     assert found.row.tolist() == [0, 2, 3, 4, 6, 7] and found.token_rewards is None
 
-    def rewards_to_go(row: list[float], number: int) -> float:
-        return sum(gamma**k * reward for k, reward in enumerate(row[number:]))
-
-    to_go = [[rewards_to_go(row, number) for number in range(len(row))] for row in rewards]
+    to_go = [[sum(row[number:]) for number in range(len(row))] for row in rewards]
     for row, advantages in zip(found.row, found.advantages, strict=True):
         group = range(row // 4 * 4, row // 4 * 4 + 4)
         for number in range(len(lengths[row])):
             others = np.array([to_go[i][number] for i in group if len(to_go[i]) > number and i != 5])
             centred = to_go[row][number] - others.mean()
             spread = others.std() if others.std() > 0 else 1.0
-            leave_one_out = centred * len(others) / max(len(others) - 1, 1)
-            expected = {
-                "group_mean": centred, "group_zscore": centred / spread, "rloo": leave_one_out,
-                "reinforce": to_go[row][number],
-            }[advantage]  # fmt: skip
+            expected = {"turn_mean": centred, "turn_zscore": centred / spread}[advantage]
             np.testing.assert_allclose(advantages[turn_of[row] == number], expected, rtol=1e-5, atol=1e-6)
         assert not advantages[turn_of[row] < 0].any()
 
@@ -973,5 +957,9 @@ def test_single_replies_have_one_turn():
     by_token = np.where(np.arange(12) == 11, rewards[:, None], np.float32(0))
     facts = np.full(8, 12), np.full(8, 2), np.ones(8, bool)
     batch = Batch(zeros, mask, zeros, rewards, *facts, row=np.arange(8), token_rewards=by_token, group_size=4)
-    found = [compute_advantages(batch, ObjectiveConfig(credit=credit)).advantages for credit in ("turn", "trajectory")]
-    np.testing.assert_array_equal(*found)
+    for kind in ("mean", "zscore"):  # also without rewards by token, and with forced tokens among the others
+        for case in (batch, random_batch(1)):
+            configs = [ObjectiveConfig(advantage=f"{level}_{kind}") for level in ("turn", "group")]
+            found = [compute_advantages(case, config).advantages for config in configs]
+            assert found[0].any()
+            np.testing.assert_array_equal(*found)

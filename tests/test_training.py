@@ -348,7 +348,6 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
     [
         ({}, true_logprobs),
         ({"ppo_minibatch": 0, "ppo_epochs": 1}, None),  # the update's own
-        ({"ppo_minibatch": 0, "ppo_epochs": 1, "recompute_logprobs": True}, true_logprobs),
         ({"do_inference_logprobs": True}, lambda batch: batch.sample_logprobs),
     ],
 )
@@ -380,7 +379,7 @@ def test_epochs_end_when_the_policy_has_moved_far_enough():
 
 def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_comes_again():
     skipped = []
-    learner = make_learner(do_inference_logprobs=True, ppo_epochs=1, max_skipped_updates=3)
+    learner = make_learner(do_inference_logprobs=True, ppo_epochs=1)
     learner = replace(learner, on_skipped=skipped.append)
     batch = random_batch()
     bad = replace(batch, sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite

@@ -323,7 +323,7 @@ def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, 
 RUN = (
     "--env_name guess --env_options prompt=bare,min_size=4,max_size=6,max_number=20 --num_generation_tokens 110 "
     "--max_steps 2 --groups_per_batch 13 --group_size 4 --max_resampling 1 --ppo_minibatch 0 --adam_eps 1e-2 "
-    "--lr 1e-3 --save_interval 1 --save_rollouts all --credit turn --do_group_filter 0"
+    "--lr 1e-3 --save_interval 1 --save_rollouts all --advantage turn_zscore --do_group_filter 0"
 )
 NUM_STEPS, NUM_ROWS = 2, 52
 

@@ -52,8 +52,6 @@ def describe_objective(config: ObjectiveConfig) -> str:
     if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
     text += f"; A = {formula_of(ADVANTAGES[config.advantage], config)}"
-    if config.credit == "turn":
-        text += f", of each turn by its rewards to go, turn_gamma {config.turn_gamma:g}"
     if config.do_global_normalization:
         text += ", normalised over the batch"
     if config.do_clip_advantages:

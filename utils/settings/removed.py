@@ -18,6 +18,12 @@ class Removed(NamedTuple):
 
 
 REMOVED: Mapping[str, Removed] = {
+    "credit": Removed("trajectory", "--advantage turn_mean and turn_zscore compare turns", changes_results=True),
+    "turn_gamma": Removed(1.0, "turns are compared by the plain sum of later rewards", changes_results=True),
+    "sapo_tau": Removed(1.0, "it is a number of `sapo` in core/objectives.py", changes_results=True),
+    "sapo_tau_negative": Removed(1.05, "it is a number of `sapo` in core/objectives.py", changes_results=True),
+    "recompute_logprobs": Removed(False, "old log-probabilities of a step with one update equal the current ones"),
+    "max_skipped_updates": Removed(3, "a run ends after three updates in a row that are not finite"),
     "keep": Removed(2, "the latest two training states are kept"),
     "length_weight": Removed(1.0, "--length_reward is added as it is (envs/scoring/shaping.py)", True),
     "max_error_share": Removed(0.5, "a run stops where half of its rewards fail: catch the errors within the reward"),
