@@ -24,7 +24,7 @@ from models.names import Params
 from models.tokenizer import load_tokenizer, read_json
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
-from utils.settings.config import option
+from utils.settings.options import option
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels of a head

@@ -61,8 +61,9 @@ from utils.devices.compilation import Programs, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
-from utils.settings.config import group, option, parse, with_options
+from utils.settings.config import parse, with_options
 from utils.settings.errors import UserError, user_errors
+from utils.settings.options import group, option
 
 
 class Target(NamedTuple):

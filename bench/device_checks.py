@@ -26,7 +26,8 @@ from models.decoder import init_params, score_tokens
 from models.names import Array, Params
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.settings.config import group, option, parse
+from utils.settings.config import parse
+from utils.settings.options import group, option
 
 NUM_ROWS, NUM_COLUMNS = 8, 256  # of training rows; of sampled ones a quarter is prompt
 NATS = 0.01  # mean difference of log-probabilities in bfloat16

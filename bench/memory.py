@@ -24,8 +24,9 @@ from core.sampler import SamplingConfig
 from models.architecture import Decoder
 from models.memory import MemoryConfig, measure_sizes, update_bytes
 from utils.devices.sharding import Layout, bytes_on_device
-from utils.settings.config import group, option, parse, with_options
+from utils.settings.config import parse, with_options
 from utils.settings.errors import UserError, user_errors
+from utils.settings.options import group, option
 
 GB = 1e9
 OPTIONS = {

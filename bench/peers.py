@@ -41,7 +41,8 @@ from bench.common import (
     write_random_model,
 )
 from bench.side import ROLLOUTS, TAILS, Work
-from utils.settings.config import group, option, parse
+from utils.settings.config import parse
+from utils.settings.options import group, option
 
 WORKS = (*ROLLOUTS, "update", "update_once", "step")
 GENERATE = ("dynamic", "static", "compiled")  # transformers' caches

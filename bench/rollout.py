@@ -30,8 +30,9 @@ from core.records import Completions
 from core.sampler import Chain, Sampler
 from models.names import Params
 from utils.devices.startup import DeviceConfig, make_layout
-from utils.settings.config import group, option, parse
+from utils.settings.config import parse
 from utils.settings.errors import UserError
+from utils.settings.options import group, option
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from core.sampler import Sampler
 from models.checkpoint import load_model
 from models.decoder import score_tokens
 from models.names import Params
-from utils.settings.config import option, parse
+from utils.settings.config import parse
+from utils.settings.options import option
 
 
 @dataclass(frozen=True)

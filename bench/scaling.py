@@ -31,7 +31,8 @@ from models.packing import pack_rows
 from utils.batching import full_rows
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
-from utils.settings.config import group, option, parse
+from utils.settings.config import parse
+from utils.settings.options import group, option
 
 QWEN3 = Decoder(  # 0.6B; float32, since XLA:CPU has no bfloat16 collectives
     vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,

@@ -38,7 +38,8 @@ from models.names import Adapters, Array, Params
 from models.optimizers import make_optimizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
-from utils.settings.config import group, option, parse, with_options
+from utils.settings.config import parse, with_options
+from utils.settings.options import group, option
 
 GB = 1e9
 

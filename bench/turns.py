@@ -25,7 +25,8 @@ from bench.peers import Run, Side, compare, parse_pairs
 from bench.side import Work
 from core.rollout import encode_prompt
 from models.tokenizer import load_tokenizer
-from utils.settings.config import group, option, parse
+from utils.settings.config import parse
+from utils.settings.options import group, option
 
 VARIANTS = {"lmpo": "unroll_layers=1"}  # as in configs/cpu.py
 COLUMNS = ("work", "turns", "side", "drawn tokens", "seconds", "seconds a turn", "its seconds / ours")

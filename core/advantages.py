@@ -15,8 +15,8 @@ from core.extensions.credit import of_tokens, turn_returns
 from core.objectives import LossConfig, formula
 from core.records import NO_SIGNAL, Batch
 from utils.batching import select_rows
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 # From the rewards [N, G] (NaN: the grader failed), one advantage for each row [N, G] or each token [B, T]. All take the
 # same arguments; `batch.mask` is False in rows that the filters drop.

@@ -10,9 +10,9 @@ from models.lora import LoraConfig
 from models.memory import MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import TrainDeviceConfig
-from utils.settings.config import group, option
 from utils.settings.errors import UserError
 from utils.settings.groups import RunConfig, TrainComputeConfig
+from utils.settings.options import group, option
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,11 @@ from utils.evaluation.tables import Result, check_writable, write_results
 from utils.metrics.logger import writable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
-from utils.settings.config import group, option, options_of, parse, to_dict
+from utils.settings.config import options_of, parse, to_dict
 from utils.settings.errors import user_errors
 from utils.settings.groups import ComputeConfig
-from utils.settings.presets import announced_demo
+from utils.settings.options import group, option
+from utils.settings.presets import demo_of_tiny
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     """
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained and "replay" not in options:
-        trained = announced_demo(options)
+        trained = demo_of_tiny(options)
     trained = as_held_out(trained)
     env_name = str(trained.get("env_name", ""))
     if split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:

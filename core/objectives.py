@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from core.records import Batch
 from models.distribution import TokenScores
 from models.names import Array
-from utils.settings.config import option
+from utils.settings.options import option
 
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 Function = TypeVar("Function", bound=Callable)

@@ -47,10 +47,11 @@ from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs, read_metrics
 from utils.runs.shutdown import Signals
 from utils.settings.arguments import read_arguments
-from utils.settings.config import option, options_of, parse, to_dict, with_options
+from utils.settings.config import options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
-from utils.settings.presets import announced_demo
+from utils.settings.options import option
+from utils.settings.presets import demo_of_tiny
 
 SHARED_GROUPS = ("lora", "compute", "devices")  # of options in which members agree, beside SHARED
 SHARED = ("model_dir", "inference_batch_per_device")
@@ -137,7 +138,7 @@ class Member:
 
 
 def main(argv: Sequence[str]) -> None:
-    config = parse(PopulationConfig, argv, __doc__, spellings=LMPO, implied=announced_demo)
+    config = parse(PopulationConfig, argv, __doc__, spellings=LMPO, implied=demo_of_tiny)
     values = member_values(config.population)
     read = partial(parse, Config, spellings=LMPO, implied=partial(settings_of_model, is_announced=False))
     configs = {name: read(member_arguments(argv, own)) for name, own in values.items()}

@@ -33,8 +33,8 @@ from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate, live_slots, round_up
 from utils.devices.sharding import Layout, on_each, single_device
 from utils.runs.shutdown import Stop
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py

@@ -40,9 +40,10 @@ from utils.evaluation.chat import Message, ShowText, converse
 from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
-from utils.settings.config import group, option, parse
+from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
+from utils.settings.options import group, option
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 Tokens = Int[np.ndarray, "B A"]

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from envs import ENVS, Options, Value, make_env, option_names, parse_options, split_name, test_name
 from envs.base import ANSWER_STARTS, Env, ForcedAnswer
-from utils.settings.config import option
 from utils.settings.errors import UserError, shorten
+from utils.settings.options import option
 
 LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training

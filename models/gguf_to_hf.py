@@ -36,8 +36,8 @@ from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
 from models.names import EMBED, HEAD, LAYERS, NORM
 from models.rotary import Rotary, Scaling, frequencies
+from models.templates import limited
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
-from utils.devices.runtime import limited
 from utils.files import write_json
 from utils.settings.errors import UserError, describe_error, user_errors
 

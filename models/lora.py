@@ -34,8 +34,8 @@ from models.names import (
     Weights,
     decode_axes,
 )
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 ROUTER = "mlp.gate.weight"
 

@@ -17,8 +17,8 @@ from models.architecture import LINEAR, Decoder
 from models.deltanet import CHUNK
 from models.names import LAYERS
 from utils.devices.sharding import Layout, bytes_on_device
-from utils.settings.config import option
 from utils.settings.errors import UserError, fail
+from utils.settings.options import option
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 TIGHT = 0.8  # share of the usable memory above which start-up prints a note

@@ -10,8 +10,8 @@ import optax
 from jaxtyping import PyTree
 
 from models.names import CRITIC, EMBED, HEAD, LAYERS, LORA_A, LORA_B, Array, Params
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 VOCABULARY = {EMBED: "embedding_lr", HEAD: "unembedding_lr"}
 NOUNS = {

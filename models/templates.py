@@ -6,10 +6,14 @@ Loops are stopped by the CPU time of their thread. What a single operation may a
 import contextlib
 import math
 import re
+import resource
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -121,3 +125,32 @@ def limited_rendering() -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+@contextlib.contextmanager
+def limited(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Limits the CPU seconds (TimeoutError) and the new memory (MemoryError) of untrusted code in the block.
+
+    In the main thread of a POSIX system; elsewhere without limits. It stops loops of Python, and allocations: so also
+    single operations, which no signal interrupts, are as short as their memory is small.
+    """
+
+    def stop(*_) -> None:
+        raise TimeoutError(f"it takes more than {seconds} seconds")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if not Path("/proc/self/statm").exists() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + num_bytes
+    most = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # again each second: Python drops errors in destructors
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)

@@ -14,8 +14,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning th
 import numpy as np
 from jaxtyping import Int
 
-from models.templates import limited_rendering
-from utils.devices.runtime import limited
+from models.templates import limited, limited_rendering
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import pytest
 from core import eval, grpo, sampling
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
-from utils.settings.arguments import Rewrite, Spellings
-from utils.settings.config import group, make_config, option, options_of, parse, to_dict, with_options
+from utils.settings.config import make_config, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
-from utils.settings.lmpo import LMPO
-from utils.settings.presets import ROOT, announced_demo, list_presets, read_preset
+from utils.settings.lmpo import LMPO, Spellings
+from utils.settings.options import group, option
+from utils.settings.presets import ROOT, demo_of_tiny, list_presets, read_preset
 from utils.settings.removed import REMOVED, Removed
 
 
@@ -66,7 +66,7 @@ class Composed:
             raise UserError("seed must not be above group_size.")
 
 
-OLD = Spellings("lmpo", {"greedy": Rewrite("sharding", "fsdp", "dp")}, {"use_flash": "chosen by platform"})
+OLD = Spellings("lmpo", {"greedy": ("sharding", "fsdp", "dp")}, {"use_flash": "chosen by platform"})
 both = pytest.mark.parametrize("settings", [Inherited, Composed], ids=["inherited", "composed"])
 
 
@@ -201,7 +201,7 @@ def test_the_settings_of_a_run_are_a_preset(settings, tmp_path):
     ],
 )
 def test_models_tiny_without_an_environment_is_the_demo(line, expected, capsys):
-    settings = to_dict(parse(grpo.Config, line.split(), spellings=LMPO, implied=announced_demo))
+    settings = to_dict(parse(grpo.Config, line.split(), spellings=LMPO, implied=demo_of_tiny))
     assert expected.items() <= settings.items()
     demo = to_dict(parse(grpo.Config, f"--config configs/demo.py {line}".split(), spellings=LMPO))
     said = capsys.readouterr().out.splitlines()

@@ -11,7 +11,7 @@ import pytest
 
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
-from utils.reporting.plots import before_and_after, plot_run, plot_runs, read_metrics
+from utils.reporting.plots import plot_run, plot_runs, read_metrics
 
 
 def lines(folder) -> list[dict]:
@@ -60,7 +60,7 @@ def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp
     readers = (
         lambda: write_report([tmp_path], tmp_path / "report.html"),
         lambda: plot_run(file, tmp_path / "plot.png"),
-        lambda: before_and_after(read_metrics(file)),
+        lambda: read_metrics(file),
         lambda: Logger(tmp_path, resume_step=2).close(),
     )
     for read in readers:
@@ -168,23 +168,6 @@ def test_many_runs_fit_into_one_picture(tmp_path):
     steps = np.arange(3.0)
     runs = {f"seed={seed}": {"test_env/return": (steps, steps), "env/return": (steps, steps)} for seed in range(45)}
     plot_runs(runs, tmp_path / "population.png")
-
-
-@pytest.mark.parametrize("columns", [40, 100])
-def test_the_table_at_the_end_compares_first_and_last_and_fits(tmp_path, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with Logger(tmp_path) as logger:
-        logger.log(0, {"test_env/correct_answer": 0.25, "test_env/correct_answer_ci": 0.05})
-        logger.log(1, {"env/length": 150.0, "entropy": 0.5})
-        logger.log(2, {"env/length": 100.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.04})
-    table = before_and_after(read_metrics(tmp_path / "metrics.jsonl"))
-    assert max(map(len, table.splitlines())) < columns
-    if columns == 40:
-        assert table.split("\n")[-3:] == ["Entropy (nats per token)", "  first  0.5", "  last   -"]
-        return
-    _, score, length, entropy = table.splitlines()
-    assert score == "held out: Correct answers   25.0% [20.0%, 30.0%]  50.0% [46.0%, 54.0%]"
-    assert length.split()[-2:] == ["150", "100"] and entropy.split()[-2:] == ["0.5", "-"]
 
 
 def test_warnings_are_kept_and_a_resumed_run_knows_the_steps_before(tmp_path):

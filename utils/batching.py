@@ -27,11 +27,6 @@ def power_above(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def power_below(n: int) -> int:
-    """Returns the last of 1, 2, 4, 8, ... up to n."""
-    return 1 << n.bit_length() - 1
-
-
 def group_counts(largest: int) -> list[int]:
     """Returns the numbers of groups that may be sampled at once: few, since each has programs of its own."""
     return [-(-largest // divisor) for divisor in (1, 2, 4, 8)]
@@ -199,14 +194,15 @@ def cut_rows(order: Int[np.ndarray, "B"], sizes: RowSizes, room: Room) -> Iterat
         parts = fill(order, sizes, num_rows, num_packed, room.shards)
         order = order[sum(map(len, parts)) :]
         num_tokens = max(int(sizes.select(part).scored.sum()) for part in parts)
-        num_scored = fraction_above(num_tokens, num_packed, room.fractions.scored)
+        fractions = [-(-num_packed * eighths // 8) for eighths in room.fractions.scored]
+        num_scored = next(fraction for fraction in fractions if fraction >= num_tokens)
         yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
 
 
 def choose_shape(order: Int[np.ndarray, "B"], sizes: RowSizes, width: int, room: Room) -> tuple[int, int]:
     """Returns the rows and packed tokens of a shard that hold most tokens of the next rows for their cost."""
-    fitting = power_below(max(1, room.tokens_per_shard // width))
-    num_rows = min(room.most_rows, fitting)
+    fitting = max(1, room.tokens_per_shard // width)
+    num_rows = min(room.most_rows, 1 << fitting.bit_length() - 1)  # the power of two below
 
     def tokens_for_cost(num_packed: int) -> float:
         parts = fill(order, sizes, num_rows, num_packed, room.shards)
@@ -253,12 +249,6 @@ def cumulative_tokens(sizes: RowSizes) -> Int[np.ndarray, "B"]:
     num_tokens = sizes.lengths - sizes.prompt_lengths
     num_tokens[firsts] += np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
     return np.cumsum(num_tokens)
-
-
-def fraction_above(n: int, whole: int, eighths: Sequence[int]) -> int:
-    """Returns the first of these eighths of `whole` that is no less than n."""
-    fractions = [-(-whole * i // 8) for i in eighths]
-    return next(fraction for fraction in fractions if fraction >= n)
 
 
 def pad_rows(parts: Sequence[Int[np.ndarray, "..."]], num_rows: int) -> Int[np.ndarray, "B"]:

@@ -116,9 +116,10 @@ class ModelCard:
                 continue  # its scores are of the training batches
             logged = [score for score in SCORES if f"{role}/{score}" in run]
             for score in logged:
-                last_step = run[f"{role}/{score}"][0][-1]
-                counts = [by_steps(run, f"{role}/{name}").get(last_step, math.nan) for name in COUNTS]
-                estimates = [format_cell(run, f"{role}/{score}", index) for index in (0, -1)]
+                steps, _ = run[f"{role}/{score}"]
+                counts = [by_steps(run, f"{role}/{name}").get(steps[-1], math.nan) for name in COUNTS]
+                points = [(format_point(run, f"{role}/{score}", index), steps[index]) for index in (0, -1)]
+                estimates = [f"{point} (step {step:.0f})" for point, step in points]
                 cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
                 rows.append(f"| {' | '.join(cells)} |")
         return TABLE + "\n".join(rows) if rows else NO_SCORES
@@ -188,9 +189,3 @@ def fenced(language: str, text: str) -> str:
 def to_yaml(value: Mapping[str, JSON]) -> str:
     """Returns a value as YAML, in the order of its keys."""
     return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)
-
-
-def format_cell(run: Metrics, name: str, index: int) -> str:
-    """Returns a score with its interval and its step."""
-    steps, _ = run[name]
-    return f"{format_point(run, name, index)} (step {steps[index]:.0f})"

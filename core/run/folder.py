@@ -39,12 +39,13 @@ from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
 from utils.files import replacing, write_json
-from utils.metrics.logger import Logger, json_value, lossy_output
+from utils.metrics.jsonl import json_value
+from utils.metrics.logger import Logger, lossy_output
 from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
-from utils.reporting.page import write_report
-from utils.reporting.plots import before_and_after, plot_run, read_metrics
-from utils.reporting.verdict import made_no_update
+from utils.reporting.page import held_out_scores, write_report
+from utils.reporting.plots import plot_run, read_metrics
+from utils.reporting.verdict import judge, made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, folder_errors
@@ -57,7 +58,7 @@ from utils.settings.arguments import Value
 from utils.settings.config import options_of, to_dict
 from utils.settings.errors import UserError, counted
 from utils.settings.groups import RunConfig
-from utils.settings.presets import Preset, announced_demo, demo_of_tiny
+from utils.settings.presets import Preset, demo_of_tiny
 
 PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
 CPU_PRESET = "configs/cpu.py"
@@ -231,7 +232,9 @@ class Run:
         clock = time.perf_counter()
         if name == "rollout":
             self.step_start = clock
-            self.trace_third_step()
+            if self.config.profile and self.num_steps == 2:  # the third step, which is past compilation
+                jax.profiler.start_trace(str(self.directory / "profile"))
+                self.stack.callback(stop_trace)
         can_stop = self.interruptible() if name == "rollout" else contextlib.nullcontext()
         with can_stop, waiting(PHASES[name]):
             yield
@@ -249,12 +252,6 @@ class Run:
             raise Stop
         with contextlib.nullcontext() if self.layout.mesh.is_multi_process else self.signals.raising():
             yield
-
-    def trace_third_step(self) -> None:
-        """Starts jax.profiler in the third step, which is past compilation, under --profile."""
-        if self.config.profile and self.num_steps == 2:
-            jax.profiler.start_trace(str(self.directory / "profile"))
-            self.stack.callback(stop_trace)
 
     def save_model(self, name: str, params: Params | Adapters, progress: Progress) -> None:
         """Writes a Hugging Face folder of this name: its template has the prompts of training, its card the scores.
@@ -363,7 +360,9 @@ class Run:
         memory = json.loads(json.dumps(progress.memory))  # a copy, which the loop cannot change before it is saved
         assert memory == progress.memory, "Progress.memory must be as JSON returns it: names are text, values finite"
         self.newest = state, replace(progress, memory=memory)
-        self.check_lock()
+        if self.lock and self.lock.is_lost:
+            self.newest = None
+            raise OSError(f"another process has taken {self.directory}, after a long silence of this one")
         self.checkpoints.check_errors()
         if not is_last and (is_saved or time.monotonic() > self.next_drawing):
             self.write_config()
@@ -371,12 +370,6 @@ class Run:
         if is_saved:
             self.save_newest()
         return progress
-
-    def check_lock(self) -> None:
-        """Raises OSError when another process has taken the folder."""
-        if self.lock and self.lock.is_lost:
-            self.newest = None
-            raise OSError(f"another process has taken {self.directory}, after a long silence of this one")
 
     def save_newest(self) -> None:
         """Writes the newest state in the background, if there is one; a run never resumes from half of one."""
@@ -452,10 +445,10 @@ class Run:
         self.next_drawing = max(self.next_drawing, clock + 100 * (time.monotonic() - clock))
 
     def print_summary(self, progress: Progress) -> None:
-        """Prints the first and the last held-out scores, and where the model and the report are."""
+        """Prints the report's verdict, and where the model and the report are."""
         if self.layout.is_main:
             metrics = read_metrics(self.directory / "metrics.jsonl")
-            self.print(before_and_after(metrics))
+            self.print(judge(metrics, held_out_scores(self.directory / "rollouts"))["text"])
             if made_no_update(metrics):
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         self.print(f"model: {self.directory / f'step{progress.step}'}")
@@ -471,7 +464,7 @@ def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -
     folder = find_local(resolve_model_dir(str(options["model_dir"]))) if "model_dir" in options else None
     adapters = read_adapters(folder) if folder else None
     if not adapters or options.get("lora_rank") == 0:
-        return announced_demo(options) if is_announced else demo_of_tiny(options)
+        return demo_of_tiny(options, is_announced)
     adapters.check_options(options)
     return adapters.options
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 Lengths = Int[np.ndarray, "B"]  # of completions, tokens
 Rewards = Float[np.ndarray, "B"]

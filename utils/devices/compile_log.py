@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 
 from utils.files import open_log
+from utils.metrics.terminal import COMPILED
 
 COMPILER = "jax._src.interpreters.pxla"  # logs the shapes of a program that is lowered
-COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also one from the cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 

@@ -1,15 +1,11 @@
 """Settings of JAX and the C library before the first array: compilation cache, freed memory, open files."""
 
-import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import resource
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -117,32 +113,3 @@ def set_matmul_precision(dtype: str) -> None:
     is_set = jax.config.jax_default_matmul_precision is not None
     if dtype == "float32" and jax.default_backend() != "cpu" and not is_set:
         jax.config.update("jax_default_matmul_precision", "highest")
-
-
-@contextlib.contextmanager
-def limited(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Limits the CPU seconds (TimeoutError) and the new memory (MemoryError) of untrusted code in the block.
-
-    In the main thread of a POSIX system; elsewhere without limits. It stops loops of Python, and allocations: so also
-    single operations, which no signal interrupts, are as short as their memory is small.
-    """
-
-    def stop(*_) -> None:
-        raise TimeoutError(f"it takes more than {seconds} seconds")
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if not Path("/proc/self/statm").exists() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = num_pages * resource.getpagesize() + num_bytes
-    most = most if soft == resource.RLIM_INFINITY else min(soft, most)
-    before = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # again each second: Python drops errors in destructors
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGVTALRM, before)

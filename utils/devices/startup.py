@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 from utils.devices.runtime import prepare
 from utils.devices.sharding import MESH_AXES, Layout
-from utils.settings.config import option
 from utils.settings.errors import UserError, counted, describe_error
+from utils.settings.options import option
 
 SHARDINGS = {  # devices on each axis, -1: all that are left
     "dp": {"data": -1}, "fsdp": {"fsdp": -1}, "tp": {"tp": -1}, "fsdp_tp": {"fsdp": -1, "tp": 2}

@@ -102,7 +102,7 @@ def task_estimates(
     """
     correct = scores["correct_answer"] > 0
     num_samples = correct.shape[1]
-    ks = [k for k in range(2, num_samples + 1) if is_reported(k, num_samples)]
+    ks = [k for k in range(2, num_samples + 1) if k <= 8 or k.bit_count() == 1 or k == num_samples]
     estimates = {name: x.mean(axis=1) for name, x in scores.items()}
     estimates |= {f"pass@{k}": pass_at_k(correct, k) for k in ks}
     estimates |= {f"best_of_{k}": best_of_k(scores["return"], k) for k in ks}
@@ -126,12 +126,6 @@ def majority_shares(
         votes = answers[start : start + num_samples]
         shares.append(majority_at_k(votes, is_right, tuple(ks)))
     return np.array(shares)
-
-
-def is_reported(k: int, num_samples: int) -> bool:
-    """True if estimates for k of `num_samples` are computed: up to 8, powers of two, and all samples."""
-    is_power_of_two = k.bit_count() == 1
-    return k <= 8 or is_power_of_two or k == num_samples
 
 
 def pass_at_k(correct: SampleFlags, k: int) -> TaskValues:

@@ -53,11 +53,9 @@ def check_writable(scores: str, samples: str) -> None:
 
     Raises: OSError when one cannot be written.
     """
-    modes = {scores: "a", samples: "w"}
-    for name, mode in modes.items():
+    for name, mode in ((scores, "a"), (samples, "w")):
         if name:
-            path = Path(os.path.expanduser(name))
-            path.open(mode).close()
+            Path(os.path.expanduser(name)).open(mode).close()
 
 
 def write_results(results: Sequence[Result], seed: int, path: str) -> None:
@@ -175,11 +173,7 @@ def difference_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 def few_tasks_note(objects: Sequence[Row]) -> str:
     """Returns a line that names the environments whose differences are over few problems; empty where none is."""
-    names = set()
-    for row in objects:
-        num_tasks = row.get("difference", {}).get("num_tasks", FEW_TASKS)
-        if num_tasks < FEW_TASKS:
-            names.add(row["env_name"])
+    names = {row["env_name"] for row in objects if row.get("difference", {}).get("num_tasks", FEW_TASKS) < FEW_TASKS}
     if not names:
         return ""
     return f"\n{', '.join(sorted(names))}: fewer than {FEW_TASKS} problems, so intervals are too narrow"
@@ -228,7 +222,8 @@ def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
     lines = []
     block = left
     for group, columns in groups.items():
-        right = group_lines(group, columns)
+        aligned = [align_cells([title, *cells]) for title, cells in columns.items()]
+        right = align_cells([group, *map("  ".join, zip(*aligned, strict=True))])
         is_too_wide = len(block[0]) + 2 + len(right[0]) > WIDTH
         if is_too_wide and block is not left:
             lines += [*block, ""]
@@ -236,13 +231,6 @@ def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
         block = [f"{cell}  {addition}" for cell, addition in zip(block, right, strict=True)]
     lines += block
     return "\n".join(line.rstrip() for line in lines)
-
-
-def group_lines(group: str, columns: Columns) -> list[str]:
-    """Returns the lines of a group, all of one width: its name, the titles of its columns, and their cells."""
-    aligned = [align_cells([title, *cells]) for title, cells in columns.items()]
-    rows = ["  ".join(cells) for cells in zip(*aligned, strict=True)]
-    return align_cells([group, *rows])
 
 
 def common_folder(names: Sequence[str]) -> str:

@@ -5,7 +5,10 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
+
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
+Value = JSON | np.ndarray | np.generic  # arrays of JAX, too
 
 
 def parse_json(text: bytes) -> JSON:
@@ -58,3 +61,13 @@ def parse_line(line: bytes, key: str) -> dict[str, JSON] | None:
         return None
     has_key = not key or type(value.get(key)) is int
     return value if has_key else None
+
+
+def json_value(value: Value) -> JSON:
+    """Returns a value in types that JSON has; NaN and infinity, which it lacks, become None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    is_not_finite = isinstance(value, float) and not math.isfinite(value)
+    return None if is_not_finite else value

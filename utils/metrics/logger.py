@@ -6,7 +6,6 @@ Only the main process logs. The files belong to the run, so a full disk stops it
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import select
@@ -20,12 +19,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TextIO
 
-import jax
-import numpy as np
-
 from utils.files import open_log, replacing
 from utils.metrics.health import HealthChecks
-from utils.metrics.jsonl import JSON, read_lines
+from utils.metrics.jsonl import JSON, Value, json_value, read_lines
 from utils.metrics.sinks import Sink
 from utils.reporting.plots import format_value
 
@@ -44,8 +40,8 @@ TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
 UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left
 FILES = ("metrics.jsonl", "events.jsonl")  # a line for each step, and for each warning
 NUM_TIMES = 20  # last steps, by whose median time the time that is left is estimated
-Value = JSON | np.ndarray | np.generic | jax.Array
 PATIENCE = 10  # seconds to wait for a full pipe
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")  # control, format and unassigned codes
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of other sequences, harmless text is left
 
 
@@ -80,14 +76,11 @@ class Logger:
         self.files: dict[str, TextIO] = {}
         if not enabled:
             return
-        self.open_files(Path(directory), resume_step)
-
-    def open_files(self, directory: Path, resume_step: int | None) -> None:
-        """Opens the files to append to; the health checks see the steps that are there."""
+        directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             truncate(directory / name, resume_step)
-            self.files[name] = open_log(directory / name)
+            self.files[name] = open_log(directory / name)  # to append to
         for _, record in read_lines(directory / FILES[0], key="global_step"):
             self.step = record["global_step"]
             self.health_checks.find_warnings(self.step, record)
@@ -221,31 +214,16 @@ def truncate(path: Path, last_step: int | None) -> None:
             file.write(text)
 
 
-def json_value(value: Value) -> JSON:
-    """Returns a value in types that JSON has; NaN and infinity, which it lacks, become None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    is_not_finite = isinstance(value, float) and not math.isfinite(value)
-    return None if is_not_finite else value
-
-
 def printable(text: str, max_chars: int = 1600) -> str:
     """Returns text of a model, made harmless for a terminal: no control or direction characters, cut in length."""
     text = ESCAPE_SEQUENCE.sub("", text)
-    text = "".join(character for character in text if is_printable(character))
+    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in HIDDEN)
     num_dropped = len(text) - max_chars
     if num_dropped > 0:
         head = text[: max_chars // 2]
         tail = text[-max_chars // 2 :]
         text = f"{head}\n[... {num_dropped} characters ...]\n{tail}"
     return writable(text, sys.stdout)
-
-
-def is_printable(character: str) -> bool:
-    """True if a character is a line break, a tab, or no control, format or unassigned code."""
-    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn")
 
 
 def writable(text: str, stream: TextIO) -> str:

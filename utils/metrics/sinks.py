@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, json_value
 from utils.settings.groups import SinkConfig
 
 MAX_SECONDS = 90  # of a call; more than wandb's own limits
@@ -165,7 +165,7 @@ class Wandb:
         columns = [name for name in ROLLOUT_COLUMNS if all(name in row for row in rows)]
         data = []
         for row in rows:
-            data.append([python_value(row[name]) for name in columns])
+            data.append([json_value(row[name]) for name in columns])
         table = self.wandb.Table(columns=columns, data=data)
         self.run.log({"rollouts": table}, step=step)
 
@@ -192,7 +192,7 @@ class TensorBoard:
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         texts = []
         for row in rows:
-            block = markdown_block(row["prompt"] + row["text"])
+            block = textwrap.indent(row["prompt"] + row["text"], "    ")  # literal text in Markdown
             texts.append(f"return {row['return']:g}\n\n{block}")
         self.writer.add_text("rollouts", "\n\n".join(texts), step)
         self.writer.flush()
@@ -246,16 +246,6 @@ def finite_numbers(metrics: Mapping[str, JSON]) -> dict[str, float]:
         if isinstance(value, int | float) and math.isfinite(value):
             numbers[name.replace("@", "_at_")] = value
     return numbers
-
-
-def python_value(value: JSON | np.generic) -> JSON:
-    """Returns a NumPy scalar as Python's; any other value as it is."""
-    return value.tolist() if isinstance(value, np.generic) else value
-
-
-def markdown_block(text: str) -> str:
-    """Returns text as a literal block of Markdown, which TensorBoard renders."""
-    return textwrap.indent(text, "    ")
 
 
 def read_or_create(file: Path, make: Callable[[], str]) -> str:

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from utils.devices.compile_log import COMPILED
 from utils.devices.sharding import is_main_process
 
+COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also one from the cache
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # reported just before XLA compiles a program
 DELAY = 0.7  # seconds until a wait is drawn
 PERIOD = 0.2  # seconds between two drawings

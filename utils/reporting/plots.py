@@ -5,8 +5,6 @@ strong as a trailing mean, with gaps at steps without a value. report.html draws
 """
 
 import itertools
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,29 +89,6 @@ def by_steps(run: Metrics, name: str) -> dict[float, float]:
     return dict(zip(steps, values, strict=True))
 
 
-def before_and_after(run: Metrics) -> str:
-    """Returns a table of the first and the last held-out scores and training metrics; empty where none was logged."""
-    held_out_names = [held_out for held_out, _ in MAIN]
-    rows = []
-    for name in (*held_out_names, *SIDE[:3]):
-        if name not in run:
-            continue
-        title = TITLES[name]
-        if name in held_out_names:
-            title = f"held out: {title}"
-        rows.append((title, format_point(run, name, 0), format_point(run, name, -1)))
-    return align_rows(rows, shutil.get_terminal_size().columns) if rows else ""
-
-
-def align_rows(rows: Sequence[tuple[str, str, str]], width: int) -> str:
-    """Returns titles with their first and last values as a table, below each other where it is too wide."""
-    table = [("", "first", "last"), *rows]
-    left, middle, right = (max(map(len, column)) for column in zip(*table, strict=True))
-    if left + 2 + middle + 2 + right > width:
-        return "\n".join(f"{title}\n  first  {first}\n  last   {last}" for title, first, last in rows)
-    return "\n".join(f"{title:<{left}}  {first:>{middle}}  {last:>{right}}" for title, first, last in table)
-
-
 def format_point(run: Metrics, name: str, index: int) -> str:
     """Returns one value of a metric as text, with its 95% interval where there is one; "-" where the step has none."""
     steps, values = run[name]
@@ -147,10 +122,11 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     from matplotlib.figure import Figure
 
     logged = set().union(*runs.values())
-    held_out, training = choose_score(logged)
+    held_out, training = next((pair for pair in MAIN if logged.intersection(pair)), MAIN[-1])
     side = [name for name in SIDE if name in logged and name != training]
     figure = Figure(figsize=(12, 6), dpi=100, layout="constrained")  # not pyplot: no global state, no display
-    axes = figure.subplot_mosaic(arrange_panels(side))
+    pairs = [(side[i], side[min(i + 1, len(side) - 1)]) for i in range(0, len(side), 2)]
+    axes = figure.subplot_mosaic([["main", "main", *pair] for pair in pairs] or [["main"]])  # a row each
     colours = itertools.cycle(COLOURS)
     for label, run in runs.items():
         colour = next(colours)
@@ -165,25 +141,6 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     format_main_axis(axes["main"], is_share(held_out))
     with replacing(out_png) as file:
         figure.savefig(file, facecolor="white", format=Path(out_png).suffix.removeprefix(".") or None)
-
-
-def choose_score(logged: set[str]) -> tuple[str, str]:
-    """Returns the held-out and the training metric of the large panel: correct answers where they are logged."""
-    for held_out, training in MAIN:
-        if held_out in logged or training in logged:
-            return held_out, training
-    return MAIN[-1]
-
-
-def arrange_panels(side: list[str]) -> list[list[str]]:
-    """Returns rows of panels for matplotlib's mosaic: the main one on the left half, two of `side` beside it."""
-    rows = []
-    for start in range(0, len(side), 2):
-        panels = side[start : start + 2]
-        left = panels[0]
-        right = panels[-1]  # the same where the row has only one
-        rows.append(["main", "main", left, right])
-    return rows or [["main"]]
 
 
 def plot_held_out(

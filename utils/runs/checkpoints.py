@@ -14,6 +14,7 @@ import jax
 from etils import epath
 from jaxtyping import PyTree
 
+from utils.devices.compilation import shapes_of
 from utils.devices.memory import fingerprint
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
@@ -85,7 +86,7 @@ class CheckpointManager:
         steps = self.steps
         if not steps:
             return state, {}
-        abstract = jax.tree.map(abstract_array, state)
+        abstract = shapes_of(state)
         jax.tree.map(lambda x: x.delete(), state)
         damaged: dict[int, str] = {}
         for step in steps:
@@ -134,11 +135,6 @@ class CheckpointManager:
         numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
         text = json.dumps([numbers, progress], sort_keys=True)
         return zlib.crc32(text.encode())
-
-
-def abstract_array(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape, the type and the sharding of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 class LateCallbacks:

@@ -40,14 +40,10 @@ def check_folder(directory: Path) -> None:
     """
     for path in links(directory):
         raise UserError(obstacle_message(path, "is a link"))
-    for name in FOLDERS:
-        path = directory / name
-        if os.path.lexists(path) and not path.is_dir():
-            raise UserError(obstacle_message(path, "is not a folder"))
-    for name in FILES:
-        path = directory / name
-        if os.path.lexists(path) and not path.is_file():
-            raise UserError(obstacle_message(path, "is not a file"))
+    for path in (directory / name for name in (*FOLDERS, *FILES)):
+        is_right = path.is_dir() if path.name in FOLDERS else path.is_file()
+        if os.path.lexists(path) and not is_right:
+            raise UserError(obstacle_message(path, f"is not a {'folder' if path.name in FOLDERS else 'file'}"))
 
 
 def links(directory: Path) -> Iterator[Path]:

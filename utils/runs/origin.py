@@ -22,13 +22,14 @@ class Origin:
     def __init__(self, version: str, devices: str, before: Mapping[str, JSON]):
         self.clock = time.monotonic()
         self.seconds_before = float(before.get("seconds") or 0.0)
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
         self.facts = {
             "lmpo": version,
             "command": shlex.join(["python", *sys.argv]),
             "host": platform.node(),
             "cpu": f"{find_cpu()}, {os.cpu_count()} cores",
             "devices": devices,
-            "versions": find_versions(),
+            "versions": ", ".join([f"python {platform.python_version()}", *versions]),
             "start": before.get("start") or now(),
         }
 
@@ -49,12 +50,6 @@ def find_cpu() -> str:
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         return names[0] if names else platform.machine()
     return platform.processor() or platform.machine()
-
-
-def find_versions() -> str:
-    """Returns the versions of Python and of the packages that a result depends on."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
-    return ", ".join([f"python {platform.python_version()}", *versions])
 
 
 def now() -> str:

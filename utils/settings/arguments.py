@@ -1,9 +1,8 @@
-"""Reads a command line and its presets as assignments of values to names; rewrites flags of other programs."""
+"""Reads a command line and its presets as assignments of values to names."""
 
 import reprlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from utils.settings.errors import UserError, most_similar
@@ -22,28 +21,6 @@ class Assignment(NamedTuple):
     source: str
 
 
-class Rewrite(NamedTuple):
-    """An option of ours, its value for 1 and its value for 0 of another program's flag."""
-
-    option: str
-    on: str
-    off: str
-
-
-@dataclass(frozen=True)
-class Spellings:
-    """Flags of another program: by name, the option that each is rewritten to, or the reason why it is refused."""
-
-    program: str
-    rewrites: Mapping[str, Rewrite]
-    refused: Mapping[str, str]
-
-    @property
-    def names(self) -> set[str]:
-        return {*self.rewrites, *self.refused}
-
-
-NO_SPELLINGS = Spellings("", {}, {})
 TRL_NAMES = {  # our names of options of TRL and transformers
     "learning_rate": "lr",
     "lr_scheduler_type": "lr_schedule",
@@ -73,19 +50,13 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
     """
     from_presets, from_command_line = [], []
     for name, value in read_arguments(argv, {"config": str, **types}, aliases):
-        if name == "config":
-            from_presets += preset_assignments(value, aliases)
-        else:
+        if name != "config":
             from_command_line.append(Assignment(name, value, f"--{name}={value}"))
+            continue
+        for key, content in read_preset(value).items():
+            source = f"{key}={reprlib.repr(content)} in {value}"
+            from_presets.append(Assignment(aliases.get(key, key), content, source))
     return from_presets + from_command_line
-
-
-def preset_assignments(path: str, aliases: Mapping[str, str]) -> list[Assignment]:
-    assignments = []
-    for name, value in read_preset(path).items():
-        source = f"{name}={reprlib.repr(value)} in {path}"
-        assignments.append(Assignment(aliases.get(name, name), value, source))
-    return assignments
 
 
 def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -134,34 +105,6 @@ def next_value(name: str, value_type: type, words: deque[str]) -> str:
     if not words or words[0].startswith("--"):
         raise UserError(f"--{name} needs a value.")
     return words.popleft()
-
-
-def rewrite(
-    assignments: Iterable[Assignment], spellings: Spellings, options: Mapping[str, Value], defaults: Mapping[str, Value]
-) -> dict[str, Value]:
-    """Returns the options that another program's flags set.
-
-    assignments: those of `spellings`: later ones win, and empty ones are ignored, as in config.json of old
-    runs; options: what is set besides. Raises: UserError when a flag is refused, is neither 0 nor 1, or contradicts an
-    option that is set to anything but its default.
-    """
-    by_flag = {assignment.name: assignment for assignment in assignments if assignment.value != ""}
-    for flag, reason in spellings.refused.items():
-        if flag in by_flag:
-            raise UserError(f"--{flag} has no effect: {reason}; leave it out")
-    rewritten = {}
-    for flag, (option, on, off) in spellings.rewrites.items():
-        if flag not in by_flag:
-            continue
-        switch = str(by_flag[flag].value)
-        if switch not in ("0", "1"):
-            raise UserError(f"{by_flag[flag].source}: {flag} must be one of 0, 1.")
-        value = on if switch == "1" else off
-        current = options.get(option, defaults[option])
-        if current not in (defaults[option], value):
-            raise UserError(f"--{flag} {switch} contradicts --{option} {current}: leave one of them out")
-        rewritten[option] = value
-    return rewritten
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

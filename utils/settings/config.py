@@ -22,15 +22,14 @@ from typing import TypeVar
 
 from absl import flags
 
-from utils.settings.arguments import NO_SPELLINGS, Assignment, Spellings, Value, nearest, read_assignments, rewrite
+from utils.settings.arguments import Assignment, Value, nearest, read_assignments
 from utils.settings.checks import check_number
 from utils.settings.errors import UserError, fail
+from utils.settings.lmpo import NO_SPELLINGS, Spellings, rewrite
 from utils.settings.presets import list_presets
 from utils.settings.removed import REMOVED, check_removed
 
 Config = TypeVar("Config")
-Group = TypeVar("Group")
-Default = TypeVar("Default", bool, int, float, str)
 PARSERS = {
     bool: flags.BooleanParser,
     int: flags.IntegerParser,
@@ -74,44 +73,18 @@ class OptionField:
             check_number(f"--{self.name}", value)
 
 
-def option(
-    default: Default,
-    help: str,
-    choices: Sequence[str] | None = None,
-    *,
-    resumable: bool = False,
-    essential: bool = False,
-) -> Default:
-    """Returns a dataclass field that is an option: its default, its meaning with its unit, and the values it may have.
-
-    resumable: it may change when a run is resumed; essential: --help describes it, and names the others only.
-    """
-    metadata = {"help": help, "choices": choices, "resumable": resumable, "essential": essential}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def group(cls: type[Group]) -> Group:
-    """Returns a dataclass field that holds a group of options; their names are unique over all groups."""
-    return dataclasses.field(default_factory=cls, metadata={"group": cls})
-
-
 def options_of(config_class: type) -> dict[str, OptionField]:
     """Returns all options by name, those of groups included, in the order of the fields."""
     options: dict[str, OptionField] = {}
     for field in dataclasses.fields(config_class):
-        for new in field_options(config_class, field):
+        group_class = field.metadata.get("group")
+        holder, members = (group_class, dataclasses.fields(group_class)) if group_class else (config_class, [field])
+        for member in members:
+            new = make_option(holder, member, field.name if group_class else "")
             old = options.setdefault(new.name, new)
             places = f"{old.group or config_class.__name__} and {new.group or config_class.__name__}"
             assert old is new, f"--{new.name} is an option of both {places}"
     return options
-
-
-def field_options(config_class: type, field: dataclasses.Field) -> list[OptionField]:
-    """Returns the options of a group, or the one that the field is."""
-    if "group" not in field.metadata:
-        return [make_option(config_class, field, "")]
-    group_class = field.metadata["group"]
-    return [make_option(group_class, group_field, field.name) for group_field in dataclasses.fields(group_class)]
 
 
 def make_option(holder: type, field: dataclasses.Field, group_name: str) -> OptionField:
@@ -270,24 +243,17 @@ def help_text(config_class: type, description: str, spellings: Spellings, is_com
     lines += help_section("Options needed most often", essential)
     if not is_complete:
         lines += ["", "Further options, which --help all describes", ""]
-    for owner in owners_of(config_class):
+    holders = [config_class, *groups_of(config_class).values()]
+    for owner in (cls for holder in holders for cls in holder.__mro__):
         members = [known for known in options if known.owner is owner and not known.essential]
         section = help_section if is_complete else names_section
-        lines += section(first_line(owner), members)
-    if is_complete:
-        lines += spellings_section(spellings)
+        title, *_ = (owner.__doc__ or owner.__name__).strip().splitlines()
+        lines += section(title, members)
+    if is_complete and spellings.names:
+        lines += ["", f"{spellings.program}'s spellings"]
+        for flag, (name, on, off) in spellings.rewrites.items():
+            lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
     return "\n".join(lines).strip()
-
-
-def owners_of(config_class: type) -> list[type]:
-    """Returns the classes that may introduce options: the settings and their bases, then each group and its bases."""
-    holders = [config_class, *groups_of(config_class).values()]
-    return [cls for holder in holders for cls in holder.__mro__]
-
-
-def first_line(cls: type) -> str:
-    docstring = cls.__doc__ or cls.__name__
-    return docstring.strip().splitlines()[0]
 
 
 def help_section(title: str, options: Sequence[OptionField]) -> list[str]:
@@ -305,13 +271,6 @@ def names_section(title: str, options: Sequence[OptionField]) -> list[str]:
     text = f"{title.removesuffix('.')}: {names}"
     lines = textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
     return lines if options else []
-
-
-def spellings_section(spellings: Spellings) -> list[str]:
-    lines = ["", f"{spellings.program}'s spellings"] if spellings.names else []
-    for flag, (name, on, off) in spellings.rewrites.items():
-        lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
-    return lines
 
 
 def describe_flag(flag: str, text: str) -> list[str]:

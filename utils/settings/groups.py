@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 
 @dataclass(frozen=True)

@@ -43,18 +43,13 @@ def read_preset(path: str) -> Preset:
     return expand_data_block(options, file)
 
 
-def demo_of_tiny(options: Mapping[str, object]) -> Preset:
+def demo_of_tiny(options: Mapping[str, object], is_announced: bool = True) -> Preset:
     """Returns the demo's options where no environment is named for models/tiny, which knows no other; else none."""
-    is_tiny = Path(str(options.get("model_dir", TINY))) == Path(TINY)
-    return read_preset(DEMO) if is_tiny and "env_name" not in options else {}
-
-
-def announced_demo(options: Mapping[str, object]) -> Preset:
-    """Returns `demo_of_tiny`, and says on a line where it is the demo's."""
-    demo = demo_of_tiny(options)
-    if demo:
+    if Path(str(options.get("model_dir", TINY))) != Path(TINY) or "env_name" in options:
+        return {}
+    if is_announced:
         print(f"{TINY} without --env_name: the defaults are those of --config {DEMO} (--help: the options)")
-    return demo
+    return read_preset(DEMO)
 
 
 def split_origin(settings: Mapping[str, object]) -> tuple[Preset, Preset]:
@@ -68,9 +63,8 @@ def find_file(path: str) -> Path:
     for candidate in (Path(os.path.expanduser(path)), ROOT / path):
         if candidate.is_file():
             return candidate
-    presets = {name.removesuffix(".py"): f"configs/{name}" for name in list_presets()}
-    close = most_similar(Path(path).stem, presets)
-    hint = f"; did you mean {presets[close]}?" if close else "."
+    close = most_similar(f"{Path(path).stem}.py", list_presets())
+    hint = f"; did you mean configs/{close}?" if close else "."
     raise UserError(f"there is no preset {path} (looked here and in {ROOT}){hint}")
 
 
