@@ -17,8 +17,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from threading import Event
 from typing import Any, NamedTuple
 
 import jax
@@ -54,12 +55,13 @@ class FixedLengths(Chain):
         super().__init__(*arguments)
         self.limits = limits[self.row_offset :][: len(self.keys)]
 
-    def decode(self, start: int, steps: int) -> None:
-        super().decode(start, steps)
+    def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
         drawn = self.drawn
-        has_ended = ~drawn.done & (self.limits <= start + steps)
-        drawn.lengths[has_ended] = self.limits[has_ended]
-        drawn.done |= has_ended
+        for start, steps in super().segments(cancelled):
+            yield start, steps
+            has_ended = ~drawn.done & (self.limits <= start + steps)
+            drawn.lengths[has_ended] = self.limits[has_ended]
+            drawn.done |= has_ended
 
 
 class Work(NamedTuple):

@@ -41,7 +41,8 @@ from utils.batching import (
 )
 from utils.devices.compilation import shapes_of
 from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
-from utils.devices.sharding import Layout, side_by_side
+from utils.devices.sharding import Layout
+from utils.devices.threads import side_by_side
 from utils.evaluation.estimates import explained_variance
 from utils.metrics.terminal import track
 

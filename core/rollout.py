@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from core.extensions.forced import reply_opening, with_forced_answer
 from core.extensions.speculation import with_speculation
 from core.extensions.turns import Conversations, answering_calls, check_conversations
 from core.records import Completions, Episodes
@@ -318,11 +319,10 @@ def make_worker(
     Raises: UserError when no prompt is short enough.
     """
     env = settings.env
-    opening = reply_opening(tokenizer, env.problem(0))
-    answer = replace(settings.forced_answer, opening=opening)
-    sampler = make_sampler(
-        sampling, model, tokenizer, layout, settings.max_new_tokens, settings.force_answer_at, answer
-    )
+    prompt = tokenizer.decode(encode_prompt(tokenizer, env.problem(0)))
+    answer = replace(settings.forced_answer, opening=reply_opening(env.problem(0), prompt))
+    sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
+    sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
     sampler = with_speculation(sampler, sampling.num_speculative_tokens)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
@@ -342,12 +342,3 @@ def make_worker(
             print(line)
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
     return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
-
-
-def reply_opening(tokenizer: Tokenizer, problem: Problem) -> str:
-    """Returns the text between the last message of a prompt and the reply: end of the chat template, and prefix."""
-    prompt = tokenizer.decode(encode_prompt(tokenizer, problem))
-    last_message = problem.messages[-1]["content"].strip()
-    if not last_message or last_message not in prompt:
-        return problem.prefix
-    return prompt.rpartition(last_message)[2]

@@ -9,12 +9,10 @@ N prompts, G completions of each, B = N G rows, P prompt columns, A completion c
 the device works on slots; compaction gives those of finished rows to others.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Event, Lock
+from threading import Event
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +20,22 @@ import numpy as np
 from jaxtyping import Float, Int, PyTree, Shaped, UInt32
 
 from core.records import Completions
-from envs.base import ForcedAnswer
 from models import decoder, lora
 from models.architecture import Decoder, is_spec
 from models.deltanet import RecurrentState
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
-from models.lora import attach, split_policy, with_members
+from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate, live_slots, round_up
 from utils.devices.sharding import Layout, on_each, single_device
+from utils.devices.threads import take_turns
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError
 from utils.settings.options import option
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
+FEWEST_SLOTS = 8  # below which compaction never goes
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
 
 
@@ -104,7 +103,11 @@ class Drawn:
         self.slot_steps = np.zeros(num_rows)
 
     def add_segment(
-        self, slots: Int[np.ndarray, "S"], start: int, forced: Int[np.ndarray, "S s"], results: Sequence[np.ndarray]
+        self,
+        slots: Int[np.ndarray, "S"],
+        start: int,
+        forced: Int[np.ndarray, "S s"] | None,
+        results: Sequence[np.ndarray],
     ) -> Int[np.ndarray, "R"]:
         """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
         tokens, logprobs, support, routes = results
@@ -117,14 +120,8 @@ class Drawn:
         self.logprobs[rows, columns] = logprobs[places]
         self.support[rows, columns] = support[places]
         self.routes[rows, columns] = routes[places]
-        self.mask[rows, columns] = forced[places] < 0
+        self.mask[rows, columns] = True if forced is None else forced[places] < 0
         return rows
-
-    def write(self, row: int, start: int, columns: Sequence[np.ndarray]) -> None:
-        """Writes what was drawn for a row, from column `start` on."""
-        arrays = self.tokens, self.logprobs, self.support, self.routes
-        for array, column in zip(arrays, columns, strict=True):
-            array[row, start : start + len(column)] = column
 
     def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
         """Returns each row's completion behind its prompt, number `owner` of `prompts`."""
@@ -169,16 +166,17 @@ class Sampler:
     stop_ids: tuple[int, ...]
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
-    force_answer_at: int = 0  # tokens before the limit
-    forced_answer: ForcedAnswer = ForcedAnswer()
+    force_answer_at: int = 0  # tokens before the limit: a segment begins there. See core/extensions/forced.py
     max_prompt_tokens: int = 1 << 30
     compact: bool = True
     segment: int = SEGMENT
     prompt_columns: int = 0  # least width to which prompts are padded
     prompt_slots: int = 0  # least number of prompts in a chain, with padding
-    tokenizer: Tokenizer | None = None  # for stop strings and forced answers
+    tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
-    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # extensions/turns.py has another
+    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/extensions/ has others
+    # Weights of these rows of a call: those of a population's members have adapters of their own.
+    weights_of: Callable[[Weights, Int[np.ndarray, "S"]], Weights] = lambda weights, rows: weights
     cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
     # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
     on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
@@ -213,39 +211,20 @@ class Sampler:
         return self.draw(weights, prompts, sample_keys(key, draw_ids, num_samples))
 
     def draw(
-        self,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        members: Int[np.ndarray, "N"] | None = None,
+        self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]
     ) -> Completions:
-        """Draws a completion for each key; those of a prompt are adjacent.
-
-        `members`: member of each prompt, where the weights join several (lora.join_members).
-        """
+        """Draws a completion for each key; those of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
         size = num_prompts // self.num_chains(num_prompts)
-        cancelled, lock = self.cancelled or Event(), Lock()
-
-        def run_chain(start: int) -> Completions:
-            end = start + size
-            chain_keys = keys[start * num_samples : end * num_samples]
-            chain_members = None if members is None else members[start:end]
-            arguments = prompts[start:end], chain_keys, num_columns, start * num_samples, lock, chain_members
-            return self.make_chain(self, weights, *arguments).run(cancelled)
-
-        starts = range(0, num_prompts, size)
-        if len(starts) == 1:
-            completions = [run_chain(0)]
-        else:
-            with ThreadPoolExecutor(len(starts)) as pool:
-                try:
-                    completions = list(pool.map(run_chain, starts))
-                except BaseException:  # an error or a signal in this thread ends the chains with their segments
-                    cancelled.set()
-                    raise
+        chains = []
+        for start in range(0, num_prompts, size):
+            rows = slice(start * num_samples, (start + size) * num_samples)
+            arguments = prompts[start : start + size], keys[rows], num_columns, rows.start
+            chains.append(self.make_chain(self, weights, *arguments))
+        cancelled = self.cancelled or Event()
+        completions = take_turns(lambda chain: chain.run(cancelled), chains, cancelled)
         if cancelled.is_set():
             raise Stop
         return concatenate(completions)
@@ -287,10 +266,10 @@ class Sampler:
 
 
 class Chain:
-    """The completions of some prompts while they are drawn: slots on the device, rows on the host."""
+    """The completions of some prompts while they are drawn: slots on the device, rows on the host.
 
-    fewest_slots = 8  # below which compaction never goes
-    tail_slots = 0  # at which a subclass takes over: see core/extensions/speculation.py
+    Those of core/extensions/ have other `segments`, `forced_tokens`, or rows of their own length.
+    """
 
     def __init__(
         self,
@@ -300,19 +279,14 @@ class Chain:
         keys: UInt32[np.ndarray, "B 2"],
         num_columns: int,
         row_offset: int,
-        lock: Lock,
-        members: Int[np.ndarray, "N"] | None = None,
     ):
         self.sampler, self.layout = sampler, sampler.layout
         self.weights, self.prompts = weights, prompts
         self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
-        self.lock = lock  # held by the chain that works on the host
-        self.members = members  # whose adapters each prompt uses
         num_prompts, num_rows = len(prompts), len(keys)
         group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
         self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size, sampler.model.route_shape)
-        self.num_tokens = np.zeros(num_rows, int)  # behind the prompt, in subclasses whose rows have their own lengths
         self.owner = np.repeat(np.arange(num_prompts), group_size)  # prompt of each row
         self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
 
@@ -324,48 +298,64 @@ class Chain:
         lengths = np.array([len(prompt) for prompt in prompts])
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
         self.starts = np.int32(num_columns + 1 - lengths[padded])
-        self.cache = self.prefill(padded)
-        self.prompt_cache = decoder.without_states(self.cache)
         self.width = 0  # columns of the cache for completions
 
-    def prefill(self, padded: Int[np.ndarray, "N"]) -> Cache:
-        """Returns the cache of all prompt tokens but the last, which the first decode step reads."""
-        tokens = np.zeros((len(padded), self.num_columns), np.int32)
-        for row, i in zip(tokens, padded, strict=True):
-            prompt = self.prompts[i]
-            row[self.num_columns + 1 - len(prompt) :] = prompt[:-1]
-        arguments = self.layout.put((tokens, self.starts))
-        return prefill(self.sampler.model, self.weights, *arguments, **self.members_of(padded))
-
-    def members_of(self, prompts: Int[np.ndarray, "S"]) -> dict[str, Array]:
-        """Returns the `members` argument of programs for these prompts; nothing without members."""
-        return {} if self.members is None else {"members": self.layout.put(np.int32(self.members[prompts]))}
-
     def run(self, cancelled: Event) -> Completions:
-        """Draws all rows."""
-        with self.lock:
-            self.draw_rows(cancelled)
-        return self.drawn.completions(self.prompts, self.owner)
+        """Draws segments until all rows are done, and returns what they hold."""
+        sampler, drawn = self.sampler, self.drawn
+        self.prefill()
+        for start, steps in self.segments(cancelled):
+            end = start + steps
+            self.grow(end)
+            rows = np.maximum(self.slots, 0)
+            forced = self.forced_tokens(start, steps)
+            settings = sampler.model, sampler.distribution, steps
+            arguments = self.weights_of(rows), self.prompt_cache, self.cache, np.int32(start)
+            state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
+            self.cache, results = decode_segment(*settings, *arguments, *state)
+            for row in drawn.add_segment(self.slots, start, forced, self.layout.fetch(results)):
+                length = sampler.completion_end(drawn.tokens[row], start, end)
+                if length:
+                    drawn.lengths[row] = length
+                    drawn.done[row] = True
+            self.last_tokens = drawn.tokens[:, end - 1]
+            if sampler.on_segment:
+                sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
+        return drawn.completions(self.prompts, self.owner)
 
-    def draw_rows(self, cancelled: Event) -> int:
-        """Draws segments until all rows are done, or `tail_slots` are left; returns the tokens of each row."""
+    def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
+        """Yields the first token and the steps of each segment, while there are rows that are not done."""
         start = 0
         for steps in self.sampler.segments():
             if self.drawn.done.all() or cancelled.is_set():
-                break
+                return
             if self.sampler.compact:
                 self.compact()
-            if len(self.slots) <= self.tail_slots:
-                break
-            self.grow(start + steps)
-            self.decode(start, steps)
+            yield start, steps
             start += steps
-        return start
 
-    def compact(self) -> None:
+    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"] | None:
+        """Returns tokens to write in place of drawn ones, -1 for none; None: this chain never forces any."""
+        return None
+
+    def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
+        """Returns the weights that these rows are drawn with."""
+        return self.sampler.weights_of(self.weights, self.row_offset + rows)
+
+    def prefill(self) -> None:
+        """Computes the cache of all prompt tokens but the last, which the first decode step reads."""
+        first_rows = self.slots.reshape(len(self.starts), -1)[:, 0]
+        tokens = np.zeros((len(self.starts), self.num_columns), np.int32)
+        for columns, i in zip(tokens, self.owner[first_rows], strict=True):
+            prompt = self.prompts[i]
+            columns[self.num_columns + 1 - len(prompt) :] = prompt[:-1]
+        weights = self.weights_of(np.maximum(first_rows, 0))
+        self.cache = prefill(self.sampler.model, weights, *self.layout.put((tokens, self.starts)))
+        self.prompt_cache = decoder.without_states(self.cache)
+
+    def compact(self, fewest: int = FEWEST_SLOTS) -> None:
         """Gives up the slots of rows that are done, as long as half of the slots hold the others."""
-        limits = self.layout.row_shards, self.fewest_slots
-        while (kept := live_slots(self.slots, self.drawn.done, *limits)) is not None:
+        while (kept := live_slots(self.slots, self.drawn.done, self.layout.row_shards, fewest)) is not None:
             # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
             slots_per_prompt = len(self.slots) // len(self.starts)
             owner = kept // slots_per_prompt
@@ -387,69 +377,6 @@ class Chain:
         num_cache_rows = len(jax.tree.leaves(self.cache)[0])
         source = np.arange(num_slots) * num_cache_rows // num_slots
         self.cache = gather_cache(self.cache, self.layout.put(np.int32(source)), self.width)
-
-    def decode(self, start: int, steps: int) -> None:
-        """Draws the tokens number `start` to `start + steps` of all slots, and notes which rows are done."""
-        sampler, drawn = self.sampler, self.drawn
-        forced = self.forced_tokens(start, steps)
-        results = self.draw(np.int32(start), forced)
-        end = start + steps
-        for row in drawn.add_segment(self.slots, start, forced, results):
-            length = sampler.completion_end(drawn.tokens[row], start, end)
-            if length:
-                drawn.lengths[row] = length
-                drawn.done[row] = True
-        self.last_tokens = drawn.tokens[:, end - 1]
-        if sampler.on_segment:
-            sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
-
-    def next_columns(self) -> Int[np.ndarray, "S"]:
-        """Returns the column of each slot's next token, where rows have their own lengths."""
-        return np.int32(self.num_tokens[np.maximum(self.slots, 0)])
-
-    def draw(
-        self,
-        start: Int[Array, "S"] | np.int32,
-        forced: Int[np.ndarray, "S s"],
-        num_allowed: Int[np.ndarray, "S"] | None = None,
-    ) -> Sequence[np.ndarray]:
-        """Returns what `decode_segment` draws, on the host; `start`: of all slots, or on the device of each."""
-        sampler = self.sampler
-        rows = np.maximum(self.slots, 0)
-        state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
-        settings = sampler.model, sampler.distribution, sampler.force_answer_at > 0
-        options = self.members_of(self.owner[rows])
-        if num_allowed is not None:
-            options |= {"num_allowed": self.layout.put(num_allowed), "stop_ids": sampler.stop_ids}
-        arguments = self.weights, self.prompt_cache, self.cache, start, *state
-        self.cache, results = decode_segment(*settings, *arguments, **options)
-        # Host work of one chain runs beside the device's work of the other. Without the lock both would share the
-        # interpreter, and a rollout takes 9% longer on two cores.
-        with released(self.lock):
-            jax.block_until_ready(results)
-        return self.layout.fetch(results)
-
-    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
-        """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
-        sampler = self.sampler
-        forced = np.full((len(self.slots), steps), -1, np.int32)
-        if not sampler.force_answer_at or start != sampler.max_new_tokens - sampler.force_answer_at:
-            return forced
-        for slot in np.flatnonzero(self.slots >= 0):
-            reply = sampler.tokenizer.decode(self.drawn.tokens[self.slots[slot], :start])
-            answer = sampler.tokenizer.encode(sampler.forced_answer.text_after(reply))
-            forced[slot, : len(answer)] = answer[:steps]
-        return forced
-
-
-@contextlib.contextmanager
-def released(lock: Lock) -> Iterator[None]:
-    """Releases a lock that this thread holds, for the time of the block."""
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
 
 
 def sample_keys(key: Key, draw_ids: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
@@ -482,15 +409,9 @@ merge = jax.jit(lora.merge)
 
 
 @partial(jax.jit, static_argnums=0)
-def prefill(
-    model: Decoder,
-    weights: Weights,
-    tokens: Int[Array, "N P"],
-    starts: Int[Array, "N"],
-    members: Int[Array, "N"] | None = None,
-) -> Cache:
-    """Returns the cache of left-padded prompts; `members`: that of each prompt, see `Chain`."""
-    return decoder.prefill(model, with_members(weights, members), tokens, starts)
+def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]) -> Cache:
+    """Returns the cache of left-padded prompts."""
+    return decoder.prefill(model, weights, tokens, starts)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -531,7 +452,7 @@ Columns = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int
 def decode_segment(
     model: Decoder,
     distribution: Distribution,
-    is_forcing: bool,
+    num_steps: int,
     weights: Weights,
     prompt_cache: Cache,
     cache: Cache,
@@ -539,18 +460,15 @@ def decode_segment(
     starts: Int[Array, "N"],
     last_tokens: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
-    forced: Int[Array, "S s"],
+    forced: Int[Array, "S s"] | None = None,
     num_allowed: Int[Array, "S"] | None = None,
     stop_ids: tuple[int, ...] = (),
-    members: Int[Array, "S"] | None = None,
 ) -> tuple[Cache, Columns]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
 
     Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones. States of slots
     stay those before the last of `num_allowed` tokens (None: all), or before the first of `stop_ids`.
     """
-    weights = with_members(weights, members)
-    num_steps = forced.shape[1]
     # All at once: in the loop it would be twenty small programs for a token.
     numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
     uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers)
@@ -560,8 +478,8 @@ def decode_segment(
         state = prompt_cache, cache, last[:, None], start + i, starts
         logits, cache, route = decoder.decode(model, weights, *state, is_live)
         token, logprob, ids = distribution.draw(logits, uniforms[i])
-        if is_forcing:
-            token, logprob = replace_forced(distribution, logits, forced[:, i], token, logprob)
+        if forced is not None:
+            token, logprob = distribution.force(logits, forced[:, i], token, logprob)
         token = token.astype(jnp.int32)
         new = token, logprob, ids, route[:, 0]
         columns = jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
@@ -570,7 +488,7 @@ def decode_segment(
             is_live = is_live & ~is_stop[:, None] & (i + 1 < num_allowed)[:, None]
         return cache, token, columns, is_live
 
-    columns = empty_columns(model, distribution, forced.shape)
+    columns = empty_columns(model, distribution, (len(keys), num_steps))
     is_live = None if num_allowed is None else (num_allowed > 0)[:, None]
     # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
     state = cache, last_tokens, columns, is_live
@@ -587,65 +505,18 @@ def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, 
     return tokens, logprobs, support, routes
 
 
-def replace_forced(
-    distribution: Distribution,
-    logits: Float[Array, "S V"],
-    forced: Int[Array, "S"],
-    token: Int[Array, "S"],
-    logprob: Float[Array, "S"],
-) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Returns drawn tokens and their log-probabilities, with those of forced tokens (-1: none) in their place."""
-    is_forced = forced >= 0
-    scores = distribution.score(logits, jnp.maximum(forced, 0))
-    return jnp.where(is_forced, forced, token), jnp.where(is_forced, scores.logprobs, logprob)
-
-
 def make_sampler(
-    config: SamplingConfig,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    layout: Layout,
-    max_new_tokens: int,
-    force_answer_at: int = 0,
-    forced_answer: ForcedAnswer = ForcedAnswer(),  # noqa: B008 (frozen)
+    config: SamplingConfig, model: Decoder, tokenizer: Tokenizer, layout: Layout, max_new_tokens: int
 ) -> Sampler:
-    """Returns the sampler that these settings ask for."""
-    if not 0 <= force_answer_at < max_new_tokens:
-        raise UserError(
-            f"--force_answer_at {force_answer_at} must be below the {max_new_tokens} tokens of a completion"
-        )
-    stop_ids, stop_strings = read_stops(config.stop_strings, tokenizer)
+    """Returns the sampler that these settings ask for, without what core/extensions/attach.py adds."""
+    stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     return Sampler(
         model,
         max_new_tokens,
         stop_ids,
         config.distribution,
         stop_strings,
-        force_answer_at,
-        forced_answer,
-        config.prompt_length,
+        max_prompt_tokens=config.prompt_length,
         tokenizer=tokenizer,
         layout=layout,
     )
-
-
-def read_stops(text: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the ids and the texts that end a completion: the tokenizer's ids, and those of --stop_strings.
-
-    A special token counts by its id, since it is not part of the text that is searched for stop strings.
-    Raises: UserError for a stop string that holds a special token and more.
-    """
-    stop_ids, stop_strings = [*tokenizer.stop_ids], []
-    special_ids = tokenizer.special_ids
-    for stop in filter(None, text.split(",")):
-        special = next((token for token in special_ids if token in stop), None)
-        if special is None:
-            stop_strings.append(stop)
-        elif stop == special:
-            stop_ids.append(special_ids[stop])
-        else:
-            raise UserError(
-                f"--stop_strings {stop!r} can never match, since {special} is a special token and not text: "
-                f"give {special} alone, or text without it"
-            )
-    return tuple(dict.fromkeys(stop_ids)), tuple(stop_strings)

@@ -21,10 +21,12 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from core.extensions.forced import with_forced_answer
 from core.extensions.play import play_episode, stream_reply
 from core.extensions.speculation import with_speculation
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
+from envs.base import ForcedAnswer
 from envs.data.rows import check_text, read_file
 from envs.dataset import check_prompt
 from envs.settings import EnvConfig, check_files, resolve_settings
@@ -253,7 +255,8 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     limit = config.sampling.num_generation_tokens
     limit = 256 if limit < 0 else limit
     force_answer_at = max(0, config.sampling.force_answer_at)
-    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit, force_answer_at)
+    sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
+    sampler = with_forced_answer(sampler, force_answer_at, ForcedAnswer())
     return with_speculation(sampler, config.sampling.num_speculative_tokens)
 
 

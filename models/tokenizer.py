@@ -197,6 +197,26 @@ class Tokenizer:
             ids += piece
         return Bridge(closing, ids + self.encode(prefix))
 
+    def read_stops(self, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Returns the ids and the texts that end a completion: `stop_ids`, and those of --stop_strings.
+
+        A special token counts by its id, since it is not part of the text that is searched for stop strings.
+        Raises: UserError for a stop string that holds a special token and more.
+        """
+        ids, strings = [*self.stop_ids], []
+        for stop in filter(None, text.split(",")):
+            special = next((token for token in self.special_ids if token in stop), None)
+            if special is None:
+                strings.append(stop)
+            elif stop == special:
+                ids.append(self.special_ids[stop])
+            else:
+                raise UserError(
+                    f"--stop_strings {stop!r} can never match, since {special} is a special token and not text: "
+                    f"give {special} alone, or text without it"
+                )
+        return tuple(dict.fromkeys(ids)), tuple(strings)
+
     def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
         """Returns the ids of results that are written behind calls; special tokens in their text are text."""
         ids = []

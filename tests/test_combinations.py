@@ -24,7 +24,7 @@ from core.grpo import groups_with_signal, make_batch
 from core.records import Episodes
 from core.rollout import RolloutWorker, with_length_reward
 from core.run.metrics import rollout_metrics
-from core.sampler import Chain, Sampler
+from core.sampler import Sampler, sample_keys
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.scorer import Failure
 from envs.tools.episode import ToolEpisode, ToolSettings
@@ -146,21 +146,26 @@ def play(kind: str, policy: str = "full") -> Episodes:
     layout = single_device()
     model, base, params, tokenizer = load_policy(ROOT / "models" / "tiny", POLICIES[policy], 0, layout, "float32")
     scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
+    all_keys = sample_keys(jax.random.key(0), np.arange(len(GROUPS)), G).tolist()
 
-    def draw(chain: Chain, start, forced: np.ndarray, limits=None) -> tuple[np.ndarray, ...]:
-        drawn, num_steps = chain.drawn, forced.shape[1]
-        tokens = np.zeros(forced.shape, np.int32)
-        for slot in np.flatnonzero(chain.slots >= 0):
-            row = chain.slots[slot]
-            first = drawn.mask[row].sum() if isinstance(chain, TurnChain) else int(start)
-            tokens[slot] = scripts[chain.row_offset + row][first : first + num_steps]
-        shapes = [(*forced.shape, *x.shape[2:]) for x in (drawn.logprobs, drawn.support, drawn.routes)]
-        return tokens, *(np.zeros(shape, np.float32) for shape in shapes)
+    def decode(chain: TurnChain, steps: int, _=None) -> tuple[np.ndarray, ...]:
+        rows = np.maximum(chain.slots, 0)
+        return as_drawn([scripts[chain.row_offset + row][chain.drawn.mask[row].sum() :] for row in rows], steps)
+
+    def decode_segment(model, _, steps: int, weights, caches, cache, start, starts, last, keys, forced) -> tuple:
+        numbers = [all_keys.index(key) for key in np.asarray(keys).tolist()]
+        return cache, as_drawn([scripts[number][int(start) :] for number in numbers], steps)
+
+    def as_drawn(texts: list[list[int]], steps: int) -> tuple[np.ndarray, ...]:
+        tokens = np.array([text[:steps] for text in texts], np.int32)
+        empty = np.zeros((*tokens.shape, 0))
+        return tokens, np.zeros(tokens.shape, np.float32), empty, np.zeros((*tokens.shape, *model.route_shape))
 
     env = MadeUp(kind)
     sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Chain, "draw", draw)
+        patch.setattr(TurnChain, "decode", decode)
+        patch.setattr("core.sampler.decode_segment", decode_segment)
         worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, rows_per_call=0)
         weights = worker.load_weights(make_policy(base, params))
         return worker.play(weights, np.arange(len(GROUPS)), G, jax.random.key(0))

@@ -230,11 +230,11 @@ def shardings_on_eight_devices() -> None:
     text = sampling.gather_cache.lower(prefix, source, 48).compile().as_text()
     assert not hlo.transfers(text, [0] * 8)
     zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
-    starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32), np.full((16, 4), -1, np.int32)))
+    starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32)))
     decode = jax.jit(decoder.decode, static_argnums=0)
     logits, *_ = decode(MODEL, weights, prefix, caches, rows[0][:, None], np.int32(0), starts)
     assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
-    settings = MODEL, distribution, False
+    settings = MODEL, distribution, 4
     caches, (tokens, *_) = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)

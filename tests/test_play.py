@@ -13,9 +13,10 @@ from helpers import MODEL, ROOT, Letters
 
 from core import grpo, sampling
 from core.config import Config
+from core.extensions.forced import reply_opening
 from core.extensions.preview import show
-from core.rollout import RolloutWorker, encode_prompt, make_worker, reply_opening
-from core.sampler import Sampler, read_stops
+from core.rollout import RolloutWorker, encode_prompt, make_worker
+from core.sampler import Sampler
 from envs import make_env, split_name
 from envs.base import Env, Problem
 from envs.prompts import MAX_MADE_UP, TokenBound, find_tasks, tasks_that_fit
@@ -151,7 +152,8 @@ def test_the_forced_text_follows_form_and_thinking(name, form, style):
     (settings,) = settings_of(name, env_options=options, force_answer_at=20, **flags)
     assert (settings.force_answer_at, settings.env.form) == (20, form)
     tokenizer = load_tokenizer(ROOT / "models" / "tiny")
-    opening = reply_opening(tokenizer, settings.env.problem(0))
+    problem = settings.env.problem(0)
+    opening = reply_opening(problem, tokenizer.decode(encode_prompt(tokenizer, problem)))
     answer = replace(settings.forced_answer, opening=opening)
     for reply, expected in REPLIES[form]:
         is_open = OPENINGS[style] and "</think>" not in reply and expected
@@ -301,12 +303,12 @@ def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
     tokenizer = load_tokenizer(ROOT / folder)
     (special, number), *_ = tokenizer.special_ids.items()
     assert tokenizer.decode([number]) == "", "so it is never found in the text"
-    stop_ids, stop_strings = read_stops(f"END,{special},\n\n", tokenizer)
+    stop_ids, stop_strings = tokenizer.read_stops(f"END,{special},\n\n")
     assert set(stop_ids) == {*tokenizer.stop_ids, number} and stop_strings == ("END", "\n\n")
-    assert read_stops("", tokenizer) == (tokenizer.stop_ids, ())
+    assert tokenizer.read_stops("") == (tokenizer.stop_ids, ())
     for stop in (special + "\n", "a" + special):
         with pytest.raises(ValueError, match="can never match, since"):
-            read_stops(f"END,{stop}", tokenizer)
+            tokenizer.read_stops(f"END,{stop}")
 
 
 @pytest.mark.parametrize("options, is_named", [("", True), ("plain=true", False)])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import HYBRID, MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
 
+from core.extensions.forced import with_forced_answer
 from core.records import Completions
 from core.sampler import Sampler
 from envs.base import ForcedAnswer
@@ -200,9 +201,8 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     drawn = [rows[row][0][:at] for row in ROWS if not set(rows[row][0][:at]) & set(stop_ids())]
     think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
     tokenizer = Letters({think: "</think>", answer: "<answer>"})
-    forcing = {"force_answer_at": LIMIT - at, "forced_answer": ForcedAnswer(opening="<think>\n")}
-    sampler = Sampler(MODEL, LIMIT, stop_ids(), **forcing, tokenizer=tokenizer)
-    r = draw_all(sampler)
+    sampler = Sampler(MODEL, LIMIT, stop_ids(), tokenizer=tokenizer)
+    r = draw_all(with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")))
     found, forced, kinds = completions(r), {}, []
     for number, ((task, sample), x) in enumerate(rows.items()):
         kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
@@ -336,8 +336,8 @@ CUTS = slow({"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05})
 def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     """Before the first update the ratio is 1, but for rounding; entropy is that of the cut distribution."""
     distribution = Distribution(temperature=0.6, **cut)
-    sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters(), force_answer_at=4)
-    r = draw_all(sampler, PROMPTS[:2], IDS[:2])
+    sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters())
+    r = draw_all(with_forced_answer(sampler, 4, ForcedAnswer()), PROMPTS[:2], IDS[:2])
     assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
     scores = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
     ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]

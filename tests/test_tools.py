@@ -507,7 +507,7 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
     flags += ["--episode", f"{other_trainers.__file__}:{name}"]
     config = parse(Config, flags)
     settings = resolve_settings(config.env, "dataset", 60, 0)
-    monkeypatch.setattr(TurnChain, "draw", scripted(tokenizer.encode("ab<|im_end|>")))
+    monkeypatch.setattr(TurnChain, "decode", scripted(tokenizer.encode("ab<|im_end|>")))
     given, draw = [], Sampler.draw
     monkeypatch.setattr(Sampler, "draw", lambda *arguments: given.append(arguments[2]) or draw(*arguments))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
@@ -843,19 +843,18 @@ def test_results_stand_between_signs_behind_inline_calls():
 
 
 def scripted(script: list[int]) -> Callable[..., tuple[np.ndarray, ...]]:
-    """Returns a `TurnChain.draw` in which each row draws these tokens, one after the other."""
+    """Returns a `TurnChain.decode` in which each row draws these tokens, one after the other."""
 
-    def draw(chain: TurnChain, start: jax.Array, forced: np.ndarray, limits: None) -> tuple[np.ndarray, ...]:
-        drawn, num_steps = chain.drawn, forced.shape[1]
+    def decode(chain: TurnChain, num_steps: int) -> tuple[np.ndarray, ...]:
+        drawn = chain.drawn
         rows = np.maximum(chain.slots, 0)
         starts = drawn.mask[rows].sum(1)
         tokens = np.array([np.resize(script[n:] + [0] * num_steps, num_steps) for n in starts], np.int32)
-        others = (
-            np.zeros((*forced.shape, *x.shape[2:]), x.dtype) for x in (drawn.logprobs, drawn.support, drawn.routes)
-        )
+        shape = tokens.shape
+        others = (np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (drawn.logprobs, drawn.support, drawn.routes))
         return tokens, *others
 
-    return draw
+    return decode
 
 
 @pytest.mark.parametrize("has_signs", [False, True])
@@ -869,7 +868,7 @@ def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
     problem = settings.env.problem(0)
     calling = tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>")
     answering = tokenizer.encode(f" it is {problem.answer}<|im_end|>")
-    monkeypatch.setattr(TurnChain, "draw", scripted(calling + answering))
+    monkeypatch.setattr(TurnChain, "decode", scripted(calling + answering))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         episodes = worker.play(worker.load_weights(params), np.zeros(1, int), 3, jax.random.key(0))
     r = episodes.completions

@@ -18,7 +18,7 @@ from jaxtyping import Int, UInt32
 
 from core.records import Completions
 from core.sampler import Sampler
-from models.lora import join_members
+from models.lora import join_members, with_members
 from models.names import Weights
 from utils.batching import concatenate, group_counts, select_rows
 from utils.runs.shutdown import Signals, Stop
@@ -37,15 +37,18 @@ class MemberSampler(Sampler):
         weights: Weights,
         prompts: Sequence[list[int]],
         keys: UInt32[np.ndarray, "B 2"],
-        members: Int[np.ndarray, "N"] | None = None,
     ) -> Completions:
         """Draws a completion for each key: see `Sampler.draw`."""
-        assert members is None
         return self.shared.draw(Request(self, weights, prompts, keys))
 
     def alone(self) -> Sampler:
         """Returns a sampler with the same settings that waits for nobody, and calls nobody."""
         return Sampler(**settings_of(self) | {"on_segment": None})
+
+
+def weights_of_members(members: Int[np.ndarray, "B"], weights: Weights, rows: Int[np.ndarray, "S"]) -> Weights:
+    """Returns joined weights for these rows of a call, each with the adapters of its member."""
+    return with_members(weights, members[rows])
 
 
 def settings_of(sampler: Sampler) -> dict[str, object]:
@@ -149,8 +152,9 @@ class SharedSampler:
             listener = partial(self.on_segment, batch, starts, rows.start)
             num_slots = self.prompt_slots(sampler, call.stop - call.start, num_samples)
             listening = replace(sampler, on_segment=listener, prompt_slots=num_slots)
-            call_members = None if members is None else members[call]
-            parts.append(listening.draw(weights, prompts[call], keys[rows], call_members))
+            if members is not None:
+                listening = replace(listening, weights_of=partial(weights_of_members, members[rows]))
+            parts.append(listening.draw(weights, prompts[call], keys[rows]))
         completions = concatenate(parts)
         for request, start in zip(batch, starts[:-1], strict=True):
             rows = np.arange(start, start + len(request.keys))
@@ -167,14 +171,14 @@ class SharedSampler:
         num_slots = min(count for count in group_counts(largest) if count >= num_prompts)
         return num_slots // sampler.num_chains(num_prompts)
 
-    def join_weights(self, batch: Sequence[Request]) -> tuple[Weights, Int[np.ndarray, "N"] | None]:
-        """Returns the weights of a batch, and the member of each prompt: of one request its own weights, and None."""
+    def join_weights(self, batch: Sequence[Request]) -> tuple[Weights, Int[np.ndarray, "B"] | None]:
+        """Returns the weights of a batch, and the member of each row: of one request its own weights, and None."""
         if len(batch) == 1:
             return batch[0].weights, None
         names = [member for member in self.members if member in self.weights]
         numbers = [names.index(request.sampler.member) for request in batch]
-        num_prompts = [len(request.prompts) for request in batch]
-        return join_members([self.weights[name] for name in names]), np.repeat(numbers, num_prompts)
+        num_rows = [len(request.keys) for request in batch]
+        return join_members([self.weights[name] for name in names]), np.repeat(numbers, num_rows)
 
     def on_segment(
         self,

@@ -10,7 +10,7 @@ Drafts are what followed a row's last tokens where they occurred last, in its ow
 S sampler slots, k drafted tokens, W tokens of the text behind which a row goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from threading import Event
@@ -21,12 +21,12 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Float, Int, UInt32
 
+from core.extensions.ragged import RaggedChain
 from core.records import Completions
-from core.sampler import Cache, Chain, Columns, Sampler, empty_columns
+from core.sampler import Cache, Columns, Sampler, empty_columns
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution, sampling_uniforms
-from models.lora import with_members
 from models.names import Array, Weights
 from utils.batching import bucket
 from utils.settings.errors import UserError
@@ -39,10 +39,8 @@ PAUSE = 128  # tokens of a row that are then drawn in segments
 TEXT_TOKENS = 1 << 14  # of a group that are searched at most
 
 
-class SpeculativeChain(Chain):
+class SpeculativeChain(RaggedChain):
     """Completions whose tail is drawn several tokens at a time; each row there has its own length."""
-
-    fewest_slots = 1
 
     def __init__(self, num_drafted: int, sampler: Sampler, *arguments: object):
         super().__init__(sampler, *arguments)
@@ -62,29 +60,32 @@ class SpeculativeChain(Chain):
         drafts = {"num_drafted": self.num_drafted, "num_accepted": self.num_accepted}
         return replace(completions, finished=finished, **drafts)
 
-    def draw_rows(self, cancelled: Event) -> int:
-        """Draws segments, and then the tail."""
-        start = super().draw_rows(cancelled)
+    def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
+        """Yields the segments before the tail, and draws that."""
+        for start, steps in super().segments(cancelled):
+            if len(self.slots) <= self.tail_slots:
+                self.draw_tail(start, cancelled)
+                return
+            yield start, steps
+
+    def compact(self) -> None:
+        """Gives up the slots of rows that are done, down to the last one."""
+        super().compact(fewest=1)
+
+    def draw_tail(self, start: int, cancelled: Event) -> None:
+        """Draws the rows that are left, all of `start` tokens by now."""
         self.num_tokens[:] = start
+        self.is_drawing = ~self.drawn.done
         self.last_tokens = self.last_tokens.copy()
-        is_tail = start < self.sampler.max_new_tokens
-        while is_tail and not (self.drawn.done.all() or cancelled.is_set()):
+        while self.is_drawing.any() and not cancelled.is_set():
             self.compact()
             if self.pause:
-                self.draw_segment()
+                steps = self.sampler.segments()[0]
+                self.draw_segment(steps)
+                self.pause = max(0, self.pause - steps)
             else:
                 self.draw_passes()
             self.report()
-        return start
-
-    def draw_segment(self) -> None:
-        """Draws a segment of the rows, each from its own length on."""
-        steps = self.sampler.segments()[0]
-        self.grow_for(steps)
-        forced = np.full((len(self.slots), steps), -1, np.int32)
-        columns = self.draw(self.layout.put(self.next_columns()), forced)
-        self.add_columns(columns, np.full(len(self.slots), steps), num_passes=steps)
-        self.pause = max(0, self.pause - steps)
 
     def draw_passes(self) -> None:
         """Draws several passes of the rows, each over the last token of a row and its drafts."""
@@ -93,8 +94,8 @@ class SpeculativeChain(Chain):
         rows = np.maximum(self.slots, 0)
         state = self.layout.put((self.starts, *self.texts(), self.next_columns(), self.keys[rows]))
         settings = sampler.model, sampler.distribution, self.draft_tokens
-        arguments = self.weights, self.prompt_cache, self.cache, *state
-        self.cache, results = draw_with_drafts(*settings, *arguments, **self.members_of(self.owner[rows]))
+        arguments = self.weights_of(rows), self.prompt_cache, self.cache
+        self.cache, results = draw_with_drafts(*settings, *arguments, *state)
         counts, num_drafted, *columns = self.layout.fetch(results)
         live = self.add_columns(columns, counts, num_passes=PASSES)
         self.num_drafted[self.slots[live]] += num_drafted[live]
@@ -122,37 +123,11 @@ class SpeculativeChain(Chain):
         own = self.drawn.tokens[row, : self.num_tokens[row]].tolist()
         return [*tokens, *self.prompts[self.owner[row]], *own][-TEXT_TOKENS:]
 
-    def grow_for(self, num_tokens: int) -> None:
-        """Widens the cache for `num_tokens` more of the longest row."""
-        longest = int(self.num_tokens[~self.drawn.done].max()) + num_tokens
-        self.grow(min(longest, self.sampler.max_new_tokens))
-
-    def add_columns(
-        self, columns: Sequence[np.ndarray], counts: Int[np.ndarray, "S"], num_passes: int
-    ) -> Int[np.ndarray, "R"]:
-        """Adds the first `counts` tokens that were drawn for each live row; returns the slots of these rows."""
-        live = np.flatnonzero(self.slots >= 0)
-        live = live[~self.drawn.done[self.slots[live]]]
-        for slot in live.tolist():
-            row = int(self.slots[slot])
-            self.drawn.slot_steps[row] += len(self.slots) * num_passes / len(live)
-            self.add_drawn(row, [x[slot, : counts[slot]] for x in columns])
-        return live
-
-    def add_drawn(self, row: int, columns: Sequence[np.ndarray]) -> None:
-        """Adds tokens that were drawn for a row, up to its end."""
-        drawn, sampler = self.drawn, self.sampler
-        start = int(self.num_tokens[row])
-        stop = min(start + len(columns[0]), sampler.max_new_tokens)
-        drawn.write(row, start, [column[: stop - start] for column in columns])
-        end = sampler.completion_end(drawn.tokens[row], start, stop)
-        drawn.mask[row, start:stop] = True
-        self.num_tokens[row] = end or stop
-        self.last_tokens[row] = drawn.tokens[row, stop - 1]
-        if end or stop == sampler.max_new_tokens:
-            drawn.lengths[row] = end or stop
-            drawn.done[row] = True
-            self.reached_limit[row] = not end
+    def end_turn(self, row: int, is_cut_off: bool) -> None:
+        """Takes a completion that has ended."""
+        self.drawn.lengths[row] = self.num_tokens[row]
+        self.drawn.done[row] = True
+        self.reached_limit[row] = is_cut_off
 
     def report(self) -> None:
         """Calls `on_segment`; rows that are not done have a length beyond the drawn columns."""
@@ -196,13 +171,11 @@ def draw_with_drafts(
     lengths: Int[Array, "S"],
     columns: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
-    members: Int[Array, "S"] | None = None,
 ) -> tuple[Cache, tuple[Int[Array, "S"], Int[Array, "S"], *Columns]]:
     """Draws tokens behind texts, in PASSES over the last token and its drafts, from each slot's column on.
 
     Returns the cache, then for each slot how many tokens were drawn and drafted, and what `decode_segment` returns.
     """
-    weights = with_members(weights, members)
     num_rows = len(texts)
     width = 1 + num_drafted
     rows = jnp.arange(num_rows)[:, None]

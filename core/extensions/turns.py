@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from core.extensions.ragged import RaggedChain
 from core.records import Completions, Message
-from core.sampler import Cache, Chain, Sampler, released
+from core.sampler import Cache, Sampler, decode_segment
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
 from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.scorer import ScoringStream
@@ -31,6 +32,7 @@ from models.architecture import Decoder
 from models.names import Array, Weights
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import JSON, Layout
+from utils.devices.threads import between_turns
 from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 
@@ -63,18 +65,15 @@ class Environment(Protocol):
         """
 
 
-class TurnChain(Chain):
+class TurnChain(RaggedChain):
     """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
 
     def __init__(self, environment: Environment, first_row: int, sampler: Sampler, *arguments: object):
         super().__init__(sampler, *arguments)
         self.environment = environment
         self.row_offset += first_row
-        num_rows = len(self.keys)
-        self.num_observed = np.zeros(num_rows, int)
-        self.turn_starts = np.zeros(num_rows, int)
-        self.is_drawing = np.ones(num_rows, bool)  # the others wait for the environment, or are done
-        self.finished = np.zeros(num_rows, bool)
+        self.num_observed = np.zeros(len(self.keys), int)
+        self.finished = np.zeros(len(self.keys), bool)
         self.segment_time = 0.0  # seconds of the last segment
 
     @property
@@ -86,42 +85,31 @@ class TurnChain(Chain):
     def run(self, cancelled: Event) -> Completions:
         """Draws segments and appends observations until all episodes are done."""
         drawn = self.drawn
-        with self.lock:
-            while not (drawn.done.all() or cancelled.is_set()):
-                if self.sampler.compact:
-                    self.compact()
-                if self.is_drawing.any():
-                    self.draw_segment()
-                self.observe()
+        self.prefill()
+        while not (drawn.done.all() or cancelled.is_set()):
+            if self.sampler.compact:
+                self.compact()
+            if self.is_drawing.any():
+                self.draw_segment(self.segment)
+            self.observe()
         drawn.lengths = self.num_tokens
         completions = drawn.completions(self.prompts, self.owner)
         return replace(completions, finished=self.finished, num_observed=self.num_observed)
 
-    def draw_segment(self) -> None:
-        """Draws the next tokens of all rows whose turn it is, and hands over turns that have ended."""
-        steps = self.segment
-        longest = int(self.num_tokens[self.is_drawing].max()) + steps
-        self.grow(min(longest, self.sampler.max_new_tokens))
-        forced = np.full((len(self.slots), steps), -1, np.int32)
-        start = self.layout.put(self.next_columns())
+    def decode(self, steps: int) -> Sequence[np.ndarray]:
+        """Returns what a segment draws: see `RaggedChain`. States of slots stay those of the end of a turn."""
+        program = decode_segment
+        if self.sampler.model.delta is not None:
+            num_left = self.turn_limits() - self.num_tokens
+            rows = np.maximum(self.slots, 0)
+            may_draw = (self.slots >= 0) & self.is_drawing[rows]
+            num_allowed = np.int32(np.where(may_draw, num_left[rows], 0))
+            limits = {"num_allowed": self.layout.put(num_allowed), "stop_ids": self.sampler.stop_ids}
+            program = partial(decode_segment, **limits)
         clock = time.perf_counter()
-        columns = self.draw(start, forced, self.num_allowed())
+        columns = super().decode(steps, program)
         self.segment_time = time.perf_counter() - clock
-        slots = np.flatnonzero(self.slots >= 0)
-        slots = slots[self.is_drawing[self.slots[slots]]]
-        for slot in slots.tolist():
-            row = int(self.slots[slot])
-            self.drawn.slot_steps[row] += forced.size / len(slots)
-            self.add_drawn(row, [x[slot] for x in columns])
-
-    def num_allowed(self) -> Int[np.ndarray, "S"] | None:
-        """Returns the tokens that each slot may draw, 0 for those that wait; None where no state could go too far."""
-        if self.sampler.model.delta is None:
-            return None
-        num_left = self.turn_limits() - self.num_tokens
-        rows = np.maximum(self.slots, 0)
-        may_draw = (self.slots >= 0) & self.is_drawing[rows]
-        return np.int32(np.where(may_draw, num_left[rows], 0))
+        return columns
 
     def turn_limits(self) -> Int[np.ndarray, "B"]:
         """Returns the column of each row before which its turn must end."""
@@ -130,25 +118,12 @@ class TurnChain(Chain):
             return np.minimum(limit, self.turn_starts + self.environment.tokens_per_turn)
         return np.full(len(self.turn_starts), limit)
 
-    def add_drawn(self, row: int, columns: Sequence[np.ndarray]) -> None:
-        """Adds what a segment drew for a row, up to the end of its turn."""
-        drawn, sampler = self.drawn, self.sampler
-        start, turn_start = int(self.num_tokens[row]), int(self.turn_starts[row])
-        limit = int(self.turn_limits()[row])
-        stop = min(start + len(columns[0]), limit)
-        drawn.write(row, start, [column[: stop - start] for column in columns])
-        turn = drawn.tokens[row, turn_start:stop]
-        end = sampler.completion_end(turn, start - turn_start, stop - turn_start)
-        if end:
-            stop = turn_start + end
-        drawn.mask[row, start:stop] = True
-        self.num_tokens[row] = stop
-        self.last_tokens[row] = drawn.tokens[row, stop - 1]
-        if end or stop == limit:
-            self.is_drawing[row] = False
-            turn = drawn.tokens[row, turn_start:stop].copy()
-            num_left = sampler.max_new_tokens - stop
-            self.environment.end_turn(self.row_offset + row, turn, num_left if end or num_left else -1)
+    def end_turn(self, row: int, is_cut_off: bool) -> None:
+        """Hands a turn that has ended to the environment."""
+        stop = int(self.num_tokens[row])
+        turn = self.drawn.tokens[row, self.turn_starts[row] : stop].copy()
+        num_left = self.sampler.max_new_tokens - stop
+        self.environment.end_turn(self.row_offset + row, turn, -1 if is_cut_off and not num_left else num_left)
 
     def add_observed(self, row: int, tokens: Int[np.ndarray, "n"]) -> None:
         """Adds what was said to a row."""
@@ -172,7 +147,7 @@ class TurnChain(Chain):
         is_blocking = not self.is_drawing.any()
         # Waiting up to one segment is cheaper than decoding late rows in one of their own.
         patience = self.segment_time * (1.0 if is_blocking else PATIENCE)
-        with released(self.lock):
+        with between_turns():
             observations = self.environment.observe(rows, is_blocking, patience)
         said = {}
         for number, observation in observations.items():

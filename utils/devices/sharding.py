@@ -10,10 +10,8 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+from utils.devices.threads import between_turns
 from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError
 
@@ -32,9 +31,6 @@ LOGICAL_TO_MESH = {
     "rows": ROWS, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "embed": "fsdp", "layers": None,
     "experts": None,
 }  # fmt: skip
-
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -149,6 +145,8 @@ class Layout:
 
     def fetch(self, tree: PyTree) -> PyTree:
         """Returns device arrays as whole host arrays, on every process."""
+        with between_turns():
+            jax.block_until_ready(tree)
         return jax.tree.map(self.fetch_array, tree)
 
     def fetch_array(self, x: ArrayLike) -> np.ndarray:
@@ -365,11 +363,3 @@ def single_device(platform: str | None = None) -> Layout:
     device = np.array(jax.local_devices(backend=platform)[:1])
     mesh = Mesh(device.reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Layout(mesh)
-
-
-def side_by_side(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """Returns the function of each part, all computed at the same time, the first one's in this thread."""
-    first, *others = parts
-    with ThreadPoolExecutor(len(parts)) as pool:
-        futures = [pool.submit(function, part) for part in others]
-        return [function(first), *(future.result() for future in futures)]

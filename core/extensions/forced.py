@@ -1,0 +1,57 @@
+"""Forced answers: a reply that comes near its limit without an answer gets the beginning of one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+from jaxtyping import Int
+
+from core.sampler import Chain, Sampler
+from envs.base import ForcedAnswer, Problem
+from utils.settings.errors import UserError
+
+
+class ForcingChain(Chain):
+    """Completions whose segment at `force_answer_at` begins with the answer, in rows that have none."""
+
+    def __init__(self, answer: ForcedAnswer, *arguments: object):
+        super().__init__(*arguments)
+        self.answer = answer
+
+    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
+        """Returns tokens to write in place of drawn ones, for rows without an answer, and -1 elsewhere."""
+        sampler = self.sampler
+        forced = np.full((len(self.slots), steps), -1, np.int32)
+        if start != sampler.max_new_tokens - sampler.force_answer_at:
+            return forced
+        for slot in np.flatnonzero(self.slots >= 0):
+            reply = sampler.tokenizer.decode(self.drawn.tokens[self.slots[slot], :start])
+            answer = sampler.tokenizer.encode(self.answer.text_after(reply))
+            forced[slot, : len(answer)] = answer[:steps]
+        return forced
+
+
+def with_forced_answer(sampler: Sampler, force_answer_at: int, answer: ForcedAnswer) -> Sampler:
+    """Returns a sampler that forces an answer `force_answer_at` tokens before the limit; 0: never."""
+    if not 0 <= force_answer_at < sampler.max_new_tokens:
+        raise UserError(
+            f"--force_answer_at {force_answer_at} must be below the {sampler.max_new_tokens} tokens of a completion"
+        )
+    if not force_answer_at:
+        return sampler
+    return replace(sampler, force_answer_at=force_answer_at, make_chain=chain_maker(answer))
+
+
+@cache
+def chain_maker(answer: ForcedAnswer) -> Callable[..., ForcingChain]:
+    """Returns a constructor of chains: one object for an answer, so that samplers with equal settings are equal."""
+    return partial(ForcingChain, answer)
+
+
+def reply_opening(problem: Problem, prompt: str) -> str:
+    """Returns the text between the last message of a prompt and the reply: end of the chat template, and prefix."""
+    last_message = problem.messages[-1]["content"].strip()
+    if not last_message or last_message not in prompt:
+        return problem.prefix
+    return prompt.rpartition(last_message)[2]
