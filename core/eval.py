@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.config import EvalConfig
-from core.evaluate import evaluate
 from core.extensions.preview import show
-from core.rollout import make_worker
+from core.rollout import evaluate, make_worker
 from core.run.foreign import check_code, find_run
 from core.run.rollouts import write_samples
 from core.sampler import SamplingConfig

@@ -28,14 +28,13 @@ from jaxtyping import Bool, Float, Int
 
 from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
-from core.evaluate import evaluate_held_out
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.credit import token_rewards
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
-from core.rollout import RolloutWorker, make_worker, with_length_reward
+from core.rollout import RolloutWorker, evaluate_held_out, make_worker, with_length_reward
 from core.run.folder import Run, is_due, settings_of_model
 from core.run.metrics import rollout_metrics, speed_metrics
 from envs.settings import RolloutSettings, resolve_environments

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 
 from core.config import Config
 from core.extensions.credit import turn_numbers
+from core.extensions.turns import converse
 from core.records import Completions, Episodes
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
@@ -188,7 +189,8 @@ def branch(
     task = np.array([stored.task])
     problem = worker.env.problem(stored.task)
     with ScoringStream(worker.scorer) as stream:
-        replies = worker.converse([problem], task, stream, np.repeat(seed, num_samples, axis=0), game)
+        seeds = np.repeat(seed, num_samples, axis=0)
+        replies = converse(worker.env, worker.tokenizer, worker.layout, [problem], task, seeds, stream, game)
         replies.begin(stored.turns[: from_turn - 1])
         prompt = stored.tokens[:start].tolist()
         if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:
@@ -197,6 +199,13 @@ def branch(
         completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], keys)
         rewards, failures = replies.finish()
     failed = np.array([reward is None for reward in rewards])
-    tasks = np.repeat(task, num_samples)
-    facts = tasks, replies.texts(), collect_scores(rewards), failed, failures, {}
-    return Episodes(completions, *facts, *replies.records())
+    return Episodes(
+        completions,
+        task_ids=np.repeat(task, num_samples),
+        texts=replies.texts(),
+        scores=collect_scores(rewards),
+        failed=failed,
+        failures=failures,
+        times={},
+        **replies.records(),
+    )

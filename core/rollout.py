@@ -1,25 +1,27 @@
 """Rolls out a policy in an environment: prompts, completions, rewards; replies are scored while others are drawn.
 
+Evaluations do the same with held-out problems: mean@n, pass@k, maj@k with 95% intervals.
+
 N tasks, G samples of each, B = N G rows, A completion columns.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Self
 
+import jax
 import numpy as np
-from jaxtyping import Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
-from core.extensions.forced import reply_opening, with_forced_answer
-from core.extensions.speculation import with_speculation
-from core.extensions.turns import Conversations, answering_calls, check_conversations
-from core.records import Completions, Episodes
+from core.config import EvalConfig
+from core.extensions.attach import attach
+from core.records import Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
-from envs.base import DIALECTS, Env, Problem, Text
+from envs.base import Env, Problem, Text
 from envs.prompts import find_tasks
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation_penalty
@@ -27,14 +29,16 @@ from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
 from models.memory import out_of_memory, rows_that_fit
-from models.names import Key, Policy, Weights
+from models.names import Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate
 from utils.devices.sharding import Layout
+from utils.evaluation.estimates import mean_and_ci, task_estimates
 from utils.metrics.terminal import Wait, waiting
 from utils.settings.errors import UserError
 
 Rewards = dict[str, float]  # of a reply, "return" and its parts
+Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class RolloutWorker:
     layout: Layout
     rows_per_call: int  # completions that are sampled at once; 0: all, or as `with_room` says
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
+    make_replies: Callable[..., "Replies"] = lambda *arguments: Replies(*arguments)  # conversations have others
 
     def __enter__(self) -> Self:
         return self
@@ -63,11 +68,8 @@ class RolloutWorker:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes printed at the start."""
-        notes, problem = [], self.env.problem(0)
-        if not (self.tokenizer.has_template or problem.plain):
-            notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
-        if spelled := self.tokenizer.spelled(problem.messages):
-            notes.append(f"prompts spell {spelled}, which stays text: only the chat template writes special tokens")
+        problem = self.env.problem(0)
+        notes = self.tokenizer.prompt_notes(problem.messages, problem.plain)
         return tuple(f"{self.name}: {note}" for note in notes)
 
     @property
@@ -120,13 +122,23 @@ class RolloutWorker:
         clock = time.perf_counter()
         task_ids = tasks if self.fitting_ids is None else self.fitting_ids[tasks]
         places = task_ids if places is None else places
+        row_tasks = np.repeat(task_ids, num_samples)
         problems = [self.env.problem(int(i)) for i in task_ids]
-        prompts = self.encode_prompts(task_ids, problems)
+        keys = sample_keys(key, places, num_samples)
+        rows_per_call = self.prompts_per_call(len(tasks), num_samples) * num_samples
+        parts = []
         with ScoringStream(self.scorer) as stream:
-            keys = sample_keys(key, places, num_samples)
-            replies = self.make_replies(problems, task_ids, num_samples, stream, keys)
-            with waiting("sampling", len(tasks) * num_samples, "rows") as wait:
-                completions = self.sample(weights, prompts, keys, replies, wait)
+            replies = self.make_replies(self.env, self.tokenizer, self.layout, problems, task_ids, keys, stream)
+            with waiting("sampling", len(keys), "rows") as wait:
+                for start in range(0, len(keys), rows_per_call):
+                    rows = range(start, min(start + rows_per_call, len(keys)))
+                    opened = replies.open(rows)
+                    numbers = row_tasks[rows.start : rows.stop : len(rows) // len(opened)]
+                    prompts = self.encode_prompts(numbers, opened)
+                    sampler = replies.listen(self.sampler, start, wait)
+                    with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
+                        parts.append(sampler.draw(weights, prompts, keys[rows.start : rows.stop]))
+            completions = concatenate(parts)
             sampled = time.perf_counter()
             rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
@@ -134,42 +146,17 @@ class RolloutWorker:
         if self.env.truncation_penalty:
             is_truncated = ~completions.finished & ~failed
             scores = add_truncation_penalty(scores, is_truncated, self.env.truncation_penalty)
-        times = {"rollout": sampled - clock, "score": time.perf_counter() - sampled}
-        row_tasks = np.repeat(task_ids, num_samples)
-        facts = row_tasks, replies.texts(), scores, failed, failures, times
-        return Episodes(completions, *facts, *replies.records(), places=np.repeat(places, num_samples))
-
-    def make_replies(
-        self,
-        problems: Sequence[Problem],
-        task_ids: Int[np.ndarray, "N"],
-        num_samples: int,
-        stream: ScoringStream,
-        keys: UInt32[np.ndarray, "B 2"],
-    ) -> "Replies | Conversations":
-        """Returns the collector of a rollout's replies; the seed of an episode is the key of its draws."""
-        if self.env.max_turns == 1:
-            return Replies(self, problems, task_ids, num_samples, stream)
-        return self.converse(problems, task_ids, stream, keys, keys[::num_samples])
-
-    def converse(
-        self,
-        problems: Sequence[Problem],
-        task_ids: Int[np.ndarray, "N"],
-        stream: ScoringStream,
-        keys: UInt32[np.ndarray, "B 2"],
-        games: UInt32[np.ndarray, "N 2"],
-    ) -> Conversations:
-        """Returns episodes seeded by these keys; `games` seed what a group shares, whose rows are adjacent."""
-        seeds, games = ([int(high) << 32 | int(low) for high, low in pairs] for pairs in (keys, games))
-        return Conversations(self.env, self.tokenizer, self.layout, problems, task_ids, seeds, stream, games)
-
-    def open(self, replies: Conversations, rows: range, num_samples: int) -> list[list[int]]:
-        """Returns the prompts with what episodes say first: one for a group, or for each row where those differ."""
-        problems = replies.open(rows)
-        prompts = self.encode_prompts(replies.task_ids[rows.start : rows.stop], problems)
-        shared = [prompt for prompt in prompts[::num_samples] for _ in range(num_samples)]
-        return prompts[::num_samples] if prompts == shared else prompts
+        return Episodes(
+            completions,
+            task_ids=row_tasks,
+            texts=replies.texts(),
+            scores=scores,
+            failed=failed,
+            failures=failures,
+            times={"rollout": sampled - clock, "score": time.perf_counter() - sampled},
+            places=np.repeat(places, num_samples),
+            **replies.records(),
+        )
 
     def encode_prompts(self, task_ids: Sequence[int], problems: Sequence[Problem]) -> list[list[int]]:
         """Returns the prompts of problems with these numbers. Raises: UserError where one is too long."""
@@ -183,46 +170,30 @@ class RolloutWorker:
                 )
         return prompts
 
-    def sample(
-        self,
-        weights: Weights,
-        prompts: Sequence[list[int]],
-        keys: UInt32[np.ndarray, "B 2"],
-        replies: "Replies | Conversations",
-        wait: Wait,
-    ) -> Completions:
-        """Draws a completion for each key, `rows_per_call` at a time."""
-        num_samples = len(keys) // len(prompts)
-        per_call = self.prompts_per_call(len(prompts), num_samples)
-        parts = []
-        for start in range(0, len(prompts), per_call):
-            sampler = replies.listen(self.sampler, start * num_samples, wait)
-            called = prompts[start : start + per_call]
-            rows = range(start * num_samples, (start + len(called)) * num_samples)
-            if self.env.opens:
-                called = self.open(replies, rows, num_samples)
-            with out_of_memory("inference_batch_per_device", self.rows_per_call // self.layout.row_shards):
-                parts.append(sampler.draw(weights, called, keys[rows.start : rows.stop]))
-        return concatenate(parts)
-
 
 class Replies:
     """Texts of completions, taken as they end; this process's share of them is scored in the background."""
 
     def __init__(
         self,
-        worker: RolloutWorker,
+        env: Env,
+        tokenizer: Tokenizer,
+        layout: Layout,
         problems: Sequence[Problem],
         task_ids: Int[np.ndarray, "N"],
-        num_samples: int,
+        keys: UInt32[np.ndarray, "B 2"],
         stream: ScoringStream,
     ):
-        self.worker, self.problems, self.task_ids = worker, problems, task_ids
-        self.num_samples, self.stream = num_samples, stream
-        self.num_rows = len(problems) * num_samples
-        self.own_rows = worker.layout.process_share(self.num_rows)
+        self.env, self.tokenizer, self.layout, self.stream = env, tokenizer, layout, stream
+        self.problems, self.task_ids = problems, task_ids
+        self.num_rows, self.num_samples = len(keys), len(keys) // len(problems)
+        self.own_rows = layout.process_share(self.num_rows)
         self.texts_by_row: dict[int, str] = {}
         self.lock = Lock()  # the chains of a sampler call from threads
+
+    def open(self, rows: range) -> Sequence[Problem]:
+        """Returns the problems of these rows, one for each group: what a reply answers is known before."""
+        return self.problems[rows.start // self.num_samples : rows.stop // self.num_samples]
 
     def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
         """Returns a sampler that calls this object; `first_row`: number of the first row of its next call."""
@@ -247,22 +218,22 @@ class Replies:
             for b in new:
                 row = offset + b
                 problem = row // self.num_samples
-                completion = self.worker.tokenizer.decode(tokens[b, : lengths[b]])
+                completion = self.tokenizer.decode(tokens[b, : lengths[b]])
                 text = self.problems[problem].prefix + completion
-                self.texts_by_row[row] = Text.of(text, tokens[b, : lengths[b]]) if self.worker.env.takes_ids else text
+                self.texts_by_row[row] = Text.of(text, tokens[b, : lengths[b]]) if self.env.takes_ids else text
                 if row in self.own_rows:
                     jobs[row] = (int(self.task_ids[problem]), self.texts_by_row[row])
             self.stream.add(jobs)
 
     def finish(self) -> tuple[list[Rewards | None], dict[str, int]]:
         """Waits for the scores of all processes; returns them by row, None where one failed, and counts of failures."""
-        layout, failures = self.worker.layout, {}
+        layout, failures = self.layout, {}
 
         def own_rewards(rows: range) -> list[Rewards | None]:
             scored = self.stream.finish()
             jobs = [scored[row][0] for row in rows]
             outcomes = [scored[row][1] for row in rows]
-            rewards, counts = self.worker.scorer.check_failures(jobs, outcomes)
+            rewards, counts = self.stream.scorer.check_failures(jobs, outcomes)
             failures.update(counts)
             return rewards
 
@@ -270,9 +241,9 @@ class Replies:
             rewards = layout.share(own_rewards, self.num_rows)
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
-    def records(self) -> tuple[()]:
-        """Returns nothing: single replies have no conversation."""
-        return ()
+    def records(self) -> dict[str, list]:
+        """Returns what else the fields of Episodes hold of conversations: nothing of single replies."""
+        return {}
 
     def texts(self) -> list[str]:
         return [self.texts_by_row[row] for row in range(self.num_rows)]
@@ -319,16 +290,10 @@ def make_worker(
     Raises: UserError when no prompt is short enough.
     """
     env = settings.env
-    prompt = tokenizer.decode(encode_prompt(tokenizer, env.problem(0)))
-    answer = replace(settings.forced_answer, opening=reply_opening(env.problem(0), prompt))
+    encode = partial(encode_prompt, tokenizer)
     sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
-    sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
-    sampler = with_speculation(sampler, sampling.num_speculative_tokens)
-    if env.dialect:
-        sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, env.problem(0))
-    if env.max_turns > 1:
-        check_conversations(settings, model, tokenizer, sampler.stop_strings, sampling.num_speculative_tokens)
-    tasks, dropped = find_tasks(settings.name, env, partial(encode_prompt, tokenizer), sampling.prompt_length)
+    attached = attach(sampler, settings, encode, sampling.num_speculative_tokens)
+    tasks, dropped = find_tasks(settings.name, env, encode, sampling.prompt_length)
     scorer = Scorer(
         settings.name,
         settings.options,
@@ -341,4 +306,45 @@ def make_worker(
         if line and layout.is_main:
             print(line)
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards
-    return RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
+    worker = RolloutWorker(env, settings.name, tokenizer, sampler, scorer, layout, rows_per_call, tasks)
+    return replace(worker, **attached)
+
+
+def evaluate(
+    worker: RolloutWorker, params: Params, num_tasks: int, num_samples: int, seed: int = 0
+) -> tuple[dict[str, float], Episodes, Estimates]:
+    """Scores on the first problems: means over tasks, and half-widths of their 95% intervals (`_ci`).
+
+    `num_tasks`: how many; 0: all, -1: as many as the environment suggests.
+    """
+    tasks = np.arange(worker.num_eval_tasks(num_tasks))
+    episodes = worker.play(worker.load_weights(params), tasks, num_samples, jax.random.key(seed))
+    scores = {name: x.reshape(len(tasks), num_samples) for name, x in episodes.scores.items()}
+    answers = [worker.env.answer(text) for text in episodes.texts]
+    estimates = task_estimates(scores, answers)
+    metrics = {"num_tasks": len(tasks), "num_samples": num_samples}
+    for name, x in estimates.items():
+        metrics |= mean_and_ci(name, x)
+    metrics["length"] = float(episodes.completion_lengths.mean())
+    metrics["finished"] = float(episodes.completions.finished.mean())
+    if episodes.failed.any():
+        metrics["reward_failures"] = int(episodes.failed.sum())
+    return metrics, episodes, estimates
+
+
+def evaluate_held_out(
+    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int
+) -> tuple[dict[str, float], Episodes]:
+    """Returns the scores on held-out problems under the names of the log, and the episodes of the first environment.
+
+    The names are "test_env/..." and "valid_env/...", and "times/test" for the seconds that it took.
+    """
+    clock = time.perf_counter()
+    metrics = {}
+    examples = None
+    for role, worker in workers.items():
+        scores, episodes, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
+        metrics |= {f"{role}/{name}": value for name, value in scores.items()}
+        examples = examples or episodes
+    metrics["times/test"] = time.perf_counter() - clock
+    return metrics, examples

@@ -21,9 +21,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from core.extensions.forced import with_forced_answer
+from core.extensions.attach import with_options
 from core.extensions.play import play_episode, stream_reply
-from core.extensions.speculation import with_speculation
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
 from envs.base import ForcedAnswer
@@ -256,8 +255,7 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     limit = 256 if limit < 0 else limit
     force_answer_at = max(0, config.sampling.force_answer_at)
     sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
-    sampler = with_forced_answer(sampler, force_answer_at, ForcedAnswer())
-    return with_speculation(sampler, config.sampling.num_speculative_tokens)
+    return with_options(sampler, config.sampling.num_speculative_tokens, force_answer_at, ForcedAnswer())
 
 
 def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> list[ChatModel]:

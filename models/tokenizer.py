@@ -120,6 +120,15 @@ class Tokenizer:
         """Returns the first of `control_signs` that messages spell; empty: none."""
         return next((sign for sign in self.control_signs if any(sign in m["content"] for m in messages)), "")
 
+    def prompt_notes(self, messages: Sequence[Message], plain: bool) -> list[str]:
+        """Returns facts on prompts of such messages that users may not expect."""
+        notes = []
+        if not (self.has_template or plain):
+            notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
+        if spelled := self.spelled(messages):
+            notes.append(f"prompts spell {spelled}, which stays text: only the chat template writes special tokens")
+        return notes
+
     @cached_property
     def normalize(self) -> Callable[[str], str]:
         """Returns a text as it is searched for added tokens."""

@@ -19,10 +19,10 @@ from test_training import HereScorer
 
 from core.advantages import compute_advantages
 from core.config import Config
-from core.extensions.turns import TurnChain
+from core.extensions.turns import TurnChain, converse
 from core.grpo import groups_with_signal, make_batch
 from core.records import Episodes
-from core.rollout import RolloutWorker, with_length_reward
+from core.rollout import Replies, RolloutWorker, with_length_reward
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler, sample_keys
 from envs.base import Env, Episode, Problem, Step
@@ -162,11 +162,12 @@ def play(kind: str, policy: str = "full") -> Episodes:
         return tokens, np.zeros(tokens.shape, np.float32), empty, np.zeros((*tokens.shape, *model.route_shape))
 
     env = MadeUp(kind)
+    make_replies = Replies if kind == "single" else converse
     sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TurnChain, "decode", decode)
         patch.setattr("core.sampler.decode_segment", decode_segment)
-        worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, rows_per_call=0)
+        worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, 0, make_replies=make_replies)
         weights = worker.load_weights(make_policy(base, params))
         return worker.play(weights, np.arange(len(GROUPS)), G, jax.random.key(0))
 

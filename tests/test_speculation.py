@@ -11,9 +11,11 @@ from test_sampling import IDS, KEY, LIMIT, PROMPTS, G, assert_same, completions,
 
 from core.config import Config
 from core.extensions import speculation
+from core.extensions.attach import with_options
 from core.extensions.speculation import look_up, with_speculation
 from core.records import Completions
 from core.sampler import Sampler
+from envs.base import ForcedAnswer
 from models.distribution import Distribution
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import make_config
@@ -122,9 +124,9 @@ def test_devices_share_the_rows_of_a_tail(tmp_path):
 
 def test_what_cannot_be_drafted_is_said():
     with pytest.raises(UserError, match="Gated DeltaNet"):
-        with_speculation(Sampler(HYBRID, LIMIT, ()), 3)
+        with_options(Sampler(HYBRID, LIMIT, ()), 3, 0, ForcedAnswer())
     with pytest.raises(UserError, match="force_answer_at 0"):
-        with_speculation(Sampler(MODEL, LIMIT, (), force_answer_at=8), 3)
+        with_options(Sampler(MODEL, LIMIT, ()), 3, 8, ForcedAnswer())
     assert with_speculation(SHARP, 3) == with_speculation(SHARP, 3), "members of a population draw together"
     with pytest.raises(UserError, match="--precompile"):
         make_config(Config, num_speculative_tokens=3, precompile=True)

@@ -7,7 +7,7 @@ import re
 import string
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
 from itertools import pairwise
@@ -791,7 +791,7 @@ def test_a_template_without_messages_of_tools_is_refused_at_the_start():
     loop = "{%- for message in messages %}"
     tokenizer.hf.chat_template = tokenizer.hf.chat_template.replace(loop, loop + only_users)
     with pytest.raises(UserError, match="no tools"):
-        answering_calls(Sampler(MODEL, 10, (3,)), DIALECTS["qwen"], tokenizer, Problem([]))
+        answering_calls(Sampler(MODEL, 10, (3,), tokenizer=tokenizer), DIALECTS["qwen"], Problem([]))
 
 
 @cache
@@ -804,11 +804,12 @@ def with_signs() -> Tokenizer:
 
 def test_a_turn_stops_at_an_inline_call():
     python = DIALECTS["python"]
-    sampler, problem = Sampler(MODEL, 10, (3,)), Problem([])
-    assert answering_calls(sampler, DIALECTS["qwen"], tokenizer_of(TINY), problem) == sampler
-    assert answering_calls(sampler, python, tokenizer_of(TINY), problem).stop_strings == ("<|python_end|>",)
-    tokenizer = with_signs()
-    assert answering_calls(sampler, python, tokenizer, problem).stop_ids == (3, tokenizer.added_ids["<|python_end|>"])
+    sampler, problem = Sampler(MODEL, 10, (3,), tokenizer=tokenizer_of(TINY)), Problem([])
+    assert answering_calls(sampler, DIALECTS["qwen"], problem) == sampler
+    assert answering_calls(sampler, python, problem).stop_strings == ("<|python_end|>",)
+    sampler = replace(sampler, tokenizer=with_signs())
+    stop_id = sampler.tokenizer.added_ids["<|python_end|>"]
+    assert answering_calls(sampler, python, problem).stop_ids == (3, stop_id)
 
 
 def play(

@@ -40,14 +40,13 @@ from core import grpo, records
 from core import learner as learner_module
 from core.advantages import compute_advantages
 from core.config import Config
-from core.evaluate import evaluate
 from core.extensions.notes import describe_objective
 from core.extensions.programs import zero_batch
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
 from core.learner import Learner, Update, apply_gradients, split_minibatches
 from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
-from core.rollout import RolloutWorker
+from core.rollout import RolloutWorker, evaluate
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler
 from envs import make_env, parse_options

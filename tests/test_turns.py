@@ -39,7 +39,8 @@ from safetensors.numpy import load_file
 from test_scoring import wait_until_gone
 
 from core.config import Config
-from core.extensions.turns import Conversations, Observation, TurnChain, check_conversations
+from core.extensions.attach import attach
+from core.extensions.turns import Conversations, Observation, TurnChain
 from core.grpo import main
 from core.records import Completions
 from core.replay import read_stored, replay, task_index, weights_before
@@ -311,13 +312,18 @@ def test_processes_share_the_turns_and_play_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "force_answer_at", "stop_strings", "message"),
-    [(HYBRID, 0, ("x",), "Gated DeltaNet"), (MODEL, 10, (), "--force_answer_at 0")],
+    ("model", "force_answer_at", "stop_strings", "num_drafted", "message"),
+    [
+        (HYBRID, 0, ("x",), 0, "Gated DeltaNet"),
+        (MODEL, 10, (), 0, "--force_answer_at 0"),
+        (MODEL, 0, (), 3, "--num_speculative_tokens 0"),
+    ],
 )
-def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, message):
+def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, num_drafted, message):
+    sampler = Sampler(model, 100, (), stop_strings=stop_strings, tokenizer=load_tokenizer(TINY))
     settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
     with pytest.raises(UserError, match=message):
-        check_conversations(settings, model, load_tokenizer(TINY), stop_strings)
+        attach(sampler, settings, lambda problem: [1], num_drafted)
 
 
 RUN = (

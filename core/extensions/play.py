@@ -36,13 +36,12 @@ def play_episode(sampler: Sampler, params: Params, settings: RolloutSettings, ta
         raise UserError(f"--task {task}: {settings.name} has 0 to {env.num_tasks - 1}")
     problem = env.problem(task)
     if env.dialect:
-        sampler = answering_calls(sampler, DIALECTS[env.dialect], tokenizer, problem)
+        sampler = answering_calls(sampler, DIALECTS[env.dialect], problem)
     weights = sampler.load_weights(params)
     print("A line is your turn, an empty one lets the model write it, Ctrl-D ends the episode.")
     with Scorer(settings.name, settings.options, num_workers=1) as scorer, ScoringStream(scorer) as stream:
         conversations = Conversations(env, tokenizer, sampler.layout, [problem], np.array([task]), [0], stream)
-        if env.opens:
-            (problem,) = conversations.open(range(1))
+        (problem,) = conversations.open(range(1))
         show(problem.messages)
         show([{"role": "a call", "content": call.text} for call in example_calls(env, problem)])
         observed = prompt = encode_prompt(tokenizer, problem)

@@ -29,7 +29,6 @@ from models.architecture import Decoder
 from models.distribution import Distribution, sampling_uniforms
 from models.names import Array, Weights
 from utils.batching import bucket
-from utils.settings.errors import UserError
 
 FEWEST_MATCHES, MOST_MATCHES = 2, 8  # last tokens of a row that are looked up
 TAIL_SLOTS, TAIL_SLOTS_ON_CPU = 16, 2  # of a shard: with so few, a pass is bound by the weights and not by its tokens
@@ -139,17 +138,8 @@ class SpeculativeChain(RaggedChain):
 
 
 def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
-    """Returns a sampler that drafts `num_drafted` tokens at a time for the last rows of a batch; 0: none.
-
-    Raises: UserError where tokens that were computed cannot be taken back, or are not drawn.
-    """
-    if not num_drafted:
-        return sampler
-    if sampler.model.delta is not None:
-        raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
-    if sampler.force_answer_at:
-        raise UserError("--num_speculative_tokens does not support forced answers: --force_answer_at 0")
-    return replace(sampler, make_chain=chain_maker(num_drafted))
+    """Returns a sampler that drafts `num_drafted` tokens at a time for the last rows of a batch; 0: none."""
+    return replace(sampler, make_chain=chain_maker(num_drafted)) if num_drafted else sampler
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from core.extensions.ragged import RaggedChain
 from core.records import Completions, Message
@@ -26,7 +26,6 @@ from core.sampler import Cache, Sampler, decode_segment
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
 from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.scorer import ScoringStream
-from envs.settings import RolloutSettings
 from models import decoder
 from models.architecture import Decoder
 from models.names import Array, Weights
@@ -186,11 +185,12 @@ class TurnChain(RaggedChain):
         self.cache = extend(self.sampler.model, self.weights, self.prompt_cache, self.cache, *state)
 
 
-def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, problem: Problem) -> Sampler:
+def answering_calls(sampler: Sampler, dialect: Dialect, problem: Problem) -> Sampler:
     """Returns a sampler whose turns end with a call, where the dialect writes its result behind it.
 
     Raises: UserError where results are messages, and the chat template shows none of tools.
     """
+    tokenizer = sampler.tokenizer
     if not dialect.is_inline:
         tokenizer.bridge([{"role": "tool", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
         return sampler
@@ -198,27 +198,6 @@ def answering_calls(sampler: Sampler, dialect: Dialect, tokenizer: Tokenizer, pr
     if closing is None:
         return replace(sampler, stop_strings=(*sampler.stop_strings, dialect.closing))
     return replace(sampler, stop_ids=(*sampler.stop_ids, closing))
-
-
-def check_conversations(
-    settings: RolloutSettings,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    stop_strings: Sequence[str],
-    num_drafted: int = 0,
-) -> None:
-    """Raises UserError where conversations cannot be drawn as they are trained on."""
-    if model.delta is not None and stop_strings:
-        raise UserError(
-            f"{settings.name} has several turns, and the state of a Gated DeltaNet cannot go back to where the text "
-            "of a turn stops: leave --stop_strings out, or name special tokens"
-        )
-    if num_drafted:
-        raise UserError(f"{settings.name} has several turns, which no draft supports: --num_speculative_tokens 0")
-    if settings.force_answer_at:
-        raise UserError(f"{settings.name} has several turns, which forced answers do not support: --force_answer_at 0")
-    problem = settings.env.problem(0)
-    tokenizer.bridge([{"role": "user", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -289,7 +268,7 @@ class Conversations:
     ):
         self.env, self.tokenizer, self.layout = env, tokenizer, layout
         self.tokens_per_turn = env.tokens_per_turn
-        num_samples = len(seeds) // len(problems)
+        self.num_samples = num_samples = len(seeds) // len(problems)
         self.problems = [problem for problem in problems for _ in range(num_samples)]
         self.task_ids = np.repeat(task_ids, num_samples).tolist()
         games = np.repeat(np.array(games or seeds[::num_samples], object), num_samples)
@@ -305,21 +284,28 @@ class Conversations:
         return replace(sampler, make_chain=partial(TurnChain, self, first_row))
 
     def open(self, rows: range) -> list[Problem]:
-        """Returns the problems of these rows, with the openings of their episodes as messages."""
-        self.unasked |= set(rows)
-        for row, outcome in self.ask(set(rows), len(rows)).items():
-            if isinstance(outcome, Step):  # else its first turn fails, too
-                self.problems[row] = replace(self.problems[row], messages=outcome.messages)
-                self.episodes[row].said = heard(0, outcome)
-        return self.problems[rows.start : rows.stop]
+        """Returns the problems of these rows, with the openings of their episodes as messages.
+
+        They are one for each group where its episodes begin alike, else one for each row.
+        """
+        if self.env.opens:
+            self.unasked |= set(rows)
+            for row, outcome in self.ask(set(rows), len(rows)).items():
+                if isinstance(outcome, Step):  # else its first turn fails, too
+                    self.problems[row] = replace(self.problems[row], messages=outcome.messages)
+                    self.episodes[row].said = heard(0, outcome)
+        problems = self.problems[rows.start : rows.stop]
+        firsts = problems[:: self.num_samples]
+        shared = [problem for problem in firsts for _ in range(self.num_samples)]
+        are_alike = [problem.messages for problem in problems] == [problem.messages for problem in shared]
+        return firsts if are_alike else problems
 
     def begin(self, turns: Sequence[Int[np.ndarray, "A"]]) -> None:
         """Plays these turns in each episode, which then continues behind them.
 
         Raises: UserError where the environment fails in one of them.
         """
-        if self.env.opens:
-            self.open(range(len(self.episodes)))
+        self.open(range(len(self.episodes)))
         for turn in turns:
             for row in range(len(self.episodes)):
                 self.end_turn(row, turn, num_left=0)
@@ -435,13 +421,31 @@ class Conversations:
         scores = {"return": 0.0, "correct_answer": 0.0, "turns": float(len(episode.replies))}
         return scores | episode.scores
 
-    def records(self) -> tuple[list[str], list[list[Message]], list[list[float]]]:
-        """Returns the reason of the end of each episode, its messages, and the rewards of its turns, if none failed."""
-        stops = [episode.stop for episode in self.episodes]
-        messages = [episode.conversation() for episode in self.episodes]
+    def records(self) -> dict[str, list]:
+        """Returns fields of Episodes: why each ended, its messages, and the rewards of its turns, if none failed."""
         rewards = [[] if row in self.failures else episode.turn_rewards for row, episode in enumerate(self.episodes)]
-        return stops, messages, rewards
+        return {
+            "stops": [episode.stop for episode in self.episodes],
+            "conversations": [episode.conversation() for episode in self.episodes],
+            "turn_rewards": rewards,
+        }
 
     def texts(self) -> list[str]:
         """Returns the last reply of each episode."""
         return [episode.replies[-1].text for episode in self.episodes]
+
+
+def converse(
+    env: Env,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    problems: Sequence[Problem],
+    task_ids: Int[np.ndarray, "N"],
+    keys: UInt32[np.ndarray, "B 2"],
+    stream: ScoringStream,
+    games: UInt32[np.ndarray, "N 2"] | None = None,
+) -> Conversations:
+    """Returns episodes seeded by the keys of their draws; `games` (None: of first samples) seed what a group shares."""
+    games = keys[:: len(keys) // len(problems)] if games is None else games
+    seeds, games = ([int(high) << 32 | int(low) for high, low in pairs] for pairs in (keys, games))
+    return Conversations(env, tokenizer, layout, problems, task_ids, seeds, stream, games)

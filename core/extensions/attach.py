@@ -1,0 +1,57 @@
+"""What the settings attach to a sampler: drafts, forced answers, conversations; and what cannot be combined."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from core.extensions.forced import reply_opening, with_forced_answer
+from core.extensions.speculation import with_speculation
+from core.extensions.turns import answering_calls, converse
+from core.sampler import Sampler
+from envs.base import DIALECTS, ForcedAnswer
+from envs.prompts import Encode
+from envs.settings import RolloutSettings
+from utils.settings.errors import UserError
+
+
+def attach(
+    sampler: Sampler, settings: RolloutSettings, encode: Encode, num_drafted: int
+) -> dict[str, Sampler | Callable]:
+    """Returns the fields of a RolloutWorker that options replace. Raises: UserError for what cannot be combined."""
+    env, problem = settings.env, settings.env.problem(0)
+    opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
+    answer = replace(settings.forced_answer, opening=opening)
+    sampler = with_options(sampler, num_drafted, settings.force_answer_at, answer)
+    if env.dialect:
+        sampler = answering_calls(sampler, DIALECTS[env.dialect], problem)
+    if env.max_turns == 1:
+        return {"sampler": sampler}
+    check_conversations(sampler, settings, num_drafted)
+    return {"sampler": sampler, "make_replies": converse}
+
+
+def with_options(sampler: Sampler, num_drafted: int, force_answer_at: int, answer: ForcedAnswer) -> Sampler:
+    """Returns a sampler with drafts, or with forced answers."""
+    if num_drafted and sampler.model.delta is not None:
+        raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
+    if num_drafted and force_answer_at:
+        raise UserError("--num_speculative_tokens does not support forced answers: --force_answer_at 0")
+    return with_speculation(with_forced_answer(sampler, force_answer_at, answer), num_drafted)
+
+
+def check_conversations(sampler: Sampler, settings: RolloutSettings, num_drafted: int) -> None:
+    """Raises UserError where conversations cannot be drawn as they are trained on."""
+    mistakes = [
+        (
+            sampler.model.delta is not None and sampler.stop_strings,
+            "the state of a Gated DeltaNet cannot go back to where the text of a turn stops: leave --stop_strings "
+            "out, or name special tokens",
+        ),
+        (num_drafted, "no draft supports them: --num_speculative_tokens 0"),
+        (settings.force_answer_at, "forced answers do not support them: --force_answer_at 0"),
+    ]
+    for is_wrong, message in mistakes:
+        if is_wrong:
+            raise UserError(f"{settings.name} has several turns, and {message}")
+    problem = settings.env.problem(0)
+    message = {"role": "user", "content": "1"}
+    sampler.tokenizer.bridge([message], problem.thinking, problem.prefix, problem.plain)
