@@ -35,7 +35,6 @@ from utils.settings.errors import UserError
 from utils.settings.options import option
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
-FEWEST_SLOTS = 8  # below which compaction never goes
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
 
 
@@ -199,7 +198,6 @@ class Sampler:
         """Draws `num_samples` completions of each prompt; rows of a prompt are adjacent.
 
         `draw_ids` distinguish the draws of prompts: task numbers, or positions in a run where a task may come twice.
-
         Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
         """
         for i, prompt in zip(draw_ids, prompts, strict=True):
@@ -353,8 +351,8 @@ class Chain:
         self.cache = prefill(self.sampler.model, weights, *self.layout.put((tokens, self.starts)))
         self.prompt_cache = decoder.without_states(self.cache)
 
-    def compact(self, fewest: int = FEWEST_SLOTS) -> None:
-        """Gives up the slots of rows that are done, as long as half of the slots hold the others."""
+    def compact(self, fewest: int = 8) -> None:
+        """Gives up the slots of rows that are done, as long as half of them hold the others; `fewest` stay."""
         while (kept := live_slots(self.slots, self.drawn.done, self.layout.row_shards, fewest)) is not None:
             # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
             slots_per_prompt = len(self.slots) // len(self.starts)

@@ -6,6 +6,8 @@ Letters: N prompts, G samples of each, V vocabulary.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from threading import Barrier, Event
+from time import sleep
 from types import MappingProxyType
 
 import jax
@@ -21,6 +23,7 @@ from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
 from utils.devices.startup import DeviceConfig, make_layout
+from utils.devices.threads import between_turns, take_turns
 
 LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
 KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4
@@ -194,6 +197,29 @@ def test_stop_strings_cut_at_the_token_that_completes_one():
     r = draw_all(Sampler(MODEL, LIMIT, (stop,), stop_strings=strings, tokenizer=tokenizer))
     assert_same(completions(r), expected)
     assert_well_formed(r)
+
+
+def test_threads_take_turns_and_an_error_ends_the_others():
+    working, together, cancelled = [], Barrier(2, timeout=30), Event()
+
+    def work(part: int) -> int:
+        working.append(part)
+        sleep(0.01)
+        assert working == [part], "one at a time"
+        working.clear()
+        with between_turns():
+            together.wait()  # for devices both wait at the same time
+        return part
+
+    def fail(part: int) -> None:
+        with between_turns():
+            together.wait()
+            assert part == 0 or cancelled.wait(30)
+        raise ZeroDivisionError
+
+    assert take_turns(work, [0, 1], cancelled) == [0, 1] and not cancelled.is_set()
+    with pytest.raises(ZeroDivisionError):
+        take_turns(fail, [0, 1], cancelled)
 
 
 def test_a_forced_answer_goes_to_rows_that_need_one():
