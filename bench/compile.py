@@ -41,7 +41,8 @@ from models.distribution import Distribution, TokenScores
 from models.names import Array
 from models.optimizers import make_optimizer
 from utils.devices.sharding import Layout, single_device
-from utils.settings.config import option, parse
+from utils.settings.config import parse
+from utils.settings.options import option
 
 Program = tuple[Callable, tuple]  # a jitted function, and its arguments or their shapes
 Patches = Mapping[tuple[object, str], Callable]  # what takes the place of a function of a module or class

@@ -56,7 +56,7 @@ from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerP
 from models.optimizers import make_optimizer
 from models.speed import PEAKS, training_flops
 from models.state import TrainState
-from utils.batching import ONE_SHAPE, bucket
+from utils.batching import bucket
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
@@ -409,7 +409,7 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     settings = model, optimizer, layout, config, width, num_rows * width
-    imagined = ImaginedLearner(*settings, base=base, fractions=ONE_SHAPE)
+    imagined = ImaginedLearner(*settings, base=base)
     return update_programs(imagined, state, width)
 
 

@@ -31,7 +31,6 @@ from models.speed import training_flops
 from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
-    Fractions,
     Microbatch,
     RowSizes,
     bucket,
@@ -75,7 +74,7 @@ class Learner:
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # what was decided about memory
     sampling_room: int = 0  # bytes per device for the rows sampled at once
-    fractions: Fractions = Fractions()  # fewer shapes are padded more, and compiled sooner
+    scored: Sequence[int] = (4, 8)  # eighths of packed tokens that may be scored: see plan_microbatches
 
     def policy(self, params: Params | Adapters) -> Policy:
         """Returns the policy whose trained parameters these are."""
@@ -87,6 +86,11 @@ class Learner:
         config = self.config
         is_needed = config.updates_per_step > 1 or config.objective.has_kl_in_reward
         return config.objective.has_critic or (is_needed and not config.trusts_sampler)
+
+    @property
+    def row_length(self) -> int:
+        """Returns the most columns of a row."""
+        return self.config.sampling.prompt_length + self.num_generation_tokens
 
     @property
     def attention_cost(self) -> float:
@@ -187,7 +191,7 @@ class Learner:
         """
         sizes = row_sizes(batch)
         shards = self.layout.row_shards
-        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.fractions
+        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.row_length, self.scored
         plan = plan_microbatches(sizes, *settings)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 

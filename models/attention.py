@@ -94,16 +94,17 @@ def train_attention(
 def plain_attention(
     q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, is_token: Bool[Array, "B T"] | None = None
 ) -> Float[Array, "B T H*C"]:
-    """Computes causal attention a quarter of the row at a time, over the columns that it sees.
+    """Computes causal attention up to a quarter of the row at a time, over the columns that it sees.
 
-    That is three eighths less work than all of it at once, and a quarter of the scores in memory. `is_token`: the
-    columns of each row that are seen at all; None: all, as in right-padded rows.
+    Quarters are three eighths less work than all of it at once, and a quarter of the scores in memory. Each has kernels
+    of its own to compile: those of short rows have 64 columns or more. `is_token`: the columns of each row that are
+    seen at all; None: all, as in right-padded rows.
     """
     T = q.shape[1]
     mask = causal_mask(T, view.window)
     if is_token is not None:
         mask = mask & is_token[:, None]
-    num_blocks = max(1, min(4, T // 32))
+    num_blocks = max(1, min(4, T // 64))
     block_size = -(-T // num_blocks)
     outputs = []
     for start in range(0, T, block_size):

@@ -22,6 +22,13 @@ def bucket(n: int) -> int:
     return three_quarters if 32 < power and n <= three_quarters else power
 
 
+def few_widths(n: int, longest: int) -> int:
+    """Returns the next of five widths from n on: quarters of the longest row, and half a quarter; 64 at least."""
+    quarter = round_up(-(-longest // 4), 64)
+    step = quarter // 2 if n <= quarter // 2 and quarter > 64 else quarter
+    return min(round_up(n, step), round_up(max(n, longest), 32))
+
+
 def power_above(n: int) -> int:
     """Returns the first of 1, 2, 4, 8, ... from n on."""
     return 1 << (n - 1).bit_length()
@@ -115,20 +122,6 @@ def full_rows(num_rows: int, width: int) -> RowSizes:
     return RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, width), scored)
 
 
-class Fractions(NamedTuple):
-    """Sizes of packings: eighths of a micro-batch's columns for tokens, and of the packed tokens for scored ones.
-
-    Each pair is a shape to compile, for each width of rows.
-    """
-
-    packed: Sequence[int] = (2, 3, 4, 6, 8)
-    scored: Sequence[int] = (4, 8)
-
-
-FEW_SHAPES = Fractions(packed=(4, 8), scored=(8,))
-ONE_SHAPE = Fractions(packed=(8,), scored=(8,))
-
-
 class Microbatch(NamedTuple):
     """Rows of similar length in equal parts for each shard, and the shape that they are packed in: see Packing."""
 
@@ -139,13 +132,14 @@ class Microbatch(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Limits of micro-batches: of columns of rows and of rows on a shard; the fractions are of its columns."""
+    """Limits of micro-batches: of columns of rows, of rows on a shard, and of columns of a row."""
 
     tokens_per_shard: int
     shards: int
     most_rows: int
+    longest: int
     attention_cost: float  # of a pair of columns of a row, in packed tokens
-    fractions: Fractions
+    scored: Sequence[int]  # eighths of packed tokens that may be scored
 
 
 def plan_microbatches(
@@ -154,16 +148,21 @@ def plan_microbatches(
     shards: int,
     max_rows: int,
     attention_cost: float = 0.0,
-    fractions: Fractions = Fractions(),  # noqa: B008 (frozen)
+    longest: int = 0,
+    scored: Sequence[int] = (4, 8),
 ) -> list[Microbatch]:
     """Cuts rows into micro-batches of at most `tokens_per_shard` columns of rows for each shard, longest first.
 
     The cheaper of two orders is taken: by length, which leaves little padding to attention, or prompt by prompt, which
-    shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens. The most rows of a
-    micro-batch follow from the width, and are no more than hold `max_rows` rows; the packed tokens that it has room for
-    are one of the `fractions`.
+    shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens.
+
+    A run has few shapes to compile. The width of a micro-batch, one of `few_widths` with `longest` (most columns of a
+    row; 0: of these), gives its rows, no more than hold `max_rows`, and its room for packed tokens: five eighths of the
+    columns that fit. Of `scored`, eighths of packed tokens, it takes the first that holds its scored ones.
     """
-    room = Room(tokens_per_shard, shards, power_above(-(-max_rows // shards)), attention_cost, fractions)
+    most_rows = power_above(-(-max_rows // shards))
+    longest = longest or int(sizes.lengths.max())
+    room = Room(tokens_per_shard, shards, most_rows, longest, attention_cost, scored)
     num_prompts = sizes.prompts.max() + 1
     longest_of_prompt = np.zeros(num_prompts, int)
     np.maximum.at(longest_of_prompt, sizes.prompts, sizes.lengths)
@@ -185,33 +184,18 @@ def cost(num_rows: int, width: int, num_packed: int, room: Room) -> float:
 
 def cut_rows(order: Int[np.ndarray, "B"], sizes: RowSizes, room: Room) -> Iterator[Microbatch]:
     """Yields micro-batches of rows in this order, of the same room for each width."""
-    shapes: dict[int, tuple[int, int]] = {}
     while order.size:
-        width = bucket(int(sizes.lengths[order].max()))
-        if width not in shapes:
-            shapes[width] = choose_shape(order, sizes, width, room)
-        num_rows, num_packed = shapes[width]
+        width = few_widths(int(sizes.lengths[order].max()), room.longest)
+        fitting = max(1, room.tokens_per_shard // width)
+        fitting = 1 << fitting.bit_length() - 1  # the power of two below
+        num_rows = min(room.most_rows, fitting)
+        num_packed = max(width, min(num_rows * width, fitting * width * 5 // 8))  # any row fits
         parts = fill(order, sizes, num_rows, num_packed, room.shards)
         order = order[sum(map(len, parts)) :]
         num_tokens = max(int(sizes.select(part).scored.sum()) for part in parts)
-        fractions = [-(-num_packed * eighths // 8) for eighths in room.fractions.scored]
+        fractions = [-(-num_packed * eighths // 8) for eighths in room.scored]
         num_scored = next(fraction for fraction in fractions if fraction >= num_tokens)
         yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
-
-
-def choose_shape(order: Int[np.ndarray, "B"], sizes: RowSizes, width: int, room: Room) -> tuple[int, int]:
-    """Returns the rows and packed tokens of a shard that hold most tokens of the next rows for their cost."""
-    fitting = max(1, room.tokens_per_shard // width)
-    num_rows = min(room.most_rows, 1 << fitting.bit_length() - 1)  # the power of two below
-
-    def tokens_for_cost(num_packed: int) -> float:
-        parts = fill(order, sizes, num_rows, num_packed, room.shards)
-        num_tokens = sum(packed_tokens(sizes.select(part)) for part in parts)
-        return num_tokens / cost(num_rows, width, num_packed, room)
-
-    choices = [-(-num_rows * width * eighths // 8) for eighths in room.fractions.packed]
-    choices = [num_packed for num_packed in choices if num_packed >= width]  # any row fits
-    return num_rows, max(choices, key=tokens_for_cost)
 
 
 def fill(
