@@ -1,4 +1,4 @@
-"""Samples from a checkpoint: a chat or an episode on a terminal, or completions of prompts from a file.
+"""Samples from a checkpoint: a chat on a terminal or in a browser, or completions of prompts from a file.
 
     python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, else a few built-in prompts
     python core/sampling.py --ckpt_dir models/tiny,runs/demo/step50 --web 8000    # a chat with both, in a browser
@@ -22,17 +22,15 @@ import numpy as np
 from jaxtyping import Int
 
 from core.extensions.attach import with_options
-from core.extensions.play import play_episode, stream_reply
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
 from envs.base import ForcedAnswer
 from envs.data.rows import check_text, read_file
 from envs.dataset import check_prompt
-from envs.settings import EnvConfig, check_files, resolve_settings
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
-from models.names import Key, Params
+from models.names import Key, Params, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
@@ -68,7 +66,6 @@ class PromptConfig:
         essential=True,
     )
     json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
-    task: int = option(0, "Number of the problem of --env_name")
     raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
     thinking: str = option(
         "",
@@ -87,18 +84,10 @@ class PromptConfig:
 
 
 @dataclass(frozen=True)
-class PlayConfig(EnvConfig):
-    """Environment of several turns, to play by hand or to watch."""
-
-    env_name: str = option("", "Environment of several turns, to play by hand or to watch; empty: none")
-
-
-@dataclass(frozen=True)
 class Command:
     """Sampling from a checkpoint."""
 
     prompts: PromptConfig = group(PromptConfig)
-    env: PlayConfig = group(PlayConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     compute: ComputeConfig = group(ComputeConfig)
     devices: DeviceConfig = group(DeviceConfig)
@@ -179,6 +168,25 @@ def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) ->
     }
 
 
+def stream_reply(
+    sampler: Sampler, weights: Weights, prompt: list[int], number: int, key: Key, show_text: ShowText
+) -> list[int]:
+    """Returns the tokens of a reply; `show_text` gets its text so far after each segment, and all of it at the end."""
+    tokenizer = sampler.tokenizer
+
+    def on_segment(
+        row_offset: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
+    ) -> None:
+        end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
+        show_text(tokenizer.decode(tokens[0, :end]))
+
+    streaming = replace(sampler, on_segment=on_segment)
+    completions = streaming.generate(weights, [prompt], np.array([number]), 1, key)
+    reply = completions.tokens[0, len(prompt) : completions.lengths[0]].tolist()
+    show_text(tokenizer.decode(reply))
+    return reply
+
+
 class ChatModel:
     """A model that one can talk to; each reply is drawn with a number of its own under the key."""
 
@@ -214,22 +222,13 @@ class ChatModel:
 def main(config: Command) -> None:
     layout = make_layout(config.devices)
     rows = read_prompts(config.prompts.prompts)
-    limit = config.sampling.num_generation_tokens
-    key = jax.random.key(config.prompts.seed)
     if config.prompts.web:
         return serve(load_chat_models(config.prompts.ckpt_dir.split(","), config, layout), config.prompts.web)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     has_files = config.prompts.prompts or config.prompts.json
-    if is_terminal and not has_files and not config.env.env_name:
+    if is_terminal and not has_files:
         return converse(*load_chat_models([config.prompts.ckpt_dir], config, layout))
     model, params, tokenizer = load_last(config.prompts.ckpt_dir, config, layout)
-    check_files(config.env, list(filter(None, [config.env.env_name])))
-    if config.env.env_name:
-        settings = resolve_settings(config.env, config.env.env_name, limit, force_answer_at=0)
-        limit = settings.env.tokens_per_turn or settings.max_new_tokens
-        sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
-        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
-        return play_episode(sampler, params, settings, config.prompts.task, key)
     if layout.is_main and not config.prompts.prompts:
         print("built-in prompts: --prompts FILE.jsonl names others, and on a terminal this is a chat", file=sys.stderr)
     sampler = make_text_sampler(config, model, tokenizer, layout)

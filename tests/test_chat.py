@@ -19,14 +19,12 @@ from contextlib import closing
 import pytest
 from helpers import ROOT
 
-from core.sampling import ChatModel, Command, PromptConfig, encode_row, main, prompt_styles, read_prompts
-from envs import make_env
+from core.sampling import ChatModel, PromptConfig, encode_row, prompt_styles, read_prompts
 from models.tokenizer import load_tokenizer
 from utils.evaluation import web
 from utils.evaluation.chat import StreamPrinter, converse
 from utils.evaluation.web import ChatServer, Handler, serve
-from utils.settings.config import parse
-from utils.settings.errors import UserError, user_errors
+from utils.settings.errors import UserError
 
 
 class Scripted:
@@ -167,29 +165,6 @@ def test_the_command_talks_on_a_terminal():
     read_until(b"> ")
     os.write(ours, b"\x04")
     assert process.wait(60) == 0
-
-
-def test_an_episode_is_played_by_hand_or_by_the_model():
-    command = [sys.executable, ROOT / "core" / "sampling.py", "--env_name", "wordle", "--env_options", "prompt=bare"]
-    word = make_env("wordle").problem(57).answer
-    lines = f"DADDY\n\n{word}\x1b[31m\n"
-    output = subprocess.run([*command, "--task", "57"], input=lines, capture_output=True, text=True, check=True).stdout
-    assert "[user] Guess the word." in output and "[user] d a d d y" in output and "\x1b" not in output
-    assert output.endswith("stop done: return 0.9, correct_answer 1, turns 3, invalid 1, guesses 3\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--env_name", "poem"], "poem has one turn"),
-        (["--env_name", "guess", "--task", "-1"], "--task -1: guess has 0 to 99999"),
-        (["--env_name", "guess", "--env_options", "word=a"], "has no option 'word'"),
-    ],
-)
-def test_what_cannot_be_played_is_named(arguments, message, capsys):
-    with pytest.raises(SystemExit) as end, user_errors():
-        main(parse(Command, arguments))
-    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 # The page in a browser

@@ -18,7 +18,6 @@ import pytest
 from helpers import MODEL, ROOT, slow
 from test_scoring import is_alive, wait_until_gone
 
-from core import sampling
 from core.config import Config
 from core.extensions.preview import show
 from core.extensions.turns import Conversations, TurnChain, answering_calls
@@ -711,16 +710,6 @@ class Reverse(Env):
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         return {"return": float(text == problem.answer)}
-
-
-def test_own_tools_are_tried_by_hand(rows, monkeypatch, capsys):
-    written = iter([f"<tool_call>{call('add', amount=8)}</tool_call>", "It is 8."])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(written))
-    options = f"--env_name dataset --env_options path={rows} --episode {other_trainers.__file__}:Counter --task 5"
-    sampling.main(parse(sampling.Command, options.split()))
-    out = capsys.readouterr().out
-    assert '[a call] <tool_call>{"name": "take", "arguments": {"amount": 1}}</tool_call>' in out
-    assert "[tool] 8\n" in out and "stop done: return 1, correct_answer 1, turns 2, tool_calls 1" in out
 
 
 def test_a_conversation_that_got_no_score_is_written_as_one(rows, tmp_path):
