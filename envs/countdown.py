@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import combinations
 
 from envs.base import Env, Problem
-from envs.data.rows import RawRow, Row, Source, has_file, load_rows
+from envs.data.rows import RawRow, Row, Source, find_file, load_rows
 from envs.data.splits import choose_split
 from envs.grading.answers import extract_answer, parse_arithmetic
 from utils.settings.errors import UserError
@@ -216,7 +216,7 @@ class CountdownData(Countdown):
         if prompt not in PROMPTS:
             raise UserError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
         self.prompt, self.partial = prompt, partial
-        has_test_file = has_file(SOURCES["test"], data_dir)
+        has_test_file = find_file(SOURCES["test"], data_dir)
         source = SOURCES["test" if split == "test" and has_test_file else "train"]
         rows, self.note = load_rows("countdown34", source, data_dir, read_row, skip_bad_rows)
         if not has_test_file:

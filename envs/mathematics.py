@@ -4,7 +4,7 @@ Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), th
 """
 
 from envs.data.questions import PROMPTS, TAGS_PROMPT, Questions
-from envs.data.rows import RawRow, Row, Source, has_file, load_rows, text_answer, text_prompt
+from envs.data.rows import RawRow, Row, Source, find_file, load_rows, text_answer, text_prompt
 from envs.data.splits import remove_overlap, select_split
 from envs.grading.answers import extract_boxed, same_math
 from utils.settings.errors import UserError
@@ -73,7 +73,7 @@ class Mathematics(Questions):
 def remove_benchmarks(rows: list[Row], data_dir: str) -> tuple[list[Row], str]:
     """Returns the rows that stand in none of the benchmarks whose files are in `data_dir`, and a note on the others."""
     benchmarks = [name for name in SOURCES if name not in TRAINING]
-    compared = [name for name in benchmarks if has_file(SOURCES[name], data_dir)]
+    compared = [name for name in benchmarks if find_file(SOURCES[name], data_dir)]
     unknown = [name for name in benchmarks if name not in compared]
     tests = []
     for name in compared:

@@ -69,7 +69,9 @@ def load_rows(
     Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
     """
-    path = find_file(source, data_dir) if data_dir or not source.hub else None
+    path = find_file(source, data_dir)
+    if not path and (data_dir or not source.hub):
+        raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
     rows = []
     seen = set()
     left_out = Counter()
@@ -140,20 +142,10 @@ def first_of(names: Sequence[str], row: RawRow) -> str:
     return next((name for name in names if name in row), "")
 
 
-def has_file(source: Source, data_dir: str) -> bool:
-    """True if one of a source's files is in the folder."""
-    folder = Path(os.path.expanduser(data_dir))
-    return bool(data_dir) and any((folder / file).is_file() for file in source.files)
-
-
-def find_file(source: Source, data_dir: str) -> Path:
-    """Returns the first file of a source that is in the folder. Raises UserError when none is."""
-    folder = Path(os.path.expanduser(data_dir))
-    for name in source.files:
-        path = folder / name
-        if path.is_file():
-            return path
-    raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
+def find_file(source: Source, data_dir: str) -> Path | None:
+    """Returns the first file of a source that is in the folder; None if none is, or there is no folder but a hub."""
+    paths = [Path(os.path.expanduser(data_dir)) / name for name in source.files if data_dir or not source.hub]
+    return next(filter(Path.is_file, paths), None)
 
 
 def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:

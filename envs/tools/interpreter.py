@@ -30,7 +30,11 @@ START = f"import sys; sys.path.append({FOLDER!r}); import sandbox; sandbox.main(
 COMMAND = (os.path.realpath(sys.executable), "-SPsB", "-X", "utf8", "-c", START)
 VARIABLES = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 Process = subprocess.Popen[bytes]
-SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+PATHS = sysconfig.get_paths()
+PACKAGES = [PATHS["purelib"], PATHS["platlib"]]  # folders of installed packages, numpy and sympy among them
+LIBRARIES = [PATHS["stdlib"], PATHS["platstdlib"], sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
+SYSTEM_PATHS = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]
+READABLE = [*LIBRARIES, *PACKAGES, *SYSTEM_PATHS]  # nothing of the user or the project
 
 
 class CodeError(RuntimeError):
@@ -93,7 +97,7 @@ class Interpreter:
         """Returns the exit code of a process that runs code. Raises: CodeError where it exceeds a limit."""
         limits = [str(math.ceil(self.seconds_left) + 1), str(self.memory), str(os.getpid())]
         confinement = "on" if self.is_confined else "off"
-        folders = [os.pathsep.join(readable_paths()), os.pathsep.join(package_folders())]
+        folders = [os.pathsep.join(READABLE), os.pathsep.join(PACKAGES)]
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder, lock(folder):
             process = subprocess.Popen(
@@ -119,19 +123,6 @@ class Interpreter:
             except subprocess.TimeoutExpired:
                 check_folder(folder)
         raise CodeError(f"the code of this turn took longer than {self.seconds:g} seconds")
-
-
-def package_folders() -> list[str]:
-    """Returns the folders of installed packages, numpy and sympy among them."""
-    paths = sysconfig.get_paths()
-    return [paths["purelib"], paths["platlib"]]
-
-
-def readable_paths() -> list[str]:
-    """Returns the folders and files that an interpreter reads: libraries, and nothing of the user or the project."""
-    paths = sysconfig.get_paths()
-    libraries = [paths["stdlib"], paths["platstdlib"], sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
-    return [*libraries, *package_folders(), *SYSTEM_PATHS]
 
 
 def check_folder(folder: str) -> None:
