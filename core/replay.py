@@ -180,7 +180,7 @@ def branch(
     if not 1 <= from_turn <= len(columns):
         raise UserError(f"--from_turn {from_turn}: the row has turns 1 to {len(columns)}")
     place, sample = np.array([stored.place]), np.array([stored.sample])
-    seed, game = (np.asarray(row_keys(key, place, number)) for number in (sample, np.zeros(1, int)))
+    seed, game = (row_keys(key, place, number) for number in (sample, np.zeros(1, int)))
     start = int(columns[from_turn - 1][0])
     num_used = start - stored.prompt_length
     limit = worker.max_new_tokens - num_used

@@ -33,6 +33,7 @@ from utils.devices.threads import take_turns
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError
 from utils.settings.options import option
+from utils.threefry import threefry
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
 Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
@@ -380,17 +381,13 @@ class Chain:
 def sample_keys(key: Key, draw_ids: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
     """Returns the keys of `num_samples` draws of each prompt, those of a prompt adjacent."""
     samples = np.tile(np.arange(num_samples), len(draw_ids))
-    return np.asarray(row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples))
+    return row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples)
 
 
-@jax.jit
-def row_keys(key: Key, ids: Int[Array, "B"], samples: Int[Array, "B"]) -> UInt32[Array, "B 2"]:
-    """Returns the key of each row, as plain numbers."""
-
-    def row_key(i: Int[Array, ""], sample: Int[Array, ""]) -> Key:
-        return jax.random.fold_in(jax.random.fold_in(key, i), sample)
-
-    return jax.random.key_data(jax.vmap(row_key)(ids, samples))
+def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"]) -> UInt32[np.ndarray, "B 2"]:
+    """Returns the key of each row, fold_in(fold_in(key, id), sample), as plain numbers."""
+    words = tuple(np.asarray(jax.random.key_data(key)))
+    return np.stack(threefry(threefry(words, ids), samples), axis=1)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -469,7 +466,7 @@ def decode_segment(
     """
     # All at once: in the loop it would be twenty small programs for a token.
     numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
-    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), numbers)
+    uniforms = sampling_uniforms(keys, numbers)
 
     def step(i: Int[Array, ""], state: tuple) -> tuple:
         cache, last, columns, is_live = state

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
-from models.names import Array, Extras, Key
+from models.names import Array, Extras
 from utils.devices.sharding import constrain, num_shards
 from utils.settings.errors import UserError
+from utils.threefry import threefry
 
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
 Logits = Float[Array, "*R V"]
@@ -123,15 +124,15 @@ class Distribution:
         return score_softmax(logits, tokens)
 
 
-def sampling_uniforms(keys: Key, steps: Int[Array, "A R"]) -> Float[Array, "A R 2"]:
-    """Returns the uniforms in [0, 1) that each row's key gives for its draws with these numbers, float32."""
+def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> Float[Array, "A R 2"]:
+    """Returns the uniforms in [0, 1) that each row's key gives for its draws with these numbers, float32.
 
-    def uniforms(key: Key, step: Int[Array, ""]) -> Float[Array, "2"]:
-        return jax.random.uniform(jax.random.fold_in(key, step), (2,))
-
-    of_rows = jax.vmap(uniforms)
-    of_steps = jax.vmap(of_rows, in_axes=(None, 0))
-    return of_steps(keys, steps)
+    They are jax.random.uniform's under fold_in(key, step).
+    """
+    high, low = threefry((keys[:, 0], keys[:, 1]), steps)
+    high, low = threefry((high[..., None], low[..., None]), jnp.arange(2))
+    mantissa = (high ^ low) >> 9
+    return jax.lax.bitcast_convert_type(mantissa | 0x3F800000, jnp.float32) - 1  # 1 + mantissa / 2^23, less 1
 
 
 def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats]:

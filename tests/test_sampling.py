@@ -18,7 +18,7 @@ from helpers import HYBRID, MODEL, Letters, assert_close, depth, on_four_devices
 
 from core.extensions.forced import with_forced_answer
 from core.records import Completions
-from core.sampler import Sampler
+from core.sampler import Sampler, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
@@ -422,7 +422,19 @@ def test_truncated_distributions(setting):
     assert len(expected) == 1 or chi_square_passes(tokens, probs, np.argsort(-probs))
 
 
+@pytest.mark.parametrize("seed", [0, 7, 2**31 - 1])
+def test_keys_and_uniforms_are_those_of_jax(seed):
+    key, ids, samples = jax.random.key(seed), np.array([0, 5, 2**31 - 1]), np.array([0, 3, 1])
+    steps = np.arange(6).reshape(2, 3)
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys = fold_in(fold_in(jnp.stack([key] * 3), ids), samples)
+    np.testing.assert_array_equal(row_keys(key, ids, samples), jax.random.key_data(keys))
+    expected = [[jax.random.uniform(jax.random.fold_in(keys[i], row[i]), (2,)) for i in range(3)] for row in steps]
+    np.testing.assert_array_equal(sampling_uniforms(jax.random.key_data(keys), jnp.asarray(steps)), np.array(expected))
+
+
 def our_categorical(logits, keys):
+    keys = jax.random.key_data(keys)
     return inverse_cdf_sample(logits, sampling_uniforms(keys, jnp.zeros((1, len(keys)), int))[0])
 
 

@@ -99,7 +99,6 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
     `params`: arrays or their shapes.
     """
     layout, model = sampler.layout, sampler.model
-    yield sampling.row_keys, (jax.random.key(0), *np.zeros((2, num_prompts * num_samples), int))
     weights = yield from weight_programs(sampler, params)
     size = round_up(num_prompts // sampler.num_chains(num_prompts), layout.row_shards)
     starts = row_shape(layout, size)

@@ -203,7 +203,7 @@ def draw_each(
     """Draws a token from each distribution of a row; the first one is for its token number `numbers`."""
     width = logits.shape[1]
     steps = numbers + jnp.arange(width)[:, None]
-    uniforms = sampling_uniforms(jax.random.wrap_key_data(keys), steps)
+    uniforms = sampling_uniforms(keys, steps)
     flat = rearrange(logits, "S T V -> (S T) V"), rearrange(uniforms, "T S u -> (S T) u")
     token, logprob, ids = (rearrange(x, "(S T) ... -> S T ...", T=width) for x in distribution.draw(*flat))
     return token.astype(jnp.int32), logprob, ids
