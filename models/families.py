@@ -21,64 +21,38 @@ COMMON = (  # fields of config.json that are fields of Decoder
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
-CONFIG_TYPES = {  # field of config.json: its type, and the least and the largest number (for text and lists: length)
-    "architectures": (list, 1, 1),
-    "attention_bias": (bool, 0, 1),
-    "attn_logit_softcapping": (float, 0, 1000),
-    "decoder_sparse_step": (int, 0, 1000),
-    "dtype": (str, 1, 20),
-    "final_logit_softcapping": (float, 0, 1000),
-    "full_attention_interval": (int, 1, 1000),
-    "head_dim": (int, 2, 1 << 16),
-    "hidden_act": (str, 1, 100),
-    "hidden_activation": (str, 1, 100),
-    "hidden_size": (int, 1, 1 << 20),
-    "intermediate_size": (int, 1, 1 << 24),
-    "layer_types": (list, 1, 1000),
-    "linear_conv_kernel_dim": (int, 2, 1000),
-    "linear_key_head_dim": (int, 1, 1 << 16),
-    "linear_num_key_heads": (int, 1, 1 << 16),
-    "linear_num_value_heads": (int, 1, 1 << 16),
-    "linear_value_head_dim": (int, 1, 1 << 16),
-    "max_position_embeddings": (int, 1, 1 << 40),
-    "max_window_layers": (int, 0, 1000),
-    "mlp_bias": (bool, 0, 1),
-    "mlp_only_layers": (tuple, 0, 1000),
-    "moe_intermediate_size": (int, 1, 1 << 24),
-    "no_rope_layer_interval": (int, 1, 1000),
-    "no_rope_layers": (tuple, 1, 1000),
-    "norm_topk_prob": (bool, 0, 1),
-    "num_attention_heads": (int, 1, 1 << 16),
-    "num_experts": (int, 1, 1000),
-    "num_experts_per_tok": (int, 1, 1000),
-    "num_hidden_layers": (int, 1, 1000),
-    "num_key_value_heads": (int, 1, 1 << 16),
-    "partial_rotary_factor": (float, 1e-3, 1),
-    "query_pre_attn_scalar": (float, 1, 1 << 16),
-    "rms_norm_eps": (float, 1e-12, 1),
-    "rope_local_base_freq": (float, 1, 10**12),
-    "rope_parameters": (dict, 0, 100),
-    "rope_scaling": (dict, 0, 100),
-    "rope_theta": (float, 1, 10**12),
-    "sliding_window": (int, 1, 1 << 40),
-    "sliding_window_pattern": (int, 1, 1000),
-    "tie_word_embeddings": (bool, 0, 1),
-    "torch_dtype": (str, 1, 20),
-    "use_bidirectional_attention": (bool, 0, 1),
-    "use_sliding_window": (bool, 0, 1),
-    "vocab_size": (int, 1, 1 << 24),
+CONFIG_TYPES = {  # type, least and largest number (for text and lists: length), and the fields of config.json with it
+    (bool, 0, 1): "attention_bias mlp_bias norm_topk_prob tie_word_embeddings use_bidirectional_attention "
+    "use_sliding_window",
+    (int, 0, 1000): "decoder_sparse_step max_window_layers",
+    (int, 1, 1000): "full_attention_interval no_rope_layer_interval num_experts num_experts_per_tok num_hidden_layers "
+    "sliding_window_pattern",
+    (int, 2, 1000): "linear_conv_kernel_dim",
+    (int, 1, 1 << 16): "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+    "num_attention_heads num_key_value_heads",
+    (int, 2, 1 << 16): "head_dim",
+    (int, 1, 1 << 20): "hidden_size",
+    (int, 1, 1 << 24): "intermediate_size moe_intermediate_size vocab_size",
+    (int, 1, 1 << 40): "max_position_embeddings sliding_window",
+    (float, 0, 1000): "attn_logit_softcapping final_logit_softcapping",
+    (float, 1e-12, 1): "rms_norm_eps",
+    (float, 1e-3, 1): "partial_rotary_factor",
+    (float, 1, 1 << 16): "query_pre_attn_scalar",
+    (float, 1, 10**12): "rope_local_base_freq rope_theta",
+    (str, 1, 20): "dtype torch_dtype",
+    (str, 1, 100): "hidden_act hidden_activation",
+    (list, 1, 1): "architectures",
+    (list, 1, 1000): "layer_types",
+    (tuple, 0, 1000): "mlp_only_layers",
+    (tuple, 1, 1000): "no_rope_layers",
+    (dict, 0, 100): "rope_parameters rope_scaling",
 }
 RENAMED = {"num_local_experts": "num_experts"}  # by transformers 5
 ROPE_TYPES = {  # of a block of rope_parameters, as CONFIG_TYPES
-    "rope_theta": (float, 1, 10**12),
-    "factor": (float, 1e-3, 10**6),
-    "attention_factor": (float, 1e-3, 10**6),
-    "original_max_position_embeddings": (int, 1, 1 << 40),
-    "low_freq_factor": (float, 1e-3, 10**6),
-    "high_freq_factor": (float, 1e-3, 10**6),
-    "beta_slow": (float, 1e-3, 10**6),
-    "beta_fast": (float, 1e-3, 10**6),
-    "partial_rotary_factor": (float, 1e-3, 1),
+    (int, 1, 1 << 40): "original_max_position_embeddings",
+    (float, 1, 10**12): "rope_theta",
+    (float, 1e-3, 1): "partial_rotary_factor",
+    (float, 1e-3, 10**6): "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor",
 }
 TYPE_NAMES = {
     bool: "true or false", int: "an integer from", float: "a number from", str: "text of length",
@@ -135,11 +109,16 @@ def write_smollm3(model: Decoder) -> dict[str, Any]:
     return write_full(model) | {"mlp_bias": False, "no_rope_layers": has_rope}
 
 
-def read_windows(fields: Fields, pattern: int) -> dict[str, Any]:
-    """Returns which layers have a window: by default all but each one with a number that `pattern` divides."""
+def layer_types(fields: Fields, other: str, interval: int) -> tuple[str, ...]:
+    """Returns the kinds of layers: by default full attention in each one with a number that `interval` divides."""
     numbers = range(1, fields["num_hidden_layers"] + 1)
-    types = fields.get("layer_types") or [SLIDING if i % pattern else FULL for i in numbers]
-    return {"layer_types": tuple(types), "sliding_window": fields.get("sliding_window", 4096)}
+    return tuple(fields.get("layer_types") or [other if i % interval else FULL for i in numbers])
+
+
+def read_windows(fields: Fields, interval: int) -> dict[str, Any]:
+    """Returns which layers have a window, and its length."""
+    types = layer_types(fields, SLIDING, interval)
+    return {"layer_types": types, "sliding_window": fields.get("sliding_window", 4096)}
 
 
 def write_windows(model: Decoder) -> dict[str, Any]:
@@ -196,12 +175,10 @@ def write_qwen3_moe(model: Decoder) -> dict[str, Any]:
 
 
 def read_qwen3_5(fields: Fields) -> dict[str, Any]:
-    """Returns which layers have attention (by default every fourth), and the sizes of the others."""
-    interval = fields["full_attention_interval"]
-    numbers = range(1, fields["num_hidden_layers"] + 1)
-    types = fields.get("layer_types") or [LINEAR if i % interval else FULL for i in numbers]
+    """Returns which layers have attention, and the sizes of the others."""
+    types = layer_types(fields, LINEAR, fields["full_attention_interval"])
     delta = DeltaShape(**{name: fields[field] for name, field in DELTA_FIELDS.items()})
-    return {"layer_types": tuple(types), "partial_rotary_factor": rotated_share(fields), "delta": delta}
+    return {"layer_types": types, "partial_rotary_factor": rotated_share(fields), "delta": delta}
 
 
 def write_qwen3_5(model: Decoder) -> dict[str, Any]:
@@ -228,36 +205,38 @@ DELTA_FIELDS = {  # of DeltaShape: those of config.json
 DEFAULTS = {  # of a field that config.json leaves out, as transformers has them
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768, "rope_theta": 10_000,
 }  # fmt: skip
-QWEN3_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
-QWEN3_MOE_DEFAULTS = {"num_key_value_heads": 4, "norm_topk_prob": False}
-SMOLLM3_DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000, "tie_word_embeddings": True}
-OLMO3_DEFAULTS = {"rope_theta": 500_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
-QWEN3_5_DEFAULTS = {
-    "num_key_value_heads": 4, "head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}  # fmt: skip
-GEMMA3 = {
-    "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True
-}  # fmt: skip
-GEMMA3_DEFAULTS = {  # the published text_config of Gemma 3 4B leaves all of them out
-    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 131_072, "rope_theta": 1_000_000, "tie_word_embeddings": True,
-}  # fmt: skip
 FAMILIES = {
-    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, QWEN3_DEFAULTS, read_nothing, write_full),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", {"qk_norm": "head"}, {"num_key_value_heads": 32, "head_dim": 128}, read_nothing, write_full
+    ),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", {"qk_norm": "head"}, QWEN3_MOE_DEFAULTS, read_qwen3_moe, write_qwen3_moe
+        "qwen3_moe",
+        {"qk_norm": "head"},
+        {"num_key_value_heads": 4, "norm_topk_prob": False},
+        read_qwen3_moe,
+        write_qwen3_moe,
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}, read_nothing, write_full
     ),
     "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {"max_position_embeddings": 2048}, read_nothing, write_full),
-    "SmolLM3ForCausalLM": Family("smollm3", {"qk_norm": ""}, SMOLLM3_DEFAULTS, read_smollm3, write_smollm3),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        {"qk_norm": ""},
+        {"num_key_value_heads": 4, "rope_theta": 2_000_000, "tie_word_embeddings": True},
+        read_smollm3,
+        write_smollm3,
+    ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
-        GEMMA3,
-        GEMMA3_DEFAULTS,
+        {
+            "qk_norm": "head", "norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh",
+            "scale_embeddings": True,
+        },
+        {  # the published text_config of Gemma 3 4B leaves all of them out
+            "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "max_position_embeddings": 131_072, "rope_theta": 1_000_000, "tie_word_embeddings": True,
+        },
         read_gemma3,
         write_gemma3,
         (FULL, SLIDING),
@@ -265,7 +244,7 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3",
         {"qk_norm": "projection", "norms": "post"},
-        OLMO3_DEFAULTS,
+        {"rope_theta": 500_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
         read_olmo3,
         write_olmo3,
         (FULL, SLIDING),
@@ -273,12 +252,16 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
         {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True},
-        QWEN3_5_DEFAULTS,
+        {
+            "num_key_value_heads": 4, "head_dim": 256, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        },
         read_qwen3_5,
         write_qwen3_5,
         (FULL, LINEAR),
     ),
-}
+}  # fmt: skip
 
 
 def text_config(config: Fields, file: Path) -> Fields:
@@ -291,7 +274,7 @@ def text_config(config: Fields, file: Path) -> Fields:
     if name not in WRAPPED:
         return config
     fields = config.get("text_config")
-    check_types({"text_config": fields}, {"text_config": (dict, 1, 1000)}, file)
+    check_types({"text_config": fields}, {(dict, 1, 1000): "text_config"}, file)
     outer = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
     shared = {field: config[field] for field in outer if config.get(field) is not None}
     return fields | shared | {"architectures": [WRAPPED[name]]}
@@ -383,31 +366,34 @@ def make_config(model: Decoder, tokenizer: Tokenizer, dtype: np.dtype) -> dict[s
     return config | {name: getattr(model, name) for name in COMMON} | family.write(model)
 
 
+SUPPORTED = {  # values of a field that this model code computes; the first also where config.json leaves it out
+    "mlp_bias": (False,),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("silu", "swish"),
+    "use_bidirectional_attention": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "quantization_config": (None,),
+    "dtype": tuple(DTYPES),
+    "torch_dtype": tuple(DTYPES),
+}
+
+
 def check_supported(fields: Fields, file: Path) -> None:
     """Raises UserError for the first field with a value that this model code does not compute."""
     name = fields.get("architectures", [None])[0]
-    family = FAMILIES.get(name)
     check_value("architectures", name, tuple(FAMILIES), file)
-    activation = fields.get("hidden_act", fields.get("hidden_activation", family.fields.get("hidden_act", "silu")))
-    has_bias = fields.get("attention_bias", False) and name != "Qwen2ForCausalLM"
-    checks = (
-        ("hidden_act", activation, (family.fields.get("hidden_act", "silu"),)),
-        ("attention_bias", has_bias, (False,)),
-        ("mlp_bias", fields.get("mlp_bias", False), (False,)),
-        ("mlp_only_layers", fields.get("mlp_only_layers", []), ([],)),
-        ("decoder_sparse_step", fields.get("decoder_sparse_step", 1), (1,)),
-        ("layer_types (see use_sliding_window)", unusual_layer_type(fields, family), family.kinds),
-        ("attn_output_gate", fields.get("attn_output_gate", True), (True,)),
-        ("output_gate_type", fields.get("output_gate_type", "silu"), ("silu", "swish")),
-        ("use_bidirectional_attention", fields.get("use_bidirectional_attention", False), (False,)),
-        ("attn_logit_softcapping", fields.get("attn_logit_softcapping"), (None,)),
-        ("final_logit_softcapping", fields.get("final_logit_softcapping"), (None,)),
-        ("quantization_config", fields.get("quantization_config"), (None,)),
-        ("dtype", fields.get("dtype", "float32"), tuple(DTYPES)),
-        ("torch_dtype", fields.get("torch_dtype", "float32"), tuple(DTYPES)),
-    )
-    for field, value, supported in checks:
-        check_value(field, value, supported, file)
+    family = FAMILIES[name]
+    activation = family.fields.get("hidden_act", "silu")
+    given = fields.get("hidden_act", fields.get("hidden_activation", activation))
+    check_value("hidden_act", given, (activation,), file)
+    if name != "Qwen2ForCausalLM":
+        check_value("attention_bias", fields.get("attention_bias", False), (False,), file)
+    check_value("layer_types (see use_sliding_window)", unusual_layer_type(fields, family), family.kinds, file)
+    for field, supported in SUPPORTED.items():
+        check_value(field, fields.get(field, supported[0]), supported, file)
     check_rope(fields, file, family)
 
 
@@ -477,15 +463,16 @@ def unusual_layer_type(fields: Fields, family: Family) -> str:
     return next(iter(unusual), family.kinds[0])
 
 
-def check_types(fields: Fields, types: Mapping[str, tuple[type, float, float]], file: Path) -> None:
+def check_types(fields: Fields, types: Mapping[tuple[type, float, float], str], file: Path) -> None:
     """Raises UserError for the first field that has not its type and range."""
-    for name, (kind, least, most) in types.items():
-        if name not in fields:
-            continue
-        value = fields[name]
-        if not has_type(value, kind) or not least <= size_of(value) <= most:
-            limits = "" if kind is bool else f" {least:,} to {most:,}"
-            raise UserError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
+    for (kind, least, most), names in types.items():
+        for name in names.split():
+            if name not in fields:
+                continue
+            value = fields[name]
+            if not has_type(value, kind) or not least <= size_of(value) <= most:
+                limits = "" if kind is bool else f" {least:,} to {most:,}"
+                raise UserError(f"{file}: {name} is {reprlib.repr(value)}, not {TYPE_NAMES[kind]}{limits}")
 
 
 def has_type(value: object, kind: type) -> bool:

@@ -25,7 +25,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -370,12 +370,8 @@ class Pool:
             return
         self.set_outcome(lost, failure)
         self.num_lost += 1
-        if self.num_lost > max_failures(self.num_jobs, self.settings.max_error_share):
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Fails the queued replies: where a reward always hangs, trying the rest would take hours."""
-        while self.queue:
+        is_hopeless = self.num_lost > max_failures(self.num_jobs, self.settings.max_error_share)
+        while is_hopeless and self.queue:  # where a reward always hangs, trying the rest would take hours
             failure = Failure("reward_timeouts", "too many other replies had failed to try it")
             self.set_outcome(self.queue.popleft(), failure)
 
@@ -455,8 +451,10 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
     with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
         resource.setrlimit(resource.RLIMIT_DATA, (settings.max_memory, settings.max_memory))
     try:
-        with temporary_variables(settings.tokens):
-            env = make_environment(settings.env_name, settings.env_options)
+        os.environ.update(settings.tokens)
+        env = make_environment(settings.env_name, settings.env_options)
+        for name in settings.tokens:
+            os.environ.pop(name, None)
     except BaseException as error:  # noqa: BLE001 (environments are other people's code)
         send_json(connection, describe_failure(error))
         return
@@ -472,17 +470,6 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
 def send_json(connection: Connection, message: str | list[JSONOutcome]) -> None:
     """Sends a message of a worker."""
     connection.send_bytes(json.dumps(message).encode())
-
-
-@contextlib.contextmanager
-def temporary_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, and removes them at the end."""
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
 
 
 def score_chunk(
@@ -531,12 +518,14 @@ class EpisodeCache:
         replies, is_opening = turns.replies, not (turns.replies or turns.is_truncated)
         before = replies if turns.is_truncated else replies[:-1]
         episode = self.episodes.pop((index, turns.seed, before), None)
-        if episode is None or is_opening:
-            if episode:
-                episode.close()
+        if episode and is_opening:
+            episode.close()
+        is_new = not episode or is_opening
+        if is_new:
             episode = env.episode(replace(problem(index), seed=turns.game), turns.seed)
-            self.catch_up(episode, before, turns.said)
         try:
+            if is_new:
+                catch_up(episode, before, turns.said)
             step = opening(episode) if is_opening else answer(episode, None if turns.is_truncated else replies[-1])
         except BaseException:
             episode.close()
@@ -549,22 +538,19 @@ class EpisodeCache:
             self.episodes.pop(next(iter(self.episodes))).close()
         return step
 
-    def catch_up(self, episode: Episode, replies: Sequence[Reply], said: int) -> None:
-        """Plays turns again. Raises: ValueError where the environment responds otherwise than before."""
-        try:
-            digest = heard(0, opening(episode)) if episode.opening else 0
-            for reply in replies:
-                digest = heard(digest, answer(episode, reply))
-            if said not in (0, digest):
-                raise ValueError("its process was lost, and played again the environment says something else")
-        except BaseException:
-            episode.close()
-            raise
-
     def close(self) -> None:
         """Ends all episodes."""
         for episode in self.episodes.values():
             episode.close()
+
+
+def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
+    """Plays turns again. Raises: ValueError where the environment responds otherwise than before."""
+    digest = heard(0, opening(episode)) if episode.opening else 0
+    for reply in replies:
+        digest = heard(digest, answer(episode, reply))
+    if said not in (0, digest):
+        raise ValueError("its process was lost, and played again the environment says something else")
 
 
 def opening(episode: Episode) -> Step:

@@ -32,23 +32,14 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def child_pids(pid: int) -> list[int]:
-    """Returns the processes that a process has started or adopted; none where there is no /proc."""
-    pids = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids += [int(child) for child in file.read_text().split()]
-    return pids
-
-
 def descendant_pids(pid: int) -> list[int]:
-    """Returns the children of a process, their children and so on, in sessions of their own or not."""
-    pids, unvisited = [], [pid]
-    while unvisited:
-        new = child_pids(unvisited.pop())
-        pids += new
-        unvisited += new
-    return pids
+    """Returns the children of a process, started or adopted, their children and so on; none where there is no /proc."""
+    pids = [pid]
+    for parent in pids:  # which grows
+        for file in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                pids += map(int, file.read_text().split())
+    return pids[1:]
 
 
 def kill_tree(pid: int) -> None:

@@ -297,11 +297,11 @@ class ScoringStream:
                 is_open &= None not in additions
                 self.scorer.send({row: job for jobs in additions if jobs for row, job in jobs.items()})
                 if self.scorer.unfinished:
-                    self.set_outcomes(self.scorer.receive(self.wakeup))
+                    self.publish(self.scorer.receive(self.wakeup))
                 if self.scorer.is_closed:
                     raise EOFError("the scorer was closed")
         except BaseException as error:  # noqa: BLE001 (raised again by `finish` and `take`)
-            self.fail(error)
+            self.publish({}, error)
 
     def take_additions(self, is_blocking: bool) -> list[dict[int, Job] | None]:
         """Returns the queue's items; waits for one if it `is_blocking`."""
@@ -311,16 +311,11 @@ class ScoringStream:
             additions.append(self.queue.get())
         return additions
 
-    def set_outcomes(self, outcomes: dict[int, Outcome]) -> None:
-        """Publishes outcomes to waiting threads."""
+    def publish(self, outcomes: dict[int, Outcome], error: BaseException | None = None) -> None:
+        """Gives outcomes, or an error, to waiting threads."""
         with self.has_changed:
             self.outcomes |= outcomes
-            self.has_changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Publishes an error to waiting threads."""
-        with self.has_changed:
-            self.error = error
+            self.error = self.error or error
             self.has_changed.notify_all()
 
     def take(self, rows: Set[int], num_needed: int = 0, patience: float = 0.0) -> dict[int, Outcome]:
@@ -349,7 +344,7 @@ class ScoringStream:
 
     def __exit__(self, _, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is not None:  # a signal may have left a chain behind, unknown to its pool, that waits for outcomes
-            self.fail(error)
+            self.publish({}, error)
         self.put(None)
         if error is None:  # else jobs that nobody waits for may be at work, which `Scorer.close` ends
             self.thread.join()
