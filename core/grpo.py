@@ -150,10 +150,10 @@ class Rollouts:
         return state, episodes, progress.after_step(cursor, len(episodes))
 
 
-def task_numbers(seed: int, num_tasks: int, places: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
     """Returns the tasks at these positions of the run; every epoch (pass over the environment) has a new order."""
-    epochs, offsets = np.divmod(places, num_tasks)
-    tasks = np.empty_like(places)
+    epochs, offsets = np.divmod(positions, num_tasks)
+    tasks = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
         order = np.random.default_rng((seed, epoch)).permutation(num_tasks)
         is_in_epoch = epochs == epoch
@@ -176,10 +176,10 @@ def collect(
     parts, batch_rows, num_sampled_groups = [], [], 0
     while missing and budget:
         num_groups = min(num_groups_to_sample(missing, share, max_groups_per_call), budget)
-        places = cursor + np.arange(num_groups)
-        tasks = task_numbers(config.seed, worker.num_tasks, places)
+        positions = cursor + np.arange(num_groups)
+        tasks = task_numbers(config.seed, worker.num_tasks, positions)
         # Keys depend on the position in the run: where a new epoch begins, a task may come twice in a step.
-        episodes = worker.play(weights, tasks, group_size, key, places)
+        episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns are without it.
         episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
         parts.append(episodes)

@@ -443,9 +443,9 @@ def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.nd
         metrics[name] = x if kind == "histogram" else float(x)
     counts = metrics["importance_ratio_histogram"]
     squared = metrics.pop("inference_recompute/ratio_squared")
-    place = np.searchsorted(np.cumsum(counts), 0.99 * counts.sum())
-    place = min(place, len(LOG_RATIOS) - 1)
-    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[place]))
+    quantile = np.searchsorted(np.cumsum(counts), 0.99 * counts.sum())
+    quantile = min(quantile, len(LOG_RATIOS) - 1)
+    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[quantile]))
     ratio = metrics["inference_recompute/ratio"]
     metrics["inference_recompute/effective_sample_share"] = ratio**2 / max(squared, 1e-30)
     return metrics

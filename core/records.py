@@ -58,7 +58,7 @@ class Episodes:
     stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens where not `finished`
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
     turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
-    places: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run: see `play`
+    positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run
     metrics: dict[str, float] = field(default_factory=dict)  # logged besides, in place of those of the same name
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
@@ -102,7 +102,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
         [stop for part in parts for stop in part.stops],
         [messages for part in parts for messages in part.conversations],
         [rewards for part in parts for rewards in part.turn_rewards],
-        np.concatenate([part.places for part in parts]),
+        np.concatenate([part.positions for part in parts]),
     )
 
 

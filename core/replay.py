@@ -3,7 +3,7 @@
     python core/eval.py --replay runs/guess/rollouts/step_3 --row 5
     python core/eval.py --replay runs/guess/rollouts/step_3 --row 5 --from_turn 2 --num_eval_samples 4
 
-Draws are addressed by seed, step, place in the run, sample and token: with the weights before the step, the sampler
+Draws are addressed by seed, step, position in the run, sample and token: with the weights before the step, the sampler
 draws the same tokens again.
 """
 
@@ -53,7 +53,7 @@ class Stored:
     step: int
     sample: int  # number in its group
     task: int
-    place: int  # of its group in the run
+    position: int  # of its group in the run
     prompt_length: int
     tokens: Int[np.ndarray, "T"]  # prompt and what follows
     mask: Bool[np.ndarray, "T"]
@@ -97,7 +97,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         step,
         row % config.update.group_size,
         int(rows["tasks"][row]),
-        int(rows["places"][row]),
+        int(rows["positions" if "positions" in rows else "places"][row]),
         int(rows["prompt_lengths"][row]),
         rows["tokens"][row, :length],
         rows["mask"][row, :length],
@@ -143,7 +143,7 @@ def replay(
             outcomes = {row: f"return {value:g}" for row, value in enumerate(episodes.scores["return"])}
         else:
             tasks = task_index(worker, stored.task)
-            episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.place]))
+            episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.position]))
             is_rounded = folder.parent == stored.run and not base and config.run.save_dtype not in ("", "float32")
             reason = f"--save_dtype {config.run.save_dtype} rounded its weights" if is_rounded else OTHER
             outcomes = {stored.sample: compare(episodes.completions, stored, reason)}
@@ -179,8 +179,8 @@ def branch(
         raise UserError("--from_turn branches episodes of several turns, and this run's are single replies: drop it")
     if not 1 <= from_turn <= len(columns):
         raise UserError(f"--from_turn {from_turn}: the row has turns 1 to {len(columns)}")
-    place, sample = np.array([stored.place]), np.array([stored.sample])
-    seed, game = (row_keys(key, place, number) for number in (sample, np.zeros(1, int)))
+    position, sample = np.array([stored.position]), np.array([stored.sample])
+    seed, game = (row_keys(key, position, number) for number in (sample, np.zeros(1, int)))
     start = int(columns[from_turn - 1][0])
     num_used = start - stored.prompt_length
     limit = worker.max_new_tokens - num_used
@@ -195,7 +195,7 @@ def branch(
         prompt = stored.tokens[:start].tolist()
         if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:
             raise UserError("the environment begins this episode in another way than in the run, as one that draws may")
-        keys = sample_keys(jax.random.fold_in(key, from_turn), place, num_samples)
+        keys = sample_keys(jax.random.fold_in(key, from_turn), position, num_samples)
         completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], keys)
         rewards, failures = replies.finish()
     failed = np.array([reward is None for reward in rewards])

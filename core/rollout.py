@@ -112,19 +112,19 @@ class RolloutWorker:
         tasks: Int[np.ndarray, "N"],
         num_samples: int,
         key: Key,
-        places: Int[np.ndarray, "N"] | None = None,
+        positions: Int[np.ndarray, "N"] | None = None,
     ) -> Episodes:
         """Samples `num_samples` completions of each task and scores them; results do not depend on `rows_per_call`.
 
         `tasks` are indices into the problems whose prompts fit. A row's key is made from `key`, its sample, and its
-        task's number in the environment, or its place in the run where `places` are given.
+        task's number in the environment, or its group's position in the run where `positions` are given.
         """
         clock = time.perf_counter()
         task_ids = tasks if self.fitting_ids is None else self.fitting_ids[tasks]
-        places = task_ids if places is None else places
+        positions = task_ids if positions is None else positions
         row_tasks = np.repeat(task_ids, num_samples)
         problems = [self.env.problem(int(i)) for i in task_ids]
-        keys = sample_keys(key, places, num_samples)
+        keys = sample_keys(key, positions, num_samples)
         rows_per_call = self.prompts_per_call(len(tasks), num_samples) * num_samples
         parts = []
         with ScoringStream(self.scorer) as stream:
@@ -154,7 +154,7 @@ class RolloutWorker:
             failed=failed,
             failures=failures,
             times={"rollout": sampled - clock, "score": time.perf_counter() - sampled},
-            places=np.repeat(places, num_samples),
+            positions=np.repeat(positions, num_samples),
             **replies.records(),
         )
 

@@ -111,16 +111,16 @@ class Drawn:
     ) -> Int[np.ndarray, "R"]:
         """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
         tokens, logprobs, support, routes = results
-        places = np.flatnonzero(slots >= 0)
-        places = places[~self.done[slots[places]]]
-        rows = slots[places]
+        live = np.flatnonzero(slots >= 0)
+        live = live[~self.done[slots[live]]]
+        rows = slots[live]
         columns = slice(start, start + tokens.shape[1])
         self.slot_steps[rows] += tokens.size / len(rows)
-        self.tokens[rows, columns] = tokens[places]
-        self.logprobs[rows, columns] = logprobs[places]
-        self.support[rows, columns] = support[places]
-        self.routes[rows, columns] = routes[places]
-        self.mask[rows, columns] = True if forced is None else forced[places] < 0
+        self.tokens[rows, columns] = tokens[live]
+        self.logprobs[rows, columns] = logprobs[live]
+        self.support[rows, columns] = support[live]
+        self.routes[rows, columns] = routes[live]
+        self.mask[rows, columns] = True if forced is None else forced[live] < 0
         return rows
 
     def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
@@ -194,20 +194,20 @@ class Sampler:
         return merge(weights) if self.model.merges_adapters else weights
 
     def generate(
-        self, weights: Weights, prompts: Sequence[list[int]], draw_ids: Int[Array, "N"], num_samples: int, key: Key
+        self, weights: Weights, prompts: Sequence[list[int]], positions: Int[Array, "N"], num_samples: int, key: Key
     ) -> Completions:
         """Draws `num_samples` completions of each prompt; rows of a prompt are adjacent.
 
-        `draw_ids` distinguish the draws of prompts: task numbers, or positions in a run where a task may come twice.
+        `positions` distinguish draws of prompts: positions in the run, or task numbers where none comes twice.
         Raises: UserError for an empty prompt or one longer than `max_prompt_tokens`.
         """
-        for i, prompt in zip(draw_ids, prompts, strict=True):
+        for i, prompt in zip(positions, prompts, strict=True):
             if not 0 < len(prompt) <= self.max_prompt_tokens:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
                     "raise --prompt_length or shorten it"
                 )
-        return self.draw(weights, prompts, sample_keys(key, draw_ids, num_samples))
+        return self.draw(weights, prompts, sample_keys(key, positions, num_samples))
 
     def draw(
         self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]
@@ -378,10 +378,10 @@ class Chain:
         self.cache = gather_cache(self.cache, self.layout.put(np.int32(source)), self.width)
 
 
-def sample_keys(key: Key, draw_ids: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
+def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
     """Returns the keys of `num_samples` draws of each prompt, those of a prompt adjacent."""
-    samples = np.tile(np.arange(num_samples), len(draw_ids))
-    return row_keys(key, np.repeat(np.asarray(draw_ids), num_samples), samples)
+    samples = np.tile(np.arange(num_samples), len(positions))
+    return row_keys(key, np.repeat(np.asarray(positions), num_samples), samples)
 
 
 def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"]) -> UInt32[np.ndarray, "B 2"]:

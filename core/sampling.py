@@ -98,16 +98,16 @@ def read_prompts(path: str) -> list[Row]:
     if not path:
         return [{"prompt": prompt} for prompt in BUILT_IN]
     rows = []
-    for place, row in read_file(Path(os.path.expanduser(path))):
+    for location, row in read_file(Path(os.path.expanduser(path))):
         try:
             if isinstance(row, Exception):
                 raise row
             check_text(row)
             check_prompt(row.get("messages") or row["prompt"])
         except KeyError:
-            raise UserError(f'{place} has neither "prompt" nor "messages"') from None
+            raise UserError(f'{location} has neither "prompt" nor "messages"') from None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
         rows.append(row)
     if not rows:
         raise UserError(f"--prompts {path} holds no row")

@@ -84,7 +84,7 @@ def draw_again(folder: Path, step: int, model_step: int) -> np.ndarray:
     rows = np.load(rollouts.with_suffix(".npz"))
     size = config.update.group_size
     with grpo.make_workers(config, {"env": settings}, model, tokenizer, single_device(), "")["env"] as worker:
-        groups = rows["tasks"][::size], size, key, rows["places"][::size]
+        groups = rows["tasks"][::size], size, key, rows["positions"][::size]
         return worker.play(worker.load_weights(params), *groups).completions.tokens
 
 

@@ -100,7 +100,7 @@ def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem():
     worker = RolloutWorker(env, "mine", tokenizer, sampler, None, single_device(), 4)
     words = "^the prompt of problem 9 of mine has 41 tokens, more than --prompt_length 40: "
     with pytest.raises(UserError, match=words):
-        worker.play({}, np.array([0, 9]), 2, jax.random.key(0), places=np.array([100, 101]))
+        worker.play({}, np.array([0, 9]), 2, jax.random.key(0), positions=np.array([100, 101]))
 
 
 HOSTILE = "\x1b]52;c;cm0=\x07a\x1b]0;title\x07b\x1b[2Jc\u202ed\x9b31me"  # clipboard, title, screen, direction, colour

@@ -381,7 +381,7 @@ def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         tasks = [task_index(worker, group[0].task) for group in reverse]
-        places = [group[0].place for group in reverse]
+        places = [group[0].position for group in reverse]
         episodes = worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, np.array(places))
     assert len({len(row.turns) for row in stored}) > 2
     for row, expected in enumerate(row for group in reverse for row in group):

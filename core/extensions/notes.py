@@ -77,9 +77,9 @@ def describe_ahead(config: Config) -> str:
     if not config.ahead:
         return ""
     num_devices = config.devices.rollout_devices
-    place = f"on {num_devices} devices of their own" if num_devices else "on the same device"
+    where = f"on {num_devices} devices of their own" if num_devices else "on the same device"
     old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
-    return f"rollouts are drawn a step ahead, {place}, by weights that are a step old; p_old is {old}"
+    return f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}"
 
 
 def describe_padding(num_rows: int, shards: int) -> str:

@@ -169,7 +169,7 @@ def draw_with_drafts(
     num_rows = len(texts)
     width = 1 + num_drafted
     rows = jnp.arange(num_rows)[:, None]
-    places = jnp.arange(width)
+    offsets = jnp.arange(width)
 
     def draw_pass(_: int, state: tuple) -> tuple:
         cache, texts, counts, num_looked_up, drawn = state
@@ -182,10 +182,10 @@ def draw_with_drafts(
         logits = decoder.head(model, weights, hidden)
         token, logprob, ids = draw_each(distribution, logits, keys, numbers)
         # The next pass overwrites the tokens behind a wrong draft.
-        texts = texts.at[rows, (lengths + counts)[:, None] + places].set(token, mode="drop")
+        texts = texts.at[rows, (lengths + counts)[:, None] + offsets].set(token, mode="drop")
         new = token, logprob, ids, routes
-        places_drawn = counts[:, None] + places
-        drawn = jax.tree.map(lambda column, x: column.at[rows, places_drawn].set(x, mode="drop"), drawn, new)
+        drawn_columns = counts[:, None] + offsets
+        drawn = jax.tree.map(lambda column, x: column.at[rows, drawn_columns].set(x, mode="drop"), drawn, new)
         is_right = jnp.cumprod(token[:, :-1] == drafts, axis=1)
         num_looked_up += num_drafted * (drafts[:, 0] >= 0)
         return cache, texts, counts + 1 + is_right.sum(1), num_looked_up, drawn
@@ -223,8 +223,8 @@ def look_up(texts: Int[Array, "S W"], lengths: Int[Array, "S"], num_tokens: int)
         last = jnp.take_along_axis(texts, jnp.maximum(ends - n, 0), axis=1)
         is_equal &= before == last
         num_equal += is_equal
-    place = jnp.argmax(num_equal * len(columns) + columns * (num_equal > 0), axis=1)[:, None]
-    is_found = jnp.take_along_axis(num_equal, place, axis=1) >= FEWEST_MATCHES
-    period = jnp.maximum(ends - place, 1)
-    found = jnp.take_along_axis(texts, place + jnp.arange(num_tokens) % period, axis=1)
+    match = jnp.argmax(num_equal * len(columns) + columns * (num_equal > 0), axis=1)[:, None]
+    is_found = jnp.take_along_axis(num_equal, match, axis=1) >= FEWEST_MATCHES
+    period = jnp.maximum(ends - match, 1)
+    found = jnp.take_along_axis(texts, match + jnp.arange(num_tokens) % period, axis=1)
     return jnp.where(is_found, found, -1)

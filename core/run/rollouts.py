@@ -34,7 +34,7 @@ def rollout_rows(
     """
     completions = episodes.completions
     batch_rows = [] if batch is None else np.asarray(batch.row).tolist()
-    place = {row: i for i, row in enumerate(batch_rows)}
+    batch_row = {row: i for i, row in enumerate(batch_rows)}
     rows = []
     for i, text in enumerate(episodes.texts):
         row = {"group": i // group_size, "task": episodes.task_ids[i], "text": text}
@@ -47,7 +47,7 @@ def rollout_rows(
         if episodes.failed[i]:
             row["reward_failed"] = True
         if tokenizer and row["group"] < num_groups:
-            row |= token_fields(episodes, i, tokenizer, batch, place.get(i))
+            row |= token_fields(episodes, i, tokenizer, batch, batch_row.get(i))
         rows.append(row)
     return rows
 
@@ -62,7 +62,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     finished        bool [B]        not cut off by the limit of tokens
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
-    places          int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py
+    positions       int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py
     returns         float32 [B]     what training maximises; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions
@@ -76,7 +76,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
         "finished": np.asarray(completions.finished, bool),
         "failed": episodes.failed,
         "groups": np.arange(num_rows, dtype=np.int32) // group_size,
-        "places": np.int64(episodes.places),
+        "positions": np.int64(episodes.positions),
     }
     return arrays | score_arrays(episodes)
 
@@ -114,10 +114,10 @@ def token_fields(episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Returns the text of each token; a character that several tokens spell is the text of the last of them."""
     texts, pending = [], []
-    for place, token in enumerate(ids, 1):
+    for count, token in enumerate(ids, 1):
         pending.append(token)
         text = tokenizer.hf.decode(pending)
-        is_last = place == len(ids) or len(pending) == MAX_TOKENS_OF_A_CHARACTER
+        is_last = count == len(ids) or len(pending) == MAX_TOKENS_OF_A_CHARACTER
         is_whole = is_last or not text.endswith("\ufffd")
         texts.append(text if is_whole else "")
         pending = [] if is_whole else pending
