@@ -39,7 +39,7 @@ SAME = (
 FLAGS = {name: DEMO[name] for name in SAME} | {  # so that presets change the objective only
     "format_reward": "", "format_weight": 0, "temperature": 1, "top_p": 1, "top_k": 0, "lora_rank": 4, "lr": 3e-3,
     "num_epochs": 0, "max_steps": 16, "test_interval": 8, "num_eval_samples": 1, "save_interval": 0,
-    "save_rollouts": "none", "inference_batch_per_device": 2048, "unroll_layers": 0,
+    "save_rollouts": "none", "inference_batch_per_device": 2048,
 }  # fmt: skip
 SCORE = "test_env/correct_answer"
 Runs = Mapping[str, Sequence[Metrics]]  # by preset, one of each seed

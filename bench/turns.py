@@ -28,7 +28,6 @@ from models.tokenizer import load_tokenizer
 from utils.settings.config import parse
 from utils.settings.options import group, option
 
-VARIANTS = {"lmpo": "unroll_layers=1"}  # as in configs/cpu.py
 COLUMNS = ("work", "turns", "side", "drawn tokens", "seconds", "seconds a turn", "its seconds / ours")
 
 
@@ -82,7 +81,7 @@ def run_sides(config: Command, work: Work) -> dict[str, list[Run]]:
     sides = []
     for peer in ("lmpo", *filter(None, config.peers.split(","))):
         python = Path(pythons.get(peer, sys.executable)).expanduser()
-        sides.append(Side(peer, VARIANTS.get(peer, ""), work, str(python)))
+        sides.append(Side(peer, "", work, str(python)))
     try:
         return compare(sides, config.warmup, config.bench.repeats)
     finally:

@@ -15,7 +15,6 @@ def get_config():
         "ppo_minibatch": 0,
         "inference_batch_per_device": 128,
         "remat": "none",
-        "unroll_layers": True,
         "lr": 6e-4,
         "weight_decay": 0.0,
         "max_steps": 40,

@@ -26,7 +26,6 @@ def get_config():
         "inference_batch_per_device": 256,
         "tokens_per_microbatch": 4096,
         "remat": "none",
-        "unroll_layers": True,
         "lr": 6e-4,
         "weight_decay": 0.0,
         "max_steps": 50,

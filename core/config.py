@@ -11,7 +11,7 @@ from models.memory import MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import TrainDeviceConfig
 from utils.settings.errors import UserError
-from utils.settings.groups import RunConfig, TrainComputeConfig
+from utils.settings.groups import ComputeConfig, RunConfig
 from utils.settings.options import group, option
 
 
@@ -102,7 +102,7 @@ class Config:
     optimizer: OptimizerConfig = group(OptimizerConfig)
     lora: LoraConfig = group(LoraConfig)
     memory: MemoryConfig = group(MemoryConfig)
-    compute: TrainComputeConfig = group(TrainComputeConfig)
+    compute: ComputeConfig = group(ComputeConfig)
     devices: TrainDeviceConfig = group(TrainDeviceConfig)
     run: RunConfig = group(RunConfig)
 

@@ -144,7 +144,7 @@ def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels
         return next(name for name, needs in requirements.items() if all(needs.values()))
     missing = [need for need, is_met in requirements[kernel].items() if not is_met]
     if missing:
-        raise UserError(f"--attention {kernel} needs {', '.join(missing)}: leave it at auto")
+        raise UserError(f"attention by {kernel} needs {', '.join(missing)}")
     return kernel
 
 

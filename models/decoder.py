@@ -416,7 +416,7 @@ def scan_periods(
 ) -> tuple[Hidden, int]:
     """Applies the layers of whole periods in a loop; returns their number too."""
     num_periods = model.num_hidden_layers // model.period
-    if model.unroll:
+    if model.is_unrolled:
         num_periods -= 1  # straight code anyway: the last layer may compute fewer tokens
     if not num_periods:
         return x, 0
@@ -428,7 +428,7 @@ def scan_periods(
     def apply_period(x: Hidden, period: tuple[LayerParams, Array | None]) -> tuple[Hidden, None]:
         return apply_in_order(x, *period, range(model.period)), None
 
-    x, _ = jax.lax.scan(apply_period, x, (periods, routes), unroll=model.unroll or 1)
+    x, _ = jax.lax.scan(apply_period, x, (periods, routes), unroll=model.is_unrolled or 1)
     return x, num_layers
 
 

@@ -277,8 +277,18 @@ def test_kernels_are_chosen_by_device_and_heads():
     assert choose("auto", "NVIDIA B200", capability="10.0") == "cudnn"
     assert choose("auto", "NVIDIA H200", tp=16) == "plain", "heads are not cut that finely"
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
-    with pytest.raises(ValueError, match="--attention cudnn needs an NVIDIA GPU of Ampere or later, --dtype bfloat16"):
+    with pytest.raises(ValueError, match="attention by cudnn needs an NVIDIA GPU of Ampere or later, --dtype bfloat16"):
         choose("cudnn", "cpu", jnp.float32)
+
+
+def test_layers_of_small_models_on_a_cpu_are_unrolled():
+    mesh = single_device().mesh
+    demo = architecture.Decoder(512, 128, 384, 4, 4, 2, 32, mesh=mesh)
+    assert demo.is_unrolled and not replace(demo, unroll=False).is_unrolled and not replace(demo, mesh=None).is_unrolled
+    assert not replace(demo, num_hidden_layers=30).is_unrolled and not replace(demo, hidden_size=8).is_unrolled
+    tpu = np.array(SimpleNamespace(platform="tpu")).reshape(1, 1, 1)
+    assert not replace(demo, mesh=SimpleNamespace(devices=tpu)).is_unrolled
+    assert replace(demo, mesh=None, unroll=True).is_unrolled
 
 
 # Checkpoints

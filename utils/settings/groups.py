@@ -28,28 +28,6 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
-class TrainComputeConfig(ComputeConfig):
-    """Model computation in training."""
-
-    attention: str = option(
-        "auto",
-        "Attention kernel of the update; auto: cudnn on NVIDIA from Ampere on, splash on TPU, else plain",
-        ["auto", "plain", "cudnn", "splash"],
-        resumable=True,
-    )
-    unroll_layers: bool = option(
-        False,
-        "Unrolled code for the layers of the update in place of a scan: longer compilation, for small models",
-        resumable=True,
-    )
-
-    @property
-    def arguments(self) -> dict[str, bool | str]:
-        """Returns the arguments of `load_model` that these settings are."""
-        return super().arguments | {"attention": self.attention, "unroll": self.unroll_layers}
-
-
-@dataclass(frozen=True)
 class SinkConfig:
     """Metrics besides metrics.jsonl."""
 
