@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parent.parent / ".jax_cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -147,15 +147,22 @@ def on_four_devices(test_file: str, call: str) -> None:
 
 
 def start_processes(code: str, num_devices: int, num_processes: int = 1) -> list[subprocess.Popen]:
-    """Python with the tests' names in processes of so many CPU devices; `code` knows I (its number) and ADDRESS."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    """Python with the tests' names in processes of so many CPU devices, of one job; `code` knows I, its number."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = os.environ | virtual_devices(num_devices) | {"PYTHONPATH": paths}
-    commands = [[sys.executable, "-c", f"I, ADDRESS = {i}, {address!r}\n{code}"] for i in range(num_processes)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen(command, env=env, **pipes) for command in commands]
+    if num_processes > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            env["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free.getsockname()[1]}"
+        env["JAX_NUM_PROCESSES"] = str(num_processes)
+    processes = []
+    for i in range(num_processes):
+        own = env | {"JAX_PROCESS_ID": str(i)} if num_processes > 1 else env
+        command = [sys.executable, "-c", f"I = {i}\n{code}"]
+        processes.append(
+            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    return processes
 
 
 def wait(processes: list[subprocess.Popen], timeout: float = 600) -> None:

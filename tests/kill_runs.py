@@ -23,12 +23,12 @@ import numpy as np
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # nearly all of the time would be compilation
+QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compilation would be nearly all of the time
 FLAGS = {
     "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2, "group_size": 4,
     "ppo_minibatch": 4, "num_generation_tokens": 24, "tokens_per_microbatch": 256, "max_steps": 20, "save_interval": 2,
     "lr": 1e-3, "test_env_name": "poem-test", "test_interval": 4, "num_eval_tasks": 2, "num_eval_samples": 4,
-    "do_group_filter": 0, "num_score_workers": 1, "device_type": "cpu",
+    "do_group_filter": 0, "num_score_workers": 1,
     # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
     "adam_eps": 1e-2,
 }  # fmt: skip

@@ -237,7 +237,7 @@ def test_references_of_any_kind_are_written():
 
 
 def command(*argv: str, **flags) -> evaluation.Command:
-    flags = {"num_generation_tokens": 8, "num_score_workers": 1, "device_type": "cpu"} | flags
+    flags = {"num_generation_tokens": 8, "num_score_workers": 1} | flags
     return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
 
 
@@ -285,14 +285,14 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, ca
     run = tmp_path / "run"
     (run / "step2").mkdir(parents=True)
     trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
-    others = {"seed": 7, "device_type": "tpu", "inference_batch_per_device": 9, "run": {"lmpo": "version 1"}}
+    others = {"seed": 7, "sharding": "dp", "inference_batch_per_device": 9, "run": {"lmpo": "version 1"}}
     (run / "config.json").write_text(json.dumps(trained | others))
 
     def settings(*argv: str) -> tuple[str, str, float, int]:
         config = evaluation.parse_command(argv)
         sampling = config.sampling
-        own = config.output.seed, config.devices.device_type, sampling.inference_batch_per_device
-        assert own == (0, "", 0), "those of the command"
+        own = config.output.seed, config.devices.sharding, sampling.inference_batch_per_device
+        assert own == (0, "fsdp", 0), "those of the command"
         return config.env.env_name, config.env.env_options, sampling.temperature, sampling.num_generation_tokens
 
     models = f"models/tiny,{run}/step2"

@@ -65,6 +65,7 @@ def play(case: str, folder: Path, root: Path = ROOT) -> dict[str, dict]:
     for stop in stops:
         argv = [*configs, *arguments(**flags | {"max_steps": stop})]
         env = os.environ | QUICK | {"JAX_COMPILATION_CACHE_DIR": cache}
+        env["JAX_PLATFORMS"] = "cpu"
         env.pop("XLA_FLAGS", None)  # those of the tests compile other programs
         done = subprocess.run([sys.executable, command, *argv], cwd=root, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

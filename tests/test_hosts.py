@@ -21,7 +21,7 @@ LIMIT = 600  # seconds until a process hangs
 FLAGS = {
     "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2,
     "group_size": 2, "ppo_minibatch": 0, "num_generation_tokens": 4, "do_group_filter": 0, "num_score_workers": 1,
-    "device_type": "cpu", "save_interval": 1, "max_steps": 100000, "save_rollouts": "none",
+    "save_interval": 1, "max_steps": 100000, "save_rollouts": "none",
 }  # fmt: skip
 SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
 
@@ -58,12 +58,17 @@ def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys)
         raise error
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax, "config", SimpleNamespace(jax_platforms=None))
     monkeypatch.setenv("TPU_ML_PLATFORM", "JAX")
-    join_processes(DeviceConfig())
+    join_processes()
     printed = capsys.readouterr().err
     assert printed.startswith("one process, since no cluster is found") and str(error) in printed
-    with pytest.raises(UserError, match="give --coordinator_address host:port"):
-        join_processes(DeviceConfig(num_processes=2))
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    with pytest.raises(UserError, match="set JAX_COORDINATOR_ADDRESS to host:port"):
+        join_processes()
+    monkeypatch.setenv("JAX_PROCESS_ID", "first")
+    with pytest.raises(UserError, match="invalid literal .*'first': set JAX_COORDINATOR_ADDRESS"):
+        join_processes()
 
 
 def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch):
@@ -121,10 +126,9 @@ def test_a_tpu_gets_the_options_that_its_compiler_knows(version, given, expected
         assert os.environ["LIBTPU_INIT_ARGS"] == expected
 
 
-def train(folder: str, address: str, process_id: int, ending: str) -> None:
+def train(folder: str, process_id: int, ending: str) -> None:
     """This process's part of a run on two, which process 1 leaves in its third step."""
-    flags = FLAGS | {"save_dir": folder, "coordinator_address": address, "num_processes": 2, "process_id": process_id}
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    argv = [word for name, value in (FLAGS | {"save_dir": folder}).items() for word in (f"--{name}", str(value))]
     collect = grpo.collect
 
     def third(*args):
@@ -144,7 +148,7 @@ ENDED = {"killed": 1, "main killed": 0, "asked": 1}  # by a signal to this proce
 @pytest.mark.parametrize("ending", ["main killed", "raises", "killed", "asked"])
 def test_when_one_process_ends_so_do_all(ending, tmp_path):
     """Also when it is process 0, and saved when it was asked to; it takes half a minute where nothing else runs."""
-    code = f"from test_hosts import train; train({str(tmp_path)!r}, ADDRESS, I, {ending!r})"
+    code = f"from test_hosts import train; train({str(tmp_path)!r}, I, {ending!r})"
     processes = main, other = start_processes(code, num_devices=1, num_processes=2)
     try:
         if ending in ENDED:

@@ -29,7 +29,6 @@ from safetensors.numpy import load_file, save_file
 from envs import make_env
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
-from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.errors import UserError, user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -449,22 +448,13 @@ def command(script: str, *options: str, **env: str) -> str:
 
 
 @pytest.mark.skipif(HAS_ACCELERATOR, reason="an accelerator may be there")
-@pytest.mark.parametrize(("device_type", "package"), [("gpu", "cuda13"), slow("cuda", "cuda13"), slow("tpu", "tpu")])
-def test_a_device_that_is_not_there_is_named(device_type, package):
-    line = command("core/sampling.py", "--device_type", device_type)
-    assert line.startswith(f"error: --device_type {device_type}: JAX finds no such device here")
-    assert f"but cpu: pip install \"jax[{package}]\"" in line
-
-
-def test_a_device_that_is_not_supported_is_named():
-    assert "--device_type mps is not supported" in outcome(lambda: make_layout(DeviceConfig(device_type="mps")))
-    assert "cpu, gpu, cuda, tpu are" in outcome(lambda: make_layout(DeviceConfig(device_type="abacus")))
-
-
-@pytest.mark.slow
-def test_a_platform_of_the_environment_that_is_not_there_is_named():
-    line = command("core/eval.py", "--env_name", "poem", JAX_PLATFORMS="nonesuch")
-    assert line.startswith("error: JAX_PLATFORMS=nonesuch: JAX finds no such device here")
+@pytest.mark.parametrize("platform", ["gpu", *map(slow, ("cuda", "tpu", "nonesuch"))])
+def test_a_device_that_is_not_there_is_named(platform):
+    package = {"gpu": "cuda13", "cuda": "cuda13", "tpu": "tpu"}.get(platform)
+    advice = f': pip install "jax[{package}]"' if package else ""
+    line = command("core/sampling.py", JAX_PLATFORMS=platform)
+    assert line.startswith(f"error: JAX_PLATFORMS={platform}: JAX finds no such device here")
+    assert f"but cpu{advice}" in line
 
 
 @pytest.mark.slow
@@ -472,7 +462,7 @@ def test_a_platform_of_the_environment_that_is_not_there_is_named():
 def test_commands_end_in_one_sentence(script, tmp_path):
     shutil.copytree(MODEL, tmp_path / "model")
     MODELS["template loops"](tmp_path / "model")
-    line = command(script, "--model_dir", str(tmp_path / "model"), "--device_type", "cpu")
+    line = command(script, "--model_dir", str(tmp_path / "model"))
     assert line.startswith(f"error: {tmp_path / 'model'}: the model's chat template fails (TimeoutError")
 
 
@@ -480,5 +470,5 @@ def test_commands_end_in_one_sentence(script, tmp_path):
 def test_a_data_file_ends_a_command_in_one_sentence(tmp_path):
     (tmp_path / "rows.csv").write_bytes(DATA["CSV open quote"][1])
     options = f"path={tmp_path / 'rows.csv'}"
-    line = command("core/grpo.py", "--env_name", "dataset", "--env_options", options, "--device_type", "cpu")
+    line = command("core/grpo.py", "--env_name", "dataset", "--env_options", options)
     assert line.startswith(f"error: {tmp_path / 'rows.csv'}:5 begins a quote")

@@ -52,7 +52,7 @@ NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)
 FLAGS = {
     "model_dir": ROOT / "models" / "tiny", "env_name": "poem", "test_env_name": "poem-test", "groups_per_batch": 2,
     "group_size": 4, "ppo_minibatch": 4, "num_generation_tokens": 12, "max_steps": 1, "advantage": "group_mean",
-    "do_group_filter": 0, "num_eval_tasks": 2, "num_eval_samples": 4, "num_score_workers": 1, "device_type": "cpu",
+    "do_group_filter": 0, "num_eval_tasks": 2, "num_eval_samples": 4, "num_score_workers": 1,
     "tokens_per_microbatch": 128, "use_remat": 0, "entropy_coef": 0.1, "prompt_length": 64,
     # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
     "lr": 1e-3, "adam_eps": 1e-2, "weight_decay": 0,
@@ -125,13 +125,12 @@ def step_on_mesh(folder: str, name: str) -> None:
     step_of_grpo(folder / f"{jax.device_count()}-{name}", folder / "recorded", sharding=name)
 
 
-def hosts_step(folder: str, address: str, num_processes: int, process_id: int) -> None:
+def hosts_step(folder: str, num_processes: int) -> None:
     """This process's part of a step on several."""
-    flags = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     folder = Path(folder)
     mesh = {"mesh": "fsdp=2,tp=2"} if num_processes == 2 else {"mesh": f"data={num_processes},fsdp=-1"}
     with ending_together():
-        step_of_grpo(folder / f"hosts-{num_processes}", folder / "recorded", **flags, **mesh)
+        step_of_grpo(folder / f"hosts-{num_processes}", folder / "recorded", **mesh)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +151,7 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
     """On several devices under each sharding, and in several processes with 2 devices each."""
     first, second = case.split("-")
     if first == "hosts":
-        call, n = f"hosts_step({str(runs)!r}, ADDRESS, {second}, I)", int(second)
+        call, n = f"hosts_step({str(runs)!r}, {second})", int(second)
         wait(start_processes(CALL + call, num_devices=2, num_processes=n))
     else:
         wait(start_processes(f"{CALL}step_on_mesh({str(runs)!r}, {second!r})", num_devices=int(first)))

@@ -174,7 +174,7 @@ def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, 
 
 def small_run(folder: Path, data: RolloutSettings | None = None, **options) -> Run:
     """Returns a run that has not started, of the default environment or of `data`."""
-    config = make_config(Config, save_dir=str(folder), device_type="cpu", **options)
+    config = make_config(Config, save_dir=str(folder), **options)
     environments = {"env": data} if data else resolve_environments(config.env, config.held_out, config.sampling)
     return Run(config, single_device(), environments)
 

@@ -680,7 +680,7 @@ FLAGS = {
     "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2, "group_size": 4,
     "ppo_minibatch": 4, "num_generation_tokens": 12, "tokens_per_microbatch": 192, "max_steps": 10, "save_interval": 4,
     "lr": 1e-3, "test_env_name": "poem-test", "test_interval": 4, "num_eval_tasks": 2, "num_eval_samples": 4,
-    "do_group_filter": 0, "num_score_workers": 1, "device_type": "cpu",
+    "do_group_filter": 0, "num_score_workers": 1,
 }  # fmt: skip
 
 

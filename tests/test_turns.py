@@ -284,9 +284,8 @@ def test_an_episode_is_what_its_turns_make_of_it():
     assert {*episodes.stops} == {"done", "max_turns"} and not episodes.failed.any()
 
 
-def play_on_two_processes(file: str, address: str, process_id: int) -> None:
-    devices = DeviceConfig("fsdp", coordinator_address=address, num_processes=2, process_id=process_id)
-    layout = make_layout(devices)
+def play_on_two_processes(file: str) -> None:
+    layout = make_layout(DeviceConfig("fsdp"))
     model, params, tokenizer = load_model(TINY, layout)
     with guess_worker(layout, model, tokenizer, SMALL) as worker:
         episodes = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
@@ -298,7 +297,7 @@ def play_on_two_processes(file: str, address: str, process_id: int) -> None:
 @pytest.mark.slow
 def test_processes_share_the_turns_and_play_the_same(tmp_path):
     file = tmp_path / "played.npz"
-    code = f"from test_turns import play_on_two_processes; play_on_two_processes({str(file)!r}, ADDRESS, I)"
+    code = f"from test_turns import play_on_two_processes; play_on_two_processes({str(file)!r})"
     wait(start_processes(code, num_devices=1, num_processes=2))
     layout = single_device()
     model, params, tokenizer = load_model(TINY, layout)

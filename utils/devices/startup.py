@@ -21,15 +21,16 @@ from utils.settings.options import option
 SHARDINGS = {  # devices on each axis, -1: all that are left
     "dp": {"data": -1}, "fsdp": {"fsdp": -1}, "tp": {"tp": -1}, "fsdp_tp": {"fsdp": -1, "tp": 2}
 }  # fmt: skip
-PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # --device_type: JAX's name for it
-INSTALL = {"cuda": 'pip install "jax[cuda13]" for an NVIDIA GPU', "tpu": 'pip install "jax[tpu]" on a TPU host'}
+CUDA = 'pip install "jax[cuda13]" for an NVIDIA GPU'
+INSTALL = {"gpu": CUDA, "cuda": CUDA, "tpu": 'pip install "jax[tpu]" on a TPU host'}  # by name in JAX_PLATFORMS
+PROCESS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}  # JAX itself reads the address only
 HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as dead, and ends the job
 SHUTDOWN_TIMEOUT = 3600  # seconds that a process waits at its end for the main one, which may still be writing
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Devices and processes."""
+    """Devices."""
 
     sharding: str = option(
         "fsdp",
@@ -43,17 +44,6 @@ class DeviceConfig:
         "devices; empty: by --sharding",
         resumable=True,
     )
-    device_type: str = option(
-        "", "Platform: cpu, gpu (NVIDIA, also: cuda) or tpu; empty: the best that JAX finds", resumable=True
-    )
-    coordinator_address: str = option(
-        "",
-        "Address of process 0 as host:port; empty: a single process, or as the cluster (Slurm, Open MPI, "
-        "Kubernetes, TPU) reports",
-        resumable=True,
-    )
-    num_processes: int = option(-1, "Number of processes of the run; -1: as the cluster reports", resumable=True)
-    process_id: int = option(-1, "Index of this process, from 0; -1: as the cluster reports", resumable=True)
 
 
 @dataclass(frozen=True)
@@ -71,9 +61,9 @@ class TrainDeviceConfig(DeviceConfig):
 def make_layout(config: DeviceConfig) -> Layout:
     """Joins the other processes, where there are some, and lays all devices out as a mesh.
 
-    Raises: UserError when there is no device of the type, or the mesh does not fit the devices.
+    Raises: UserError when there is no device of JAX_PLATFORMS, or the mesh does not fit the devices.
     """
-    return arrange_mesh(config, join_devices(config))
+    return arrange_mesh(config, join_devices())
 
 
 def make_layouts(config: TrainDeviceConfig, is_ahead: bool) -> tuple[Layout, Layout]:
@@ -81,7 +71,7 @@ def make_layouts(config: TrainDeviceConfig, is_ahead: bool) -> tuple[Layout, Lay
 
     Raises: UserError, as `make_layout`, and where rollouts cannot be drawn ahead on these devices.
     """
-    devices = join_devices(config)
+    devices = join_devices()
     num_rollout = config.rollout_devices
     if is_ahead:
         check_ahead(num_rollout, len(devices))
@@ -113,13 +103,11 @@ def check_ahead(num_rollout: int, num_devices: int) -> None:
         raise UserError("--rollout_devices needs several devices, and there is one: leave it out")
 
 
-def join_devices(config: DeviceConfig) -> list[jax.Device]:
+def join_devices() -> list[jax.Device]:
     """Joins the other processes, where there are some, and returns all devices."""
-    if config.device_type:
-        jax.config.update("jax_platforms", platform_of(config.device_type))
     prepare()
-    join_processes(config)
-    return find_devices(config.device_type)
+    join_processes()
+    return find_devices()
 
 
 def arrange_mesh(config: DeviceConfig, devices: Sequence[jax.Device]) -> Layout:
@@ -130,58 +118,45 @@ def arrange_mesh(config: DeviceConfig, devices: Sequence[jax.Device]) -> Layout:
     return Layout(mesh)
 
 
-def platform_of(device_type: str) -> str:
-    """Returns JAX's name for a --device_type. Raises UserError for one that is not supported."""
-    if device_type not in PLATFORMS:
-        is_apple = device_type in ("mps", "metal")
-        apple = "; JAX has no complete backend for Apple's GPUs, so take cpu" if is_apple else ""
-        raise UserError(f"--device_type {device_type} is not supported, {', '.join(PLATFORMS)} are{apple}")
-    return PLATFORMS[device_type]
-
-
-def find_devices(device_type: str) -> list[jax.Device]:
-    """Returns all devices that JAX uses. Raises UserError when there are none of the type that was asked for."""
+def find_devices() -> list[jax.Device]:
+    """Returns all devices that JAX uses. Raises UserError when there are none of those that JAX_PLATFORMS asks for."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:
         platform = jax.config.jax_platforms
         jax.config.update("jax_platforms", "")
         available = sorted({device.platform for device in jax.devices()})
-        flag = f"--device_type {device_type}" if device_type else f"JAX_PLATFORMS={platform}"
-        advice = f": {INSTALL[platform]}, or leave --device_type empty" if platform in INSTALL else ""
+        advice = f": {INSTALL[platform]}, or leave it out" if platform in INSTALL else ""
         reason = describe_error(error)
-        message = f"{flag}: JAX finds no such device here ({reason}), but {', '.join(available)}{advice}"
-        raise UserError(message) from error
+        message = f"JAX_PLATFORMS={platform}: JAX finds no such device here ({reason}), but {', '.join(available)}"
+        raise UserError(message + advice) from error
 
 
-def join_processes(config: DeviceConfig) -> None:
-    """Joins the other processes of the job: those of the flags, or those that JAX finds in the cluster's variables.
+def join_processes() -> None:
+    """Joins the other processes of the job: those of JAX's variables, or those that JAX finds in the cluster's.
 
     A TPU host that no cluster knows is a process of its own.
 
-    Raises: UserError when flags and cluster together do not give all that is needed.
+    Raises: UserError when the variables together do not give all that is needed.
     """
-    flags = {"coordinator_address": config.coordinator_address or None}
-    if config.num_processes >= 0:
-        flags["num_processes"] = config.num_processes
-    if config.process_id >= 0:
-        flags["process_id"] = config.process_id
+    named = {name: os.environ[variable] for name, variable in PROCESS.items() if os.environ.get(variable)}
     num_started, num_here = started_processes()
-    on_tpu = "TPU_ML_PLATFORM" in os.environ and config.device_type in ("", "tpu")  # set by JAX where it finds chips
-    has_others = len(flags) > 1 or bool(config.coordinator_address) or num_started > 1
+    on_tpu = "TPU_ML_PLATFORM" in os.environ and "tpu" in (jax.config.jax_platforms or "tpu")  # JAX finds chips
+    has_others = bool(named or os.environ.get("JAX_COORDINATOR_ADDRESS")) or num_started > 1
     if not has_others and not on_tpu:
         return
-    if num_here == 1:
-        flags["local_device_ids"] = []  # all devices of the host; JAX gives a process of Slurm or Open MPI only one
+    # All devices of the host; JAX gives a process of Slurm or Open MPI only one.
+    own_devices = {"local_device_ids": []} if num_here == 1 else {}
     try:
         jax.distributed.initialize(
-            **flags,
+            **{name: int(text) for name, text in named.items()},
+            **own_devices,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         )
     except (ValueError, OSError) as error:  # OSError: Google's metadata server is not there to be asked
         reason = describe_error(error).rstrip(".")
-        advice = "give --coordinator_address host:port, --num_processes and --process_id"
+        advice = "set JAX_COORDINATOR_ADDRESS to host:port of process 0, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         if has_others:
             raise UserError(f"{reason}: {advice}, or start the processes by srun, mpirun or Kubernetes") from None
         print(f"one process, since no cluster is found ({reason}); on several hosts, {advice}", file=sys.stderr)
