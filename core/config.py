@@ -114,7 +114,6 @@ class Config:
     def batch_mistakes(self) -> list[tuple[bool, str]]:
         """Returns what may be wrong with the numbers of steps and rollouts, and what to do about it."""
         objective, update = self.objective, self.update
-        has_held_out = bool(self.held_out.test_env_name or self.held_out.valid_env_name)
         return [
             (
                 self.max_steps < 1 or min(self.num_epochs, self.seed) < 0,
@@ -138,8 +137,8 @@ class Config:
                 "--advantage gae trains a critic, which --lora_rank does not support: drop one",
             ),
             (
-                self.run.save_best and not has_held_out,
-                "--save_best needs held-out scores: give --valid_env_name or --test_env_name",
+                self.run.save_best and not self.held_out.test_env_name,
+                "--save_best needs held-out scores: give --test_env_name",
             ),
         ]
 

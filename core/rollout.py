@@ -337,7 +337,7 @@ def evaluate_held_out(
 ) -> tuple[dict[str, float], Episodes]:
     """Returns the scores on held-out problems under the names of the log, and the episodes of the first environment.
 
-    The names are "test_env/..." and "valid_env/...", and "times/test" for the seconds that it took.
+    The names are "test_env/...", and "times/test" for the seconds that it took.
     """
     clock = time.perf_counter()
     metrics = {}

@@ -78,10 +78,10 @@ def split_name(name: str) -> tuple[str, str]:
     return (base_name, split) if dash and split in HELD_OUT else (name.lower(), "train")
 
 
-def test_name(name: str, default: str = "test") -> str:
-    """Returns the name of an environment's `default` split; its own where that is held out already."""
+def test_name(name: str) -> str:
+    """Returns the name of an environment's test split; its own where that is held out already."""
     base_name, split = split_name(name)
-    return f"{base_name}-{split if split in HELD_OUT else default}"
+    return f"{base_name}-{split if split in HELD_OUT else 'test'}"
 
 
 def option_names(name: str) -> set[str]:

@@ -106,13 +106,8 @@ class HeldOutConfig:
     )
     test_env_options: str = option(
         "",
-        "Options of --test_env_name and --valid_env_name that differ from --env_options, as name=value with commas "
-        "between; also num_generation_tokens and force_answer_at",
-    )
-    valid_env_name: str = option(
-        "",
-        "Environment evaluated whenever --test_env_name is, for example X-valid, by whose mean return --save_best "
-        "chooses; empty: --save_best chooses by --test_env_name",
+        "Options of --test_env_name that differ from --env_options, as name=value with commas between; also "
+        "num_generation_tokens and force_answer_at",
     )
     test_interval: int = option(
         10,
@@ -124,7 +119,7 @@ class HeldOutConfig:
     def __post_init__(self):
         if self.test_interval < 0:
             raise UserError("--test_interval must not be negative; 0: only before and after training")
-        if self.test_env_options and not (self.test_env_name or self.valid_env_name):
+        if self.test_env_options and not self.test_env_name:
             raise UserError("--test_env_options are those of --test_env_name: name one")
 
 
@@ -192,7 +187,7 @@ class Limits(Protocol):
 
 
 def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, limits: Limits) -> dict[str, RolloutSettings]:
-    """Returns how each environment is played, by role: "env" trains, "test_env" and "valid_env" are held out.
+    """Returns how each environment is played, by role: "env" trains, "test_env" is held out.
 
     Raises: UserError for what an environment does not take.
     """
@@ -203,9 +198,6 @@ def resolve_environments(config: EnvConfig, held_out: HeldOutConfig, limits: Lim
     if held_out.test_env_name:
         name = test_name(held_out.test_env_name)
         environments["test_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
-    if held_out.valid_env_name:
-        name = test_name(held_out.valid_env_name, default="valid")
-        environments["valid_env"] = resolve_settings(config, name, *own_limits, overrides, is_inherited=True)
     check_files(config, [settings.name for settings in environments.values()])
     return environments
 

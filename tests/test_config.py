@@ -435,7 +435,7 @@ def test_lmpos_flags_are_options_of_training():
 
 @pytest.mark.parametrize("command", [eval.Command, sampling.Command], ids=["eval", "sampling"])
 def test_commands_have_no_option_that_only_training_reads(command):
-    of_training = {"test_env_name", "valid_env_name", "test_interval"}
+    of_training = {"test_env_name", "test_interval"}
     assert of_training <= options_of(grpo.Config).keys()
     assert not of_training & options_of(command).keys()
 

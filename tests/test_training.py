@@ -741,13 +741,13 @@ def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(
 
     def scripted(*arguments):
         metrics, episodes = evaluate_held_out(*arguments)
-        return metrics | {"valid_env/return": next(scores)}, episodes
+        return metrics | {"test_env/return": next(scores)}, episodes
 
     monkeypatch.setattr(grpo, "evaluate_held_out", scripted)
     subjects = tmp_path / "subjects.txt"
     subjects.write_text("\n".join("abcdefghijklmno"))
     options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "save_best": 1}
-    options |= {"lr_schedule": "linear", "max_steps": 10000, "test_interval": 1, "valid_env_name": "poem-test"}
+    options |= {"lr_schedule": "linear", "max_steps": 10000, "test_interval": 1, "test_env_name": "poem-test"}
     train(*arguments(**FLAGS | options | {"save_dir": tmp_path / "run", "save_rollouts": "all"}))
     files = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
     steps = [[json.loads(line) for line in file.open()] for file in files]

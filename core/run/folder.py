@@ -471,7 +471,7 @@ def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -
 
 def selection_score(metrics: Mapping[str, float]) -> float | None:
     """Returns the held-out return by which --save_best chooses, None where nothing was evaluated."""
-    return metrics.get("valid_env/return", metrics.get("test_env/return"))
+    return metrics.get("test_env/return")
 
 
 def stop_trace() -> None:

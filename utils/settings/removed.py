@@ -36,6 +36,7 @@ REMOVED: Mapping[str, Removed] = {
     "sample_interval": Removed(10, "examples are printed every --test_interval steps"),
     "test_greedy": Removed(False, "a saved model is evaluated by core/eval.py --temperature 0"),
     "unroll_layers": Removed(False, "layers are unrolled for small models on a CPU"),
+    "valid_env_name": Removed("", "give --test_env_name X-valid, and core/eval.py evaluates X-test at the end", True),
     "wandb_group": Removed("", "set WANDB_RUN_GROUP in the environment"),
     "wandb_mode": Removed("", "set WANDB_MODE in the environment"),
 }
