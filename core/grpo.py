@@ -212,10 +212,9 @@ def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "
     return has_signal(rewards, config.objective).any(axis=0)
 
 
-def training_rewards(episodes: Episodes, config: Config) -> Float[np.ndarray, "B"]:
-    """Returns each row's reward; NaN where the grader failed, unless --on_reward_failure is zero: it is dropped."""
-    is_dropped = episodes.failed & (config.rewards.on_reward_failure == "drop")
-    return np.where(is_dropped, np.float32(np.nan), episodes.scores["return"])
+def training_rewards(episodes: Episodes) -> Float[np.ndarray, "B"]:
+    """Returns each row's reward; NaN where the grader failed: it is dropped."""
+    return np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
 
 
 def make_batch(episodes: Episodes, config: Config) -> Batch:
@@ -230,14 +229,14 @@ def rollout_batch(episodes: Episodes, config: Config) -> Batch:
         completions.tokens,
         completions.mask,
         completions.logprobs,
-        training_rewards(episodes, config),
+        training_rewards(episodes),
         completions.lengths,
         completions.prompt_lengths,
         completions.finished,
         completions.support,
         completions.routes,
         np.arange(len(episodes.texts)),
-        token_rewards(episodes, training_rewards(episodes, config)),
+        token_rewards(episodes, training_rewards(episodes)),
         extras=episodes.extras,
         group_size=config.update.group_size,
     )

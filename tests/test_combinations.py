@@ -214,9 +214,9 @@ def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, l
         num_tokens = LIMIT if stops[i] == "max_tokens" else lengths[i]
         is_correct = kind != "games" or rows[i][-1][0] == "D"
         extra.append(0.0 if failed[i] else length_reward(flags["length_reward"], num_tokens, is_correct))
-        # Of a failed episode there is nothing; what has no grade is no part of a baseline, or a reward of 0.
+        # Of a failed episode there is nothing; what has no grade is no part of a baseline.
         rewards[i] = [0.0] * len(rows[i]) if failed[i] else [*rewards[i][:-1], rewards[i][-1] + extra[i]]
-    counted = [flags["on_reward_failure"] == "zero" or not failure for failure in failed]
+    counted = [not failure for failure in failed]
     advantages, signal = [], []
     for first in range(0, len(rows), G):
         group = range(first, first + G)
@@ -253,7 +253,6 @@ FLAGS = {
     "do_truncation_filter": (False, True),
     "length_reward": ("", "overlong", "cosine"),
     "do_group_filter": (False, True),
-    "on_reward_failure": ("drop", "zero"),
 }
 COMPARISONS = (
     {"advantage": "group_mean"},
@@ -290,7 +289,7 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
             turns = np.cumsum(np.diff(behind, prepend=behind[0]) > 1)
             np.testing.assert_allclose(found[mask], np.array(advantages[row])[turns], atol=2e-6, err_msg=str(flags))
             assert turns[-1] == len(rewards[row]) - 1 and not found[~mask].any()
-    assert len(sizes) > 5, "filters and turns make a difference"
+    assert len(sizes) > 3, "filters and turns make a difference"
 
 
 @pytest.mark.parametrize("policy", ["LoRA", "int8"])

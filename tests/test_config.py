@@ -284,7 +284,7 @@ def test_numbers_that_no_array_holds_are_refused_by_name(command, capsys):
     """All options times NaN, infinity, what float32 rounds to either or to 0, and seeds that JAX takes for others."""
     hostile = {float: ["nan", "inf", "-1e39", "1e-40"], int: [2**31, -(2**31), 2**32, 2**64, "9" * 5000]}
     cases = [(known.name, x) for known in options_of(command).values() for x in hostile.get(known.type, [])]
-    assert len(cases) >= 60
+    assert len(cases) >= 50
     for name, value in cases:
         assert f"--{name}" in mistake(f"--{name}={value}", capsys, command)
     assert make_config(command, seed=2**31 - 1, temperature=1e-30)

@@ -25,12 +25,6 @@ class RewardConfig:
         ["", "overlong", "cosine"],
     )
     score_timeout: float = option(10.0, "Time limit for scoring one completion, seconds", resumable=True)
-    on_reward_failure: str = option(
-        "drop",
-        "Treatment of rollouts whose reward failed or timed out; drop: left out of the group's baseline and of the "
-        "loss, zero: a reward of 0",
-        ["drop", "zero"],
-    )
     num_score_workers: int = option(
         0, "Processes that score completions; 0: one per CPU core, at most 16", resumable=True
     )

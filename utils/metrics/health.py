@@ -22,8 +22,8 @@ class Symptom(NamedTuple):
 
 SYMPTOMS = (
     Symptom("env/reward_errors", lambda now, *_: now > 0,
-            "the reward failed for {now:.0f} replies of the step, which --on_reward_failure leaves out or scores 0: "
-            "see reward_failures.jsonl"),
+            "the reward failed for {now:.0f} replies of the step, which are dropped: see "
+            "reward_failures.jsonl"),
     Symptom("env/reward_timeouts", lambda now, *_: now > 0,
             "the reward took too long for {now:.0f} replies of the step: raise --score_timeout"),
     Symptom("env/groups_without_signal", lambda now, *_: now > 0.9,
