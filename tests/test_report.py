@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from core.records import Batch, Completions, Episodes
+from core.records import Batch, Completions, Episodes, Progress
+from core.run.folder import Run
 from core.run.rollouts import rollout_rows, score_arrays
 from utils.evaluation.estimates import mean_and_ci
 from utils.metrics.logger import Logger
@@ -69,6 +70,19 @@ def coloured_row(i: int) -> dict:
 
 
 # Without a browser
+
+
+@pytest.mark.parametrize("updates", [1, 0])
+def test_a_run_ends_with_the_verdict_of_its_report(updates, tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    with Logger(folder, resume_step=30) as logger:
+        logger.log(31, {"num_updates": updates})
+        Run.print_summary(SimpleNamespace(layout=SimpleNamespace(is_main=True), directory=folder, model_dir="base",
+                                          print=logger.say), Progress(step=31))  # fmt: skip
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
+    assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")
+    assert any("the saved model is base, unchanged" in line for line in lines) == (not updates)
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())

@@ -306,18 +306,12 @@ def on_devices(mesh: Mesh, f: Callable[..., PyTree], in_specs: PyTree, out_specs
     if is_on_each():
         mesh = jax.sharding.get_abstract_mesh()
         axis_names = {"tp"}
-        in_specs, out_specs = jax.tree.map(without_rows, (in_specs, out_specs), is_leaf=is_partition)
+        in_specs, out_specs = jax.tree.map(
+            lambda spec: PartitionSpec(*(None if name == ROWS else name for name in spec)),
+            (in_specs, out_specs),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False)
-
-
-def is_partition(x: PyTree) -> bool:
-    """True if this is the partition of one array."""
-    return isinstance(x, PartitionSpec)
-
-
-def without_rows(spec: PartitionSpec) -> PartitionSpec:
-    """Returns the partition of arrays that are cut by rows already."""
-    return PartitionSpec(*(None if name == ROWS else name for name in spec))
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axis: str | None) -> int:

@@ -105,8 +105,9 @@ def open_sinks(
 ) -> list[GuardedSink]:
     """Returns the sinks that are switched on; `settings` is the run's configuration, which they show."""
     sinks = []
-    if uses_wandb(config):
-        if not asks_for_wandb(config):
+    is_asked = asks_for_wandb(config)
+    if os.environ.get("WANDB_MODE") != "disabled" and (is_asked or has_wandb_login()):
+        if not is_asked:
             print("wandb: there is a login, so this run is logged; WANDB_MODE=disabled leaves it off.")
         sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
     if config.tensorboard:
@@ -119,11 +120,6 @@ def open_sinks(
 def asks_for_wandb(config: SinkConfig) -> bool:
     """True if an option names a run or a project at wandb."""
     return bool(config.wandb_name or config.wandb_project)
-
-
-def uses_wandb(config: SinkConfig) -> bool:
-    """True if an option asks for wandb, or there is a login, and WANDB_MODE is not "disabled"."""
-    return os.environ.get("WANDB_MODE") != "disabled" and (asks_for_wandb(config) or has_wandb_login())
 
 
 class Wandb:
