@@ -26,7 +26,7 @@ SMALL = {
     "max_steps": STEPS, "groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 0, "do_group_filter": 0,
     "save_interval": 2, "test_interval": 2, "num_eval_tasks": 4, "save_rollouts": "all", "num_score_workers": 1,
 }  # fmt: skip
-DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64, "device_type": "cpu"} | SMALL
+DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64} | SMALL
 POEM = FLAGS | SMALL | {"env_options": "subjects_file=subjects.txt"}
 
 
