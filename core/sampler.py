@@ -27,7 +27,7 @@ from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
-from utils.batching import bucket, concatenate, live_slots, round_up
+from utils.batching import bucket, concatenate, few_widths, live_slots, round_up
 from utils.devices.sharding import Layout, on_each, single_device
 from utils.devices.threads import take_turns
 from utils.runs.shutdown import Stop
@@ -247,6 +247,15 @@ class Sampler:
                 lengths += [min(steps, num_tokens - start) for start in range(0, num_tokens, steps)]
         return lengths
 
+    def cache_columns(self, num_tokens: int) -> int:
+        """Returns the width of a cache that holds these tokens of completions: one of few, each with its programs.
+
+        A CPU compiles one for longer than it reads masked columns; accelerators are bound by what they read.
+        """
+        if self.layout.is_cpu:
+            return few_widths(num_tokens, self.max_new_tokens)
+        return bucket(max(num_tokens, self.max_new_tokens // 8))
+
     def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
         """Returns the completion's length where these columns hold a stop token or complete a stop string."""
         is_stop = np.isin(tokens[start:stop], self.stop_ids)
@@ -369,9 +378,10 @@ class Chain:
         The first call gathers it from rows of the prompts' cache, one a slot, so that it inherits their sharding.
         Columns without a token yet are masked.
         """
-        if bucket(num_tokens) <= self.width:
+        width = self.sampler.cache_columns(num_tokens)
+        if width <= self.width:
             return
-        self.width = bucket(num_tokens)
+        self.width = width
         num_slots = len(self.slots)
         num_cache_rows = len(jax.tree.leaves(self.cache)[0])
         source = np.arange(num_slots) * num_cache_rows // num_slots

@@ -18,10 +18,12 @@ from kill_runs import arguments, virtual_devices
 
 from core import grpo
 from core.config import Config
+from core.sampler import Sampler
 from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer
+from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
@@ -35,6 +37,13 @@ HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearl
     MODEL, output_gate=True, partial_rotary_factor=0.5, num_hidden_layers=4, delta=DeltaShape(2, 4, 8, 16, kernel=4),
     layer_types=(LINEAR, LINEAR, LINEAR, FULL), rms_norm_eps=1.0,
 )  # fmt: skip
+
+
+class GrowingSampler(Sampler):
+    """A sampler whose cache has more widths than few tokens have on a CPU."""
+
+    def cache_columns(self, num_tokens: int) -> int:
+        return bucket(num_tokens)
 
 
 def train_here(folder: Path, **flags) -> int:

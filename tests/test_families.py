@@ -6,10 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import assert_close, depth, gradient_depth, on_four_devices, slow
+from helpers import GrowingSampler, assert_close, depth, gradient_depth, on_four_devices, slow
 
 from core.records import Completions
-from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder
 from models.checkpoint import load_model
@@ -34,7 +33,7 @@ def generate(model: Decoder, params: Params, layout: Layout) -> Completions:
     """Draws in segments, so that the cache grows and rows that have ended leave."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in LENGTHS]
-    sampler = Sampler(model, LIMIT, STOPS, segment=10, layout=layout)
+    sampler = GrowingSampler(model, LIMIT, STOPS, segment=10, layout=layout)
     return sampler.generate(sampler.load_weights(params), prompts, np.arange(len(prompts)), G, jax.random.key(0))
 
 

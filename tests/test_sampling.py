@@ -14,7 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HYBRID, MODEL, Letters, assert_close, depth, on_four_devices, on_layout, random_params, slow
+from helpers import (
+    HYBRID,
+    MODEL,
+    GrowingSampler,
+    Letters,
+    assert_close,
+    depth,
+    on_four_devices,
+    on_layout,
+    random_params,
+    slow,
+)
 
 from core.extensions.forced import with_forced_answer
 from core.records import Completions
@@ -276,7 +287,7 @@ def test_nor_on_compaction():
     assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), compact=False))), completions(stopped()))
 
 
-HYBRID_SAMPLER = Sampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
+HYBRID_SAMPLER = GrowingSampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
 
 
 @cache

@@ -145,7 +145,7 @@ def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
 def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:
     """Returns the steps of each segment and the columns of the cache in it."""
     steps = sampler.segments()
-    return list(zip(steps, map(bucket, np.cumsum(steps).tolist()), strict=True))
+    return list(zip(steps, map(sampler.cache_columns, np.cumsum(steps).tolist()), strict=True))
 
 
 def num_slots_after(sampler: Sampler, num_slots: int) -> int:
