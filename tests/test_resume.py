@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -524,10 +525,11 @@ def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_
     assert "node7" in other_machine.read_text(), "untouched"
 
 
-STALE = {  # contents of a lock file; "no exchange": of a file system like NFS
+STALE = {  # contents of a lock file; "no exchange": of a file system like NFS; "container": one that is gone
     "silent": marker(12, seconds=0.3), "old": marker(12, seconds=0.3), "removed meanwhile": marker(12, seconds=0.3),
     "no exchange": marker(12, seconds=0.3), "escapes": marker(12, "node7\x1b]0;title\x07", seconds=0.3),
     "damaged": "\udcff", "empty": "",
+    "container": marker(os.getpid(), f"{socket.gethostname()}?pidns-1", seconds=0.3),
     "lmpo before filelock": '{"pid": 12, "host": "node7"}\n',
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 from pathlib import Path
 
 from filelock import LeaseSettingsMismatch, OwnerRecord, SoftFileLease, Timeout
@@ -74,14 +73,15 @@ class FolderLock:
 
 
 def is_running_here(holder: OwnerRecord) -> bool:
-    """True if a process of this machine has the number of the holder, even one that is stopped."""
-    try:
-        os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        pass
-    return holder.hostname.startswith(socket.gethostname())
+    """True if the holder runs on this machine, even if it is stopped; False also where there is no /proc.
+
+    Its start tells it from another process of its number, as containers have them. filelock records the ticks since the
+    start of the machine in the lower 64 bits.
+    """
+    with contextlib.suppress(OSError):
+        state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
+        return state != "Z" and holder.start is not None and holder.start % 2**64 == int(fields[18])
+    return False
 
 
 def in_use_message(path: Path, holder: OwnerRecord | None) -> str:
