@@ -423,6 +423,14 @@ def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(na
     assert first == again != other
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_what_the_run_before_wrote_and_cannot_be_read_is_not_compared(content, tmp_path, capsys):
+    file = tmp_path / "data.json"
+    file.write_bytes(content)
+    fingerprints.compare_runs(file, {"a": "5 problems, digest 0"}, "auto")
+    assert "warning: the data are not compared with those of the run before" in capsys.readouterr().out
+
+
 def test_processes_that_see_different_data_stop():
     class Other:
         """A layout of two processes, of which the other one's fingerprint is broadcast."""

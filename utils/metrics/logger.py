@@ -140,17 +140,14 @@ class Logger:
         cells = [f"{metrics['times/step']:>5.1f}s"]
         self.step_times.append(metrics["times/step"])
         seconds = (self.num_steps - step) * statistics.median_low(self.step_times)
-        seconds += self.num_tests_left(step) * self.test_time
+        interval, last = self.test_interval, self.num_steps - 1
+        num_tests = last // interval - step // interval + 1 if interval else 1  # at intervals, and after the last step
+        seconds += num_tests * self.test_time
         size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
         bound = "<" if len(self.step_times) == 1 else ""  # the first step compiles
         if step < self.num_steps:
             cells.append(f"{bound + format(seconds / size, '.0f'):>3}{unit} left")
         return cells
-
-    def num_tests_left(self, step: int) -> int:
-        """Returns how many evaluations follow the one of this step: at intervals, and after the last step."""
-        last = self.num_steps - 1
-        return last // self.test_interval - step // self.test_interval + 1 if self.test_interval else 1
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: the prompt, the completion, and its reward."""

@@ -97,14 +97,12 @@ class Terminal:
             with self.lock:
                 if not self.waits:
                     continue
-                wait = self.compiling or self.current()
+                # The innermost wait, or of several threads' the last one whose progress is known.
+                innermost = next((wait for wait in reversed(self.waits) if wait.total), self.waits[-1])
+                wait = self.compiling or innermost
                 if time.perf_counter() - wait.start > DELAY:
                     width = shutil.get_terminal_size().columns - 1
                     self.replace_line(str(wait)[:width])
-
-    def current(self) -> Wait:
-        """Returns the innermost wait, or of several threads' the last one whose progress is known."""
-        return next((wait for wait in reversed(self.waits) if wait.total), self.waits[-1])
 
     def replace_line(self, text: str) -> None:
         """Replaces the line; the next text that is printed overwrites it."""

@@ -7,8 +7,6 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Protocol
 
 import jax
 from etils import epath
@@ -22,13 +20,6 @@ from utils.settings.errors import UserError
 
 Progress = dict[str, JSON]  # of a run: step, cursor and the like
 NUM_STATES = 2  # kept, the latest
-
-
-class Unraisable(Protocol):
-    """The fields used here of sys.unraisablehook's argument."""
-
-    exc_value: BaseException | None
-    exc_traceback: TracebackType | None
 
 
 class CheckpointManager:
@@ -144,10 +135,10 @@ class LateCallbacks:
     the other writes to it, from threads of its own. All other errors go to the hook that was there before.
     """
 
-    def __init__(self, previous: Callable[[Unraisable], None]):
+    def __init__(self, previous: Callable[["sys.UnraisableHookArgs"], None]):
         self.previous = previous
 
-    def __call__(self, unraisable: Unraisable) -> None:
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
         frames = traceback.extract_tb(unraisable.exc_traceback)
         names = [frame.name for frame in frames[-2:]]
         is_late = isinstance(unraisable.exc_value, RuntimeError) and names == ["call_soon_threadsafe", "_check_closed"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
-from utils.runs.resume import refuse_changes
+from utils.runs.resume import read_before, refuse_changes
 from utils.settings.errors import UserError
 
 NUM_SAMPLED = 64  # problems of a generated environment that are compared; of rows, all are
@@ -69,16 +69,7 @@ def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> 
 
     Raises: UserError naming what has changed, unless `resume` is "force".
     """
-    try:
-        old = json.loads(before.read_bytes())
-    except FileNotFoundError:  # a run of an earlier version
-        return
-    except (OSError, ValueError, RecursionError) as error:
-        old = error
-    if not isinstance(old, dict):
-        reason = f": {old}" if isinstance(old, Exception) else ""
-        print(f"warning: {before} cannot be read, so the data are not compared with those of the run before{reason}")
-        return
+    old = read_before(before, "data") if before.exists() else {}  # a run of an earlier version has none
     changes = [
         f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new
     ]

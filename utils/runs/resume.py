@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from utils.metrics.jsonl import JSON
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
 from utils.settings.removed import REMOVED, check_removed
@@ -21,14 +22,7 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
     """
     if resume == "never":
         raise UserError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
-    try:
-        before = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        before = error
-    if not isinstance(before, dict):
-        reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
-        print(f"warning: the settings are not compared with those of the run before ({reason})")
-        return
+    before = read_before(file, "settings")
     for name in before.keys() & REMOVED.keys():
         check_removed(name, before[name], f"{name}={before[name]!r} in {file}", is_forced=resume == "force")
     may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
@@ -41,6 +35,19 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
     if any(change.startswith(f"--{name} ") for name in LENGTH for change in changes):
         advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
     refuse_changes(file.parent, "settings", changes, resume, advice)
+
+
+def read_before(file: Path, noun: str) -> dict[str, JSON]:
+    """Returns what the run before has written into a file; empty, with a warning, where that cannot be read."""
+    try:
+        before = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        before = error
+    if isinstance(before, dict):
+        return before
+    reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
+    print(f"warning: the {noun} are not compared with those of the run before ({reason})")
+    return {}
 
 
 def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str, advice: str) -> None:
