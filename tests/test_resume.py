@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from filelock import SoftFileLease
 from helpers import MODEL, ROOT, gradient_depth, rounding, train_here
 from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 
@@ -558,6 +559,15 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
     assert f"pid={os.getpid()}\n" in other_machine.read_text()
     held.release()
     assert not [*other_machine.parent.iterdir()]
+
+
+def test_of_two_that_take_a_stale_lock_the_first_has_it(other_machine, monkeypatch):
+    monkeypatch.setattr(lock, "SILENCE", 0.3)
+    other_machine.write_text(marker(12, seconds=0.3))
+    monkeypatch.setattr("filelock._soft.exchange_names", lambda *_: False)
+    monkeypatch.setattr(SoftFileLease, "force_break", lambda _: other_machine.write_text(marker(13, seconds=0.3)))
+    with pytest.raises(UserError, match="is in use by process 13 on node7"):
+        FolderLock(other_machine.parent)
 
 
 def test_a_killed_run_frees_its_folder_at_once_and_a_stopped_one_keeps_it(tmp_path, capsys):

@@ -48,13 +48,14 @@ class FolderLock:
         def is_alive() -> bool:
             return last_heartbeat(self.path) not in (first, 0)
 
-        try:
+        with contextlib.suppress(Timeout):
             self.lease.acquire(blocking=True, timeout=SILENCE * 1.1, poll_interval=SILENCE / 100, cancel_check=is_alive)
-        except Timeout:
-            if is_alive():
-                raise UserError(in_use_message(self.path, self.lease.owner)) from None
+        if not self.lease.is_locked and not is_alive():
             self.lease.force_break()  # on NFS, which cannot exchange two names, filelock takes no file over
-            self.lease.acquire()
+            with contextlib.suppress(Timeout):
+                self.lease.acquire()
+        if not self.lease.is_locked:
+            raise UserError(in_use_message(self.path, self.lease.owner))
 
     @property
     def is_lost(self) -> bool:
