@@ -225,7 +225,7 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
 def shape_advantages(
     advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ObjectiveConfig
 ) -> Float[np.ndarray, "B D"]:
-    """Returns advantages normalised over the batch, clipped and weighed, as far as the settings ask for it."""
+    """Returns advantages normalised over the batch, clipped and weighed as the settings say."""
     if config.do_global_normalization:
         is_per_token = advantages.shape[1] > 1
         counted = batch.mask if is_per_token else keep[:, None]

@@ -184,7 +184,7 @@ class Learner:
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
     def chains(self, batch: Batch, max_rows: int) -> list[Iterator[Rows]]:
-        """Returns the micro-batches of a batch, in as many parts as are to be computed at the same time.
+        """Returns the micro-batches of a batch, in a part for each chain of them.
 
         Each has rows of similar length, and is built on the host when needed. `max_rows`: rows of a batch from which
         none was dropped.

@@ -100,7 +100,7 @@ def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> T
 
 @formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0")
 def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
-    """Loss of SAPO: a soft gate in the place of the clip. Source: arXiv 2511.20347."""
+    """Loss of SAPO: a soft gate in place of the clip. Source: arXiv 2511.20347."""
     tau = jnp.where(batch.advantages > 0, 1.0, 1.05)
     ratio = jnp.exp(logprobs - batch.old_logprobs)
     gate = jax.nn.sigmoid(tau * (ratio - 1))
@@ -404,7 +404,7 @@ def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: LossConfig)
 
 
 def importance_weights(log_ratio: Float[Array, "B T"], config: LossConfig) -> Float[Array, "B #T"]:
-    """Weights that make up for sampling with other probabilities than old ones.
+    """Weights that correct for sampling with probabilities other than the old ones.
 
     Source: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
     """
@@ -432,7 +432,7 @@ def value_loss(values: Float[Array, "B T"], batch: Batch, config: LossConfig) ->
 def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.ndarray]:
     """Returns the metrics of an optimiser batch from those of its micro-batches, as their names say: see `policy_loss`.
 
-    The same sums of parts that were cut otherwise are what the tests compare: there a mean of a micro-batch fails.
+    Tests compare them for micro-batches of other sizes: a metric that is a mean of a micro-batch fails there.
     """
     reductions = {"max": np.nanmax, "min": np.nanmin}
     metrics = {}

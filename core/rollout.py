@@ -192,7 +192,7 @@ class Replies:
         self.lock = Lock()  # the chains of a sampler call from threads
 
     def open(self, rows: range) -> Sequence[Problem]:
-        """Returns the problems of these rows, one for each group: what a reply answers is known before."""
+        """Returns the problems of these rows, one for each group; single replies need no opening."""
         return self.problems[rows.start // self.num_samples : rows.stop // self.num_samples]
 
     def listen(self, sampler: Sampler, first_row: int, wait: Wait) -> Sampler:
@@ -242,7 +242,7 @@ class Replies:
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
     def records(self) -> dict[str, list]:
-        """Returns what else the fields of Episodes hold of conversations: nothing of single replies."""
+        """Returns the fields of Episodes that conversations have: none for single replies."""
         return {}
 
     def texts(self) -> list[str]:
@@ -262,7 +262,7 @@ def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, n
 def with_length_reward(episodes: Episodes, limit: int, config: RewardConfig) -> Episodes:
     """Returns the episodes with --length_reward in their scores, 0 where the reward failed.
 
-    `limit`: most tokens of a completion, or of an episode with what was said in it; one that it cut off counts as full.
+    `limit`: most tokens of a completion, or of an episode with what was said in it; what it cut off counts as full.
     """
     completions = episodes.completions
     lengths = np.where(completions.finished, completions.lengths - completions.prompt_lengths, limit)

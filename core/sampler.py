@@ -157,7 +157,7 @@ class Drawn:
 class Sampler:
     """Draws completions of prompts.
 
-    The key of a draw is made from (key, draw id of the prompt, number of the sample, token), so draws do
+    The key of a draw is made from (key, position of the group, number of the sample, token), so draws do
     not depend on the batch, the row's position in it, compaction or the number of devices.
     """
 
@@ -212,7 +212,7 @@ class Sampler:
     def draw(
         self, weights: Weights, prompts: Sequence[list[int]], keys: UInt32[np.ndarray, "B 2"]
     ) -> Completions:
-        """Draws a completion for each key; those of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
+        """Draws a completion for each key; keys of a prompt are adjacent. Raises: Stop once it is `cancelled`."""
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
@@ -389,7 +389,7 @@ class Chain:
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the keys of `num_samples` draws of each prompt, those of a prompt adjacent."""
+    """Returns the keys of `num_samples` draws of each prompt; keys of a prompt are adjacent."""
     samples = np.tile(np.arange(num_samples), len(positions))
     return row_keys(key, np.repeat(np.asarray(positions), num_samples), samples)
 
