@@ -31,7 +31,7 @@ from models.names import Array, Weights
 from utils.batching import bucket
 
 FEWEST_MATCHES, MOST_MATCHES = 2, 8  # last tokens of a row that are looked up
-TAIL_SLOTS, TAIL_SLOTS_ON_CPU = 16, 2  # of a shard: with so few, a pass is bound by the weights and not by its tokens
+TAIL_SLOTS, TAIL_SLOTS_ON_CPU = 16, 2  # of a shard: with this few a pass is bound by the weights, not by its tokens
 PASSES = 8  # between two transfers to the host
 MIN_GAIN = 1.5  # tokens of a pass and row below which segments are taken to be faster
 PAUSE = 128  # tokens of a row that are then drawn in segments

@@ -38,7 +38,7 @@ def in_memory(kind: str, tree: PyTree, keep: bool = False) -> PyTree:
 def fingerprint(state: PyTree) -> list[UInt[jax.Array, ""]]:
     """Returns a number for each array; it changes with any bit, and is the same on every mesh.
 
-    The sum, modulo 2^32, of all elements' bits mixed with their place: one wrong element always shows, more of them but
+    The sum, modulo 2^32, of all elements' bits mixed with their index: one wrong element always shows, more of them but
     once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
     """
     by_mesh: dict[frozenset[jax.Device], list[jax.Array]] = {}

@@ -91,7 +91,7 @@ def raise_file_limit() -> None:
 
 
 def keep_memory() -> None:
-    """Leaves the temporaries of a program to the next one: zeroing fresh pages took 40% of an update on two cores.
+    """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
     LARGE ones are excepted: smaller arrays end up in the place of one that was freed, so that the next one does not fit
     there and the heap grows (with 135M parameters an update peaked at 9 GB, now at 5). Their pages are zeroed each

@@ -21,7 +21,7 @@ ENDS = ("/quit", "/exit", "exit", "quit")
 
 
 class Model(Protocol):
-    """A model that one can talk to."""
+    """A model to chat with."""
 
     name: str
 

@@ -188,7 +188,7 @@ def count_majorities(groups: Groups, num_silent: int) -> Float[np.ndarray, "G_an
     """Returns the chance that the majority of k samples is right, for k = 0 ... G.
 
     `groups` are the votes of each answer and the share of them that is right, `num_silent` samples have no answer.
-    For each number of votes that wins, the subsets are counted in which the winners have so many and all others fewer.
+    For each winning number of votes, subsets are counted whose winners have this number and all others fewer.
     Each of the winners wins the lot with probability 1 / their number.
     """
     sizes = [size for size, _ in groups]

@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 
 class Wait:
-    """Something that is waited for, and how much of it is done."""
+    """A wait, with its progress."""
 
     def __init__(self, name: str, total: int = 0, unit: str = ""):
         self.name = name
@@ -81,7 +81,7 @@ class Terminal:
         threading.Thread(target=self.draw_forever, daemon=True).start()
 
     def on_compilation(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
-        """Notes the begin and the end of a compilation; JAX calls it in the thread that compiles."""
+        """Records the start and the end of a compilation; JAX calls it in the thread that compiles."""
         if event == LOWERED:
             name = fun_name.removeprefix("jit(").removesuffix(")")
             self.compiling = Wait(f"compiling {name}")
