@@ -131,7 +131,8 @@ def weight_shapes(table: PyTree) -> PyTree:
 def gradient(command: Command, layout: Layout, model: Decoder, is_packed: bool = True) -> Program:
     """Returns the program of a micro-batch, with shapes of its arguments."""
     config = Config()
-    settings = make_optimizer(config.optimizer), layout, config, command.columns, command.rows * command.columns
+    num_tokens = command.columns - config.sampling.prompt_length  # so that rows have these columns
+    settings = make_optimizer(config.optimizer), layout, config, num_tokens, command.rows * command.columns
     learner = Learner(model, *settings)
     batch, packing = zero_batch(learner, command.columns, command.rows)
     params = weight_shapes(model.parameter_table())

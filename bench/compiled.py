@@ -408,7 +408,8 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     optimizer = make_optimizer(config.optimizer)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
-    settings = model, optimizer, layout, config, width, num_rows * width
+    num_tokens = width - config.sampling.prompt_length  # so that rows have this width
+    settings = model, optimizer, layout, config, num_tokens, num_rows * width
     imagined = ImaginedLearner(*settings, base=base)
     return update_programs(imagined, state, width)
 

@@ -31,6 +31,7 @@ from models.speed import training_flops
 from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
+    Fractions,
     Microbatch,
     RowSizes,
     bucket,
@@ -74,7 +75,7 @@ class Learner:
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # what was decided about memory
     sampling_room: int = 0  # bytes per device for the rows sampled at once
-    scored: Sequence[int] = (4, 8)  # eighths of packed tokens that may be scored: see plan_microbatches
+    fractions: Fractions = Fractions()  # fewer shapes are padded more, and compiled sooner
 
     def policy(self, params: Params | Adapters) -> Policy:
         """Returns the policy whose trained parameters these are."""
@@ -191,8 +192,8 @@ class Learner:
         """
         sizes = row_sizes(batch)
         shards = self.layout.row_shards
-        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.row_length, self.scored
-        plan = plan_microbatches(sizes, *settings)
+        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.row_length
+        plan = plan_microbatches(sizes, *settings, self.fractions)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 
         def make_rows(plan: Sequence[Microbatch]) -> Iterator[Rows]:

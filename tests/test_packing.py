@@ -13,7 +13,7 @@ from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD
 from models.packing import Packing, pack, pack_rows, unpack
 from tests.helpers import ROOT, assert_close, gradient_depth, slow
-from utils.batching import EMPTY, RowSizes, few_widths, plan_microbatches
+from utils.batching import EMPTY, ONE_SHAPE, RowSizes, few_widths, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4
@@ -66,8 +66,8 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, num_columns, a
     whole_prompts = (sizes.prompt_lengths - 1).sum()
     shared_prompts = whole_prompts / GROUP_SIZE
     num_completion_tokens = (sizes.lengths - sizes.prompt_lengths).sum()
-    cuts_groups = attention_cost or shards > 1 or num_columns < GROUP_SIZE * WIDTH  # by length is as cheap
-    most = whole_prompts if cuts_groups else shared_prompts
+    cuts_groups = attention_cost or num_columns < GROUP_SIZE * WIDTH
+    most = whole_prompts if cuts_groups else shared_prompts * (1 + shards / 2)  # shards may cut groups
     assert shared_prompts <= num_tokens - num_completion_tokens <= most
 
 
@@ -89,13 +89,14 @@ def test_rows_have_few_widths(longest, widths):
     assert few_widths(longest + 1, longest) > longest
 
 
-def test_micro_batches_of_a_width_have_one_shape():
+@pytest.mark.parametrize(("max_rows", "num_packed"), [(8, 256), (48, 160)], ids=["few", "many"])
+def test_micro_batches_of_a_width_have_one_shape(max_rows, num_packed):
     shapes = {}
     for seed in range(5):
-        for part in plan_microbatches(random_sizes(12, seed), 256, 2, 48, longest=240, scored=(8,)):
+        for part in plan_microbatches(random_sizes(12, seed), 256, 2, max_rows, longest=240, fractions=ONE_SHAPE):
             shape = part.rows.size, part.num_scored, part.num_packed
             assert shapes.setdefault(part.width, shape) == shape
-    assert shapes == {64: (8, 160, 160)}
+    assert shapes == {64: (8, num_packed, num_packed)}
 
 
 def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:

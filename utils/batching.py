@@ -122,6 +122,21 @@ def full_rows(num_rows: int, width: int) -> RowSizes:
     return RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, width), scored)
 
 
+class Fractions(NamedTuple):
+    """Sizes of packings: eighths of a micro-batch's columns for tokens, and of the packed tokens for scored ones.
+
+    Each pair is a shape to compile, for each width of rows.
+    """
+
+    packed: Sequence[int] = (2, 3, 4, 6, 8)
+    scored: Sequence[int] = (4, 8)
+
+
+FEW_SHAPES = Fractions(packed=(4, 8), scored=(8,))
+ONE_SHAPE = Fractions(packed=(8,), scored=(8,))
+MANY = 8  # micro-batches of a batch from which on the padding of the last one counts little: one packing will do
+
+
 class Microbatch(NamedTuple):
     """Rows of similar length in equal parts for each shard, and the shape that they are packed in: see Packing."""
 
@@ -139,7 +154,7 @@ class Room(NamedTuple):
     most_rows: int
     longest: int
     attention_cost: float  # of a pair of columns of a row, in packed tokens
-    scored: Sequence[int]  # eighths of packed tokens that may be scored
+    fractions: Fractions
 
 
 def plan_microbatches(
@@ -149,7 +164,7 @@ def plan_microbatches(
     max_rows: int,
     attention_cost: float = 0.0,
     longest: int = 0,
-    scored: Sequence[int] = (4, 8),
+    fractions: Fractions = Fractions(),  # noqa: B008 (frozen)
 ) -> list[Microbatch]:
     """Cuts rows into micro-batches of at most `tokens_per_shard` columns of rows for each shard, longest first.
 
@@ -157,19 +172,21 @@ def plan_microbatches(
     shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens.
 
     A run has few shapes to compile. The width of a micro-batch, one of `few_widths` with `longest` (most columns of a
-    row; 0: of these), gives its rows, no more than hold `max_rows`, and its room for packed tokens: five eighths of the
-    columns that fit. Of `scored`, eighths of packed tokens, it takes the first that holds its scored ones.
+    row; 0: of these), gives its rows, no more than hold `max_rows`. The packed tokens that it has room for are one of
+    the `fractions`; five eighths, which rows of nearly all widths fill, where a batch has MANY micro-batches.
     """
     most_rows = power_above(-(-max_rows // shards))
     longest = longest or int(sizes.lengths.max())
-    room = Room(tokens_per_shard, shards, most_rows, longest, attention_cost, scored)
+    if most_rows * longest >= MANY * tokens_per_shard:
+        fractions = fractions._replace(packed=(5,))
+    room = Room(tokens_per_shard, shards, most_rows, longest, attention_cost, fractions)
     num_prompts = sizes.prompts.max() + 1
     longest_of_prompt = np.zeros(num_prompts, int)
     np.maximum.at(longest_of_prompt, sizes.prompts, sizes.lengths)
     longest = longest_of_prompt[sizes.prompts]
     by_length = np.argsort(-sizes.lengths, kind="stable")
     by_prompt = np.lexsort((sizes.prompts, -longest))
-    plans = [list(cut_rows(order, sizes, room)) for order in (by_length, by_prompt)]
+    plans = [list(cut_rows(order, sizes, room)) for order in (by_prompt, by_length)]
 
     def plan_cost(plan: list[Microbatch]) -> float:
         return sum(cost(len(part.rows) // shards, part.width, part.num_packed, room) for part in plan)
@@ -184,18 +201,32 @@ def cost(num_rows: int, width: int, num_packed: int, room: Room) -> float:
 
 def cut_rows(order: Int[np.ndarray, "B"], sizes: RowSizes, room: Room) -> Iterator[Microbatch]:
     """Yields micro-batches of rows in this order, of the same room for each width."""
+    shapes: dict[int, tuple[int, int]] = {}
     while order.size:
         width = few_widths(int(sizes.lengths[order].max()), room.longest)
-        fitting = max(1, room.tokens_per_shard // width)
-        fitting = 1 << fitting.bit_length() - 1  # the power of two below
-        num_rows = min(room.most_rows, fitting)
-        num_packed = max(width, min(num_rows * width, fitting * width * 5 // 8))  # any row fits
+        if width not in shapes:
+            shapes[width] = choose_shape(order, sizes, width, room)
+        num_rows, num_packed = shapes[width]
         parts = fill(order, sizes, num_rows, num_packed, room.shards)
         order = order[sum(map(len, parts)) :]
         num_tokens = max(int(sizes.select(part).scored.sum()) for part in parts)
-        fractions = [-(-num_packed * eighths // 8) for eighths in room.scored]
+        fractions = [-(-num_packed * eighths // 8) for eighths in room.fractions.scored]
         num_scored = next(fraction for fraction in fractions if fraction >= num_tokens)
         yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
+
+
+def choose_shape(order: Int[np.ndarray, "B"], sizes: RowSizes, width: int, room: Room) -> tuple[int, int]:
+    """Returns the rows and packed tokens of a shard that hold most tokens of the next rows for their cost."""
+    fitting = max(1, room.tokens_per_shard // width)
+    num_rows = min(room.most_rows, 1 << fitting.bit_length() - 1)  # the power of two below
+
+    def tokens_for_cost(num_packed: int) -> float:
+        parts = fill(order, sizes, num_rows, num_packed, room.shards)
+        num_tokens = sum(packed_tokens(sizes.select(part)) for part in parts)
+        return num_tokens / cost(num_rows, width, num_packed, room)
+
+    choices = [max(width, -(-num_rows * width * eighths // 8)) for eighths in room.fractions.packed]  # any row fits
+    return num_rows, max(choices, key=tokens_for_cost)
 
 
 def fill(

@@ -27,6 +27,7 @@ from models.names import ADAPTERS, LAYERS
 from models.packing import Packing, pack_rows
 from models.state import TrainState
 from utils.batching import (
+    ONE_SHAPE,
     bucket,
     few_widths,
     full_rows,
@@ -63,7 +64,7 @@ def precompile(
             continue
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         compile_programs(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
-    learner = replace(learner, scored=(8,))
+    learner = replace(learner, fractions=ONE_SHAPE)
     longest = max(lengths["env"]) + learner.num_generation_tokens
     row_lengths = range(min(lengths["env"]) + 1, longest + 1)
     for width in dict.fromkeys(few_widths(length, learner.row_length) for length in row_lengths):
@@ -191,7 +192,8 @@ def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Pack
     """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
     config, model, shards = learner.config, learner.model, learner.layout.row_shards
     sizes = full_rows(max_rows, width)
-    plan = plan_microbatches(sizes, learner.tokens_per_microbatch, shards, max_rows, scored=(8,))
+    settings = learner.tokens_per_microbatch, shards, max_rows, learner.attention_cost, learner.row_length
+    plan = plan_microbatches(sizes, *settings, ONE_SHAPE)
     rows, *shapes = plan[0]
     sizes = sizes.select(rows)
     num_layers, num_routes = model.route_shape
