@@ -24,7 +24,6 @@ from jaxtyping import Int
 from core.extensions.attach import with_options
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
-from envs.base import ForcedAnswer
 from envs.data.rows import check_text, read_file
 from envs.dataset import check_prompt
 from models.architecture import Decoder
@@ -254,7 +253,7 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     limit = 256 if limit < 0 else limit
     force_answer_at = max(0, config.sampling.force_answer_at)
     sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
-    return with_options(sampler, config.sampling.num_speculative_tokens, force_answer_at, ForcedAnswer())
+    return with_options(sampler, config.sampling.num_speculative_tokens, force_answer_at)
 
 
 def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> list[ChatModel]:

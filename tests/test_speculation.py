@@ -12,10 +12,9 @@ from test_sampling import IDS, KEY, LIMIT, PROMPTS, G, assert_same, completions,
 from core.config import Config
 from core.extensions import speculation
 from core.extensions.attach import with_options
-from core.extensions.speculation import look_up, with_speculation
+from core.extensions.speculation import look_up
 from core.records import Completions
 from core.sampler import Sampler
-from envs.base import ForcedAnswer
 from models.distribution import Distribution
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import make_config
@@ -74,7 +73,7 @@ def stops(model, every: int) -> tuple[int, ...]:
 @pytest.mark.usefixtures("all_rows_are_a_tail")
 def test_what_is_drawn_does_not_depend_on_drafts(name, model, distribution, every, num_drafted):
     sampler = Sampler(model, 3 * LIMIT, stops(model, every), distribution)
-    alone, found = draw_all(sampler), draw_all(with_speculation(sampler, num_drafted))
+    alone, found = draw_all(sampler), draw_all(with_options(sampler, num_drafted))
     assert_same(completions(found), completions(alone))
     np.testing.assert_array_equal(found.mask, alone.mask)
     for drawn in ("support", "routes"):
@@ -95,7 +94,7 @@ def sharp() -> Completions:
 
 def test_only_the_tail_is_drafted():
     heard = []
-    sampler = with_speculation(SHARP, 3)
+    sampler = with_options(SHARP, 3)
     found = draw_all(replace(sampler, on_segment=lambda *segment: heard.append(segment)))
     assert_same(completions(found), completions(sharp()))
     drafted = np.flatnonzero(found.num_drafted)
@@ -108,7 +107,7 @@ def test_only_the_tail_is_drafted():
 def draw_with_drafts_on_four_devices(file: str) -> None:
     speculation.TAIL_SLOTS_ON_CPU, speculation.PAUSE = 64, 8
     layout = make_layout(DeviceConfig(mesh="data=2,tp=2"))
-    sampler = with_speculation(replace(SHARP, layout=layout), 3)
+    sampler = with_options(replace(SHARP, layout=layout), 3)
     r = sampler.generate(sampler.load_weights(on_layout(layout, MODEL)), PROMPTS, np.array(IDS), G, KEY)
     np.savez(file, **{name: x for name, x in vars(r).items() if np.ndim(x)})
 
@@ -124,9 +123,9 @@ def test_devices_share_the_rows_of_a_tail(tmp_path):
 
 def test_what_cannot_be_drafted_is_said():
     with pytest.raises(UserError, match="Gated DeltaNet"):
-        with_options(Sampler(HYBRID, LIMIT, ()), 3, 0, ForcedAnswer())
+        with_options(Sampler(HYBRID, LIMIT, ()), 3)
     with pytest.raises(UserError, match="force_answer_at 0"):
-        with_options(Sampler(MODEL, LIMIT, ()), 3, 8, ForcedAnswer())
-    assert with_speculation(SHARP, 3) == with_speculation(SHARP, 3), "members of a population draw together"
+        with_options(Sampler(MODEL, LIMIT, ()), 3, 8)
+    assert with_options(SHARP, 3) == with_options(SHARP, 3), "members of a population draw together"
     with pytest.raises(UserError, match="--precompile"):
         make_config(Config, num_speculative_tokens=3, precompile=True)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
-from core.extensions.forced import reply_opening, with_forced_answer
-from core.extensions.speculation import with_speculation
+from core.extensions.forced import ForcingChain, reply_opening
+from core.extensions.speculation import SpeculativeChain
 from core.extensions.turns import answering_calls, converse
-from core.sampler import Sampler
+from core.sampler import Chain, Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
@@ -29,13 +30,32 @@ def attach(
     return {"sampler": sampler, "make_replies": converse}
 
 
-def with_options(sampler: Sampler, num_drafted: int, force_answer_at: int, answer: ForcedAnswer) -> Sampler:
-    """Returns a sampler with drafts, or with forced answers."""
+def with_options(
+    sampler: Sampler,
+    num_drafted: int = 0,
+    force_answer_at: int = 0,
+    answer: ForcedAnswer = ForcedAnswer(),  # noqa: B008 (frozen)
+) -> Sampler:
+    """Returns a sampler with drafts, or with an answer that is forced so many tokens before the limit; 0: without."""
     if num_drafted and sampler.model.delta is not None:
         raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
     if num_drafted and force_answer_at:
         raise UserError("--num_speculative_tokens does not support forced answers: --force_answer_at 0")
-    return with_speculation(with_forced_answer(sampler, force_answer_at, answer), num_drafted)
+    if not 0 <= force_answer_at < sampler.max_new_tokens:
+        raise UserError(
+            f"--force_answer_at {force_answer_at} must be below the {sampler.max_new_tokens} tokens of a completion"
+        )
+    if num_drafted:
+        return replace(sampler, make_chain=chain_maker(SpeculativeChain, num_drafted))
+    if force_answer_at:
+        return replace(sampler, force_answer_at=force_answer_at, make_chain=chain_maker(ForcingChain, answer))
+    return sampler
+
+
+@cache
+def chain_maker(chain: type[Chain], setting: int | ForcedAnswer) -> Callable[..., Chain]:
+    """Returns a constructor of chains: one object for a setting, so that samplers with equal settings are equal."""
+    return partial(chain, setting)
 
 
 def check_conversations(sampler: Sampler, settings: RolloutSettings, num_drafted: int) -> None:

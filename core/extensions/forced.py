@@ -1,15 +1,11 @@
 """Forced answers: a reply that comes near its limit without an answer gets the beginning of one."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
 
 import numpy as np
 from jaxtyping import Int
 
-from core.sampler import Chain, Sampler
+from core.sampler import Chain
 from envs.base import ForcedAnswer, Problem
-from utils.settings.errors import UserError
 
 
 class ForcingChain(Chain):
@@ -30,23 +26,6 @@ class ForcingChain(Chain):
             answer = sampler.tokenizer.encode(self.answer.text_after(reply))
             forced[slot, : len(answer)] = answer[:steps]
         return forced
-
-
-def with_forced_answer(sampler: Sampler, force_answer_at: int, answer: ForcedAnswer) -> Sampler:
-    """Returns a sampler that forces an answer `force_answer_at` tokens before the limit; 0: never."""
-    if not 0 <= force_answer_at < sampler.max_new_tokens:
-        raise UserError(
-            f"--force_answer_at {force_answer_at} must be below the {sampler.max_new_tokens} tokens of a completion"
-        )
-    if not force_answer_at:
-        return sampler
-    return replace(sampler, force_answer_at=force_answer_at, make_chain=chain_maker(answer))
-
-
-@cache
-def chain_maker(answer: ForcedAnswer) -> Callable[..., ForcingChain]:
-    """Returns a constructor of chains: one object for an answer, so that samplers with equal settings are equal."""
-    return partial(ForcingChain, answer)
 
 
 def reply_opening(problem: Problem, prompt: str) -> str:

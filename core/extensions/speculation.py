@@ -10,9 +10,9 @@ Drafts are what followed a row's last tokens where they occurred last, in its ow
 S sampler slots, k drafted tokens, W tokens of the text behind which a row goes on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from threading import Event
 
 import jax
@@ -135,17 +135,6 @@ class SpeculativeChain(RaggedChain):
             longest = int(np.where(drawn.done, drawn.lengths, self.num_tokens).max())
             lengths = np.where(drawn.done, drawn.lengths, longest + 1)
             self.sampler.on_segment(self.row_offset, drawn.tokens, longest, lengths)
-
-
-def with_speculation(sampler: Sampler, num_drafted: int) -> Sampler:
-    """Returns a sampler that drafts `num_drafted` tokens at a time for the last rows of a batch; 0: none."""
-    return replace(sampler, make_chain=chain_maker(num_drafted)) if num_drafted else sampler
-
-
-@cache
-def chain_maker(num_drafted: int) -> Callable[..., SpeculativeChain]:
-    """Returns a constructor of chains: one object for a number, so that samplers with equal settings are equal."""
-    return partial(SpeculativeChain, num_drafted)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
