@@ -44,29 +44,22 @@ def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SCALES = {
-    10: word_set("十"),
-    12: word_set("dozen dozens dutzend docenas"),
-    100: word_set("hundred hundreds 百"),
-    10**3: word_set(
-        "thousand thousands grand k K mil mille milliers tausend mila tusen duizend тыс тысяч тысячи ألف 千 천"
-    ),
-    10**4: word_set("万 萬 만"),
-    10**5: word_set("lakh lakhs"),
-    10**6: word_set(
-        "million millions mn mio mln M millionen millón millones milhão milhões milione milioni miljoen miljoner"
-        " млн миллион миллиона миллионов مليون"
-    ),
-    10**7: word_set("crore crores"),
-    10**8: word_set("亿 億 억"),
-    10**9: word_set(
-        "billion billions bn B mrd milliard milliards milliarde milliarden miliardo miliardi miljard млрд миллиардов"
-        " مليار"
-    ),
-    10**12: word_set("trillion trillions 兆 조"),
-    10**15: word_set("quadrillion"),
-}
-SCALE_OF = {word: factor for factor, names in SCALES.items() for word in names}
+SCALES = """\
+10 十
+12 dozen dozens dutzend docenas
+100 hundred hundreds 百
+1e3 thousand thousands grand k K mil mille milliers tausend mila tusen duizend тыс тысяч тысячи ألف 千 천
+1e4 万 萬 만
+1e5 lakh lakhs
+1e6 million millions mn mio mln M millionen millón millones milhão milhões milione milioni miljoen miljoner млн
+1e6 миллион миллиона миллионов مليون
+1e7 crore crores
+1e8 亿 億 억
+1e9 billion billions bn B mrd milliard milliards milliarde milliarden miliardo miliardi miljard млрд миллиардов مليار
+1e12 trillion trillions 兆 조
+1e15 quadrillion
+"""  # a factor and the words for it on each line
+SCALE_OF = {word: int(float(factor)) for factor, *names in map(str.split, SCALES.splitlines()) for word in names}
 SPELLED = word_set(
     "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety 一 二 两 三 四 五 六 七 八 九 半"
