@@ -267,9 +267,7 @@ class Sampler:
 
     def has_stop_string(self, tokens: Int[np.ndarray, "A"]) -> bool:
         """True if the text of these tokens holds a stop string."""
-        if not self.stop_strings:
-            return False
-        text = self.tokenizer.decode(tokens)
+        text = self.tokenizer.decode(tokens) if self.stop_strings else ""
         return any(stop in text for stop in self.stop_strings)
 
 
@@ -516,12 +514,6 @@ def make_sampler(
     """Returns the sampler that these settings ask for, without what core/extensions/attach.py adds."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     return Sampler(
-        model,
-        max_new_tokens,
-        stop_ids,
-        config.distribution,
-        stop_strings,
-        max_prompt_tokens=config.prompt_length,
-        tokenizer=tokenizer,
-        layout=layout,
-    )
+        model, max_new_tokens, stop_ids, config.distribution, stop_strings, max_prompt_tokens=config.prompt_length,
+        tokenizer=tokenizer, layout=layout,
+    )  # fmt: skip
