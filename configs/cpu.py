@@ -14,7 +14,6 @@ def get_config():
         "max_resampling": 1.0,
         "ppo_minibatch": 0,
         "inference_batch_per_device": 128,
-        "tokens_per_microbatch": 4096,
         "remat": "none",
         "lr": 6e-4,
         "weight_decay": 0.0,
