@@ -84,7 +84,7 @@ def make_step(
         state, update = learner.update(state, minibatch, 0.0)
         jax.block_until_ready(state)
         clocks.append(time.perf_counter())
-        learner.metrics(batch, [update])
+        learner.metrics([update])
         seconds = dict(zip(PARTS, np.diff(clocks).tolist(), strict=True))
         seconds["step"] = time.perf_counter() - clocks[0]
         return seconds | {"tokens": int(completions.mask.sum())}

@@ -111,7 +111,7 @@ def run_turns(work: Work, config: Config, worker: RolloutWorker, params: Params,
             batch = compute_advantages(learner.score(state.params, batch), config.objective)
             (minibatch,) = split_minibatches(batch, config, number, epoch=0)
             state, update = learner.update(state, minibatch, 0.0)
-            learner.metrics(batch, [update])
+            learner.metrics([update])
             params = jax.block_until_ready(state.params)
 
 

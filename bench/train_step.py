@@ -24,8 +24,8 @@ from jaxtyping import Float
 
 from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, rounds_of, shape, spread
 from core.advantages import compute_advantages
-from core.config import Config, UpdateConfig
-from core.learner import Learner, accumulate, make_learner, split_minibatches
+from core.config import Config
+from core.learner import Learner, UpdateConfig, accumulate, make_learner, split_minibatches
 from core.objectives import LossConfig, policy_loss
 from core.records import Batch
 from core.sampler import SamplingConfig, decode_weights
@@ -109,13 +109,13 @@ def make_batch(
     if rewards is None:
         rewards = np.arange(num_rows) % group_size / group_size
     return Batch(
-        tokens,
-        np.tile(is_completion, (num_rows, 1)),
-        np.zeros(tokens.shape, np.float32),
-        np.float32(rewards),
-        np.full(num_rows, length),
-        np.full(num_rows, num_prompt_tokens),
-        np.ones(num_rows, bool),
+        tokens=tokens,
+        mask=np.tile(is_completion, (num_rows, 1)),
+        sample_logprobs=np.zeros(tokens.shape, np.float32),
+        rewards=np.float32(rewards),
+        lengths=np.full(num_rows, length),
+        prompt_lengths=np.full(num_rows, num_prompt_tokens),
+        finished=np.ones(num_rows, bool),
         group_size=group_size,
     )
 
@@ -143,7 +143,7 @@ def make_update(
         scored = compute_advantages(scored, config.objective)
         (minibatch,) = split_minibatches(scored, config, step=1, epoch=0)
         state, made = learner.update(state, minibatch, 0.0)
-        learner.metrics(scored, [made])
+        learner.metrics([made])
         return state.params
 
     return update

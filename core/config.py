@@ -3,52 +3,17 @@
 from dataclasses import dataclass
 
 from core.advantages import ObjectiveConfig
+from core.learner import UpdateConfig
 from core.sampler import SamplingConfig
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
 from models.lora import LoraConfig
-from models.memory import MemoryConfig
+from models.memory import BESIDE, BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import TrainDeviceConfig
 from utils.settings.errors import UserError
 from utils.settings.groups import ComputeConfig, RunConfig
 from utils.settings.options import group, option
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """Batch and updates."""
-
-    groups_per_batch: int = option(256, "Groups of rollouts in the batch of a step", essential=True)
-    group_size: int = option(8, "Rollouts of each prompt, which form a group", essential=True)
-    max_resampling: float = option(
-        4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
-    )
-    ppo_minibatch: int = option(64, "Rollouts of one optimiser step; 0: the whole batch")
-    ppo_epochs: int = option(1, "Passes of the optimiser over the batch of a step")
-    target_kl: float = option(
-        0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
-    )
-    do_inference_logprobs: bool = option(
-        False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
-    )
-
-    def __post_init__(self):
-        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
-        if min(self.ppo_minibatch, self.target_kl) < 0:
-            raise UserError("--ppo_minibatch and --target_kl must not be negative")
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts of a full batch."""
-        return self.groups_per_batch * self.group_size
-
-    @property
-    def max_groups(self) -> int:
-        """Groups to sample in a step at most."""
-        return int(self.groups_per_batch * self.max_resampling)
 
 
 @dataclass(frozen=True)
@@ -217,3 +182,10 @@ class Config:
     @property
     def updates_per_step(self) -> int:
         return self.update.ppo_epochs * (self.batch_size // self.minibatch_size)
+
+    @property
+    def place_of_sampling(self) -> str:
+        """Returns where rollouts are drawn, as the plan of the devices' memory names it."""
+        if not self.ahead:
+            return BETWEEN
+        return ELSEWHERE if self.devices.rollout_devices else BESIDE

@@ -36,7 +36,7 @@ from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker, with_length_reward
 from core.run.folder import Run, is_due, settings_of_model
-from core.run.metrics import rollout_metrics, speed_metrics
+from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy
@@ -68,14 +68,14 @@ def main(config: Config) -> None:
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)
-        notes = [*run.notes, *workers["env"].notes, *training_notes(learner, state.params)]
+        notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params)]
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         if config.precompile:
             workers, learner = precompile(config, workers, learner, state)
             run.print_compilations()
-        rollouts = Rollouts(workers["env"], learner)
+        rollouts = Rollouts(config, workers["env"], learner)
         if config.ahead:
-            rollouts = AheadRollouts(collect, fraction_done, run.stack, workers["env"], learner)
+            rollouts = AheadRollouts(config, collect, fraction_done, run.stack, workers["env"], learner)
         train(config, run, workers, rollouts, learner, state, progress)
 
 
@@ -122,10 +122,10 @@ def train(
                 updates += epoch_updates
                 if learner.policy_moved_too_far(epoch_updates):
                     break
-            update_metrics = learner.metrics(batch, updates)  # blocks until the updates are done
+            update_metrics = learner.metrics(updates)  # blocks until the updates are done
 
         # Log, evaluate, save.
-        metrics = run.times | rollout_metrics(episodes, groups_with_signal(episodes, config)) | update_metrics
+        metrics = run.times | rollout_metrics(episodes) | batch_metrics(batch) | update_metrics
         metrics |= speed_metrics(learner.model, learner.layout, worker.layout, episodes, metrics)
         metrics["env/epochs"] = progress.cursor / worker.num_tasks
         if held_out and (is_last or is_due(step, config.held_out.test_interval)):
@@ -140,13 +140,13 @@ def train(
 class Rollouts:
     """Draws the rollouts of each step by the current policy, when the step begins."""
 
-    def __init__(self, worker: RolloutWorker, learner: Learner):
-        self.worker, self.learner = worker, learner
+    def __init__(self, config: Config, worker: RolloutWorker, learner: Learner):
+        self.config, self.worker, self.learner = config, worker, learner
 
     def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
         """Returns the rollouts of the step behind `progress`, and the progress after it."""
         weights = self.worker.load_weights(self.learner.policy(state.params))  # cast and laid out for decoding
-        episodes, cursor = collect(self.worker, weights, self.learner.config, progress.step + 1, progress.cursor)
+        episodes, cursor = collect(self.worker, weights, self.config, progress.step + 1, progress.cursor)
         return state, episodes, progress.after_step(cursor, len(episodes))
 
 
@@ -182,9 +182,9 @@ def collect(
         episodes = worker.play(weights, tasks, group_size, key, positions)
         # In training only: held-out returns are without it.
         episodes = with_length_reward(episodes, worker.max_new_tokens, config.rewards)
+        episodes = replace(episodes, has_signal=groups_with_signal(episodes, config))
         parts.append(episodes)
-        is_kept = groups_with_signal(episodes, config) | (not config.objective.do_group_filter)
-        groups = np.flatnonzero(is_kept)[:missing]
+        groups = np.flatnonzero(episodes.has_signal | (not config.objective.do_group_filter))[:missing]
         first_rows = (num_sampled_groups + groups) * group_size
         batch_rows.append((first_rows[:, None] + np.arange(group_size)).ravel())
         missing -= len(groups)
@@ -225,18 +225,19 @@ def make_batch(episodes: Episodes, config: Config) -> Batch:
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
     """Returns all rows of the episodes."""
     completions = episodes.completions
+    rewards = training_rewards(episodes)
     return Batch(
-        completions.tokens,
-        completions.mask,
-        completions.logprobs,
-        training_rewards(episodes),
-        completions.lengths,
-        completions.prompt_lengths,
-        completions.finished,
-        completions.support,
-        completions.routes,
-        np.arange(len(episodes.texts)),
-        token_rewards(episodes, training_rewards(episodes)),
+        tokens=completions.tokens,
+        mask=completions.mask,
+        sample_logprobs=completions.logprobs,
+        rewards=rewards,
+        lengths=completions.lengths,
+        prompt_lengths=completions.prompt_lengths,
+        finished=completions.finished,
+        support=completions.support,
+        routes=completions.routes,
+        row=np.arange(len(episodes)),
+        token_rewards=token_rewards(episodes, rewards),
         extras=episodes.extras,
         group_size=config.update.group_size,
     )

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,18 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int
 
-from core.config import Config
+from core.advantages import ObjectiveConfig
 from core.objectives import LossConfig, policy_loss, reduce_metrics, set_loss_denominators, value_loss
 from core.records import Batch
 from models.architecture import Decoder
 from models.decoder import make_critic, score_tokens
 from models.distribution import Distribution, TokenScores
 from models.lora import make_policy
-from models.memory import BESIDE, BETWEEN, ELSEWHERE, fit_memory, out_of_memory
+from models.memory import MemoryConfig, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
-from models.optimizers import make_optimizer, schedule
+from models.optimizers import OptimizerConfig, make_optimizer, schedule
 from models.packing import Packing, pack_rows
-from models.speed import training_flops
+from models.speed import attention_cost, training_flops
 from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
@@ -43,13 +43,74 @@ from utils.devices.compilation import shapes_of
 from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
 from utils.devices.sharding import Layout
 from utils.devices.threads import side_by_side
-from utils.evaluation.estimates import explained_variance
 from utils.metrics.terminal import track
+from utils.settings.config import option
+from utils.settings.errors import UserError
 
 MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
 Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """Batch and updates."""
+
+    groups_per_batch: int = option(256, "Groups of rollouts in the batch of a step", essential=True)
+    group_size: int = option(8, "Rollouts of each prompt, which form a group", essential=True)
+    max_resampling: float = option(
+        4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
+    )
+    ppo_minibatch: int = option(64, "Rollouts of one optimiser step; 0: the whole batch")
+    ppo_epochs: int = option(1, "Passes of the optimiser over the batch of a step")
+    target_kl: float = option(
+        0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
+    )
+    do_inference_logprobs: bool = option(
+        False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
+    )
+
+    def __post_init__(self):
+        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} must be at least 1")
+        if min(self.ppo_minibatch, self.target_kl) < 0:
+            raise UserError("--ppo_minibatch and --target_kl must not be negative")
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of a full batch."""
+        return self.groups_per_batch * self.group_size
+
+    @property
+    def max_groups(self) -> int:
+        """Groups to sample in a step at most."""
+        return int(self.groups_per_batch * self.max_resampling)
+
+
+class SampledRows(Protocol):
+    """How rollouts are sampled: SamplingConfig of core/sampler.py."""
+
+    distribution: Distribution
+    prompt_length: int  # tokens at most
+    inference_batch_per_device: int  # rows at once; 0: as many as fit
+
+
+class LearnerConfig(Protocol):
+    """Settings of a run that the learner reads: Config of core/config.py."""
+
+    seed: int
+    objective: ObjectiveConfig
+    update: UpdateConfig
+    optimizer: OptimizerConfig
+    memory: MemoryConfig
+    sampling: SampledRows
+    batch_size: int  # rollouts to learn from in a step
+    minibatch_size: int  # rollouts of an optimiser step
+    updates_per_step: int
+    trusts_sampler: bool  # old log-probabilities are the sampler's
+    place_of_sampling: str  # see models/memory.py
 
 
 class Update(NamedTuple):
@@ -67,7 +128,7 @@ class Learner:
     model: Decoder
     optimizer: optax.GradientTransformation
     layout: Layout
-    config: Config
+    config: LearnerConfig
     num_generation_tokens: int  # completion limit
     tokens_per_microbatch: int  # of a device, with padding
     reference: Params | Weights | None = None  # parameters of the reference model of the KL
@@ -93,14 +154,6 @@ class Learner:
         """Returns the most columns of a row."""
         return self.config.sampling.prompt_length + self.num_generation_tokens
 
-    @property
-    def attention_cost(self) -> float:
-        """Cost of a pair of columns of a row in a layer's attention, over that of a token's products with weights."""
-        model = self.model
-        num_products = 2 * model.num_attention_heads * model.head_dim
-        slowness = 1.5 if model.kernel == "plain" else 1  # passes over its scores; measured with 0.9M and 7M parameters
-        return slowness * num_products * model.num_hidden_layers / model.num_matrix_parameters
-
     def score(self, params: Params | Adapters, batch: Batch) -> Batch:
         """Computes old log-probabilities, the reference's and the critic's values, before the first update."""
         objective = self.config.objective
@@ -111,9 +164,7 @@ class Learner:
         with self.out_of_memory():
             if self.has_old_logprobs:
                 scores = self.token_scores(self.policy(params), batch)
-                batch = replace(
-                    batch, old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy
-                )
+                batch = replace(batch, old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy)
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
@@ -139,8 +190,8 @@ class Learner:
         scored = []
         for rows, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
-            arguments = microbatch.tokens, microbatch.support, microbatch.routes, packing, microbatch.extras
-            scores = score(self.model, distribution, params, *arguments)
+            tokens, support, routes = microbatch.tokens, microbatch.support, microbatch.routes
+            scores = score(self.model, distribution, params, tokens, support, routes, packing, microbatch.extras)
             scored.append((rows, self.layout.fetch(scores)))
         return scored
 
@@ -156,11 +207,11 @@ class Learner:
         chains = self.chains(minibatch, config.minibatch_size)
         with self.out_of_memory():
             sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
-            sums = reduce(add_sums, sums)
+            grads, loss = reduce(add_sums, sums)
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
             trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
-            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, *sums, factor)
+            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, grads, loss, factor)
             state = self.between_updates(replace(trained, extra=state.extra))
         parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
@@ -170,11 +221,11 @@ class Learner:
 
     def add_up(self, params: Params | Adapters, microbatches: Iterator[Rows]) -> tuple[Sums, list[Part]]:
         """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
-        settings = self.model, self.config.objective.loss, self.config.sampling.distribution
+        loss, distribution = self.config.objective.loss, self.config.sampling.distribution
         sums, parts = self.zero_sums(params), []
         for _, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
-            sums, metrics = accumulate(*settings, params, sums, microbatch, packing, self.base)
+            sums, metrics = accumulate(self.model, loss, distribution, params, sums, microbatch, packing, self.base)
             parts.append((metrics, arrays[-1]))
         return sums, parts
 
@@ -190,10 +241,9 @@ class Learner:
         Each has rows of similar length, and is built on the host when needed. `max_rows`: rows of a batch from which
         none was dropped.
         """
-        sizes = row_sizes(batch)
-        shards = self.layout.row_shards
-        settings = self.tokens_per_microbatch, shards, max_rows, self.attention_cost, self.row_length
-        plan = plan_microbatches(sizes, *settings, self.fractions)
+        sizes, shards, cost = row_sizes(batch), self.layout.row_shards, attention_cost(self.model)
+        tokens = self.tokens_per_microbatch
+        plan = plan_microbatches(sizes, tokens, shards, max_rows, cost, self.row_length, self.fractions)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 
         def make_rows(plan: Sequence[Microbatch]) -> Iterator[Rows]:
@@ -227,7 +277,7 @@ class Learner:
         lr = float(metrics.pop("lr_multiplier")) * peak
         return reduce_metrics(parts) | metrics | {"lr": lr}
 
-    def metrics(self, batch: Batch, updates: Sequence[Update]) -> dict[str, float | list[float]]:
+    def metrics(self, updates: Sequence[Update]) -> dict[str, float | list[float]]:
         """Returns the metrics of a step: means over its updates, and lists of each one's under "updates/...".
 
         Raises: FloatingPointError after MAX_SKIPPED updates in a row whose loss or gradient is not finite.
@@ -238,10 +288,7 @@ class Learner:
         if len(rows) > 1:
             for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
                 metrics[f"updates/{name}"] = [float(row[name]) for row in rows]
-        metrics |= advantage_metrics(batch) if len(batch) else {}
-        if self.config.objective.has_critic and len(batch):
-            metrics |= critic_metrics(batch)
-        return metrics | {"num_updates": len(rows), "num_rows": len(batch)}
+        return metrics | {"num_updates": len(rows)}
 
     def check_finite(self, updates: Sequence[Update], rows: Sequence[dict[str, float | np.ndarray]]) -> None:
         """Reports minibatches whose update was skipped. Raises: FloatingPointError, see `metrics`."""
@@ -269,7 +316,7 @@ def row_sizes(batch: Batch) -> RowSizes:
     return RowSizes(np.array(prompt_numbers), batch.prompt_lengths, batch.lengths, batch.mask)
 
 
-def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> list[Batch]:
+def split_minibatches(batch: Batch, config: LearnerConfig, step: int, epoch: int) -> list[Batch]:
     """Returns the batch in random order, in ceil(rows / --ppo_minibatch) nearly equal parts.
 
     Fewer rows make fewer or smaller minibatches: no remainder is dropped.
@@ -277,29 +324,6 @@ def split_minibatches(batch: Batch, config: Config, step: int, epoch: int) -> li
     order = np.random.default_rng((config.seed, step, epoch)).permutation(len(batch))
     num_minibatches = -(-len(batch) // config.minibatch_size)
     return [select_rows(batch, rows) for rows in np.array_split(order, num_minibatches)] if num_minibatches else []
-
-
-def advantage_metrics(batch: Batch) -> dict[str, float]:
-    """Returns metrics of the advantages of the tokens that are trained on, and their number per rollout."""
-    advantages = batch.advantages[batch.mask]
-    if not advantages.size:
-        return {}
-    return {
-        "advantage/mean": float(advantages.mean()),
-        "advantage/magnitude": float(np.abs(advantages).mean()),
-        "advantage/max": float(advantages.max()),
-        "advantage/min": float(advantages.min()),
-        "tokens_per_rollout": advantages.size / len(batch),
-    }
-
-
-def critic_metrics(batch: Batch) -> dict[str, float]:
-    """Returns the shares of the variance of returns and of rewards that the critic's values explain."""
-    rewards = batch.rewards[:, None]
-    return {
-        "value/explained_variance": explained_variance(batch.returns, batch.values, batch.mask),
-        "value/explained_variance_of_reward": explained_variance(rewards, batch.values, batch.mask),
-    }
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -392,7 +416,7 @@ def apply_gradients(
 
 
 def make_learner(
-    config: Config,
+    config: LearnerConfig,
     model: Decoder,
     params: Params | Adapters,
     layout: Layout,
@@ -417,26 +441,19 @@ def make_learner(
     state = init_state(params, optimizer)
     row_length = bucket(config.sampling.prompt_length + num_generation_tokens)
     num_rows = config.sampling.inference_batch_per_device
-    others = base or reference
-    plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows, place_of_sampling(config))
+    others, place = base or reference, config.place_of_sampling
+    plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows, place)
     learner = Learner(
-        replace(model, remat=plan.remat),
-        optimizer,
-        layout,
-        config,
-        num_generation_tokens,
-        plan.tokens_per_microbatch,
-        reference,
-        base,
-        on_skipped,
-        tuple(plan.notes),
-        plan.sampling_room,
+        model=replace(model, remat=plan.remat),
+        optimizer=optimizer,
+        layout=layout,
+        config=config,
+        num_generation_tokens=num_generation_tokens,
+        tokens_per_microbatch=plan.tokens_per_microbatch,
+        reference=reference,
+        base=base,
+        on_skipped=on_skipped,
+        notes=plan.notes,
+        sampling_room=plan.sampling_room,
     )
     return learner, learner.between_updates(state)
-
-
-def place_of_sampling(config: Config) -> str:
-    """Returns where rollouts are drawn, as the plan of the devices' memory names it."""
-    if not config.ahead:
-        return BETWEEN
-    return ELSEWHERE if config.devices.rollout_devices else BESIDE

@@ -59,6 +59,7 @@ class Episodes:
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
     turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
     positions: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, int))  # of groups in the run
+    has_signal: Bool[np.ndarray, "N"] = field(default_factory=lambda: np.ones(0, bool))  # groups that can teach
     metrics: dict[str, float] = field(default_factory=dict)  # logged besides, in place of those of the same name
     batch_rows: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, int))  # rows to learn from
 
@@ -91,18 +92,18 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     for name in names:
         columns = [part.scores.get(name, zeros) for part, zeros in zip(parts, missing, strict=True)]
         scores[name] = np.concatenate(columns)
+    arrays, lists = {}, {}
+    for name in ("task_ids", "failed", "positions", "has_signal"):
+        arrays[name] = np.concatenate([getattr(part, name) for part in parts])
+    for name in ("texts", "stops", "conversations", "turn_rewards"):
+        lists[name] = [x for part in parts for x in getattr(part, name)]
     return Episodes(
-        concatenate([part.completions for part in parts]),
-        np.concatenate([part.task_ids for part in parts]),
-        [text for part in parts for text in part.texts],
-        scores,
-        np.concatenate([part.failed for part in parts]),
-        add_up([part.failures for part in parts]),
-        add_up([part.times for part in parts]),
-        [stop for part in parts for stop in part.stops],
-        [messages for part in parts for messages in part.conversations],
-        [rewards for part in parts for rewards in part.turn_rewards],
-        np.concatenate([part.positions for part in parts]),
+        completions=concatenate([part.completions for part in parts]),
+        scores=scores,
+        failures=add_up([part.failures for part in parts]),
+        times=add_up([part.times for part in parts]),
+        **arrays,
+        **lists,
     )
 
 

@@ -274,7 +274,7 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
         episodes = with_length_reward(played, LIMIT, config.rewards)
         advantages, rewards, signal, metrics = expected(kind, lengths, flags)
         assert groups_with_signal(episodes, config).tolist() == signal, flags
-        found = rollout_metrics(episodes, groups_with_signal(episodes, config))
+        found = rollout_metrics(replace(episodes, has_signal=groups_with_signal(episodes, config)))
         assert {name: found[name] for name in metrics} == pytest.approx(metrics, abs=1e-6), flags
         assert [name for name in found if name.startswith("stop/")] == sorted(x for x in metrics if x[:5] == "stop/")
         is_told = "env/finished" in HealthChecks().find_warnings(1, found)

@@ -1,5 +1,7 @@
 """Rewards for lengths in tokens, their settings, and the look at an environment."""
 
+from dataclasses import replace
+
 import numpy as np
 
 import envs
@@ -78,6 +80,6 @@ def test_a_failed_reward_stays_zero_and_the_length_reward_is_logged():
     episodes = Episodes(completions, np.arange(4), ["a", "b", "c", "d"], scores, failed, {"reward_errors": 1}, times)
     shaped = with_length_reward(episodes, 100, RewardConfig(length_reward="overlong"))
     np.testing.assert_allclose(shaped.scores["return"], [1.0, 0.0, 0.0, 0.0])  # the last one loses 1, at the limit
-    metrics = rollout_metrics(shaped, np.array([True, False]))
+    metrics = rollout_metrics(replace(shaped, has_signal=np.array([True, False])))
     assert np.isclose(metrics["env/length_reward"], -1 / 3) and metrics["env/length"] == 77.5
     assert np.isclose(metrics["env/return"], 1 / 3) and metrics["env/reward_errors"] == 1

@@ -47,7 +47,7 @@ from core.learner import Learner, Update, apply_gradients, split_minibatches
 from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
 from core.rollout import RolloutWorker, evaluate
-from core.run.metrics import rollout_metrics
+from core.run.metrics import batch_metrics, rollout_metrics
 from core.sampler import Sampler
 from envs import make_env, parse_options
 from envs.base import Env, Problem
@@ -154,7 +154,7 @@ def train_step(
             updates.append(update)
         if learner.policy_moved_too_far(updates[-len(minibatches) :]):
             break
-    return state, learner.metrics(batch, updates), updates
+    return state, learner.metrics(updates) | batch_metrics(batch), updates
 
 
 def assert_same_gradient(found, expected) -> None:
@@ -651,7 +651,7 @@ def test_a_failed_grader_is_no_reward_of_zero():
     worker.scorer.settings = worker.scorer.settings._replace(max_error_share=1.0)
     batch, episodes, _ = collect_batch(worker, COLLECT)
     failed, returns = episodes.failed, episodes.scores["return"]
-    metrics = rollout_metrics(episodes, groups_with_signal(episodes, COLLECT))
+    metrics = rollout_metrics(replace(episodes, has_signal=groups_with_signal(episodes, COLLECT)))
     assert metrics["env/reward_timeouts"] == failed.sum() > 0
     assert metrics["env/return"] == pytest.approx(returns[~failed].mean(), rel=1e-5)
     graded = np.isfinite(batch.rewards).reshape(-1, G)

@@ -60,6 +60,7 @@ class AheadRollouts:
 
     def __init__(
         self,
+        config: Config,
         collect: Collect,
         fraction_done: FractionDone,
         stack: ExitStack,
@@ -67,7 +68,7 @@ class AheadRollouts:
         learner: Learner,
     ):
         self.collect, self.fraction_done = collect, fraction_done
-        self.worker, self.learner, self.config = worker, learner, learner.config
+        self.config, self.worker, self.learner = config, worker, learner
         self.cancelled = Event()
         self.pool = ThreadPoolExecutor(1, "rollouts")
         stack.callback(self.close)

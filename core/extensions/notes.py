@@ -14,15 +14,14 @@ FULL_RATES = 2e-6  # learning rates of full training are up to this; those of ad
 SMALL = 10**8  # parameters; smaller models take higher rates
 
 
-def training_notes(learner: Learner, params: Params | Adapters) -> list[str]:
+def training_notes(config: Config, learner: Learner, params: Params | Adapters) -> list[str]:
     """Returns a line for each decision about memory, loss, optimiser and rollouts."""
-    config, model = learner.config, learner.model
     notes = (
         *learner.notes,
         describe_objective(config.objective),
         describe_optimizer(config.optimizer, params),
         config.sampling.distribution.describe(),
-        describe_adapters(config, model, bool(learner.base)),
+        describe_adapters(config, learner.model, bool(learner.base)),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
     )

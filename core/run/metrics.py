@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Bool
 
-from core.records import Episodes
+from core.records import Batch, Episodes
 from models.architecture import Decoder
 from models.speed import PEAKS, sampling_bytes, shares_of_peak
 from utils.devices.sharding import Layout
+from utils.evaluation.estimates import explained_variance
 
 
-def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> dict[str, float]:
-    """Returns means over the rollouts that were graded, lengths, failures and times; `has_signal`: of each group."""
+def rollout_metrics(episodes: Episodes) -> dict[str, float]:
+    """Returns means over the rollouts that were graded, lengths, failures and times."""
     is_graded = ~episodes.failed
     num_graded = max(is_graded.sum(), 1)
     lengths = episodes.completion_lengths
@@ -20,7 +20,7 @@ def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> di
     metrics = {
         "env/length": float(lengths.mean()),
         "env/finished": float(np.mean(episodes.completions.finished)),
-        "env/groups_without_signal": 1 - float(np.mean(has_signal)),
+        "env/groups_without_signal": 1 - float(np.mean(episodes.has_signal)),
         "env/return_spread": float(np.fmax.reduce(returns) - np.fmin.reduce(returns)),
         "rollout/num_rollouts": len(episodes),
         "rollout/tokens_per_second": float(lengths.sum() / episodes.times["rollout"]),
@@ -34,6 +34,25 @@ def rollout_metrics(episodes: Episodes, has_signal: Bool[np.ndarray, "N"]) -> di
     for name, seconds in episodes.times.items():
         metrics[f"times/{name}"] = seconds
     return metrics | episodes.metrics
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Returns means over the tokens that are trained on, and the shares of variance that a critic's values explain."""
+    metrics = {"num_rows": len(batch)}
+    advantages = batch.advantages[batch.mask] if len(batch) else np.zeros(0)
+    if advantages.size:
+        metrics |= {
+            "advantage/mean": float(advantages.mean()),
+            "advantage/magnitude": float(np.abs(advantages).mean()),
+            "advantage/max": float(advantages.max()),
+            "advantage/min": float(advantages.min()),
+            "tokens_per_rollout": advantages.size / len(batch),
+        }
+    if len(batch) and batch.returns is not None:
+        for name, targets in {"": batch.returns, "_of_reward": batch.rewards[:, None]}.items():
+            explained = explained_variance(targets, batch.values, batch.mask)
+            metrics[f"value/explained_variance{name}"] = explained
+    return metrics
 
 
 def speed_metrics(
