@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from core.advantages import compared_rewards, compute_advantages, has_signal
 from core.config import Config
@@ -89,7 +89,7 @@ def train(
     progress: Progress,
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
-    worker, held_out = split_roles(workers)
+    worker, held_out = workers["env"], {role: workers[role] for role in workers if role != "env"}
     if held_out and progress.step == 0:
         with run.interruptible():
             policy = learner.policy(state.params)
@@ -212,20 +212,15 @@ def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "
     return has_signal(rewards, config.objective).any(axis=0)
 
 
-def training_rewards(episodes: Episodes) -> Float[np.ndarray, "B"]:
-    """Returns each row's reward; NaN where the grader failed: it is dropped."""
-    return np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
-
-
 def make_batch(episodes: Episodes, config: Config) -> Batch:
     """Returns the rows to train on."""
     return select_rows(rollout_batch(episodes, config), episodes.batch_rows)
 
 
 def rollout_batch(episodes: Episodes, config: Config) -> Batch:
-    """Returns all rows of the episodes."""
+    """Returns all rows of the episodes; the reward is NaN where the grader failed: the row is dropped."""
     completions = episodes.completions
-    rewards = training_rewards(episodes)
+    rewards = np.where(episodes.failed, np.float32(np.nan), episodes.scores["return"])
     return Batch(
         tokens=completions.tokens,
         mask=completions.mask,
@@ -264,12 +259,6 @@ def make_workers(
         groups = config.sampling, config.rewards
         workers[role] = make_worker(settings, *groups, model, tokenizer, layout, failures_dir)
     return workers
-
-
-def split_roles(workers: Mapping[str, RolloutWorker]) -> tuple[RolloutWorker, dict[str, RolloutWorker]]:
-    """Returns the worker that trains, and those of held-out problems by role."""
-    held_out = {role: worker for role, worker in workers.items() if role != "env"}
-    return workers["env"], held_out
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
 from utils.devices.sharding import Layout
 from utils.devices.threads import side_by_side
 from utils.metrics.terminal import track
-from utils.settings.config import option
 from utils.settings.errors import UserError
+from utils.settings.options import option
 
 MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
@@ -77,11 +77,6 @@ class UpdateConfig:
                 raise UserError(f"--{name} must be at least 1")
         if min(self.ppo_minibatch, self.target_kl) < 0:
             raise UserError("--ppo_minibatch and --target_kl must not be negative")
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts of a full batch."""
-        return self.groups_per_batch * self.group_size
 
     @property
     def max_groups(self) -> int:
