@@ -161,9 +161,7 @@ def task_numbers(seed: int, num_tasks: int, positions: Int[np.ndarray, "N"]) -> 
     return tasks
 
 
-def collect(
-    worker: RolloutWorker, weights: Weights, config: Config, step: int, cursor: int
-) -> tuple[Episodes, int]:
+def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, cursor: int) -> tuple[Episodes, int]:
     """Samples groups until the batch is full of groups that the filter lets through, or --max_resampling is reached.
 
     Returns all episodes, with the rows to train on in `batch_rows`, and the number of the next task.

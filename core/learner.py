@@ -17,8 +17,9 @@ import optax
 from jaxtyping import Float, Int
 
 from core.advantages import ObjectiveConfig
-from core.objectives import LossConfig, policy_loss, reduce_metrics, set_loss_denominators, value_loss
+from core.objectives import LossConfig, policy_loss, set_loss_denominators, value_loss
 from core.records import Batch
+from core.run.ratios import reduce_metrics
 from models.architecture import Decoder
 from models.decoder import make_critic, score_tokens
 from models.distribution import Distribution, TokenScores

@@ -1,14 +1,15 @@
 """Policy losses, KL, aggregation: pure functions of JAX, inside of jit. Fork this file to hack the loss.
 
 To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
-To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
+To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum; those of
+ratios are in core/run/ratios.py.
 To change the advantage: core/advantages.py.
 
 Everything is float32. Another value of a setting compiles the update anew, but of those that TracedLossConfig lists: a
-controller may change these at each step. B rows, T row length, R bins of log ratios.
+controller may change these at each step. B rows, T row length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -19,11 +20,11 @@ from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
 from core.records import Batch
+from core.run.ratios import ratio_metrics, row_mean, sampler_metrics, sum_over_rows, token_mean, zero_outside_mask
 from models.distribution import TokenScores
 from models.names import Array
 from utils.settings.options import option
 
-LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 Function = TypeVar("Function", bound=Callable)
 Coefficient = object  # a number, or the tracer or placeholder that JAX puts in its place
 TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
@@ -259,12 +260,6 @@ STATIC = [field.name for field in fields(LossConfig) if field.name not in (*COEF
 jax.tree_util.register_dataclass(TracedLossConfig, COEFFICIENTS, STATIC, OF_HOST)
 
 
-def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Mean over the tokens of each row where the mask is True, 0 where there are none."""
-    num_tokens = mask.sum(axis=1, keepdims=True)
-    return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
-
-
 def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens: int, config: LossConfig) -> Batch:
     """Sets the divisors of each row's loss from the whole optimiser batch, so that micro-batches change nothing.
 
@@ -281,9 +276,7 @@ def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens
     return replace(batch, denominator=denominators[config.loss_normalization], num_tokens=num_tokens)
 
 
-def policy_loss(
-    scores: TokenScores, batch: Batch, config: LossConfig
-) -> tuple[Float[Array, ""], dict[str, Array]]:
+def policy_loss(scores: TokenScores, batch: Batch, config: LossConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics.
 
     The optimiser batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
@@ -314,28 +307,11 @@ def policy_loss(
     return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
 
 
-def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """Returns x with 0 in the padding, whose numbers could overflow in exp."""
-    return jnp.where(batch.mask, x, 0.0)
-
-
 def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
     """Returns the batch with masked log-probabilities; the old ones are the new ones where this update is the first."""
     old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
     sampled = zero_outside_mask(batch.sample_logprobs, batch)
     return replace(batch, old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)
-
-
-def sum_over_rows(
-    x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
-) -> Float[Array, ""]:
-    """Sum over tokens where the mask is True, each row divided by its denominator."""
-    return (zero_outside_mask(x, batch).sum(axis=1) / denominator).sum()
-
-
-def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
-    """Share of this micro-batch in the mean over the tokens of the optimiser batch."""
-    return sum_over_rows(x, batch, batch.num_tokens)
 
 
 def reference_kl(
@@ -347,43 +323,6 @@ def reference_kl(
         return jnp.zeros(()), token_mean(KL["k3"](log_ratio), batch)
     kl = KL[config.kl_estimator or "k3"](log_ratio)
     return config.kl_coef * sum_over_rows(kl, batch, batch.denominator), token_mean(kl, batch)
-
-
-def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
-    """Metrics of the ratio of new to old probability; approx_kl is k3 of KL(old || new)."""
-    ratio = jnp.exp(log_ratio)
-    return {
-        "approx_kl": token_mean((ratio - 1) - log_ratio, batch),
-        "importance_ratio": token_mean(ratio, batch),
-        "importance_ratio_magnitude": token_mean(jnp.abs(ratio - 1), batch),
-        "importance_ratio_max": ratio.max(where=batch.mask, initial=0.0),
-        "importance_ratio_min": ratio.min(where=batch.mask, initial=jnp.inf),
-        "importance_ratio_histogram": histogram(log_ratio, batch.mask) / batch.num_tokens[0],
-    }
-
-
-def sampler_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
-    """Metrics of the ratio of old probability to the sampler's; the KL is k3 of KL(sampled || old)."""
-    ratio = jnp.exp(log_ratio)
-    names = {
-        "prob_diff": token_mean(jnp.abs(jnp.exp(batch.old_logprobs) - jnp.exp(batch.sample_logprobs)), batch),
-        "logprob_diff": token_mean(jnp.abs(log_ratio), batch),
-        "logprob_diff_max": jnp.abs(log_ratio).max(),
-        "kl": token_mean((ratio - 1) - log_ratio, batch),
-        "ratio": token_mean(ratio, batch),
-        "ratio_squared": token_mean(ratio**2, batch),
-    }
-    return {f"inference_recompute/{name}": value for name, value in names.items()}
-
-
-def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "R"]:
-    """Numbers of tokens by their log ratio, nearest of LOG_RATIOS: unlike a quantile they can be added up."""
-    num_bins = len(LOG_RATIOS)
-    width = LOG_RATIOS[1] - LOG_RATIOS[0]
-    nearest = jnp.round((log_ratio - LOG_RATIOS[0]) / width)
-    bins = jnp.clip(nearest, 0, num_bins - 1).astype(jnp.int32)
-    counts = mask.astype(jnp.float32)
-    return jnp.zeros(num_bins).at[bins].add(counts)
 
 
 def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: LossConfig) -> Bool[Array, "B T"]:
@@ -427,25 +366,3 @@ def value_loss(values: Float[Array, "B T"], batch: Batch, config: LossConfig) ->
         clipped_errors = (batch.values + moved - batch.returns) ** 2
         errors = jnp.maximum(errors, clipped_errors)
     return token_mean(0.5 * errors, batch)
-
-
-def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.ndarray]:
-    """Returns the metrics of an optimiser batch from those of its micro-batches, as their names say: see `policy_loss`.
-
-    Tests compare them for micro-batches of other sizes: a metric that is a mean of a micro-batch fails there.
-    """
-    reductions = {"max": np.nanmax, "min": np.nanmin}
-    metrics = {}
-    for name in parts[0]:
-        kind = name.rpartition("_")[2]
-        x = reductions.get(kind, np.sum)([part[name] for part in parts], axis=0)
-        assert kind == "histogram" or not x.shape, f"{name} {x.shape} is no number: reduce it, or name it _histogram"
-        metrics[name] = x if kind == "histogram" else float(x)
-    counts = metrics["importance_ratio_histogram"]
-    squared = metrics.pop("inference_recompute/ratio_squared")
-    quantile = np.searchsorted(np.cumsum(counts), 0.99 * counts.sum())
-    quantile = min(quantile, len(LOG_RATIOS) - 1)
-    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[quantile]))
-    ratio = metrics["inference_recompute/ratio"]
-    metrics["inference_recompute/effective_sample_share"] = ratio**2 / max(squared, 1e-30)
-    return metrics

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from helpers import ROOT, assert_close, slow
 
-from core import objectives
 from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, generalised_advantages, has_signal
 from core.config import Config
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import policy_loss, reduce_metrics, set_loss_denominators, value_loss
+from core.objectives import policy_loss, set_loss_denominators, value_loss
 from core.records import Batch
+from core.run.ratios import LOG_RATIOS, reduce_metrics
 from models.distribution import TokenScores
 from utils.batching import concatenate, select_rows
 from utils.settings.config import make_config, parse
@@ -732,7 +732,7 @@ def test_metrics(objective, kl):
         x = np.float64(new)[mask] - np.float64(batch.ref_logprobs)[mask]
         expected["kl"] = {"k2": x**2 / 2, "k3": np.exp(-x) + x - 1}[config.kl_estimator or "k3"].mean()
     assert found.pop("importance_ratio_q99") == expected.pop("importance_ratio_q99")
-    edges = [-np.inf, *(objectives.LOG_RATIOS[1:] - 0.005), np.inf]
+    edges = [-np.inf, *(LOG_RATIOS[1:] - 0.005), np.inf]
     counts = np.histogram(log_ratio, edges)[0] / mask.sum()
     assert_close(found.pop("importance_ratio_histogram"), counts, B * T, 1.0)
     assert found.keys() == expected.keys()

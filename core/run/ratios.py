@@ -1,0 +1,97 @@
+"""Metrics of ratios of probabilities, and the means over tokens that losses and metrics are made of; inside of jit.
+
+B rows, T row length, R bins of log ratios.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from core.records import Batch
+from models.names import Array
+
+LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
+
+
+def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """Returns x with 0 in the padding, whose numbers could overflow in exp."""
+    return jnp.where(batch.mask, x, 0.0)
+
+
+def sum_over_rows(
+    x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
+) -> Float[Array, ""]:
+    """Sum over tokens where the mask is True, each row divided by its denominator."""
+    return (zero_outside_mask(x, batch).sum(axis=1) / denominator).sum()
+
+
+def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
+    """Share of this micro-batch in the mean over the tokens of the optimiser batch."""
+    return sum_over_rows(x, batch, batch.num_tokens)
+
+
+def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """Mean over the tokens of each row where the mask is True, 0 where there are none."""
+    num_tokens = mask.sum(axis=1, keepdims=True)
+    return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
+
+
+def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
+    """Metrics of the ratio of new to old probability; approx_kl is k3 of KL(old || new)."""
+    ratio = jnp.exp(log_ratio)
+    return {
+        "approx_kl": token_mean((ratio - 1) - log_ratio, batch),
+        "importance_ratio": token_mean(ratio, batch),
+        "importance_ratio_magnitude": token_mean(jnp.abs(ratio - 1), batch),
+        "importance_ratio_max": ratio.max(where=batch.mask, initial=0.0),
+        "importance_ratio_min": ratio.min(where=batch.mask, initial=jnp.inf),
+        "importance_ratio_histogram": histogram(log_ratio, batch.mask) / batch.num_tokens[0],
+    }
+
+
+def sampler_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
+    """Metrics of the ratio of old probability to the sampler's; the KL is k3 of KL(sampled || old)."""
+    ratio = jnp.exp(log_ratio)
+    names = {
+        "prob_diff": token_mean(jnp.abs(jnp.exp(batch.old_logprobs) - jnp.exp(batch.sample_logprobs)), batch),
+        "logprob_diff": token_mean(jnp.abs(log_ratio), batch),
+        "logprob_diff_max": jnp.abs(log_ratio).max(),
+        "kl": token_mean((ratio - 1) - log_ratio, batch),
+        "ratio": token_mean(ratio, batch),
+        "ratio_squared": token_mean(ratio**2, batch),
+    }
+    return {f"inference_recompute/{name}": value for name, value in names.items()}
+
+
+def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "R"]:
+    """Numbers of tokens by their log ratio, nearest of LOG_RATIOS: unlike a quantile they can be added up."""
+    num_bins = len(LOG_RATIOS)
+    width = LOG_RATIOS[1] - LOG_RATIOS[0]
+    nearest = jnp.round((log_ratio - LOG_RATIOS[0]) / width)
+    bins = jnp.clip(nearest, 0, num_bins - 1).astype(jnp.int32)
+    counts = mask.astype(jnp.float32)
+    return jnp.zeros(num_bins).at[bins].add(counts)
+
+
+def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.ndarray]:
+    """Returns the metrics of an optimiser batch from those of its micro-batches, as their names say: see `policy_loss`.
+
+    Tests compare them for micro-batches of other sizes: a metric that is a mean of a micro-batch fails there.
+    """
+    reductions = {"max": np.nanmax, "min": np.nanmin}
+    metrics = {}
+    for name in parts[0]:
+        kind = name.rpartition("_")[2]
+        x = reductions.get(kind, np.sum)([part[name] for part in parts], axis=0)
+        assert kind == "histogram" or not x.shape, f"{name} {x.shape} is no number: reduce it, or name it _histogram"
+        metrics[name] = x if kind == "histogram" else float(x)
+    counts = metrics["importance_ratio_histogram"]
+    squared = metrics.pop("inference_recompute/ratio_squared")
+    quantile = np.searchsorted(np.cumsum(counts), 0.99 * counts.sum())
+    quantile = min(quantile, len(LOG_RATIOS) - 1)
+    metrics["importance_ratio_q99"] = float(np.exp(LOG_RATIOS[quantile]))
+    ratio = metrics["inference_recompute/ratio"]
+    metrics["inference_recompute/effective_sample_share"] = ratio**2 / max(squared, 1e-30)
+    return metrics
