@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float
 
-from core.extensions.credit import of_tokens, turn_returns
+from core.extensions.credit import discounted_differences, of_tokens, turn_returns
 from core.objectives import LossConfig, formula
 from core.records import NO_SIGNAL, Batch
 from utils.batching import select_rows
@@ -269,18 +269,9 @@ def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[np.nd
     In episodes each turn's reward comes with its own last token. Tokens that the policy did not choose are passed over.
     Source: arXiv 1506.02438, eq. 16.
     """
-    mask, values, rewards = batch.mask, batch.values, batch.token_rewards
+    rewards = batch.token_rewards
     if rewards is None:
-        tokens_to_go = np.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
-        rewards = np.where(mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
+        tokens_to_go = np.cumsum(batch.mask[:, ::-1], axis=1)[:, ::-1]
+        rewards = np.where(batch.mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
     rewards = rewards - kl_penalty(batch, config)
-    gamma, decay = np.float32(config.gamma), np.float32(config.gae_lambda)
-    advantages = np.zeros(mask.shape, np.float32)
-    next_value = np.zeros(len(mask), np.float32)
-    next_advantage = np.zeros(len(mask), np.float32)
-    for t in reversed(range(mask.shape[1])):
-        target = rewards[:, t] + gamma * (next_value + decay * next_advantage)
-        advantages[:, t] = np.where(mask[:, t], target - values[:, t], 0)
-        next_advantage = np.where(mask[:, t], target - values[:, t], next_advantage)
-        next_value = np.where(mask[:, t], values[:, t], next_value)
-    return advantages
+    return discounted_differences(rewards, batch.values, batch.mask, config.gamma, config.gae_lambda)

@@ -252,11 +252,10 @@ def make_workers(
     failures_dir: Path,
 ) -> dict[str, RolloutWorker]:
     """Returns a worker for each environment, by role."""
-    workers = {}
-    for role, settings in environments.items():
-        groups = config.sampling, config.rewards
-        workers[role] = make_worker(settings, *groups, model, tokenizer, layout, failures_dir)
-    return workers
+    return {
+        role: make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout, failures_dir)
+        for role, settings in environments.items()
+    }
 
 
 if __name__ == "__main__":

@@ -34,15 +34,14 @@ from utils.batching import (
     EMPTY,
     Fractions,
     Microbatch,
-    RowSizes,
     bucket,
+    measure_rows,
     plan_microbatches,
     resize_columns,
     select_rows,
 )
-from utils.devices.compilation import shapes_of
 from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
-from utils.devices.sharding import Layout
+from utils.devices.sharding import Layout, zeros_of
 from utils.devices.threads import side_by_side
 from utils.metrics.terminal import track
 from utils.settings.errors import UserError
@@ -237,7 +236,8 @@ class Learner:
         Each has rows of similar length, and is built on the host when needed. `max_rows`: rows of a batch from which
         none was dropped.
         """
-        sizes, shards, cost = row_sizes(batch), self.layout.row_shards, attention_cost(self.model)
+        sizes = measure_rows(batch.tokens, batch.prompt_lengths, batch.lengths, batch.mask)
+        shards, cost = self.layout.row_shards, attention_cost(self.model)
         tokens = self.tokens_per_microbatch
         plan = plan_microbatches(sizes, tokens, shards, max_rows, cost, self.row_length, self.fractions)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
@@ -254,9 +254,8 @@ class Learner:
 
     def zero_sums(self, params: Params | Adapters) -> Sums:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
-        leaves, tree = jax.tree.flatten(shapes_of(params))
-        grads = zeros(tuple(leaves), self.config.memory.grad_dtype or "float32")
-        return jax.tree.unflatten(tree, grads), self.layout.put(np.float32(0))
+        grads = zeros_of(params, self.config.memory.grad_dtype or "float32")
+        return grads, self.layout.put(np.float32(0))
 
     def policy_moved_too_far(self, updates: Sequence[Update]) -> bool:
         """True if the mean approx_kl of an epoch's updates is above --target_kl."""
@@ -302,14 +301,6 @@ class Learner:
         """Ends the program with what to lower where a device has no memory left."""
         more = "" if self.model.remat == "full" else " or set --remat full"
         return out_of_memory("tokens_per_microbatch", self.tokens_per_microbatch, more)
-
-
-def row_sizes(batch: Batch) -> RowSizes:
-    """Returns the lengths of rows, which of them have the same prompt, and which tokens are scored."""
-    numbers = {}
-    prompts = [row[:length].tobytes() for row, length in zip(batch.tokens, batch.prompt_lengths, strict=True)]
-    prompt_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-    return RowSizes(np.array(prompt_numbers), batch.prompt_lengths, batch.lengths, batch.mask)
 
 
 def split_minibatches(batch: Batch, config: LearnerConfig, step: int, epoch: int) -> list[Batch]:
@@ -362,13 +353,6 @@ def accumulate(
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def zeros(shapes: Sequence[jax.ShapeDtypeStruct], dtype: str) -> list[Array]:
-    """Returns zeros of this type, laid out as the shapes are: as one program, not one for each array."""
-    arrays = [jnp.zeros(x.shape, dtype) for x in shapes]
-    return [jax.lax.with_sharding_constraint(x, shape.sharding) for x, shape in zip(arrays, shapes, strict=True)]
 
 
 @partial(jax.jit, donate_argnums=0)

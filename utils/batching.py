@@ -116,6 +116,19 @@ class RowSizes(NamedTuple):
         return RowSizes(*(x[rows] * is_row.reshape(-1, *[1] * (x.ndim - 1)) for x in self))
 
 
+def measure_rows(
+    tokens: Int[np.ndarray, "B T"],
+    prompt_lengths: Int[np.ndarray, "B"],
+    lengths: Int[np.ndarray, "B"],
+    scored: Bool[np.ndarray, "B T"],
+) -> RowSizes:
+    """Returns the lengths of rows, which of them have the same prompt, and which tokens are scored."""
+    numbers = {}
+    prompts = [row[:length].tobytes() for row, length in zip(tokens, prompt_lengths, strict=True)]
+    prompt_numbers = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+    return RowSizes(np.array(prompt_numbers), prompt_lengths, lengths, scored)
+
+
 def full_rows(num_rows: int, width: int) -> RowSizes:
     """Returns the sizes of rows that fill all columns, each with a prompt of one token of its own; all is scored."""
     scored = np.ones((num_rows, width), bool)

@@ -1,4 +1,4 @@
-"""Credit of turns: rewards of an environment by token, and from each turn on. Read by --advantage gae, turn_mean, ...
+"""Credit within an episode: rewards by token, from each turn on, and by a critic. For --advantage gae and turn_...
 
 B rows, T row length, K turns.
 """
@@ -51,3 +51,23 @@ def of_tokens(by_turn: Float[np.ndarray, "K B"], mask: Bool[np.ndarray, "B T"]) 
     """Returns for each token what is of its turn; tokens before the first one have that of the first."""
     turns = np.clip(turn_numbers(mask), 0, len(by_turn) - 1)  # of single replies all is one turn
     return np.take_along_axis(by_turn.T, turns, axis=1)
+
+
+def discounted_differences(
+    rewards: Float[np.ndarray, "B T"],
+    values: Float[np.ndarray, "B T"],
+    mask: Bool[np.ndarray, "B T"],
+    gamma: float,
+    gae_lambda: float,
+) -> Float[np.ndarray, "B T"]:
+    """Returns the sum of each token's later temporal differences, discounted by gamma lambda; of the mask's tokens."""
+    gamma, decay = np.float32(gamma), np.float32(gae_lambda)
+    advantages = np.zeros(mask.shape, np.float32)
+    next_value = np.zeros(len(mask), np.float32)
+    next_advantage = np.zeros(len(mask), np.float32)
+    for t in reversed(range(mask.shape[1])):
+        target = rewards[:, t] + gamma * (next_value + decay * next_advantage)
+        advantages[:, t] = np.where(mask[:, t], target - values[:, t], 0)
+        next_advantage = np.where(mask[:, t], target - values[:, t], next_advantage)
+        next_value = np.where(mask[:, t], values[:, t], next_value)
+    return advantages

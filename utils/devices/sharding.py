@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -357,3 +358,17 @@ def single_device(platform: str | None = None) -> Layout:
     device = np.array(jax.local_devices(backend=platform)[:1])
     mesh = Mesh(device.reshape(1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Layout(mesh)
+
+
+def zeros_of(params: PyTree, dtype: str) -> PyTree:
+    """Returns zeros of this type, laid out as the parameters are."""
+    leaves, tree = jax.tree.flatten(params)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
+    return jax.tree.unflatten(tree, zeros(tuple(shapes), dtype))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def zeros(shapes: Sequence[jax.ShapeDtypeStruct], dtype: str) -> list[jax.Array]:
+    """Returns zeros of this type, laid out as the shapes are: as one program, not one for each array."""
+    arrays = [jnp.zeros(x.shape, dtype) for x in shapes]
+    return [jax.lax.with_sharding_constraint(x, shape.sharding) for x, shape in zip(arrays, shapes, strict=True)]
