@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from core.extensions.credit import discounted_differences, of_tokens, turn_returns
-from core.objectives import LossConfig, formula
+from core.extensions.formulas import formula
+from core.objectives import LossConfig
 from core.records import NO_SIGNAL, Batch
 from utils.batching import select_rows
 from utils.settings.errors import UserError

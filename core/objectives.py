@@ -9,9 +9,7 @@ Everything is float32. Another value of a setting compiles the update anew, but 
 controller may change these at each step. B rows, T row length.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +17,15 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
+from core.extensions.formulas import formula
 from core.records import Batch
 from core.run.ratios import ratio_metrics, row_mean, sampler_metrics, sum_over_rows, token_mean, zero_outside_mask
 from models.distribution import TokenScores
 from models.names import Array
 from utils.settings.options import option
 
-Function = TypeVar("Function", bound=Callable)
 Coefficient = object  # a number, or the tracer or placeholder that JAX puts in its place
 TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True where a clip leaves no gradient
-
-
-def formula(text: str) -> Callable[[Function], Function]:
-    """Attaches the formula that a run prints; fields: {low}, {high}, {fall}, {rise}, {dual_clip}, {config.<option>}."""
-
-    def attach(function: Function) -> Function:
-        function.formula = text
-        return function
-
-    return attach
 
 
 # Policy losses: of each token, from its log-probability; gradients flow through `logprobs` alone
