@@ -99,10 +99,7 @@ class Layout:
     @property
     def peak_memory(self) -> int:
         """Returns the peak of bytes in use, on the fullest device of this process; on CPU, by the process itself."""
-        peaks = []
-        for device in self.mesh.local_devices:
-            stats = device.memory_stats() or {}
-            peaks.append(stats.get("peak_bytes_in_use", 0))
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self.mesh.local_devices]
         unit = 1 if sys.platform == "darwin" else 1024
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return max(peaks) or resident

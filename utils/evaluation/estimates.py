@@ -120,12 +120,8 @@ def majority_shares(
 ) -> Float[np.ndarray, "N K"]:
     """Returns maj@k of each task, for each k."""
     num_samples = correct.shape[1]
-    shares = []
-    for task, is_right in enumerate(correct):
-        start = task * num_samples
-        votes = answers[start : start + num_samples]
-        shares.append(majority_at_k(votes, is_right, tuple(ks)))
-    return np.array(shares)
+    votes = [answers[start : start + num_samples] for start in range(0, correct.size, num_samples)]
+    return np.array([majority_at_k(*sample, tuple(ks)) for sample in zip(votes, correct, strict=True)])
 
 
 def pass_at_k(correct: SampleFlags, k: int) -> TaskValues:
@@ -135,11 +131,8 @@ def pass_at_k(correct: SampleFlags, k: int) -> TaskValues:
     """
     num_samples = correct.shape[1]
     num_subsets = comb(num_samples, k)
-    chances = []
-    for num_right in correct.sum(axis=1).tolist():
-        num_failing_subsets = comb(num_samples - num_right, k)
-        chances.append(1 - num_failing_subsets / num_subsets)
-    return np.array(chances)
+    failing = [comb(num_samples - num_right, k) for num_right in correct.sum(axis=1).tolist()]  # subsets
+    return np.array([1 - num_failing / num_subsets for num_failing in failing])
 
 
 def best_of_k(returns: SampleValues, k: int) -> TaskValues:

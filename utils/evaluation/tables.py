@@ -155,20 +155,15 @@ def score_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     titles = main_columns(rows)
     for name in (f"pass@{num_samples}", f"maj@{num_samples}", f"best_of_{num_samples}", "length"):
         titles[name] = name
-    columns = {}
-    for name, title in titles.items():
-        if any(name in row for row in rows):
-            columns[title] = [format_score(row, name) for row in rows]
-    return columns
+    logged = {name: title for name, title in titles.items() if any(name in row for row in rows)}
+    return {title: [format_score(row, name) for row in rows] for name, title in logged.items()}
 
 
 def difference_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Returns the cells of the differences in the main metrics, by title."""
     differences = [row["difference"] for row in rows if "difference" in row]
-    columns = {}
-    for name, title in main_columns(rows).items():
-        columns[title] = [format_difference(difference.get(name)) for difference in differences]
-    return columns
+    titles = main_columns(rows)
+    return {title: [format_difference(x.get(name)) for x in differences] for name, title in titles.items()}
 
 
 def few_tasks_note(objects: Sequence[Row]) -> str:

@@ -159,9 +159,7 @@ class Wandb:
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, JSON]]) -> None:
         columns = [name for name in ROLLOUT_COLUMNS if all(name in row for row in rows)]
-        data = []
-        for row in rows:
-            data.append([json_value(row[name]) for name in columns])
+        data = [[json_value(row[name]) for name in columns] for row in rows]
         table = self.wandb.Table(columns=columns, data=data)
         self.run.log({"rollouts": table}, step=step)
 
@@ -237,11 +235,8 @@ class Mlflow:
 
 def finite_numbers(metrics: Mapping[str, JSON]) -> dict[str, float]:
     """Returns the metrics that are one finite number, by names without "@"."""
-    numbers = {}
-    for name, value in metrics.items():
-        if isinstance(value, int | float) and math.isfinite(value):
-            numbers[name.replace("@", "_at_")] = value
-    return numbers
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    return {name.replace("@", "_at_"): value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def read_or_create(file: Path, make: Callable[[], str]) -> str:

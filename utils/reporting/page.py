@@ -328,9 +328,7 @@ def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
     for size, row in sized_rows:
         by_number.setdefault(row.get("group"), []).append((size, row))
     groups = list(by_number.values())
-    returns = []
-    for group in groups:
-        returns.append(np.mean([row.get("return") or 0.0 for _, row in group]))
+    returns = [np.mean([row.get("return") or 0.0 for _, row in group]) for group in groups]
     num_groups = max(4, len(groups) * budget // total)
     rows = []
     for place in thin(np.array(returns), num_groups):

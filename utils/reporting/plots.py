@@ -94,13 +94,7 @@ def format_point(run: Metrics, name: str, index: int) -> str:
     steps, values = run[name]
     text = "-" if np.isnan(values[index]) else format_value(name, values[index])
     ends = intervals(run, name).get(steps[index])
-    return text if ends is None else f"{text} {format_interval(name, ends)}"
-
-
-def format_interval(name: str, ends: Interval) -> str:
-    """Returns an interval of a metric as text."""
-    low, high = (format_value(name, end) for end in ends)
-    return f"[{low}, {high}]"
+    return text if ends is None else f"{text} [{', '.join(format_value(name, end) for end in ends)}]"
 
 
 def format_value(name: str, value: float) -> str:

@@ -162,18 +162,14 @@ def independent_difference(first: Point, last: Point) -> Interval:
 def describe_change(name: str, first: Point, last: Point) -> str:
     """Returns the first and the last score and their difference in words."""
     before, after = (format_value(name, point.value) for point in (first, last))
-    change = format_change(name, last.value - first.value, difference(first, last))
+    change, ends = last.value - first.value, difference(first, last)
+    if is_share(name):  # in percentage points
+        size, low, high = (f"{100 * x:z.1f}" for x in (change, *ends))
+        size += " points"
+    else:
+        size, low, high = (format_value(name, x) for x in (change, *ends))
     steps = f"{before} at step {first.step} to {after} at step {last.step}"
-    return f"{TITLES[name]} went from {steps}, a change of {change}"
-
-
-def format_change(name: str, change: float, ends: Interval) -> str:
-    """Returns a difference and its interval as text; that of shares is in percentage points."""
-    if is_share(name):
-        low, high = ends
-        return f"{100 * change:z.1f} points [{100 * low:z.1f}, {100 * high:z.1f}]"
-    low, high = (format_value(name, end) for end in ends)
-    return f"{format_value(name, change)} [{low}, {high}]"
+    return f"{TITLES[name]} went from {steps}, a change of {size} [{low}, {high}]"
 
 
 def flat_since(points: list[Point]) -> int | None:

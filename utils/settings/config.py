@@ -121,9 +121,7 @@ def make_config(config_class: type[Config], /, **options: Value) -> Config:
             raise UserError(f"there is no option {name}{nearest(name, known)}")
         known[name].check(value)
         values[known[name].group][name] = value
-    members = {}
-    for group_name, group_class in groups.items():
-        members[group_name] = group_class(**values[group_name])
+    members = {group_name: group_class(**values[group_name]) for group_name, group_class in groups.items()}
     return config_class(**values[""], **members)
 
 
