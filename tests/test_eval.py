@@ -20,6 +20,7 @@ from helpers import ROOT
 from core import eval as evaluation
 from core.replay import replay
 from core.run.foreign import own_file, remember_code
+from core.run.metrics import explained_variance
 from core.run.rollouts import json_or_text
 from envs import ENVS, find_class
 from envs.base import Env
@@ -29,7 +30,6 @@ from models.checkpoint import find_checkpoints
 from utils.evaluation.estimates import (
     MAX_VOTERS,
     best_of_k,
-    explained_variance,
     majority_at_k,
     mean_and_ci,
     paired_bootstrap,

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 import numpy as np
+from jaxtyping import Bool, Float
 
 from core.records import Batch, Episodes
 from models.architecture import Decoder
 from models.speed import PEAKS, sampling_bytes, shares_of_peak
 from utils.devices.sharding import Layout
-from utils.evaluation.estimates import explained_variance
 
 
 def rollout_metrics(episodes: Episodes) -> dict[str, float]:
@@ -83,3 +83,18 @@ def speed_metrics(
     if device_kind in PEAKS:
         speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size, rollout_layout.mesh.size)
     return speed
+
+
+def explained_variance(
+    targets: Float[np.ndarray, "B #T"],
+    values: Float[np.ndarray, "B T"],
+    mask: Bool[np.ndarray, "B T"],
+) -> float:
+    """Returns 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one or equal targets."""
+    targets = np.broadcast_to(targets, mask.shape)[mask]
+    variance = targets.var()
+    is_constant = not variance > 1e-12
+    if is_constant:
+        return 0.0
+    residuals = targets - values[mask]
+    return float(1 - residuals.var() / variance)

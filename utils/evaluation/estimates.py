@@ -269,18 +269,3 @@ def paired_bootstrap(
         low, high = np.quantile(means, [0.025, 0.975]).tolist()
     mean = float(difference.mean())
     return {"mean": mean, "low": low, "high": high, "p": float(p)}
-
-
-def explained_variance(
-    targets: Float[np.ndarray, "B #T"],
-    values: Float[np.ndarray, "B T"],
-    mask: Bool[np.ndarray, "B T"],
-) -> float:
-    """Returns 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one or equal targets."""
-    targets = np.broadcast_to(targets, mask.shape)[mask]
-    variance = targets.var()
-    is_constant = not variance > 1e-12
-    if is_constant:
-        return 0.0
-    residuals = targets - values[mask]
-    return float(1 - residuals.var() / variance)

@@ -137,29 +137,13 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
         figure.savefig(file, facecolor="white", format=Path(out_png).suffix.removeprefix(".") or None)
 
 
-def plot_held_out(
-    axis: "matplotlib.axes.Axes",
-    run: Metrics,
-    name: str,
-    colour: str,
-    label: str,
-) -> None:
+def plot_held_out(axis: "matplotlib.axes.Axes", run: Metrics, name: str, colour: str, label: str) -> None:
     """Draws a held-out score as dots with bars, its 95% intervals."""
     steps, values = run[name]
     ends = intervals(run, name)
     lows, highs = np.array([ends.get(step, (np.nan, np.nan)) for step in steps]).T
     heights = np.maximum([values - lows, highs - values], 0.0)  # below 0 by rounding
-    axis.errorbar(
-        steps,
-        values,
-        heights,
-        color=colour,
-        label=label,
-        fmt="o:",
-        ms=5,
-        lw=1.5,
-        capsize=3,
-    )
+    axis.errorbar(steps, values, heights, color=colour, label=label, fmt="o:", ms=5, lw=1.5, capsize=3)
 
 
 def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
@@ -182,12 +166,7 @@ def format_main_axis(axis: "matplotlib.axes.Axes", has_percents: bool) -> None:
         axis.legend(loc="best", frameon=False, fontsize=9)
 
 
-def plot_curve(
-    axis: "matplotlib.axes.Axes",
-    series: Series | None,
-    colour: str,
-    label: str,
-) -> None:
+def plot_curve(axis: "matplotlib.axes.Axes", series: Series | None, colour: str, label: str) -> None:
     """Draws a metric of each step: pale as it is, and strong as a running mean."""
     if series is None:
         return
