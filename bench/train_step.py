@@ -25,7 +25,7 @@ from jaxtyping import Float
 from bench.common import BenchConfig, Figure, environment, load, make_prompts, report, rounds_of, shape, spread
 from core.advantages import compute_advantages
 from core.config import Config
-from core.learner import Learner, UpdateConfig, accumulate, make_learner, split_minibatches
+from core.learner import Learner, accumulate, make_learner, split_minibatches
 from core.objectives import LossConfig, policy_loss
 from core.records import Batch
 from core.sampler import SamplingConfig, decode_weights
@@ -39,6 +39,7 @@ from models.optimizers import make_optimizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse, with_options
+from utils.settings.groups import UpdateConfig
 from utils.settings.options import group, option
 
 GB = 1e9

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from core.advantages import ObjectiveConfig
-from core.learner import UpdateConfig
 from core.sampler import SamplingConfig
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
@@ -12,24 +11,8 @@ from models.memory import BESIDE, BETWEEN, ELSEWHERE, MemoryConfig
 from models.optimizers import OptimizerConfig
 from utils.devices.startup import TrainDeviceConfig
 from utils.settings.errors import UserError
-from utils.settings.groups import ComputeConfig, RunConfig
+from utils.settings.groups import ComputeConfig, EvalConfig, RunConfig, UpdateConfig
 from utils.settings.options import group, option
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation."""
-
-    num_eval_tasks: int = option(
-        -1, "Problems in an evaluation, the first of the split; 0: all, -1: as the environment says (512; all of gsm8k)"
-    )
-    num_eval_samples: int = option(
-        1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
-    )
-
-    def __post_init__(self):
-        if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
-            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from core.config import EvalConfig
 from core.extensions.preview import show
 from core.rollout import evaluate, make_worker
 from core.run.foreign import check_code, find_run
@@ -34,7 +33,7 @@ from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import options_of, parse, to_dict
 from utils.settings.errors import user_errors
-from utils.settings.groups import ComputeConfig
+from utils.settings.groups import ComputeConfig, EvalConfig
 from utils.settings.options import group, option
 from utils.settings.presets import demo_of_tiny
 

@@ -44,44 +44,12 @@ from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
 from utils.devices.sharding import Layout, zeros_of
 from utils.devices.threads import side_by_side
 from utils.metrics.terminal import track
-from utils.settings.errors import UserError
-from utils.settings.options import option
+from utils.settings.groups import UpdateConfig
 
 MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
 Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
 Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """Batch and updates."""
-
-    groups_per_batch: int = option(256, "Groups of rollouts in the batch of a step", essential=True)
-    group_size: int = option(8, "Rollouts of each prompt, which form a group", essential=True)
-    max_resampling: float = option(
-        4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
-    )
-    ppo_minibatch: int = option(64, "Rollouts of one optimiser step; 0: the whole batch")
-    ppo_epochs: int = option(1, "Passes of the optimiser over the batch of a step")
-    target_kl: float = option(
-        0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
-    )
-    do_inference_logprobs: bool = option(
-        False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
-    )
-
-    def __post_init__(self):
-        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
-        if min(self.ppo_minibatch, self.target_kl) < 0:
-            raise UserError("--ppo_minibatch and --target_kl must not be negative")
-
-    @property
-    def max_groups(self) -> int:
-        """Groups to sample in a step at most."""
-        return int(self.groups_per_batch * self.max_resampling)
 
 
 class SampledRows(Protocol):

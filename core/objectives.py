@@ -1,9 +1,8 @@
 """Policy losses, KL, aggregation: pure functions of JAX, inside of jit. Fork this file to hack the loss.
 
 To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
-To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum; those of
-ratios are in core/run/ratios.py.
-To change the advantage: core/advantages.py.
+To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
+To change the advantage: core/advantages.py. Metrics of ratios: core/run/ratios.py.
 
 Everything is float32. Another value of a setting compiles the update anew, but of those that TracedLossConfig lists: a
 controller may change these at each step. B rows, T row length.

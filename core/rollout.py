@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from core.config import EvalConfig
 from core.extensions.attach import attach
 from core.records import Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
@@ -36,6 +35,7 @@ from utils.devices.sharding import Layout
 from utils.evaluation.estimates import mean_and_ci, task_estimates
 from utils.metrics.terminal import Wait, waiting
 from utils.settings.errors import UserError
+from utils.settings.groups import EvalConfig
 
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics

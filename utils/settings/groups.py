@@ -1,10 +1,57 @@
-"""Groups of options, apart from the files that read them, which import much: run folder, sinks, computation."""
+"""Groups of options, apart from the files that read them, which import much: updates, evaluation, run folder, sinks."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from utils.settings.errors import UserError
 from utils.settings.options import option
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """Batch and updates."""
+
+    groups_per_batch: int = option(256, "Groups of rollouts in the batch of a step", essential=True)
+    group_size: int = option(8, "Rollouts of each prompt, which form a group", essential=True)
+    max_resampling: float = option(
+        4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
+    )
+    ppo_minibatch: int = option(64, "Rollouts of one optimiser step; 0: the whole batch")
+    ppo_epochs: int = option(1, "Passes of the optimiser over the batch of a step")
+    target_kl: float = option(
+        0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
+    )
+    do_inference_logprobs: bool = option(
+        False, "Use of the sampler's log-probabilities as the old ones, in place of the training graph's"
+    )
+
+    def __post_init__(self):
+        for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} must be at least 1")
+        if min(self.ppo_minibatch, self.target_kl) < 0:
+            raise UserError("--ppo_minibatch and --target_kl must not be negative")
+
+    @property
+    def max_groups(self) -> int:
+        """Groups to sample in a step at most."""
+        return int(self.groups_per_batch * self.max_resampling)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation."""
+
+    num_eval_tasks: int = option(
+        -1, "Problems in an evaluation, the first of the split; 0: all, -1: as the environment says (512; all of gsm8k)"
+    )
+    num_eval_samples: int = option(
+        1, "Completions of each problem in an evaluation, which gives pass@k and best-of-n up to this number"
+    )
+
+    def __post_init__(self):
+        if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
+            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
 
 
 @dataclass(frozen=True)
