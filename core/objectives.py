@@ -17,8 +17,8 @@ from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
 from core.extensions.formulas import formula
-from core.records import Batch
-from core.run.ratios import ratio_metrics, row_mean, sampler_metrics, sum_over_rows, token_mean, zero_outside_mask
+from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
+from core.run.ratios import ratio_metrics, sampler_metrics
 from models.distribution import TokenScores
 from models.names import Array
 from utils.settings.options import option

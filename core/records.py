@@ -1,4 +1,4 @@
-"""Records that travel through the loop: completions, episodes, batch, progress. A leaf: everything may import it.
+"""Records that travel through the loop: completions, episodes, batch, progress; sums over a batch. A leaf.
 
 Every [B, T] array speaks of the token in its own column.
 B rows (completions), T row length, S ids of a truncated distribution, L layers, k experts of a token: see the glossary
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -145,6 +146,29 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.rewards)
+
+
+def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """Returns x with 0 in the padding, whose numbers could overflow in exp."""
+    return jnp.where(batch.mask, x, 0.0)
+
+
+def sum_over_rows(
+    x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
+) -> Float[Array, ""]:
+    """Sum over tokens where the mask is True, each row divided by its denominator."""
+    return (zero_outside_mask(x, batch).sum(axis=1) / denominator).sum()
+
+
+def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
+    """Share of this micro-batch in the mean over the tokens of the optimiser batch."""
+    return sum_over_rows(x, batch, batch.num_tokens)
+
+
+def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """Mean over the tokens of each row where the mask is True, 0 where there are none."""
+    num_tokens = mask.sum(axis=1, keepdims=True)
+    return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Metrics of ratios of probabilities, and the means over tokens that losses and metrics are made of; inside of jit.
+"""Metrics of the ratios of a token's probabilities, and how metrics of micro-batches become those of a batch.
 
 B rows, T row length, R bins of log ratios.
 """
@@ -9,33 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from core.records import Batch
+from core.records import Batch, token_mean
 from models.names import Array
 
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
-
-
-def zero_outside_mask(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """Returns x with 0 in the padding, whose numbers could overflow in exp."""
-    return jnp.where(batch.mask, x, 0.0)
-
-
-def sum_over_rows(
-    x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch, denominator: Float[Array, "B"]
-) -> Float[Array, ""]:
-    """Sum over tokens where the mask is True, each row divided by its denominator."""
-    return (zero_outside_mask(x, batch).sum(axis=1) / denominator).sum()
-
-
-def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
-    """Share of this micro-batch in the mean over the tokens of the optimiser batch."""
-    return sum_over_rows(x, batch, batch.num_tokens)
-
-
-def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Mean over the tokens of each row where the mask is True, 0 where there are none."""
-    num_tokens = mask.sum(axis=1, keepdims=True)
-    return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
 
 def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
