@@ -252,9 +252,7 @@ class Sampler:
 
         A CPU compiles one for longer than it reads masked columns; accelerators are bound by what they read.
         """
-        if self.layout.is_cpu:
-            return few_widths(num_tokens, self.max_new_tokens)
-        return bucket(max(num_tokens, self.max_new_tokens // 8))
+        return few_widths(num_tokens, self.max_new_tokens) if self.layout.is_cpu else bucket(num_tokens)
 
     def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
         """Returns the completion's length where these columns hold a stop token or complete a stop string."""
