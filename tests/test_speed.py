@@ -180,4 +180,4 @@ def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
     num_sizes = 2 if os.cpu_count() > 1 else 3  # two chains of 16 slots, or one of 32; and smaller ones, down to 8
     assert len(segments) == len(set(segments)) >= num_widths * num_sizes  # of 64 and of 96 columns; refills
     learning = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(accumulate)"]
-    assert len(learning) == len(set(learning)) == num_widths  # rows of 64 and of 128 columns
+    assert len(learning) == len(set(learning)) == num_widths  # rows of 96 and of 192 columns

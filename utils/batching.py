@@ -24,8 +24,8 @@ def bucket(n: int) -> int:
 
 def few_widths(n: int, longest: int) -> int:
     """Returns the next of five widths from n on: quarters of the longest row, and half a quarter; 64 at least."""
-    quarter = round_up(-(-longest // 4), 64)
-    step = quarter // 2 if n <= quarter // 2 and quarter > 64 else quarter
+    quarter = max(64, round_up(-(-longest // 4), 32))
+    step = quarter // 2 if n <= quarter // 2 and quarter >= 128 else quarter
     return min(round_up(n, step), round_up(max(n, longest), 32))
 
 
