@@ -98,6 +98,7 @@ def test_a_run_that_ended_early_goes_on_as_one_that_never_did(case, wholes, tmp_
 @pytest.mark.slow
 def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(wholes, tmp_path, monkeypatch):
     """So that the tests above could fail."""
+    whole = records(wholes("replies"))  # a run that remembers: before the patch, if this test is the first
     assert train(tmp_path / "run", max_steps=3) == 0
     restore = grpo.Run.restore
 
@@ -107,7 +108,7 @@ def test_without_the_weights_of_the_next_rollouts_another_run_would_follow(whole
 
     monkeypatch.setattr(grpo.Run, "restore", forgetful)
     assert train(tmp_path / "run") == 0
-    assert records(tmp_path / "run") != records(wholes("replies"))
+    assert records(tmp_path / "run") != whole
 
 
 @pytest.mark.parametrize("case", ["replies", *slow("turns")])

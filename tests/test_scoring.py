@@ -97,7 +97,7 @@ def ask(scorer: Scorer, *replies: str, seed: int = 5, is_truncated: bool = False
 
 @pytest.fixture(scope="module")
 def patient_scorer():
-    """For turns that a busy machine may hold up for a second."""
+    """For what a busy machine may hold up for a second: turns, 120 MB of text and lists."""
     with Scorer(HOSTILE, num_workers=2, timeout=10) as scorer:
         yield scorer
 
@@ -131,8 +131,8 @@ def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
     assert outcomes[3].kind == kind and all(step.info["turn"] == 2 for step in outcomes if isinstance(step, Step))
 
 
-def test_what_an_environment_says_is_cut(scorer):
-    (message,) = ask(scorer, "much").messages
+def test_what_an_environment_says_is_cut(patient_scorer):
+    (message,) = ask(patient_scorer, "much").messages
     note = f" ... (cut at {MAX_OBSERVED} of {4 * 10**7} characters)"
     assert message["content"] == "more" * (MAX_OBSERVED // 4) + note
 
