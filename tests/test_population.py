@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
+from helpers import slow, train_here
+from kill_runs import FLAGS, arguments
 from safetensors.numpy import load_file
 from scipy import stats
 from test_turns import Script, assert_same, conversations, draw_all, rows_of
@@ -169,6 +170,15 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
         assert_equal_runs(tmp_path / "all" / name, tmp_path / name, range(1, 3))
     assert "config=drgrpo: mean over 2 seeds" in output
     assert (tmp_path / "all" / "population.html").is_file()
+
+
+def test_members_of_one_step_equal_runs_alone(tmp_path):
+    """The quick case of the test above."""
+    flags = FLAGS | {"max_steps": 1, "test_env_name": "", "lora_rank": 2, "lora_merge": "never", "save_rollouts": "all"}
+    population.main(arguments(**flags, population="seed=0,1", save_dir=tmp_path / "all"))
+    assert train_here(tmp_path / "alone", **flags, seed=1) == 0
+    assert_equal_runs(tmp_path / "all" / "seed=1", tmp_path / "alone", range(1, 2))
+    assert not np.array_equal(read_tokens(tmp_path / "all" / "seed=0", 1), read_tokens(tmp_path / "alone", 1))
 
 
 def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from models.architecture import Decoder
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
 from models.speed import PEAKS, sampling_bytes, shares_of_peak, training_flops
-from tests.helpers import slow
+from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations
@@ -155,6 +155,13 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
     assert second["compile/num_programs"] == 0
     assert second["compile/num_from_cache"] == first["compile/num_programs"]
+
+
+def test_after_precompile_steps_compile_nothing(tmp_path):
+    """The quick case of the test below, in this process, of which no test before has compiled these programs."""
+    assert train_here(tmp_path, **FLAGS | {"precompile": 1, "max_steps": 2, "test_env_name": ""}) == 0
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step["compile/num_programs"] + step["compile/num_from_cache"] for step in steps] == [0, 0]
 
 
 @pytest.mark.slow
