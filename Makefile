@@ -5,6 +5,10 @@ PYTHON = python3
 SEED = 0
 VENV_PYTHON = .venv/bin/python
 
+# By uv where it is there; by pip where it is not, or where uv does not know the index that pip is set to.
+install = { command -v uv >/dev/null && uv pip install -q --python $(VENV_PYTHON) $(1); } || \
+	$(VENV_PYTHON) -m pip install -q --disable-pip-version-check $(1)
+
 help:
 	@echo "make demo [SEED=0]   train models/tiny on Countdown (installs into .venv first)"
 	@echo "make test            ruff, then minutes of tests: formulas, models, sampler, graders, settings, resume, one mesh"
@@ -30,11 +34,13 @@ lint: .venv/installed-test
 
 # The stamps are renewed when the requirements change, and only after pip has succeeded.
 .venv/installed: requirements.txt | $(VENV_PYTHON)
-	$(VENV_PYTHON) -m pip install --disable-pip-version-check -r requirements.txt
+	@echo "installing requirements.txt into .venv: 1 GB, about a minute"
+	@$(call install,-r requirements.txt)
 	@touch $@
 
 .venv/installed-test: requirements-test.txt requirements.txt | $(VENV_PYTHON)
-	$(VENV_PYTHON) -m pip install --disable-pip-version-check -r requirements.txt -r requirements-test.txt
+	@echo "installing requirements.txt and requirements-test.txt into .venv: 2 GB, about two minutes"
+	@$(call install,-r requirements.txt -r requirements-test.txt)
 	@touch $@
 
 $(VENV_PYTHON):

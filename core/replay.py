@@ -38,6 +38,7 @@ from utils.metrics.terminal import Wait
 from utils.settings.arguments import Value
 from utils.settings.config import make_config, to_dict
 from utils.settings.errors import UserError
+from utils.settings.groups import SinkConfig
 from utils.settings.presets import split_origin
 from utils.settings.removed import REMOVED, check_removed
 
@@ -86,7 +87,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
         options, _ = split_origin(parse_json((run / "config.json").read_bytes()))
         for name in options.keys() & REMOVED.keys():
             check_removed(name, options.pop(name), name, is_forced=False)
-        config = make_config(Config, **options)
+        config = make_config(Config, **options | vars(SinkConfig()))  # it logs nowhere
     except (ValueError, TypeError, BadZipFile) as error:
         raise UserError(f"--replay {path}: the rollouts or the settings of {run} cannot be read ({error})") from error
     if not 0 <= row < len(rows["tokens"]):

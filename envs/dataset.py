@@ -24,7 +24,7 @@ from envs.grading.functions import RewardFunction
 from envs.tools.adapters import Adapter, Played, Resettable
 from envs.tools.episode import ToolSettings
 from envs.tools.gyms import as_gym
-from utils.settings.errors import UserError, describe_error
+from utils.settings.errors import UserError, check_installed, describe_error
 
 PROMPTS = ("prompt", "question", "messages")  # columns that hold the prompt, if the option names none
 ROLES = ("system", "user", "assistant", "tool")
@@ -88,6 +88,8 @@ class Dataset(Env):
             rows = self.load(find_source(path, hub_split), skip_bad_rows)
             self.rows, selected = select_split(rows, split, 10, tests, may_overlap=self.opens)
             self.note += selected
+        if not self.has_reward:
+            check_installed("math_verify", "comparing answers, as without --reward,")
         for function in self.rewards:
             function.check(self.rows[0].answer, has_environments=self.opens)
         if reward:

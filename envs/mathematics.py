@@ -7,7 +7,7 @@ from envs.data.questions import PROMPTS, TAGS_PROMPT, Questions
 from envs.data.rows import RawRow, Row, Source, find_file, load_rows, text_answer, text_prompt
 from envs.data.splits import remove_overlap, select_split
 from envs.grading.answers import extract_boxed, same_math
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, check_installed
 
 DEEPSCALER = "https://github.com/agentica-project/deepscaler/tree/main/deepscaler/data"
 QWEN = "https://github.com/QwenLM/Qwen2.5-Math/tree/main/evaluation/data"
@@ -64,6 +64,7 @@ class Mathematics(Questions):
         elif split == "train":
             note += "; a benchmark, with the same problems in its test split: not to train on"
         super().__init__(rows, note, form, partial)
+        check_installed("math_verify", f"the environment {data_set}")
         same_math("x+1", "1+x")  # loads the grader, which takes a second, before any clock runs
 
     def is_equal(self, reference: str, answer: str) -> bool:

@@ -23,7 +23,7 @@ from envs.data.splits import choose_split
 from envs.grading.answers import extract_answer
 from envs.grading.verifiers import AUDITED, check_release, may_be_verified
 from utils.settings.checks import load_yaml, read_text
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, check_installed
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
 MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: draws of a question do not come back to where they were
@@ -51,10 +51,9 @@ class ReasoningGym(Env):
     tokens_per_action = 1024
 
     def __init__(self, split: str = "train", datasets: str = "leg_counting", seed: int = 42, num_tasks: int = 0):
-        try:
-            import reasoning_gym
-        except ImportError as error:
-            raise UserError(f"the environment reasoning_gym needs `pip install reasoning-gym=={AUDITED}`") from error
+        check_installed("reasoning_gym", "the environment reasoning_gym", f"reasoning-gym=={AUDITED}")
+        import reasoning_gym
+
         check_release(metadata.version("reasoning-gym"))
         self.split = split
         self.specs, size = read_specs(datasets)

@@ -20,6 +20,7 @@ from envs.countdown import Countdown, share_right_arithmetic, solve
 from envs.data.rows import Row
 from envs.data.splits import normal_form, split_rows
 from envs.grading.answers import extract_answer, parse_arithmetic
+from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -451,6 +452,27 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     for reward, message in [("r.py", "FILE.py:FUNCTION"), (f"{__file__}:absent", "no function absent")]:
         with pytest.raises(ValueError, match=message):
             envs.make_env("dataset", path=str(SAMPLES / "gsm8k" / "train.jsonl"), prompt="question", reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "install"),
+    [
+        ("math_verify", "math500", "-r requirements-envs.txt"),
+        ("math_verify", "dataset", "-r requirements-envs.txt"),
+        ("pyarrow", "dataset", "-r requirements-envs.txt"),
+        ("datasets", "gsm8k", "datasets"),
+        ("reasoning_gym", "reasoning_gym", "reasoning-gym=="),
+    ],
+)
+def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name, install, monkeypatch):
+    """Before anything is computed; without math-verify equal formulas would silently be called different."""
+    monkeypatch.setitem(sys.modules, package, None)
+    rows = {"math500": {"problem": "1+1?", "answer": "2"}, "dataset": {"prompt": "1+1?", "answer": "2"}}
+    file = tmp_path / ("rows.parquet" if package == "pyarrow" else "math500.jsonl")
+    file.write_text("".join(json.dumps(rows.get(name, {})) + "\n" for _ in range(20)))
+    options = {"math500": {"data_dir": str(tmp_path)}, "dataset": {"path": str(file)}}
+    with pytest.raises(UserError, match=f"`pip install {install}"):
+        envs.make_env(name, **options.get(name, {}))
 
 
 def test_reasoning_gym_mixtures(tmp_path):

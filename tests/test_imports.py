@@ -89,9 +89,15 @@ def test_every_requirement_is_imported():
 def test_the_project_table_reads_the_requirements():
     """setuptools reads names and ranges only, no `-r other-file`."""
     dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
-    files = dynamic["dependencies"]["file"], dynamic["optional-dependencies"]["test"]["file"]
-    assert files == ("requirements.txt", "requirements-test.txt")
+    extras = dynamic["optional-dependencies"]
+    files = dynamic["dependencies"]["file"], extras["envs"]["file"], extras["test"]["file"]
+    assert files == ("requirements.txt", "requirements-envs.txt", "requirements-test.txt")
     assert not [line for file in files for line in (ROOT / file).read_text().splitlines() if line.startswith("-")]
+
+
+def test_the_tests_install_what_environments_need():
+    environments = (ROOT / "requirements-envs.txt").read_text().splitlines()[1:]
+    assert environments and not set(environments) - set((ROOT / "requirements-test.txt").read_text().splitlines())
 
 
 def test_no_package_takes_the_name_of_a_standard_module():

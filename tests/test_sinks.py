@@ -190,11 +190,24 @@ def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, m
     assert ("no answer within 0.2 seconds" in said) == (error is None)
 
 
-@pytest.mark.parametrize(("name", "options"), [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"}), ("wandb", {"wandb_name": "x"})],
+)
 def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, options, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"is not installed: `pip install {name}`"):
         start(tmp_path, **options)
+
+
+def test_a_login_at_wandb_without_the_package_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    start(tmp_path).close()
+    assert "the package is missing: `pip install wandb`" in capsys.readouterr().out
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    start(tmp_path, wandb_name="x").close()
+    assert capsys.readouterr().out == ""
 
 
 CLOUD, OWN = "machine api.wandb.ai\n login user\n password x\n", "machine wandb.lab:8080 login user password x\n"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import UserError, check_installed, counted, is_installed
 
 READERS = ".jsonl, .json, .csv and .parquet; the first three also .gz"
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
@@ -275,6 +275,7 @@ def csv_lines(path: Path) -> Iterator[str]:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:
+    check_installed("pyarrow", f"a Parquet file ({path})")
     import pyarrow
     import pyarrow.parquet
 
@@ -308,12 +309,12 @@ def check_row(row: JSON) -> RawRow | Exception:
 def read_hub(name: str, source: Source) -> Iterator[tuple[str, RawRow]]:
     """Yields each row of a data set of the hub (or of its cache on this machine). Raises UserError with what to do."""
     hub, _, config = source.hub.partition(":")
+    if not is_installed("datasets"):
+        raise UserError(f"{name}: `pip install datasets` to load {hub}, or {source.advice}")
     try:
         import datasets
 
         rows = datasets.load_dataset(hub, config or None, split=source.hub_split)
-    except ImportError as error:
-        raise UserError(f"{name}: `pip install datasets` to load {hub}, or {source.advice}") from error
     except Exception as error:  # noqa: BLE001 (its own, those of three network libraries, and OSError)
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error

@@ -23,6 +23,7 @@ from urllib.parse import urlparse
 import numpy as np
 
 from utils.metrics.jsonl import JSON, json_value
+from utils.settings.errors import is_installed
 from utils.settings.groups import SinkConfig
 
 MAX_SECONDS = 90  # of a call; more than wandb's own limits
@@ -107,9 +108,12 @@ def open_sinks(
     sinks = []
     is_asked = asks_for_wandb(config)
     if os.environ.get("WANDB_MODE") != "disabled" and (is_asked or has_wandb_login()):
-        if not is_asked:
-            print("wandb: there is a login, so this run is logged; WANDB_MODE=disabled leaves it off.")
-        sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
+        if not is_installed("wandb"):
+            print("wandb: there is a login, but the package is missing: `pip install wandb`, and runs are logged.")
+        else:
+            if not is_asked:
+                print("wandb: there is a login, so this run is logged; WANDB_MODE=disabled leaves it off.")
+            sinks.append(GuardedSink("wandb", lambda: Wandb(config, directory, settings)))
     if config.tensorboard:
         sinks.append(GuardedSink("TensorBoard", lambda: TensorBoard(directory, resume_step)))
     if config.mlflow:

@@ -8,6 +8,7 @@ import difflib
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import NoReturn
 
 MAX_MESSAGE = 4000  # characters of an error message
@@ -26,6 +27,17 @@ def fail(message: str) -> NoReturn:
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def check_installed(package: str, purpose: str, install: str = "-r requirements-envs.txt") -> None:
+    """Raises UserError, with pip's line, where a package is missing that not all commands need."""
+    if not is_installed(package):
+        raise UserError(f"{purpose} needs {package}, which is not installed: `pip install {install}`")
+
+
+def is_installed(package: str) -> bool:
+    """True if there is a package of this name, which is not imported."""
+    return sys.modules.get(package) is not None or find_spec(package) is not None
 
 
 def counted(number: int, noun: str) -> str:

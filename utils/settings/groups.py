@@ -1,9 +1,9 @@
 """Groups of options, apart from the files that read them, which import much: updates, evaluation, run folder, sinks."""
 
+import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, check_installed
 from utils.settings.options import option
 
 
@@ -93,9 +93,12 @@ class SinkConfig:
     )
 
     def __post_init__(self):
-        for flag, package in (("tensorboard", "tensorboardX"), ("mlflow", "mlflow")):
-            if getattr(self, flag) and find_spec(package) is None:
-                raise UserError(f"--{flag} needs a package that is not installed: `pip install {package}`")
+        packages = {"tensorboard": "tensorboardX", "mlflow": "mlflow"}
+        if os.environ.get("WANDB_MODE") != "disabled":
+            packages |= {"wandb_project": "wandb", "wandb_name": "wandb"}
+        for flag, package in packages.items():
+            if getattr(self, flag):
+                check_installed(package, f"--{flag}", package)
 
 
 @dataclass(frozen=True)
