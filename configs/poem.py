@@ -1,4 +1,4 @@
-"""lmpo's sanity check for models/tiny: the reward is the number of characters, 256 at most, whatever they are.
+"""The sanity check of kvfrans/lmpo for models/tiny: the reward is the number of characters, at most 256.
 
 The reward is not for poems: noise of 256 characters, cut off at the limit, has full marks. Two minutes on a CPU.
 """

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS]
 LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")  # local ones: file, heading
@@ -63,6 +63,7 @@ def anchors(page: Path) -> set[str]:
 def test_the_front_page_is_short_and_quotes_the_loop():
     readme = read("README.md")
     assert len(readme.splitlines()) <= 170
+    assert len(read("AGENTS.md").splitlines()) <= 60 and "(AGENTS.md)" in readme
     assert LOOP.findall(readme) == [loop()], "python tests/test_docs.py writes the loop into README.md"
 
 
