@@ -64,15 +64,15 @@ WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generati
 def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
     """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
     records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
-    expected, sample, drawn = iter(list(records)), Sampler.generate, []
+    expected, sample, drawn = iter(list(records)), Sampler.draw, []
     load_weights, loaded = Sampler.load_weights, []
 
     def load(self, params):
         loaded[:] = [params]
         return load_weights(self, params)
 
-    def replay(self, weights, prompts, ids, num_samples, key):
-        found = sample(self, weights, prompts, ids, num_samples, key)
+    def replay(self, weights, prompts, keys):
+        found = sample(self, weights, prompts, keys)
         drawn.append(found)
         if not records:
             return found
@@ -82,11 +82,11 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
             assert (found.prompt_lengths == known.prompt_lengths).all() and at >= found.prompt_lengths[row]
             tokens = known.tokens[row, :at][None]
             logits = decoder.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
-            place = int(np.asarray(ids)[row // num_samples]), row % num_samples, at - int(found.prompt_lengths[row])
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, place[0]), place[1]), place[2])
+            number = at - int(found.prompt_lengths[row])
+            key = jax.random.fold_in(jax.random.wrap_key_data(keys[row]), number)
             distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
             limit = rounding(depth(self.model, WIDTH), np.abs(logits).max())
-            assert distance < limit, f"row {row}, token {place[2]}: the draw is {distance} away from the edge"
+            assert distance < limit, f"row {row}, token {number}: the draw is {distance} away from the edge"
             print(f"a draw {distance} from an edge fell on its other side: replaying the tokens")
         same = np.logical_and.accumulate(found.tokens == known.tokens, axis=1)
         # The last draws are those of the evaluation after the update, which comes from a gradient.
@@ -97,11 +97,12 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
 
     flags = FLAGS | flags | {"save_dir": folder}
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    Sampler.load_weights, Sampler.generate = load, replay
+    Sampler.load_weights, Sampler.draw = load, replay
     try:
         grpo.main(parse(Config, argv, spellings=LMPO))
     finally:
-        Sampler.load_weights, Sampler.generate = load_weights, sample
+        Sampler.load_weights, Sampler.draw = load_weights, sample
+    assert drawn and len(drawn) == len(records or drawn)
     if not records:
         recorded.write_bytes(pickle.dumps(drawn))
 
