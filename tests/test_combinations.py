@@ -14,7 +14,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, slow
 from test_training import HereScorer
 
 from core.advantages import compute_advantages
@@ -292,7 +292,7 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
     assert len(sizes) > 3, "filters and turns make a difference"
 
 
-@pytest.mark.parametrize("policy", ["LoRA", "int8"])
+@pytest.mark.parametrize("policy", ["LoRA", *slow("int8")])
 def test_it_is_the_same_for_adapters_and_over_a_rounded_base(policy):
     """All that the table reads is in the episodes: no filter, reward or metric of it sees a policy."""
     for kind in ("tools", "single"):

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chex import assert_trees_all_close, assert_trees_all_equal
-from helpers import on_four_devices
+from helpers import on_four_devices, train_here
+from kill_runs import FLAGS
 from safetensors.numpy import load_file, save_file
 
 from core.config import Config
@@ -465,9 +466,10 @@ def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch)
 
 
 def test_a_run_that_was_stopped_equals_one_that_never_was(tmp_path):
+    flags = FLAGS | {"ppo_minibatch": 8, "num_generation_tokens": 8, "test_env_name": ""}
+    flags |= {"lora_rank": 2, "kl_coef": 0.1}
     for name, stops in {"whole": [2], "stopped": [1, 2]}.items():
         for num_steps in stops:
-            flags = [str(tmp_path / name), "--max_steps", str(num_steps), *"--num_generation_tokens 8".split()]
-            main(parse(Config, [*RUN.split(), *flags, "--test_env_name", ""], ""))
+            assert train_here(tmp_path / name, **flags | {"max_steps": num_steps}) == 0
     files = (tmp_path / name / "step2" / "adapter_model.safetensors" for name in ("whole", "stopped"))
     assert_trees_all_equal(*map(load_file, files))

@@ -175,6 +175,7 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
 def test_members_of_one_step_equal_runs_alone(tmp_path):
     """The quick case of the test above."""
     flags = FLAGS | {"max_steps": 1, "test_env_name": "", "lora_rank": 2, "lora_merge": "never", "save_rollouts": "all"}
+    flags |= {"ppo_minibatch": 8, "num_generation_tokens": 8}
     population.main(arguments(**flags, population="seed=0,1", save_dir=tmp_path / "all"))
     assert train_here(tmp_path / "alone", **flags, seed=1) == 0
     assert_equal_runs(tmp_path / "all" / "seed=1", tmp_path / "alone", range(1, 2))

@@ -52,9 +52,10 @@ def test_a_draft_is_what_followed_the_same_tokens():
 MIXTURE = replace(MODEL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SETTINGS = [
     ("greedy", MODEL, Distribution(0.0), 100),
-    ("sharp, cut", MODEL, Distribution(0.3, top_k=20, top_p=0.95), 100),
+    ("experts, cut", MIXTURE, Distribution(0.3, top_k=20, top_p=0.95), 100),
+    pytest.param("sharp, cut", MODEL, Distribution(0.3, top_k=20, top_p=0.95), 100, marks=pytest.mark.slow),
     pytest.param("flat", MODEL, Distribution(0.8), 20, marks=pytest.mark.slow),
-    ("experts", MIXTURE, Distribution(0.3), 100),
+    pytest.param("experts", MIXTURE, Distribution(0.3), 100, marks=pytest.mark.slow),
 ]
 
 
@@ -69,10 +70,14 @@ def stops(model, every: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("name", "model", "distribution", "every"), SETTINGS, ids=lambda x: str(x)[:12])
-@pytest.mark.parametrize("num_drafted", [4, *slow(1)])
+@pytest.mark.parametrize("case", ["4", *slow("1 compacted", "4 compacted")])
 @pytest.mark.usefixtures("all_rows_are_a_tail")
-def test_what_is_drawn_does_not_depend_on_drafts(name, model, distribution, every, num_drafted):
-    sampler = Sampler(model, 3 * LIMIT, stops(model, every), distribution)
+def test_what_is_drawn_does_not_depend_on_drafts(name, model, distribution, every, case, monkeypatch):
+    """With all slots until the end, which takes few programs, and with fewer and fewer."""
+    is_compacted, num_drafted = "compacted" in case, int(case[0])
+    if not is_compacted:
+        monkeypatch.setattr(speculation.SpeculativeChain, "compact", lambda chain: None)
+    sampler = Sampler(model, 3 * LIMIT, stops(model, every), distribution, compact=is_compacted)
     alone, found = draw_all(sampler), draw_all(with_options(sampler, num_drafted))
     assert_same(completions(found), completions(alone))
     np.testing.assert_array_equal(found.mask, alone.mask)

@@ -326,11 +326,11 @@ def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, 
 
 
 RUN = (
-    "--env_name guess --env_options prompt=bare,min_size=4,max_size=6,max_number=20 --num_generation_tokens 110 "
-    "--max_steps 2 --groups_per_batch 13 --group_size 4 --max_resampling 1 --ppo_minibatch 0 --adam_eps 1e-2 "
+    "--env_name guess --env_options prompt=bare,min_size=4,max_size=6,max_number=20 --num_generation_tokens 64 "
+    "--max_steps 2 --groups_per_batch 6 --group_size 4 --max_resampling 1 --ppo_minibatch 0 --adam_eps 1e-2 "
     "--lr 1e-3 --save_interval 1 --save_rollouts all --advantage turn_zscore --do_group_filter 0"
 )
-NUM_STEPS, NUM_ROWS = 2, 52
+NUM_STEPS, NUM_ROWS = 2, 24
 
 
 def train(folder: Path) -> None:
@@ -370,7 +370,7 @@ def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
 def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
-    """104 rows in all, from what is stored of each; the groups are played in reverse."""
+    """48 rows in all, from what is stored of each; the groups are played in reverse."""
     rows = [read_stored(rollouts(whole, step), row) for row in range(NUM_ROWS)]
     stored, (config, *_) = zip(*rows, strict=True)
     reverse = [stored[i : i + G] for i in range(NUM_ROWS - G, -1, -G)]
@@ -443,7 +443,7 @@ def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tm
 
 @pytest.mark.parametrize(
     ("row", "from_turn", "message"),
-    [(52, 0, "rows 0 to 51"), (0, 9, "the row has turns 1 to ."), (0, -1, "the row has turns 1 to .")],
+    [(24, 0, "rows 0 to 23"), (0, 9, "the row has turns 1 to ."), (0, -1, "the row has turns 1 to .")],
 )
 def test_mistakes_of_a_replay(whole, row, from_turn, message):
     with pytest.raises(UserError, match=message):
