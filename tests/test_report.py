@@ -21,7 +21,17 @@ from core.run.rollouts import rollout_rows, score_arrays
 from utils.evaluation.estimates import mean_and_ci
 from utils.metrics.logger import Logger
 from utils.reporting.compare import main
-from utils.reporting.page import PANELS, embed_json, first_and_last, read_rollouts, run_data, thin, write_report
+from utils.reporting.page import (
+    PANELS,
+    count_changes,
+    embed_json,
+    first_and_last,
+    pair_rows,
+    read_rollouts,
+    run_data,
+    thin,
+    write_report,
+)
 from utils.reporting.plots import WINDOW, format_value, intervals, read_metrics, running_mean
 from utils.reporting.verdict import judge
 
@@ -235,11 +245,28 @@ def test_the_first_and_the_last_rollouts_of_the_same_problems_are_paired(tmp_pat
     for name in rows:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows[name]))
     pairs = [(each["step"], each["task"]) for each in first_and_last(tmp_path)["rows"]]
-    assert pairs == [(0, 8), (9, 8), (0, 9), (9, 9)]
+    assert pairs == [(0, 9), (9, 9), (0, 8), (9, 8)], "those that were solved come first"
     for file in tmp_path.glob("held_out*"):
         file.unlink()
-    pairs = [(each["step"], each["task"]) for each in first_and_last(tmp_path)["rows"]]
-    assert pairs == [(1, 1), (9, 1), (1, 3), (9, 3), (1, 1), (9, 1)], "one of each problem first"
+    pairs = [(each["step"], each["task"], each["change"]) for each in first_and_last(tmp_path)["rows"]]
+    assert pairs == [(1, 1, "gained"), (9, 1, "gained"), (1, 3, "lost"), (9, 3, "lost")], "one of each problem"
+
+
+def test_changes_of_all_held_out_problems_are_counted_and_pairs_of_each_class_are_shown():
+    before = [0, 0, 0, 0, 0, 0, 1, 1, 0.5, 0.5, 1, 1]
+    after = [1, 1, 1, 1, 0.5, 0, 0, 0.5, 0.5, 1, 1, 1]
+    first, last = ([{"task": i, "correct_answer": x} for i, x in enumerate(scores)] for scores in (before, after))
+    pairs = pair_rows(first, last)
+    assert [row["task"] for row in pairs] == [i for i in (0, 1, 2, 6, 7, 8, 10, 11, 5) for _ in range(2)]
+    scores = {5: {}, 0: {"correct_answer": dict(enumerate(before))}, 9: {"correct_answer": dict(enumerate(after))}}
+    changes = count_changes(scores)
+    assert changes["steps"] == [0, 9]
+    assert changes["counts"] == [
+        ("gained", 0.5, 1, 1), ("gained", 0, 1, 4), ("gained", 0, 0.5, 1), ("lost", 1, 0.5, 1), ("lost", 1, 0, 1),
+        ("solved both times", 1, 1, 2), ("solved both times", 0.5, 0.5, 1), ("solved neither time", 0, 0, 1),
+    ]  # fmt: skip
+    none = {}, {0: scores[0]}, {0: scores[0], 9: {"correct_answer": {1: 1.0}}}, {0: {"return": {1: 1.0}}, 9: {}}
+    assert [count_changes(each)["counts"] for each in none] == [[]] * 4
 
 
 def test_rollouts_fit_their_budget(tmp_path):
@@ -369,7 +396,8 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
     assert page.texts("#curves h3")[0] == "Return" and all(page.texts("#curves .note"))
     assert page.texts("#runs .run") == ["a", "<b>b"] and len(page.texts("#summary tbody tr")) == 2
-    assert page.texts("#settings .differs th") == ["lr"]
+    assert page.texts("#settings .differs th") == ["lr"] and page.texts("#settings summary") == ["1 equal in all runs"]
+    assert page.texts("#tasks") == []
     page.run("document.querySelectorAll('.run')[0].click()")
     assert sum(page.run(count)) == sum(drawn) / 2
     theme = "return getComputedStyle(document.body).backgroundColor"
@@ -387,7 +415,7 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
 def test_filters_and_colours(chromium, tmp_path):
     rollouts = {1: [row(i) for i in range(8)], 2: [coloured_row(i) for i in range(16)]}
     page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
-    assert page.texts("#place") == ["1 to 10 of 16"], "the first and the last step, side by side"
+    assert page.texts("#place") == ["1 to 2 of 2"], "the first and the last step, side by side"
     assert page.run("return [...document.querySelectorAll('#rollouts details')].every(prompt => prompt.open)")
     assert "log-prob" in page.run("return document.getElementById('colour').value")
     page.choose("step", "2")
@@ -400,7 +428,8 @@ def test_filters_and_colours(chromium, tmp_path):
         page.choose("colour", colour)
         seen[colour] = tuple(page.colours())
         assert page.texts("#rollouts article:first-child > pre") == ["<think>10</think>"]
-    assert len(set(seen.values())) == 5 and not any(seen[""])
+    assert len(set(seen.values())) == 4 and not any(seen[""])
+    assert page.texts("#rollouts .above")[0] == "0.8", "the advantage of all tokens is in the header"
     assert page.run("return document.querySelector('#rollouts pre span').title") == ""
     narrower = [("step", "1", 8), ("group", "1", 4), ("least", "0.55", 2), ("most", "0.65", 1), ("search", ">9<", 0)]
     for name, value, expected in narrower:
@@ -408,8 +437,57 @@ def test_filters_and_colours(chromium, tmp_path):
         assert len(page.texts("#rollouts article")) == expected, name
     for name in ("step", "group", "least", "most", "search"):
         page.choose(name, "")
-    page.choose("order", "best")
-    assert page.texts("#rollouts article:first-child .reward") == ["1.5"] and page.texts("#place") == ["1 to 10 of 24"]
+    for order, first in (("-return", "1.5"), ("+return", "0"), ("-advantage", "1.5")):
+        page.choose("order", order)
+        assert page.texts("#rollouts article:first-child .reward") == [first], order
+    assert page.texts("#place") == ["1 to 10 of 24"]
+    page.choose("search", "<b>count")
+    assert page.texts("#place") == ["1 to 10 of 16"], "prompts are searched, too"
+    page.check()
+
+
+def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp_path):
+    talk = [{"role": "assistant", "content": "8"}, {"role": "<b>user", "content": "<i>Lower.\u202e"}]
+    rows = [row(0, correct_answer=0.0), row(4, task=8, conversation=talk, correct_answer=1.0)]
+    config = {"lr": 0.5, "reward": "a,b", "run": {"changed": ["lr"]}, "test_env_name": "a"}
+    run = write_run(tmp_path / "run", rollouts={1: rows}, **config)
+    for step, solved in ((0, [0.0, 1.0, 0.0]), (30, [1.0, 1.0, 0.0])):
+        lines = [json.dumps(each | {"correct_answer": solved[i]}) + "\n" for i, each in enumerate(rows)]
+        (run / "rollouts" / f"held_out_{step}.jsonl").write_text("".join(lines))
+        scores = {"tasks": np.arange(3), "returns": np.zeros(3), "scores/correct_answer": np.array(solved)}
+        np.savez(run / "rollouts" / f"held_out_{step}.npz", **scores)
+    log = (run / "metrics.jsonl").read_text().replace('kl": 0.1', 'kl": 0.0')
+    log += "".join(json.dumps({"global_step": 30 + i, "times/step": x}) + "\n" for i, x in enumerate((90, 1, 2)))
+    (run / "metrics.jsonl").write_text(log)
+    page = Page(chromium, [run], tmp_path / "report.html")
+    assert page.texts("#strip h3") == ["3 held-out problems"]
+    assert page.texts("#strip .key span") == ["1 gained", "1 solved both times", "1 solved neither time"]
+    assert page.texts("#strip rect title")[1] == "1 gained: 0.0% → 100.0%"
+    assert page.texts("#strip .sides span") == ["step 0", "step 30"]
+    assert page.texts("#rollouts h3") == ["gained", "solved both times"]
+    turns = "return [...document.querySelectorAll('.turn')].map(e => [e.className, e.dataset.role])"
+    assert page.run(turns)[:2] == [["turn ours", "assistant"], ["turn", "<b>user"]]
+    assert page.texts(".turn")[1] == "<i>Lower.⟨202E⟩\n"
+    page.run("document.getElementById('raw').click()")
+    assert page.texts(".turn") == [] and page.texts("#rollouts .said") == ["<i>Lower.⟨202E⟩\n"] * 2
+    assert page.texts("#settings .differs th") == ["lr"]
+    assert page.texts("#settings details:not([open]) summary") == ["3 as the defaults are"]
+    assert "Drawn at 20" in page.texts("#live")[0] and ", step 32." in page.texts("#live")[0]
+    assert "2 (median)" in page.texts("#summary td") and "KL" not in page.texts("#curves h3") != []
+    other = write_run(tmp_path / "other", test_env_name="b")
+    page = Page(chromium, [run, other], tmp_path / "two.html")
+    assert "different tasks (reward, test_env_name differ)" in page.texts("#tasks")[0]
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                             {"width": 390, "height": 600, "deviceScaleFactor": 1, "mobile": False})  # fmt: skip
+    try:
+        for name in ("curves", "rollouts", "settings"):
+            page.run(f"document.querySelector('nav a[href=\"#{name}-title\"]').click()")
+            edges = "return [document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]]]"
+            (top,), (end,) = page.run(edges, f"#{name}-title", "top"), page.run(edges, ".bar", "bottom")
+            assert top >= end, f"{name}: the bar covers the heading"
+        assert page.run("return document.documentElement.scrollWidth") <= 390, "no sideways scrolling"
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     page.check()
 
 
@@ -446,6 +524,7 @@ def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
     rows = [row(i, text=text) for i, text in enumerate(texts)]
     run = write_run(tmp_path / "run", num_steps=10_000, rollouts=dict.fromkeys(range(1, 101), rows))
     page = Page(chromium, [run], tmp_path / "report.html")
+    page.choose("step", "100")
     assert page.seconds < 5 and len(page.texts()) == 10
     assert page.run("return document.querySelectorAll('#rollouts *').length") < 500, "only what is seen"
     page.choose("step", "")

@@ -64,7 +64,7 @@ PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "upd
 CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
-NUM_HELD_OUT = 4  # held-out problems whose rollouts are written
+NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
 
 
 class RunSettings(Protocol):
@@ -88,6 +88,8 @@ class Run:
         self.config, self.layout, self.signals = settings.run, layout, Signals()
         self.model_dir = resolve_model_dir(settings.model_dir)
         self.settings = to_dict(settings) | {"model_dir": self.model_dir}
+        options = options_of(type(settings))
+        self.changed = [name for name, known in options.items() if self.settings[name] != known.default]
         self.environments = environments
         self.card = make_card(type(settings), self.settings, environments)
         save_dir = self.config.save_dir
@@ -110,7 +112,7 @@ class Run:
         for played in environments.values():
             self.fingerprints |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)
         if self.checkpoints.steps:
-            resumable = {option.name for option in options_of(type(settings)).values() if option.resumable}
+            resumable = {name for name, known in options.items() if known.resumable}
             check_settings(self.directory / "config.json", self.settings, self.config.resume, resumable)
         compare_processes(self.fingerprints, layout)
         if self.checkpoints.steps:
@@ -299,7 +301,7 @@ class Run:
         """Writes config.json: the settings, and under "run" where the run comes from and how long it has taken."""
         if self.layout.is_main:
             origin = self.origin.record(is_ended)
-            write_json(self.directory / "config.json", self.settings | {"run": origin})
+            write_json(self.directory / "config.json", self.settings | {"run": origin | {"changed": self.changed}})
 
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""

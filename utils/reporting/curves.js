@@ -69,12 +69,13 @@ function linePath(xs, ys, scales) {
 function axes(scales, format) {
   const rows = multiples(...scales.ys, scales.distance).flatMap((value) => [
     shape("line", { class: "grid", x1: FRAME.left, x2: FRAME.right, y1: scales.y(value), y2: scales.y(value) }),
-    shape("text", { x: FRAME.left - 6, y: scales.y(value) + 4, "text-anchor": "end" }, format(value)),
+    shape("text", { x: FRAME.left - 6, y: scales.y(value) + 4, "text-anchor": "end" }, format(value).replace(".0%", "%")),
   ]);
   const steps = multiples(...scales.xs, Math.max(1, roundDistance(...scales.xs, 6)));
   const columns = steps.map((step) =>
     shape("text", { x: scales.x(step), y: FRAME.bottom + 16, "text-anchor": "middle" }, step.toLocaleString("en")));
-  return [...rows, ...columns];
+  const title = shape("text", { x: FRAME.left - 6, y: FRAME.bottom + 16, "text-anchor": "end" }, "step");
+  return [...rows, ...columns, title];
 }
 
 /** A curve: dots with intervals for held-out scores, else a pale line under its running mean. */

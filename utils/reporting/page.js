@@ -61,15 +61,16 @@ function drawHeader() {
   const columns = [
     ["Held-out correct", "test_env/correct_answer", "%"], ["Held-out return", "test_env/return", ""],
     ["Return", "env/return", ""], ["Length", "env/length", ""], ["Entropy", "entropy", ""],
-    ["Seconds a step", "times/step", ""],
+    ["Seconds a step", "times/step", "median"],
   ].filter(([, metric]) => runs.some((run) => run.metrics[metric]));
   const head = ["Run", "Steps", ...columns.map(([label]) => label)].map((label) => make("th", { scope: "col" }, label));
   find("summary").append(make("thead", {}, make("tr", {}, ...head)));
   const body = runs.map((run, i) => {
-    const steps = Object.values(run.metrics).reduce((most, series) => Math.max(most, series.x.at(-1) ?? 0), 0);
-    const cells = columns.map(([, metric, unit]) => make("td", {}, change(run.metrics[metric], unit)));
-    const name = make("td", {}, dot(i), visible(run.name));
-    return make("tr", {}, name, make("td", {}, short(steps)), ...cells);
+    const cells = columns.map(([, metric, unit]) =>
+      make("td", {}, (unit === "median" ? median : change)(run.metrics[metric], unit)));
+    cells.unshift(make("td", {}, dot(i), visible(run.name)), make("td", {}, short(lastStep(run))));
+    cells.forEach((cell, c) => cell.setAttribute("data-label", head[c].textContent));
+    return make("tr", {}, ...cells);
   });
   find("summary").append(make("tbody", {}, ...body));
 }
@@ -79,6 +80,16 @@ const dot = (i) => {
   element.style.background = colourOf(i);
   return element;
 };
+
+const lastStep = (run) => Object.values(run.metrics).reduce((most, { x }) => Math.max(most, x.at(-1) ?? 0), 0);
+
+function median(series) {
+  const values = (series?.y ?? []).filter((y) => y != null).sort((a, b) => a - b);
+  return `${short(values[Math.floor(values.length / 2)])} (median)`;
+}
+
+/** Text with its options, which are not broken at the end of a line. */
+const prose = (text) => visible(text).split(/(--\w+)/).map((part, i) => (i % 2 ? make("code", {}, part) : part));
 
 /** "first → last", with their intervals; a line breaks at the arrow only. */
 function change(series, unit) {
@@ -94,13 +105,20 @@ function change(series, unit) {
 
 const MANY = 12; // warnings of a run that are listed
 const SHOWS = { // what of the rollouts shows the reason of a warning
-  "env/finished": { order: "long" }, "env/groups_without_signal": { order: "worst" }, entropy: { colour: "entropy" },
+  "env/finished": { order: "-length" }, "env/groups_without_signal": { order: "+return" }, entropy: { colour: "entropy" },
 };
 
+const TASK = ["env_name", "env_options", "data_dir", "reward", "episode", "test_env_name", "test_env_options"];
+
 function drawVerdict() {
+  const others = TASK.filter((name) => new Set(runs.map((run) => JSON.stringify(run.config?.[name]))).size > 1);
+  if (others.length) {
+    const text = `These runs have different tasks (${others.join(", ")} differ): their scores cannot be compared.`;
+    find("verdict").append(make("p", { className: "verdict worse", id: "tasks" }, text));
+  }
   runs.forEach((run, r) => {
     const name = runs.length > 1 ? make("b", {}, dot(r), visible(run.name)) : null;
-    const text = make("p", { className: `verdict ${run.verdict.kind}` }, run.verdict.text);
+    const text = make("p", { className: `verdict ${run.verdict.kind}` }, ...prose(run.verdict.text));
     const first = run.events.length ? `What went wrong first, at step ${run.events[0].step}:` : "No warnings.";
     const events = run.events.slice(0, MANY).map((event) => make("li", {}, ...eventParts(event, r)));
     const rest = run.events.length - events.length;
@@ -113,17 +131,20 @@ function drawVerdict() {
 
 const SILENCE = 3600; // seconds without a step, or as long as ten steps, after which a run is taken for killed
 
-/** Says whether the runs that have not ended go on, and loads the page again while one of them does. */
+/** Says when the page was drawn, whether runs go on, and loads it again while one of them does. */
 function watch(open) {
+  const drawn = `Drawn at ${new Date(1000 * data.drawn).toLocaleString("sv").slice(0, 16)}`;
+  find("live").textContent = `${drawn}, step ${runs.map(lastStep).join(", ")}.`;
   if (!open.length) return;
   const isLive = open.some((run) => {
     const longest = Math.max(...(run.metrics["times/step"]?.y ?? []));
     return Date.now() / 1000 - run.news < Math.max(SILENCE, 10 * longest);
   });
   const news = new Date(1000 * Math.max(...open.map((run) => run.news)));
-  find("live").textContent = isLive
+  const going = isLive
     ? "The run goes on: this page loads itself again every minute while it is left alone."
     : `No news since ${news.toLocaleString("sv")}: the run was probably killed. Should it go on, load this page again.`;
+  find("live").prepend(`${going} `);
   if (isLive) reloadWhenIdle();
 }
 
@@ -136,7 +157,7 @@ function eventParts(event, r) {
   const toRollouts = steps.length ? make("a", { href: "#rollouts-title" }, `rollouts of step ${nearest}`) : null;
   if (toRollouts) toRollouts.onclick = () => showRollouts(r, nearest, SHOWS[event.metric] ?? {});
   const links = [toPanel, toRollouts].filter(Boolean).flatMap((link) => [" · ", link]);
-  return [make("b", {}, `step ${event.step}`), ` ${visible(event.text)}`, ...links];
+  return [make("b", {}, `step ${event.step}`), " ", ...prose(event.text), ...links];
 }
 
 /** Loads the page again after a minute in which nobody used it. */
@@ -155,7 +176,9 @@ const isHeldOut = (metric) => /^(test|valid)_/.test(metric);
 
 function drawCurves() {
   const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics)));
-  const shown = panels.filter((panel) => Object.keys(panel.metrics).some((metric) => logged.has(metric)));
+  const shown = panels.filter(({ metrics }) => Object.keys(metrics).some((metric) => isHeldOut(metric)
+    ? Object.keys(metrics).some((name) => logged.has(name))
+    : runs.some((run) => run.metrics[metric]?.y.some(Boolean))));
   shown.forEach((panel) => addPanel(() => panel, make("h3", { id: `panel-${panels.indexOf(panel)}` }, panel.title)));
   const isOther = (name) => !/_(ci|low|high)$/.test(name) && shown.every((panel) => !(name in panel.metrics));
   const others = [...logged].filter(isOther).sort();
@@ -169,7 +192,7 @@ function drawCurves() {
 function addPanel(panelOf, heading) {
   const key = make("div", { className: "key" });
   const plot = make("div", { className: "plot", role: "img" });
-  const note = make("p", { className: "note" }, panelOf().note);
+  const note = make("p", { className: "note" }, ...prose(panelOf().note));
   const top = make("div", { className: "heading" }, heading, key);
   find("curves").append(make("div", { className: "card" }, top, plot, note));
   const draw = () => {
@@ -218,16 +241,15 @@ const PAGE = 10; // rollouts on a page
 const SHOWN = 4000; // characters of a completion before a button shows the rest
 const state = { rows: [], page: 0 };
 const KNOWN = ["step", "group", "task", "text", "return", "length", "finished", "prompt", "stop_reason", "advantage",
-  "tokens", "logprobs", "old_logprobs", "ratios", "entropies", "drawn", "conversation"];
+  "tokens", "logprobs", "old_logprobs", "ratios", "entropies", "drawn", "conversation", "change"];
 const perToken = (row, name) =>
   Array.isArray(row[name]) && Array.isArray(row.tokens) && row[name].length === row.tokens.length ? row[name] : null;
-const constant = (row) => // a completion's advantage is that of each of its tokens
-  typeof row.advantage === "number" ? (Array.isArray(row.tokens) ? row.tokens : [0]).map(() => row.advantage) : null;
+const scoreNames = (row) => Object.keys(row).filter((name) => !KNOWN.includes(name) && typeof row[name] === "number");
 
 // What colours tokens, blue above 0 and orange below; `reach` is where the scale ends (null: at the page's largest)
 const COLOURINGS = {
   "log-prob": { label: "log-probability (nats)", reach: 2, values: (row) => perToken(row, "logprobs") },
-  advantage: { label: "advantage", reach: null, values: (row) => perToken(row, "advantage") ?? constant(row) },
+  advantage: { label: "advantage", reach: null, values: (row) => perToken(row, "advantage") },
   ratio: { label: "log of the ratio trainer / sampler", reach: 0.5, values: logRatios },
   entropy: { label: "entropy (nats)", reach: 2, values: (row) => perToken(row, "entropies") },
 };
@@ -261,7 +283,8 @@ function startRollouts() {
   find("filters").oninput = (event) => {
     if (event.target.id === "run") chooseRun();
     if (event.target.id === "step") listGroups();
-    if (event.target.id !== "colour") filter();
+    if (event.target.id === "colour") find("raw").checked = true;
+    else if (event.target.id !== "raw") filter();
     drawPage();
   };
   for (const [id, by] of [["previous", -1], ["next", 1]]) {
@@ -304,6 +327,12 @@ function chooseRun() {
   const names = Object.keys(COLOURINGS).filter((name) => rows.some((row) => COLOURINGS[name].values(row)));
   const options = [["none", ""], ...names.map((name) => [name, name])];
   fillSelect(find("colour"), options, find("colour").value || names[0]);
+  const scores = ["return", "length", "advantage", ...new Set([...pairs.rows, ...rows].flatMap(scoreNames))];
+  const orders = scores.flatMap((name) =>
+    [["-", "highest"], ["+", "lowest"]].map(([sign, end]) => [`${visible(name)}, ${end} first`, sign + name]));
+  fillSelect(find("order"), [["as written", ""], ...orders], find("order").value);
+  find("raw-label").hidden = ![...pairs.rows, ...rows].some((row) => Array.isArray(row.conversation));
+  drawStrip(chosenRun().problems);
   listGroups();
 }
 
@@ -323,13 +352,14 @@ function rowsOf(step) {
 function filter() {
   const [step, group, least, most, order] = ["step", "group", "least", "most", "order"].map((id) => find(id).value);
   const words = find("search").value.toLowerCase();
+  const textOf = ({ text, prompt, conversation }) => JSON.stringify([text, prompt, conversation]).toLowerCase();
+  const wanted = JSON.stringify(words).slice(1, -1);
   state.page = 0;
   state.rows = rowsOf(step).filter((row) => (group === "" || String(row.group ?? 0) === group)
     && (least === "" || row.return >= +least) && (most === "" || row.return <= +most)
-    && (words === "" || String(row.text).toLowerCase().includes(words)));
-  const sorts = { best: ["return", -1], worst: ["return", 1], long: ["length", -1], short: ["length", 1] };
-  const [name, sign] = sorts[order] ?? [];
-  if (name) state.rows.sort((a, b) => sign * ((a[name] ?? 0) - (b[name] ?? 0)));
+    && (words === "" || textOf(row).includes(wanted)));
+  const numberOf = (row) => (typeof row[order.slice(1)] === "number" ? row[order.slice(1)] : 0);
+  if (order) state.rows.sort((a, b) => Number(`${order[0]}1`) * (numberOf(a) - numberOf(b)));
 }
 
 function drawPage() {
@@ -338,8 +368,11 @@ function drawPage() {
   const values = rows.map((row) => colouring?.values(row) ?? null);
   const most = (x, each) => (Number.isFinite(each) ? Math.max(x, Math.abs(each)) : x);
   const reach = colouring?.reach ?? values.reduce((x, list) => (list ?? []).reduce(most, x), 0);
-  find("rollouts").replaceChildren(...rows.map((row, i) => drawRow(row, values[i], reach)));
-  drawScale(colouring, reach);
+  find("rollouts").replaceChildren(...rows.flatMap((row, i) => [
+    ...(row.change && row.change !== rows[i - 1]?.change ? [make("h3", {}, row.change)] : []),
+    drawRow(row, values[i], reach),
+  ]));
+  drawScale(rows.every(isTalk) ? null : colouring, reach);
   const first = state.page * PAGE;
   const [from, to, of] = [first + 1, first + rows.length, state.rows.length].map((n) => n.toLocaleString("en"));
   find("place").textContent = rows.length ? `${from} to ${to} of ${of}` : "No rollout is like that.";
@@ -357,24 +390,56 @@ function drawScale(colouring, reach) {
   find("scale").replaceChildren(colouring.label, make("span", {}, short(low)), bar, make("span", {}, short(high)));
 }
 
+/** All held-out problems, gained ones first: how many of their completions were right at the first and last step. */
+function drawStrip({ counts, steps }) {
+  find("strip").hidden = !counts.length;
+  if (!counts.length) return;
+  const total = counts.reduce((sum, [, , , count]) => sum + count, 0);
+  const classes = new Map();
+  const cells = [];
+  let x = 0;
+  for (const [change, before, after, width] of counts) {
+    [before, after].forEach((share, i) => {
+      const place = { x, y: i + 0.1 * i, width, height: 0.9, class: change.split(" ").join("-") };
+      const title = shape("title", {}, `${width} ${change}: ${short(before, "%")} → ${short(after, "%")}`);
+      cells.push(shape("rect", { ...place, class: "cell" }, title.cloneNode(true)));
+      cells.push(shape("rect", { ...place, "fill-opacity": share }, title));
+    });
+    x += width;
+    classes.set(change, (classes.get(change) ?? 0) + width);
+  }
+  const picture = shape("svg", { viewBox: `0 0 ${total} 2`, preserveAspectRatio: "none", role: "img" }, ...cells);
+  const keys = [...classes].map(([change, count]) => {
+    const sign = make("i", { className: change.split(" ").join("-") });
+    return make("span", {}, sign, make("b", {}, count.toLocaleString("en")), ` ${change}`);
+  });
+  const sides = make("div", { className: "sides" }, ...steps.map((step) => make("span", {}, `step ${step}`)));
+  const title = make("h3", {}, `${total.toLocaleString("en")} held-out problems`);
+  const heading = make("div", { className: "heading" }, title, make("div", { className: "key" }, ...keys));
+  const note = make("p", { className: "note" }, "A column is a problem: full colour where all its completions are right.");
+  find("strip").replaceChildren(heading, make("div", { className: "strip" }, sides, picture), note);
+}
+
+/** True where an episode is shown as the conversation that it is, not as its raw text. */
+const isTalk = (row) => Array.isArray(row.conversation) && !find("raw").checked;
+
 function drawRow(row, values, reach) {
   const fact = (label, value, className = "") => {
     const shown = make("b", { className }, typeof value === "number" ? short(value) : visible(value));
     return make("span", {}, `${visible(label)} `, shown);
   };
   const stop = row.stop_reason ?? { true: "stopped", false: "token limit" }[row.finished];
-  const parts = Object.keys(row).filter((name) => !KNOWN.includes(name) && typeof row[name] === "number");
   const facts = make("div", { className: "facts" }, fact("reward", row.return ?? "–", "reward"),
+    typeof row.advantage === "number" ? fact("advantage", row.advantage, row.advantage < 0 ? "below" : "above") : null,
     ...["step", "group", "task", "length"].map((name) => (row[name] == null ? null : fact(name, String(row[name])))),
     stop === undefined ? null : fact("end", stop),
-    typeof row.advantage === "number" ? fact("advantage", row.advantage) : null,
-    ...parts.map((name) => fact(name, row[name])));
+    ...scoreNames(row).map((name) => fact(name, row[name])));
   const card = make("article", { className: "card" }, facts);
   const isPair = find("step").value === PAIRS;
   if (row.prompt) {
     card.append(make("details", { open: isPair }, make("summary", {}, "prompt"), box(visible(row.prompt))));
   }
-  const isColoured = Array.isArray(row.tokens) && values?.length === row.tokens.length;
+  const isColoured = !isTalk(row) && Array.isArray(row.tokens) && values?.length === row.tokens.length;
   const messages = Array.isArray(row.conversation) ? row.conversation : null;
   const tokens = isColoured ? row.tokens : messages?.map((message) => `${message.content}\n`) ?? [row.text ?? ""];
   const isSaid = isColoured ? row.drawn?.map((drawn) => !drawn) : messages?.map(({ role }) => role !== "assistant");
@@ -405,7 +470,10 @@ function showTokens(body, row, tokens, isSaid, values, reach, limit) {
     const cut = token.length <= limit ? token : token.slice(0, limit).replace(/[\ud800-\udbff]$/, "");
     limit -= token.length;
     pieces.push(make("span", { title: tokens.length > 1 ? describe(row, i) : "" }, visible(cut)));
-    if (isSaid?.[i]) pieces.at(-1).className = "said";
+    if (isTalk(row)) {
+      pieces.at(-1).className = isSaid[i] ? "turn" : "turn ours";
+      pieces.at(-1).setAttribute("data-role", visible(row.conversation[i].role));
+    } else if (isSaid?.[i]) pieces.at(-1).className = "said";
     else pieces.at(-1).style.background = shade(values?.[i], reach);
   }
   body.replaceChildren(...pieces);
@@ -440,30 +508,38 @@ function originText(name, value) {
   return value < 600 ? `${Math.round(value)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
+/** The settings: those that differ, between runs or from the defaults, and behind them the others. */
 function drawSettings() {
   const configs = runs.map((run) => run.config ?? {});
   const several = runs.length > 1;
-  const names = [...new Set(configs.flatMap(Object.keys))].sort();
+  const changed = new Set(several ? [] : runs[0].changed);
   const words = find("setting").value.toLowerCase();
-  const rows = names.flatMap((name) => {
-    const values = configs.map((config) => (name in config ? JSON.stringify(config[name]) : "–"));
-    const differs = new Set(values).size > 1;
-    if (!name.toLowerCase().includes(words) || (find("only").checked && !differs)) return [];
-    const cells = values.map((value) => make("td", {}, visible(value)));
-    return [make("tr", { className: differs ? "differs" : "" }, make("th", { scope: "row" }, visible(name)), ...cells)];
-  });
+  const names = [...new Set(configs.flatMap(Object.keys))].sort().filter((name) => name.toLowerCase().includes(words));
+  const valuesOf = (name) => configs.map((config) => (name in config ? JSON.stringify(config[name]) : "–"));
+  const differs = (name) => (several ? new Set(valuesOf(name)).size > 1 : changed.has(name));
+  const rowOf = (name) => {
+    const cells = valuesOf(name).map((value) => make("td", {}, ...visible(value).split(/(?<=,)/)
+      .flatMap((part) => [part, make("wbr")])));
+    return make("tr", { className: differs(name) ? "differs" : "" }, make("th", { scope: "row" }, visible(name)), ...cells);
+  };
   const heads = runs.map((run, i) => make("th", { scope: "col" }, dot(i), visible(run.name)));
-  if (several) rows.unshift(make("tr", {}, make("th"), ...heads));
-  const nothing = names.length ? "No setting is like that." : "No config.json was written.";
+  const tableOf = (those) => make("table", {}, ...(several ? [make("tr", {}, make("th"), ...heads)] : []), ...those.map(rowOf));
+  const [first, rest] = [true, false].map((isFirst) => names.filter((name) => differs(name) === isFirst));
+  const label = several ? "equal in all runs" : "as the defaults are";
+  const more = make("details", { open: !first.length || words !== "" },
+    make("summary", {}, `${rest.length} ${label}`), tableOf(rest));
+  const nothing = words ? "No setting is like that." : "No config.json was written.";
   find("settings").className = `card scroll ${several ? "compare" : ""}`;
-  find("settings").replaceChildren(rows.length > several ? make("table", {}, ...rows) : nothing);
+  find("settings").replaceChildren(...(names.length ? [tableOf(first), ...(rest.length ? [more] : [])] : [nothing]));
 }
 
 const look = document.documentElement.style;
 look.colorScheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 find("theme").onclick = () => { look.colorScheme = look.colorScheme === "dark" ? "light" : "dark"; };
-find("only-label").hidden = runs.length < 2;
-find("setting").oninput = find("only").onchange = drawSettings;
+new ResizeObserver(() => { // headings that links lead to are not behind the bar
+  document.documentElement.style.scrollPaddingTop = `${document.querySelector(".bar").offsetHeight + 12}px`;
+}).observe(document.querySelector(".bar"));
+find("setting").oninput = drawSettings;
 drawHeader();
 drawVerdict();
 drawOrigins();

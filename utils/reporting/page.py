@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ from utils.settings.errors import counted
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
 ROLLOUT_STEPS = (10, 1000)  # steps whose rollouts are shown: at least, at most
-PAIRS = 8  # rollouts of the first step that are shown beside those of the last
+PAIRS = 3  # rollouts of the first step that are shown beside those of the last, of each of CHANGES
+CHANGES = ("gained", "lost", "solved both times", "solved neither time")
 FOLDER = Path(__file__).resolve().parent
 
 Values = Float[np.ndarray, "N"]  # of a metric, by step
@@ -166,14 +168,17 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     config, origin = read_settings(folder / "config.json")
     events = read_events(folder / "events.jsonl")
     steps = [event["step"] for event in events]
+    scores = held_out_scores(folder / "rollouts")
     return {
         "name": label,
-        "verdict": judge(logged, held_out_scores(folder / "rollouts")),
+        "verdict": judge(logged, scores),
+        "problems": count_changes(scores),
         "events": events,
         "metrics": {name: curve_data(*series, intervals(logged, name)) for name, series in logged.items()},
         "origin": origin,
         "news": metrics_jsonl.stat().st_mtime,
         "config": config or None,
+        "changed": origin.pop("changed", []),
         "pairs": first_and_last(folder / "rollouts"),
         "rollouts": read_rollouts(folder / "rollouts", budget, steps),
     }
@@ -240,6 +245,24 @@ def first_and_last(folder: Path) -> dict[str, JSON]:
     return {"rows": [], "note": ""}
 
 
+def count_changes(scores: Mapping[int, Mapping[str, TaskMeans]]) -> dict[str, JSON]:
+    """Returns the first and the last step of `scores`, and how many problems had which two shares solved at them."""
+    first, last = min(scores, default=0), max(scores, default=0)
+    before, after = (scores.get(step, {}).get("correct_answer", {}) for step in (first, last))
+    if first == last or before.keys() != after.keys():
+        return {"counts": []}
+    counts = Counter((round(before[task], 2), round(after[task], 2)) for task in before)
+    rows = [(change_of(*pair), *pair, count) for pair, count in counts.items()]
+    rows.sort(key=lambda row: (CHANGES.index(row[0]), -row[1], -row[2]))
+    return {"counts": rows, "steps": [first, last]}
+
+
+def change_of(before: float, after: float) -> str:
+    """Returns the one of CHANGES that two scores make."""
+    solved = CHANGES[2] if after > 0 else CHANGES[3]
+    return solved if before == after else CHANGES[0] if after > before else CHANGES[1]
+
+
 def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
     """Returns the scores of held-out problems by step; those of damaged files are left out."""
     scores = {}
@@ -261,20 +284,17 @@ def task_means(file: Path) -> dict[str, TaskMeans]:
 
 
 def pair_rows(first: Sequence[Row], last: Sequence[Row]) -> list[Row]:
-    """Returns rows of the same tasks in turn, the n-th of `first` and of `last`; one of each task comes first."""
-    by_task: dict[JSON, list[Row]] = {}
-    for row in last:
-        by_task.setdefault(row.get("task"), []).append(row)
-    pairs = []
-    taken = Counter()
-    for row in first:
-        task = row.get("task")
-        others = by_task.get(task, [])
-        if taken[task] < len(others):
-            pairs.append((taken[task], row, others[taken[task]]))
-            taken[task] += 1
-    pairs.sort(key=lambda pair: pair[0])
-    return [row for _, *pair in pairs[:PAIRS] for row in pair]
+    """Returns the first rows of the same tasks in turn, of `first` and of `last`: PAIRS of each of CHANGES, in order.
+
+    It adds their change, by the correct answers where these are known, else by the return.
+    """
+    before, after = ({row.get("task"): row for row in reversed(rows)} for rows in (first, last))
+    pairs: dict[str, list[Row]] = {change: [] for change in CHANGES}
+    for task in sorted(before.keys() & after.keys(), key=[*before].index, reverse=True):
+        pair = before[task], after[task]
+        change = change_of(*(row.get("correct_answer", row.get("return")) or 0.0 for row in pair))
+        pairs[change] += [row | {"change": change} for row in pair]
+    return [row for rows in pairs.values() for row in rows[: 2 * PAIRS]]
 
 
 def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[str, JSON]:
@@ -349,7 +369,7 @@ def render_page(runs: Sequence[Mapping[str, JSON]]) -> str:
         "curves": curves,
         "script": script,
         "hashes": " ".join(hashes),
-        "data": embed_json({"runs": runs, "panels": panels, "colours": COLOURS}),
+        "data": embed_json({"runs": runs, "panels": panels, "colours": COLOURS, "drawn": time.time()}),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: sections[match[1]], template)  # inserted text is not searched
