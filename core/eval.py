@@ -5,12 +5,14 @@
     python core/eval.py --replay runs/guess/rollouts/step_3 --row 5     # draws a rollout of a run again
 """
 
+import gc
 import shlex
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

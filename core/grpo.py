@@ -13,11 +13,13 @@ Learner.score -> compute_advantages -> Learner.update -> accumulate -> policy_lo
 N prompts, G rollouts of each (a group), B = N G rows.
 """
 
+import gc
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -7,11 +7,13 @@ Each combination of the values is a member; the other options are those of core/
 core/grpo.py, in a thread and a folder of its own; core/extensions/members.py draws completions of all in one batch.
 """
 
+import gc
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
 
 import contextlib
 import itertools

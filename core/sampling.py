@@ -4,11 +4,13 @@
     python core/sampling.py --ckpt_dir models/tiny,runs/demo/step50 --web 8000    # a chat with both, in a browser
 """
 
+import gc
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
 
 import json
 import os

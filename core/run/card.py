@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from core.records import Progress
 from envs.settings import RolloutSettings
 from models.checkpoint import ROOT, find_local
@@ -188,4 +186,6 @@ def fenced(language: str, text: str) -> str:
 
 def to_yaml(value: Mapping[str, JSON]) -> str:
     """Returns a value as YAML, in the order of its keys."""
+    import yaml  # here, as in utils/settings/checks.py
+
     return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)

@@ -1,6 +1,7 @@
 """Start of a process: its options of devices, the other processes of the job, and the mesh over all devices."""
 
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -182,7 +183,11 @@ def ending_together() -> Iterator[None]:
 
     Leaving in the ordinary way would wait for the others, which wait for this one. It leaves at once; where that breaks
     no connection of the others, JAX's runtime ends them after `HEARTBEAT_TIMEOUT` seconds.
+
+    What was imported until here stays: collections pass it over, the one at the end of the program too.
     """
+    gc.freeze()
+    gc.enable()  # commands disable it while they import
     try:
         yield
     except BaseException as error:
