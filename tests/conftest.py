@@ -41,7 +41,7 @@ install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 
 
 # Files that take longest: workers take whole files, and these first, so that all end together.
-LONG = [f"test_{name}.py" for name in "turns model objectives sampling lora resume training meshes hosts speed".split()]
+LONG = "turns model objectives sampling lora resume training meshes hosts speed ahead speculation scoring tools envs"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,7 +53,7 @@ def few_programs() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the long files first, and what needs a browser into `make test-all`."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG.split())
     for item in items:
         if "chromium" in item.fixturenames:
             item.add_marker("slow")

@@ -1,7 +1,6 @@
 """Mixtures of experts: against a loop over tokens, and on meshes. Whole models are in test_model.py."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -27,6 +26,7 @@ D, E, F, K = 12, 5, 6, 2  # width, experts, width of an expert, experts of a tok
 MODEL = replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
 
 logits = jax.jit(decoder.logits, static_argnums=0)
+score = jax.jit(decoder.score_tokens, static_argnums=0)
 
 
 def arguments(rows: int, columns: int) -> tuple[jax.Array, Experts, jax.Array, jax.Array]:
@@ -128,8 +128,7 @@ def draw(model: Decoder, prompts: list[list[int]]) -> Completions:
 
 def assert_sampled(model: Decoder, params: Params, drawn: Completions, routes) -> None:
     """Asserts that the training pass gives the log-probabilities of the sampler."""
-    score = jax.jit(partial(decoder.score_tokens, model))
-    scored = score(params, drawn.tokens, routes=routes).logprobs
+    scored = score(model, params, drawn.tokens, routes=routes).logprobs
     largest = np.abs(logits(model, params, drawn.tokens)).max()
     operations = depth(model, drawn.tokens.shape[1])
     assert_close(scored[drawn.mask], drawn.logprobs[drawn.mask], operations, largest)

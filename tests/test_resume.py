@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filelock import SoftFileLease
-from helpers import MODEL, ROOT, gradient_depth, rounding, train_here
+from helpers import MODEL, ROOT, gradient_depth, rounding, slow, train_here
 from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
 
 from core import grpo
@@ -224,7 +224,7 @@ def states(step: int) -> dict:
     return {"a": jnp.float32(a), "b": jnp.bfloat16(b), "step": jnp.int32(step)}
 
 
-@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped"])
+@pytest.mark.parametrize("damage", ["flipped", *slow("deleted", "truncated")])
 def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
     with started(small_run(tmp_path / "run")) as run:
         for step in (1, 2):
