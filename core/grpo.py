@@ -33,7 +33,7 @@ from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.credit import token_rewards
 from core.extensions.notes import training_notes
-from core.extensions.programs import compiling_beside, precompile
+from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker, with_length_reward
@@ -78,8 +78,6 @@ def main(config: Config) -> None:
         rollouts = Rollouts(config, workers["env"], learner)
         if config.ahead:
             rollouts = AheadRollouts(config, collect, fraction_done, run.stack, workers["env"], learner)
-        if not config.precompile:
-            rollouts = compiling_beside(rollouts, run.stack, workers["env"], learner, state)
         train(config, run, workers, rollouts, learner, state, progress)
 
 

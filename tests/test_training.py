@@ -9,11 +9,9 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +41,11 @@ from core import learner as learner_module
 from core.advantages import compute_advantages
 from core.config import Config
 from core.extensions.notes import describe_objective
-from core.extensions.programs import compiling_beside, zero_batch
+from core.extensions.programs import zero_batch
 from core.grpo import collect, groups_with_signal, make_batch, num_groups_to_sample, task_numbers
 from core.learner import Learner, Update, apply_gradients, split_minibatches
 from core.objectives import policy_loss, set_loss_denominators
-from core.records import Batch, Episodes, Progress
+from core.records import Batch, Episodes
 from core.rollout import RolloutWorker, evaluate
 from core.run.metrics import batch_metrics, rollout_metrics
 from core.sampler import Sampler
@@ -61,7 +59,6 @@ from models.names import Array
 from models.optimizers import OptimizerConfig, make_optimizer, schedule
 from models.state import TrainState, init_state
 from utils.batching import concatenate, group_counts, select_rows
-from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.evaluation.estimates import pass_at_k
@@ -225,24 +222,6 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
     found = {name: (x.shape, x.dtype.name) for name, x in zeros.extras.items()}
     B = len(zeros)
     assert found == {"of_row": ((B,), "int32"), "of_token": ((B, 64), "float32")}
-
-
-def test_programs_of_updates_compile_beside_the_first_rollouts():
-    learner = make_learner(ppo_epochs=1, ppo_minibatch=0)
-    state, batch = first_state(learner), replace(random_batch(), old_logprobs=None, finished=np.ones(2 * G, bool))
-    worker = SimpleNamespace(env=make_env("poem"), encode=lambda problem: [1] * 6, max_new_tokens=50)
-
-    class Rollouts:
-        def take(self, state: TrainState, progress: Progress) -> tuple:
-            rollouts.thread.join(100)
-            return state, None, progress
-
-    with ExitStack() as stack:
-        rollouts = compiling_beside(Rollouts(), stack, worker, learner, state)
-        state, *_ = rollouts.take(state, Progress())
-        with Compilations() as compilations:
-            learner.update(state, batch, fraction_done=0.0)
-    assert compilations.num_programs == 0
 
 
 def test_another_coefficient_compiles_nothing():

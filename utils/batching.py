@@ -190,7 +190,7 @@ def plan_microbatches(
     """
     most_rows = power_above(-(-max_rows // shards))
     longest = longest or int(sizes.lengths.max())
-    if fills_many(most_rows, longest, tokens_per_shard):
+    if most_rows * longest >= MANY * tokens_per_shard:
         fractions = fractions._replace(packed=(5,))
     room = Room(tokens_per_shard, shards, most_rows, longest, attention_cost, fractions)
     num_prompts = sizes.prompts.max() + 1
@@ -205,11 +205,6 @@ def plan_microbatches(
         return sum(cost(len(part.rows) // shards, part.width, part.num_packed, room) for part in plan)
 
     return with_one_shape_per_width(min(plans, key=plan_cost))
-
-
-def fills_many(num_rows: int, longest: int, tokens_per_shard: int) -> bool:
-    """True if rows of this length fill MANY micro-batches, which then have one packing for each width."""
-    return num_rows * longest >= MANY * tokens_per_shard
 
 
 def cost(num_rows: int, width: int, num_packed: int, room: Room) -> float:

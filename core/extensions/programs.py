@@ -3,11 +3,9 @@
 Each function yields jitted functions with the shapes of their arguments, and is sent the shapes of what they return.
 """
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from threading import Event, Thread
-from typing import Protocol, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -19,7 +17,7 @@ from core import records
 from core import sampler as sampling
 from core.config import Config
 from core.learner import Learner
-from core.records import Batch, Episodes, Progress
+from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from envs.prompts import prompt_lengths
@@ -32,7 +30,6 @@ from utils.batching import (
     ONE_SHAPE,
     bucket,
     few_widths,
-    fills_many,
     full_rows,
     group_counts,
     live_slots,
@@ -43,13 +40,6 @@ from utils.devices.compilation import Programs, compile_programs, shapes_of
 from utils.devices.memory import DEVICE, fingerprint
 from utils.devices.sharding import Layout
 from utils.metrics.terminal import waiting
-
-
-class Rollouts(Protocol):
-    """Rollouts of each step: those of core/grpo.py, or of ahead.py."""
-
-    def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
-        """Returns the rollouts of the step behind `progress`, and the progress after it."""
 
 
 @waiting("compiling ahead")
@@ -90,53 +80,6 @@ def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker
     """Returns a worker that pads all prompts alike, to hold `max_tokens` tokens."""
     num_columns = bucket(max_tokens - 1)
     return replace(worker, sampler=replace(worker.sampler, prompt_columns=num_columns))
-
-
-class CompilingRollouts:
-    """Rollouts; while the first ones are drawn, a thread compiles the programs of updates.
-
-    Chains of the sampler that need a program wait for each other, so that a core is idle then.
-    """
-
-    def __init__(
-        self, rollouts: Rollouts, stack: ExitStack, worker: RolloutWorker, learner: Learner, state: TrainState
-    ):
-        self.rollouts = rollouts
-        self.is_over = Event()
-        shortest = len(worker.encode(worker.env.problem(0)))
-        row_lengths = range(shortest + 1, shortest + worker.max_new_tokens + 1)
-        widths = dict.fromkeys(few_widths(length, learner.row_length) for length in row_lengths)
-        self.thread = Thread(target=self.compile, args=(learner, state, widths))
-        self.thread.start()
-        stack.callback(self.close)
-
-    def compile(self, learner: Learner, state: TrainState, widths: Iterable[int]) -> None:
-        """Compiles the programs of one width after the other, until updates begin."""
-        for width in widths:
-            if not self.is_over.is_set():
-                compile_programs(update_programs(learner, state, width))
-
-    def close(self) -> None:
-        """Waits for the program that is being compiled, which is needed next."""
-        self.is_over.set()
-        self.thread.join()
-
-    def take(self, state: TrainState, progress: Progress) -> tuple[TrainState, Episodes, Progress]:
-        """Returns the rollouts of the step behind `progress`, and the progress after it."""
-        taken = self.rollouts.take(state, progress)
-        self.close()
-        return taken
-
-
-def compiling_beside(
-    rollouts: Rollouts, stack: ExitStack, worker: RolloutWorker, learner: Learner, state: TrainState
-) -> Rollouts:
-    """Returns rollouts beside which the programs of updates compile, on one CPU, where their shapes are known."""
-    layout, settings = learner.layout, (learner.row_length, learner.tokens_per_microbatch)
-    is_alone = layout.is_cpu and layout.mesh.size == 1 and layout.num_processes == 1
-    if not is_alone or not fills_many(learner.config.minibatch_size, *settings):
-        return rollouts
-    return CompilingRollouts(rollouts, stack, worker, learner, state)
 
 
 # Rollouts
