@@ -371,6 +371,21 @@ def test_help_describes_the_options_needed_most_often_and_names_the_others(setti
     assert described == {"group_size"} and "lmpo's spellings" not in text
 
 
+@pytest.mark.parametrize("command", [grpo, eval, sampling])
+def test_help_fits_into_80_columns_but_for_commands_to_copy(command, capsys):
+    settings = getattr(command, "Config", None) or command.Command
+    for line in ("--help", "--help all"):
+        with pytest.raises(SystemExit):
+            parse(settings, line.split(), command.__doc__)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 79 and not line.startswith("    python ")] == []
+        commands, shown = (
+            {line.partition("  # ")[0].rstrip() for line in page if line.startswith("    python core")}
+            for page in (command.__doc__.splitlines(), lines)
+        )
+        assert commands and commands <= shown
+
+
 def test_all_is_also_the_value_of_options():
     assert read("--ckpt_dir all").loop.ckpt_dir == "all"
 

@@ -1,6 +1,7 @@
 """The last line of the terminal says what is waited for, and there is none where nobody looks."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -14,12 +15,13 @@ WAITS = """
 import sys, time
 sys.path[0] = {root!r}
 import jax, numpy as np
+from utils.metrics import terminal
 from utils.metrics.terminal import main_terminal, track, waiting
-with waiting("sampling", 4, "rows") as wait:
+terminal.INTERVAL = float(sys.argv[1])
+with waiting("held-out problems"), waiting("sampling", 4, "rows") as wait:
     wait.on_segment(0, 0, None, 32, np.array([10, 20, 64, 64]))
     time.sleep(1.5)
-    if main_terminal():
-        main_terminal().on_compilation("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
+    main_terminal().on_compilation("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name="decode")
     time.sleep(1.5)
     jax.jit(lambda x: x + 1)(np.ones(3))
     time.sleep(0.5)
@@ -43,8 +45,10 @@ def test_rows_and_tokens_are_counted_over_the_calls_of_a_sampler_and_its_chains(
 def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
     ours, theirs = os.openpty()
     command, pipe = [sys.executable, "-c", WAITS.format(root=str(ROOT))], subprocess.PIPE
-    elsewhere = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)  # without a terminal nothing is drawn
-    process = subprocess.Popen(command, stderr=theirs, stdout=pipe, env=os.environ | {"COLUMNS": "100"})
+    silent, talking = (
+        subprocess.Popen([*command, seconds], stdout=pipe, stderr=pipe, text=True) for seconds in ("60", "1.2")
+    )
+    process = subprocess.Popen([*command, "60"], stderr=theirs, stdout=pipe, env=os.environ | {"COLUMNS": "100"})
     os.close(theirs)
     said = b""
     while True:
@@ -54,10 +58,16 @@ def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
             break
     assert process.wait(120) == 0 and process.stdout.read() == b"end\n"
     lines = [line.strip() for line in said.decode().split("\r") if line]
-    sampling = next(i for i, line in enumerate(lines) if "sampling" in line)
-    assert "[############............]" in lines[sampling] and " 50% of 4 rows" in lines[sampling]
+    sampling = next(i for i, line in enumerate(lines) if "rows" in line)
+    assert "held-out problems  [############............]  2 of 4 rows  0:0" in lines[sampling]
     assert "tokens/s" in lines[sampling]
-    compiling = next(i for i, line in enumerate(lines) if "compiling decode" in line)
+    compiling = next(i for i, line in enumerate(lines) if "held-out problems: compiling decode, program 1" in line)
     assert sampling < compiling < next(i for i, line in enumerate(lines) if "of 3 micro-batches" in line)
     assert all(line.startswith("\x1b[K") for line in lines) and lines[-1] == "\x1b[K", "each replaces the one before"
-    assert elsewhere.communicate() == ("end\n", "") and not elsewhere.returncode
+    seconds = [int(line.partition(" so far")[0][-1]) for line in lines if "held-out" in line]
+    assert seconds == sorted(seconds) and seconds[-1] >= 2 > seconds[0], "the clock goes on while programs are compiled"
+    assert silent.communicate() == ("end\n", ""), "a line a minute"
+    out, written = talking.communicate()
+    first, *others = written.splitlines()
+    assert out == "end\n" and re.match(r"held-out problems  2 of 4 rows  0:0\d so far  \d+ tokens/s$", first)
+    assert others and "\x1b" not in written

@@ -93,6 +93,10 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, tmp_path, capsys):
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
     assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")
     assert any("the saved model is base, unchanged" in line for line in lines) == (not updates)
+    chat, both, scores = lines[-3:]
+    assert chat.startswith("chat:") and chat.endswith(f"core/sampling.py --ckpt_dir {folder}/step31")
+    assert both.endswith(f"core/sampling.py --ckpt_dir base,{folder}/step31 --web 8000")
+    assert scores.startswith("evaluate:") and scores.endswith(f"core/eval.py --model_dir {folder}/step31")
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())

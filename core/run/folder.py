@@ -60,7 +60,7 @@ from utils.settings.errors import UserError, counted
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
-PHASES = {"rollout": "sampling", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
+PHASES = {"rollout": "rollouts", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
 CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
@@ -215,9 +215,8 @@ class Run:
         """Returns the command that resumes the run, in words where it is the one that began it."""
         if self.config.save_dir:
             return "the same command"
-        folder = str(self.directory)
-        python = "python" if shutil.which("python") == sys.executable else sys.executable
-        arguments = [python, os.path.abspath(sys.argv[0]), "--config", f"{folder}/config.json", "--save_dir", folder]
+        folder, command = str(self.directory), os.path.abspath(sys.argv[0])
+        arguments = [python_command(), command, "--config", f"{folder}/config.json", "--save_dir", folder]
         return f"`{shlex.join(arguments)}`"
 
     @property
@@ -237,13 +236,19 @@ class Run:
             if self.config.profile and self.num_steps == 2:  # the third step, which is past compilation
                 jax.profiler.start_trace(str(self.directory / "profile"))
                 self.stack.callback(stop_trace)
-        can_stop = self.interruptible() if name == "rollout" else contextlib.nullcontext()
+        can_stop = self.stoppable() if name == "rollout" else contextlib.nullcontext()
         with can_stop, waiting(PHASES[name]):
             yield
         self.times[f"times/{name}"] = time.perf_counter() - clock
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
+        """Surrounds the evaluation before the first step, which a signal ends at once."""
+        with self.stoppable(), waiting("held-out problems before training"):
+            yield
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
         """Lets a signal end the run at any moment inside, since the newest state is whole.
 
         Several processes must stop at the same place: they finish this and the step.
@@ -283,7 +288,8 @@ class Run:
             is_finished = self.resumed.step >= self.settings["max_steps"]
             verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step} in"
         environments = describe_environments(self.environments.values())
-        return [*self.describe_work(), *environments, f"{verb} {self.directory}"]
+        place = f"{verb} {self.directory}; report.html is there after the first step"
+        return [*self.describe_work(), *environments, place]
 
     def describe_work(self) -> list[str]:
         """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice where these are many."""
@@ -453,8 +459,26 @@ class Run:
             self.print(judge(metrics, held_out_scores(self.directory / "rollouts"))["text"])
             if made_no_update(metrics):
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
-        self.print(f"model: {self.directory / f'step{progress.step}'}")
-        self.print(f"curves and completions: {self.directory / 'report.html'}")
+        model = str(self.directory / f"step{progress.step}")
+        self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
+        self.print(*next_commands(self.model_dir, model))
+
+
+def next_commands(base: str, model: str) -> list[str]:
+    """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores."""
+    folder = Path(os.path.relpath(Path(__file__).parents[1]))
+    commands = {
+        "chat:": ("sampling.py", "--ckpt_dir", model),
+        "side by side:": ("sampling.py", "--ckpt_dir", f"{base},{model}", "--web", "8000"),
+        "evaluate:": ("eval.py", "--model_dir", model),
+    }
+    lines = {name: [python_command(), str(folder / file), *rest] for name, (file, *rest) in commands.items()}
+    return [f"{name:<14}{shlex.join(line)}" for name, line in lines.items()]
+
+
+def python_command() -> str:
+    """Returns the Python of this process, as a shell finds it."""
+    return "python" if shutil.which("python") == sys.executable else sys.executable
 
 
 def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -> Preset:

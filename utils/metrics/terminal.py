@@ -1,4 +1,4 @@
-"""Progress in the last line of the terminal; nothing is drawn where standard error is no terminal.
+"""Progress in the last line of the terminal; a line a minute where standard error is no terminal.
 
 A thread draws, so that the seconds advance while XLA compiles or a device works, at no cost to that work.
 """
@@ -22,6 +22,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also on
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # reported just before XLA compiles a program
 DELAY = 0.7  # seconds until a wait is drawn
 PERIOD = 0.2  # seconds between two drawings
+INTERVAL = 60  # seconds between two lines where nothing can be drawn
 WIDTH = 24  # characters of a bar
 Item = TypeVar("Item")
 
@@ -55,26 +56,38 @@ class Wait:
         self.done = sum(rows for rows, _ in self.segments.values())
         self.num_tokens = sum(tokens for _, tokens in self.segments.values())
 
-    def __str__(self) -> str:
-        seconds = time.perf_counter() - self.start
-        cells = [self.name]
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def describe(self, outer: "Wait", width: int) -> str:
+        """Returns a line about this wait, which is for the `outer` one, with a bar where that fits into `width`."""
+        seconds = int(outer.seconds)
+        cells = [outer.name if self.total or self is outer else f"{outer.name}: {self.name}"]
         if self.total:
-            bar = "#" * (WIDTH * self.done // self.total)
-            cells.append(f"[{bar:.<{WIDTH}}]")
-            cells.append(f"{self.done / self.total:4.0%} of {self.total:,} {self.unit}")
+            cells.append(f"{self.done:,} of {self.total:,} {self.unit}")
+        cells.append(f"{seconds // 60}:{seconds % 60:02d} so far")
         if self.num_tokens:
-            sampling_seconds = max(seconds - self.compile_seconds, 1e-3)
+            sampling_seconds = max(self.seconds - self.compile_seconds, 1e-3)
             cells.append(f"{self.num_tokens / sampling_seconds:,.0f} tokens/s")
-        cells.append(f"{int(seconds) // 60}:{int(seconds) % 60:02d}")
-        return "  ".join(cells)
+        if self.total and len("  ".join(cells)) + WIDTH + 4 <= width:
+            bar = "#" * (WIDTH * self.done // self.total)
+            cells.insert(1, f"[{bar:.<{WIDTH}}]")
+        return "  ".join(cells)[:width]
 
 
 class Terminal:
-    """Draws the innermost wait, or what is being compiled for it."""
+    """Draws the innermost wait, or what is being compiled for it, and how long the outermost one has taken so far.
 
-    def __init__(self):
+    Where it cannot draw (`is_screen` false), it writes a line each INTERVAL seconds of a wait.
+    """
+
+    def __init__(self, is_screen: bool):
+        self.is_screen = is_screen
         self.waits: list[Wait] = []
         self.compiling: Wait | None = None
+        self.num_programs = 0  # compiled so far, or read from the cache
+        self.last_line = 0.0  # by the clock
         self.lock = threading.Lock()
         self.is_drawn = False
         jax.monitoring.register_event_duration_secs_listener(self.on_compilation)
@@ -84,14 +97,15 @@ class Terminal:
         """Records the start and the end of a compilation; JAX calls it in the thread that compiles."""
         if event == LOWERED:
             name = fun_name.removeprefix("jit(").removesuffix(")")
-            self.compiling = Wait(f"compiling {name}")
+            self.num_programs += 1
+            self.compiling = Wait(f"compiling {name}, program {self.num_programs}")
         elif event == COMPILED:
             self.compiling = None
             for wait in self.waits:
                 wait.compile_seconds += seconds
 
     def draw_forever(self) -> None:
-        """Draws the current wait every PERIOD seconds; runs in a daemon thread."""
+        """Shows the current wait every PERIOD seconds; runs in a daemon thread."""
         while True:
             time.sleep(PERIOD)
             with self.lock:
@@ -100,9 +114,19 @@ class Terminal:
                 # The innermost wait, or of several threads' the last one whose progress is known.
                 innermost = next((wait for wait in reversed(self.waits) if wait.total), self.waits[-1])
                 wait = self.compiling or innermost
-                if time.perf_counter() - wait.start > DELAY:
-                    width = shutil.get_terminal_size().columns - 1
-                    self.replace_line(str(wait)[:width])
+                outer = next((other for other in self.waits if other.thread == wait.thread), self.waits[0])
+                if wait.seconds > DELAY:
+                    self.show(wait, outer)
+
+    def show(self, wait: Wait, outer: Wait) -> None:
+        """Draws a wait behind the name of the outermost one, or writes it where that is due."""
+        text = wait.describe(outer, shutil.get_terminal_size().columns - 1)
+        if self.is_screen:
+            self.replace_line(text)
+        elif min(time.perf_counter() - self.last_line, outer.seconds) > INTERVAL:
+            self.last_line = time.perf_counter()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+                print(text, file=sys.stderr, flush=True)
 
     def replace_line(self, text: str) -> None:
         """Replaces the line; the next text that is printed overwrites it."""
@@ -114,9 +138,8 @@ class Terminal:
 
 @functools.cache
 def main_terminal() -> Terminal | None:
-    """Returns the terminal of the main process; None where there is none."""
-    has_terminal = sys.stderr.isatty() and is_main_process()
-    return Terminal() if has_terminal else None
+    """Returns the terminal of the main process, or what writes lines in its place; None in the other processes."""
+    return Terminal(sys.stderr.isatty()) if is_main_process() else None
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ PARSERS = {
 }  # fmt: skip
 HELP_FLAGS = {"-h", "--help", "--help=all", "--helpfull"}
 ALL_HELP = {"all", "--help=all", "--helpfull"}  # of HELP_FLAGS, or behind one
+HELP_WIDTH = 79  # columns of --help
 SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
 CONFIG_HELP = (
     "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
@@ -233,7 +234,7 @@ def help_text(config_class: type, description: str, spellings: Spellings, is_com
 
     is_complete: the others in full, too, and flags of another program.
     """
-    lines = [description.strip(), "", SYNTAX, ""]
+    lines = [*fit(description), *textwrap.wrap(SYNTAX, HELP_WIDTH), ""]
     presets = ", ".join(list_presets())
     lines += describe_flag("config FILE", CONFIG_HELP + presets)
     options = options_of(config_class).values()
@@ -267,11 +268,24 @@ def help_section(title: str, options: Sequence[OptionField]) -> list[str]:
 def names_section(title: str, options: Sequence[OptionField]) -> list[str]:
     names = " ".join(f"--{known.name}" for known in options)
     text = f"{title.removesuffix('.')}: {names}"
-    lines = textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
+    lines = textwrap.wrap(text, HELP_WIDTH, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
     return lines if options else []
 
 
 def describe_flag(flag: str, text: str) -> list[str]:
     """Returns the lines of --help about one flag: its name, type and default, and its meaning below."""
     indent = " " * 6
-    return [f"  --{flag}", *textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)]
+    return [f"  --{flag}", *textwrap.wrap(text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent)]
+
+
+def fit(description: str) -> list[str]:
+    """Returns a docstring in lines of HELP_WIDTH; commands stay whole, behind their comment where both are too long."""
+    lines = []
+    for block in description.strip("\n").split("\n\n"):
+        if not block.startswith("    "):
+            lines += textwrap.wrap(block, HELP_WIDTH, break_on_hyphens=False)
+        for line in block.splitlines() if block.startswith("    ") else ():
+            command, _, comment = line.partition("  # ")
+            lines += [f"    # {comment}", command.rstrip()] if comment and len(line) > HELP_WIDTH else [line]
+        lines.append("")
+    return lines

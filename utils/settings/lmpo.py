@@ -32,7 +32,7 @@ REFUSED = {  # flags that did nothing in lmpo, or would do something else here
     "use_xla_flags": "set XLA_FLAGS in the environment",
     "save_rollouts_dir": "rollouts are written to <save_dir>/rollouts",
 }
-LMPO = Spellings("lmpo", REWRITES, REFUSED)
+LMPO = Spellings("kvfrans/lmpo", REWRITES, REFUSED)
 NO_SPELLINGS = Spellings()
 
 
