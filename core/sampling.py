@@ -26,8 +26,12 @@ from jaxtyping import Int
 from core.extensions.attach import with_options
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler
+from envs import make_env, test_name
+from envs.base import Env
 from envs.data.rows import check_text, read_file
 from envs.dataset import check_prompt
+from envs.scoring.scorer import Scorer
+from envs.settings import EnvConfig
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
@@ -40,12 +44,15 @@ from utils.evaluation.chat import Message, ShowText, converse
 from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
+from utils.runs.origin import read_settings
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
+from utils.settings.presets import demo_of_tiny
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
+NUM_EXAMPLES = 6  # held-out problems on the page
 Tokens = Int[np.ndarray, "B A"]
 Row = dict[str, object]  # with "prompt" or "messages"
 Style = tuple[bool | None, str]  # of prompts: thinking (None: as the template has it), and prefix of the reply
@@ -188,8 +195,51 @@ def stream_reply(
     return reply
 
 
+class Examples:
+    """Held-out problems of an environment, by their text, and its grader; for episodes of several turns it has none."""
+
+    def __init__(self, env: Env | None = None, scorer: Scorer | None = None):
+        problems = [env.problem(index).messages for index in range(min(NUM_EXAMPLES, env.num_tasks))] if env else []
+        self.numbers = {said[0]["content"]: number for number, said in enumerate(problems) if len(said) == 1}
+        self.scorer = scorer
+
+    def grade(self, prompt: str, reply: str) -> bool | None:
+        """Returns True where a reply is right; None where nobody can tell."""
+        if self.scorer is None or prompt not in self.numbers:
+            return None
+        (rewards,), _ = self.scorer.score_replies([self.numbers[prompt]], [reply])
+        return None if rewards is None else rewards["correct_answer"] > 0
+
+
+def trained_settings(name: str) -> EnvConfig | None:
+    """Returns the environment that a model was trained on; None where that is unknown or is code of its user's."""
+    _, folder = find_checkpoints(name)[-1]
+    settings, origin = read_settings(folder.parent / "config.json")
+    if not origin:  # no run of ours
+        settings = demo_of_tiny({"model_dir": name}, is_announced=False)
+    first, _, _ = str(settings.get("env_name", "")).partition(",")
+    is_own = any(settings.get(file) for file in ("data_dir", "reward", "episode"))
+    return None if is_own or not first else EnvConfig(first.strip(), str(settings.get("env_options", "")))
+
+
+def load_examples(config: EnvConfig) -> tuple[Examples, bool]:
+    """Returns problems of an environment, and True where they have one turn; none where it cannot be made here."""
+    name = test_name(config.env_name)
+    try:
+        options = config.options(name)
+        env = make_env(name, **options)
+        has_one_turn = env.max_turns == 1
+        scorer = Scorer(name, options, num_workers=1, max_error_share=1.0) if has_one_turn else None
+        return Examples(None if env.opens else env, scorer), has_one_turn
+    except (ValueError, OSError, ImportError):
+        return Examples(), False
+
+
 class ChatModel:
     """A model that one can talk to; each reply is drawn with a number of its own under the key."""
+
+    has_one_turn = False
+    examples = Examples()
 
     def __init__(self, name: str, sampler: Sampler, params: Params, key: Key, style: Style):
         self.name, self.sampler, self.key, self.style = name, sampler, key, style
@@ -203,6 +253,10 @@ class ChatModel:
         prompt = tokenizer.chat(messages, *self.style)
         number = next(self.numbers)
         return tokenizer.decode(stream_reply(self.sampler, self.weights, prompt, number, self.key, show_text))
+
+    def grade(self, messages: list[Message], reply: str) -> bool | None:
+        """Returns True where the environment calls a reply right; None where it has not set this problem."""
+        return self.examples.grade(messages[0]["content"], self.style[1] + reply) if len(messages) == 1 else None
 
     def change(self, name: str, value: str) -> None:
         """Changes a setting of the distribution that is drawn from. Raises: UserError."""
@@ -224,7 +278,7 @@ def main(config: Command) -> None:
     layout = make_layout(config.devices)
     rows = read_prompts(config.prompts.prompts)
     if config.prompts.web:
-        return serve(load_chat_models(config.prompts.ckpt_dir.split(","), config, layout), config.prompts.web)
+        return serve_chat(config, layout)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     has_files = config.prompts.prompts or config.prompts.json
     if is_terminal and not has_files:
@@ -241,6 +295,20 @@ def main(config: Command) -> None:
             written.append(row | completion_fields(completions, b, tokenizer))
     if layout.is_main:
         write_rows(written, config.prompts.json, tokenizer)
+
+
+def serve_chat(config: Command, layout: Layout) -> None:
+    """Serves the page for the models, with problems of the environment that the last trained one of them knows."""
+    names = config.prompts.ckpt_dir.split(",")
+    models = load_chat_models(names, config, layout)
+    trained = [trained_settings(name) for name in names]
+    loaded = {env: load_examples(env) for env in dict.fromkeys(filter(None, trained))}
+    for model, env in zip(models, trained, strict=True):
+        _, model.has_one_turn = loaded.get(env, (None, False))
+    examples = next((examples for examples, _ in reversed(loaded.values())), Examples())
+    for model in models:
+        model.examples = examples
+    serve(models, config.prompts.web, [*examples.numbers])
 
 
 def load_last(name: str, config: Command, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:

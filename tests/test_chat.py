@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -16,10 +17,21 @@ import threading
 import time
 from contextlib import closing
 
+import jax
 import pytest
 from helpers import ROOT
 
-from core.sampling import ChatModel, PromptConfig, encode_row, prompt_styles, read_prompts
+from core.sampling import (
+    ChatModel,
+    PromptConfig,
+    encode_row,
+    load_examples,
+    prompt_styles,
+    read_prompts,
+    trained_settings,
+)
+from envs import make_env
+from envs.settings import EnvConfig
 from models.tokenizer import load_tokenizer
 from utils.evaluation import web
 from utils.evaluation.chat import StreamPrinter, converse
@@ -31,6 +43,7 @@ class Scripted:
     """A model whose replies are functions of the last message; it remembers the conversations."""
 
     name = "scripted"
+    has_one_turn = False
 
     def __init__(self, replies):
         self.replies, self.seen, self.changes = replies, [], []
@@ -38,6 +51,9 @@ class Scripted:
     def reply(self, messages, show_text):
         self.seen.append([message["content"] for message in messages])
         return self.replies.get(messages[-1]["content"], lambda show: "yes")(show_text)
+
+    def grade(self, messages, reply):
+        return {"hostile": False, "3 7": True}.get(messages[-1]["content"])
 
     def change(self, name, value):
         if value == "hot":
@@ -182,8 +198,8 @@ def server():
             time.sleep(0.02)
 
     models = [Scripted({"hostile": hostile, "slow": slow}), Scripted({})]
-    models[1].name = "</script><b>trained"
-    with ChatServer(models, 0) as server:
+    models[1].name, models[1].has_one_turn = "</script><b>trained", True
+    with ChatServer(models, 0, ["3 7", "</script>{{data}}"]) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -204,7 +220,8 @@ def post(server, body, timeout=60, **headers):
 def test_the_server_answers_its_own_page_alone(server):
     body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
     status, lines = post(server, body)
-    assert status == 200 and [line["text"][:10] for line in lines] == ["<img src=x"] * 2
+    assert status == 200 and [line["text"][:10] for line in lines[:2]] == ["<img src=x"] * 2
+    assert lines[2:] == [{"right": False}]
     assert server.models[0].changes == [("temperature", "0.5")]
     assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
     assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 404
@@ -254,10 +271,41 @@ def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
     with send(server, body, len(body)):
         while not server.models[0].seen:
             time.sleep(0.01)
-        assert post(server, REQUEST | {"model": 1}) == (200, [{"text": "yes"}])
+        assert post(server, REQUEST | {"model": 1}) == (200, [{"text": "yes"}, {"right": False}])
     with send(server, body, len(body)) as connection:  # resets the connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert post(server, REQUEST | {"model": 1})[0] == 200 and capsys.readouterr().err == ""
+
+
+def test_the_page_is_told_what_is_compiled(server):
+    server.models[0].replies["new"] = lambda show: str(jax.jit(lambda x: 1 + x)(41))
+    lines = post(server, REQUEST | {"messages": [{"role": "user", "content": "new"}]})[1]
+    compiled = [line["compiling"] for line in lines if "compiling" in line]
+    assert compiled[-1] == "<lambda>" and lines[-2] == {"text": "42"}
+
+
+def test_examples_are_problems_that_the_environment_grades(tmp_path):
+    config = trained_settings("models/tiny")
+    assert config.env_name == "countdown" and "prompt=bare" in config.env_options
+    examples, has_one_turn = load_examples(config)
+    prompt = next(iter(examples.numbers))
+    assert has_one_turn and re.fullmatch(r"Use \d+ \d+ \d+ to make \d+\.", prompt)
+    env = make_env("countdown-test", **config.options("countdown"))
+    replies = env.examples(env.problem(0))
+    assert [examples.grade(prompt, replies[name]) for name in ("right", "wrong")] == [True, False]
+    assert examples.grade("Use 1 1 to make 2.", "") is None and examples.grade(prompt, "9**9**9**9") is False
+    examples.scorer.close()
+    assert load_examples(EnvConfig("guess", "prompt=bare"))[1] is False, "episodes"
+    assert load_examples(EnvConfig("guess", "unknown=1"))[0].numbers == {}
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"env_name": "countdown"}, {"env_name": "dataset", "reward": "a.py:f", "run": {"host": "here"}},
+])
+def test_what_is_unknown_or_code_of_the_user_is_no_example(settings, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "step1")
+    assert trained_settings(str(tmp_path / "step1")) is None
 
 
 def test_errors_are_told_to_the_page(server, capsys):
@@ -351,10 +399,20 @@ def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromi
         return [element.text for element in chromium.find_elements("css selector", selector)]
 
     chromium.get(f"http://localhost:{server.server_port}/")
-    assert texts("h2") == ["scripted", "</script><b>trained"]
+    assert texts("h2") == ["scripted", "</script><b>trained · trained on single replies: each message begins anew"]
+    assert texts("#examples button") == ["3 7", "</script>{{data}}"]
+    chromium.execute_script("document.querySelector('#examples button').click()")
+    wait("stopping === null")
+    assert texts(".right") == ["✓ right"] * 2
+    chromium.execute_script("find('new').click()")
+    background = "return getComputedStyle(document.querySelector('textarea')).backgroundColor"
+    by_day = chromium.execute_script(background)
+    chromium.execute_script("find('theme').click()")
+    assert chromium.execute_script(background) != by_day
     say("hostile")
     wait("stopping === null")
-    assert texts(".message") == ["hostile", "<img src=x onerror='window.ran = 1'>", "hostile", "yes"]
+    shown = ["hostile", "<img src=x onerror='window.ran = 1'>", "✗ wrong", "hostile", "yes", "✗ wrong"]
+    assert texts(".message") == shown
     say("slow")
     wait("document.querySelector('.waiting').textContent !== ''")
     chromium.execute_script("find('stop').click()")
@@ -362,7 +420,7 @@ def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromi
     say("more")
     wait("stopping === null")
     first, second = (model.seen[-1] for model in server.models)
-    assert first[3].strip().isdigit() and first[2::2] == ["slow", "more"] and second[-1] == "more"
+    assert first[3].strip().isdigit() and first[2::2] == ["slow", "more"] and second == ["more"], "one turn"
     chromium.execute_script("find('new').click()")
     assert texts(".message") == []
     assert chromium.execute_script("return window.ran") is None

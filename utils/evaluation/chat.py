@@ -24,9 +24,13 @@ class Model(Protocol):
     """A model to chat with."""
 
     name: str
+    has_one_turn: bool  # trained on single replies: the page begins each conversation anew
 
     def reply(self, messages: list[Message], show_text: ShowText) -> str:
         """Returns the reply to a conversation. Raises: UserError where it is too long."""
+
+    def grade(self, messages: list[Message], reply: str) -> bool | None:
+        """Returns True where the environment calls a reply right; None where it has not set this problem."""
 
     def change(self, name: str, value: str) -> None:
         """Changes a setting of sampling. Raises: UserError."""

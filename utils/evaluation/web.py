@@ -10,13 +10,16 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
-from utils.evaluation.chat import Message, Model
+import jax
+
+from utils.evaluation.chat import Message, Model, ShowText
+from utils.metrics.terminal import LOWERED
 from utils.settings.errors import UserError, describe_error
 
 PAGE = Path(__file__).with_name("web.html")
@@ -31,8 +34,8 @@ class ChatServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, models: Sequence[Model], port: int):
-        self.models = models
+    def __init__(self, models: Sequence[Model], port: int, examples: Sequence[str] = ()):
+        self.models, self.examples = models, examples
         self.lock = Lock()
         self.is_ending = False
         super().__init__(("127.0.0.1", port), Handler)
@@ -50,8 +53,9 @@ class ChatServer(ThreadingHTTPServer):
     @cached_property
     def page(self) -> tuple[str, str]:
         """The page, and a policy under which its own script alone runs."""
-        names = json.dumps([model.name for model in self.models]).replace("<", "\\u003c")
-        text = PAGE.read_text(encoding="utf-8").replace("{{models}}", names)
+        models = [{"name": model.name, "hasOneTurn": model.has_one_turn} for model in self.models]
+        data = json.dumps({"models": models, "examples": list(self.examples)}).replace("<", "\\u003c")
+        text = PAGE.read_text(encoding="utf-8").replace("{{data}}", data)
         script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -73,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_POST(self) -> None:
-        """Streams a reply: the text so far, again and again as it grows, each as an object on a line."""
+        """Streams a reply, an object on each line: what is compiled, the text as it grows, and if it is right."""
         is_page = self.headers["Origin"] in {f"http://{host}" for host in self.server.hosts}
         if self.headers["Host"] not in self.server.hosts or not is_page or self.path != "/reply":
             return self.send_error(404)
@@ -93,7 +97,10 @@ class Handler(BaseHTTPRequestHandler):
                 return  # stopped while another model replied: nobody reads this reply
             try:
                 model.change("temperature", temperature)
-                self.send_line("text", model.reply(messages, partial(self.send_line, "text")))
+                with telling_compilations(partial(self.send_line, "compiling")):
+                    text = model.reply(messages, partial(self.send_line, "text"))
+                self.send_line("text", text)
+                self.send_line("right", model.grade(messages, text))
             except UserError as error:
                 self.send_line("error", str(error))
             except OSError:
@@ -123,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def send_line(self, kind: str, text: str) -> None:
+    def send_line(self, kind: str, text: str | bool | None) -> None:
         """Sends one object of a line. Raises: OSError when the page has gone or takes nothing, or the server ends."""
         if self.server.is_ending:
             raise ConnectionAbortedError
@@ -132,6 +139,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_) -> None:
         """Prints nothing: the page shows what happens."""
+
+
+@contextlib.contextmanager
+def telling_compilations(tell: ShowText) -> Iterator[None]:
+    """Tells the name of each program that is about to be compiled in the block."""
+
+    def on_compilation(event: str, seconds: float, fun_name: str = "", **_) -> None:
+        if event == LOWERED:
+            with contextlib.suppress(OSError):  # the page has gone: the next text ends the reply
+                tell(fun_name.removeprefix("jit(").removesuffix(")"))
+
+    jax.monitoring.register_event_duration_secs_listener(on_compilation)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_compilation)
 
 
 def read_request(body: bytes, models: Sequence[Model]) -> tuple[Model, list[Message], str]:
@@ -148,10 +171,10 @@ def read_request(body: bytes, models: Sequence[Model]) -> tuple[Model, list[Mess
     return models[number], messages, str(request["temperature"])
 
 
-def serve(models: Sequence[Model], port: int) -> None:
-    """Serves the page until Ctrl-C. Raises: UserError where the port is taken."""
+def serve(models: Sequence[Model], port: int, examples: Sequence[str] = ()) -> None:
+    """Serves the page, with examples to click, until Ctrl-C. Raises: UserError where the port is taken."""
     try:
-        server = ChatServer(models, port)
+        server = ChatServer(models, port, examples)
     except OSError as error:
         raise UserError(f"--web {port}: the port cannot be opened ({error.strerror}): name another one") from error
     print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends)", flush=True)
