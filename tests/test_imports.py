@@ -10,6 +10,8 @@ import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core", "envs", "models", "utils", "configs", "bench", "runs")
 FILES = {
@@ -137,6 +139,14 @@ def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs():
     late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "datasets"}
     output = run(COMMANDS.replace("LATE", repr(late | {"yaml"})))
     assert output == 4 * "2 True True True\n" + "[]\n"
+
+
+@pytest.mark.parametrize("command", ["grpo", "eval", "sampling", "population", "minimal"])
+def test_a_command_without_packages_says_what_to_install(command):
+    arguments = [sys.executable, "-B", "-S", f"core/{command}.py"]  # -S: without site-packages
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: jax is not installed") and "make demo" in done.stderr
 
 
 IMPORT_ALL = """
