@@ -78,7 +78,7 @@ def photograph(run: Path, out: Path) -> None:
                 if i == 1:
                     page.execute_script(NIGHT)
                 picture.paste(Image.open(io.BytesIO(page.get_screenshot_as_png())), (sum(WIDTHS[:i]), 0))
-    picture.quantize(256).save(out, optimize=True)  # a third of the bytes
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(out, optimize=True)  # a third of the bytes
 
 
 def draw_loop(out: Path) -> None:

@@ -163,6 +163,21 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]
 
 
+def test_a_run_alone_has_its_name_as_the_title_and_held_out_scores_are_dotted(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    steps = np.arange(3.0)
+    run = {"test_env/return": (steps, steps), "env/return": (steps, steps)}
+    plot_runs({"a": run}, tmp_path / "one.png")
+    plot_runs({"a": run, "b": run}, tmp_path / "two.png")
+    legends = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
+    assert legends[0] == ["training", "held out"]
+    assert [figure.get_suptitle() for figure in figures] == ["a", ""]
+    assert legends[1] == ["a (training)", "b (training)", "a (held out)", "b (held out)"]
+    styles = {line.get_linestyle() for line in figures[0].axes[0].lines if line.get_marker() == "o"}
+    assert styles == {":"}
+
+
 @pytest.mark.filterwarnings("error")
 def test_many_runs_fit_into_one_picture(tmp_path):
     steps = np.arange(3.0)

@@ -29,9 +29,9 @@ TITLES = {
     "entropy": "Entropy (nats per token)",
     "grad_norm": "Gradient norm",
     "rollout/tokens_per_second": "Sampled tokens per second",
-    "memory/peak_gb": "Peak memory (GB)",
+    "env/finished": "Finished completions (share)",
 }
-SIDE = ("env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "memory/peak_gb")
+SIDE = ("env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "env/finished")
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
@@ -112,7 +112,7 @@ def is_share(name: str) -> bool:
 
 
 def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
-    """Draws one large panel for the score and small ones for other metrics; each run has a colour."""
+    """Draws one large panel for the score and small ones for other metrics; runs have colours, one alone a title."""
     from matplotlib.figure import Figure
 
     logged = set().union(*runs.values())
@@ -122,11 +122,14 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     pairs = [(side[i], side[min(i + 1, len(side) - 1)]) for i in range(0, len(side), 2)]
     axes = figure.subplot_mosaic([["main", "main", *pair] for pair in pairs] or [["main"]])  # a row each
     colours = itertools.cycle(COLOURS)
+    if len(runs) == 1:
+        figure.suptitle(*runs, x=0.01, ha="left", fontsize=11, color="#6b7280")
     for label, run in runs.items():
         colour = next(colours)
-        plot_curve(axes["main"], run.get(training), colour, f"{label} (training)")
+        names = {kind: f"{label} ({kind})" if len(runs) > 1 else kind for kind in ("training", "held out")}
+        plot_curve(axes["main"], run.get(training), colour, names["training"])
         if held_out in run:
-            plot_held_out(axes["main"], run, held_out, colour, f"{label} (held out)")
+            plot_held_out(axes["main"], run, held_out, colour, names["held out"])
         for name in side:
             plot_curve(axes[name], run.get(name), colour, label)
     for name, axis in axes.items():
