@@ -29,6 +29,9 @@ def test_every_family_has_shapes():
     assert found == set(FAMILIES)
 
 
+logits = jax.jit(decoder.logits, static_argnums=0)
+
+
 def generate(model: Decoder, params: Params, layout: Layout) -> Completions:
     """Draws in segments, so that the cache grows and rows that have ended leave."""
     rng = np.random.default_rng(0)
@@ -56,7 +59,7 @@ def test_the_sampler_and_the_trainer_agree(name):
     model, params, drawn = on_one_device(name)
     assert len(set(drawn.lengths - drawn.prompt_lengths)) > 3, "else no row has left the others"
     scores = jax.jit(partial(decoder.score_tokens, model))(params, drawn.tokens)
-    size = np.abs(decoder.logits(model, params, drawn.tokens)).max()
+    size = np.abs(logits(model, params, drawn.tokens)).max()
     expected = np.where(drawn.mask, scores.logprobs, 0)
     assert_close(drawn.logprobs, expected, depth(model, drawn.tokens.shape[1]), size)
 
@@ -83,7 +86,7 @@ def test_four_devices_draw_and_learn_as_one(families, tmp_path):
         with np.load(tmp_path / f"{name}.npz") as arrays:
             found = dict(arrays)
         np.testing.assert_array_equal(found["tokens"], drawn.tokens, err_msg=name)
-        size = np.abs(decoder.logits(model, params, drawn.tokens)).max()
+        size = np.abs(logits(model, params, drawn.tokens)).max()
         operations = depth(model, drawn.tokens.shape[1])
         assert_close(found["logprobs"], drawn.logprobs, operations, size, err_msg=name)
         gradient = jax.jit(jax.grad(partial(loss, model, drawn.tokens, drawn.mask)))(params)

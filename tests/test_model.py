@@ -34,6 +34,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the Qwen3 tokenizer (
 logits = jax.jit(decoder.logits, static_argnums=0)
 prefill = jax.jit(decoder.prefill, static_argnums=0)
 decode = jax.jit(decoder.decode, static_argnums=0)
+decode_weights = jax.jit(decoder.decode_weights, static_argnums=0)
 load = cache(load_model)
 
 
@@ -44,7 +45,7 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Decodes left-padded prompts [B, P]; `choose(i, logits [B, V])` names token i. Tokens [B, A], logits [B, A, V]."""
-    weights = decoder.decode_weights(model, params)
+    weights = decode_weights(model, params)
     prefix = prefill(model, weights, prompts[:, :-1], starts)
     rows = single_device().put(np.arange(len(prompts), dtype=np.int32))
     caches = gather_cache(prefix, rows, num_tokens)
@@ -230,11 +231,13 @@ def test_splash_attention_is_the_plain_one(case):
     def plain(q, k, v):
         return attention.masked_attention(q, k, v, attention.causal_mask(T, window), view.scale).reshape(q.shape)
 
-    results = [
-        jax.jit(jax.vjp(f, *qkv)[1])(direction) + (jax.jit(f)(*qkv),)
-        for f in (partial(attention.splash, view=view, interpret=True), plain)
-    ]
-    for result, expected in zip(*results, strict=True):
+    @partial(jax.jit, static_argnums=0)
+    def result_and_gradients(f, *qkv):
+        result, pull_back = jax.vjp(f, *qkv)
+        return result, *pull_back(direction)
+
+    both = (result_and_gradients(f, *qkv) for f in (partial(attention.splash, view=view, interpret=True), plain))
+    for result, expected in zip(*both, strict=True):
         assert_close(result, expected, 3 * (128 + 2 * T))  # forward and twice backward: channels, softmax, values
 
 

@@ -29,7 +29,7 @@ from helpers import (
 
 from core.extensions.attach import with_options
 from core.records import Completions
-from core.sampler import Sampler, row_keys
+from core.sampler import Sampler, prefill, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
@@ -115,9 +115,9 @@ def test_logprobs_are_those_of_the_training_pass(temperature):
 
 def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
     model = replace(MODEL, kv_dtype="int8")
-    weights = decoder.decode_weights(model, random_params())
+    weights = Sampler(model, LIMIT, ()).load_weights(random_params())
     tokens = np.array(PROMPTS[1:2], np.int32)
-    caches, exact = (decoder.prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
+    caches, exact = (prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
     assert sum(x.nbytes for x in jax.tree.leaves(caches)) == tokens.size * model.cache_bytes < tokens.size * (
         MODEL.cache_bytes / 2
     )
