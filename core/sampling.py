@@ -26,6 +26,7 @@ from jaxtyping import Int
 
 from core.extensions.attach import with_options
 from core.records import Completions
+from core.run.foreign import find_run, settings_with_code
 from core.sampler import Sampler, SamplingConfig, make_sampler
 from envs import make_env, test_name
 from envs.base import Env
@@ -45,7 +46,6 @@ from utils.evaluation.chat import Message, ShowText, converse
 from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
-from utils.runs.origin import read_settings
 from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
@@ -213,14 +213,12 @@ class Examples:
 
 
 def trained_settings(name: str) -> EnvConfig | None:
-    """Returns the environment that a model was trained on; None where that is unknown or is code of its user's."""
-    _, folder = find_checkpoints(name)[-1]
-    settings, origin = read_settings(folder.parent / "config.json")
-    if not origin:  # no run of ours
-        settings = demo_of_tiny({"model_dir": name}, is_announced=False)
+    """Returns the environment that a model was trained on; None where that is unknown, or would run code of others."""
+    settings = find_run(name)[1] or demo_of_tiny({"model_dir": name}, is_announced=False)
     first, _, _ = str(settings.get("env_name", "")).partition(",")
-    is_own = any(settings.get(file) for file in ("data_dir", "reward", "episode"))
-    return None if is_own or not first else EnvConfig(first.strip(), str(settings.get("env_options", "")))
+    if not first or settings_with_code(settings):
+        return None
+    return EnvConfig(first.strip(), str(settings.get("env_options", "")), str(settings.get("data_dir", "")))
 
 
 def load_examples(config: EnvConfig) -> tuple[Examples, bool]:

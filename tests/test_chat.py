@@ -301,11 +301,15 @@ def test_examples_are_problems_that_the_environment_grades(tmp_path):
 
 @pytest.mark.parametrize("settings", [
     {}, {"env_name": "countdown"}, {"env_name": "dataset", "reward": "a.py:f", "run": {"host": "here"}},
+    {"env_name": "dataset", "env_options": "reward=a.py:f", "run": {"host": "here"}},
+    {"env_name": "python", "env_options": "sandbox=off", "run": {"host": "here"}},
+    {"env_name": "python", "run": {"host": "here"}},
 ])
-def test_what_is_unknown_or_code_of_the_user_is_no_example(settings, tmp_path):
+def test_what_is_unknown_or_would_run_code_is_no_example(settings, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     shutil.copytree(ROOT / "models/tiny", tmp_path / "step1")
-    assert trained_settings(str(tmp_path / "step1")) is None
+    is_known = "run" in settings and len(settings) == 2
+    assert (trained_settings(str(tmp_path / "step1")) is not None) == is_known
 
 
 def test_errors_are_told_to_the_page(server, capsys):
