@@ -3,6 +3,7 @@
     python core/grpo.py --config configs/cpu.py --env_name dataset --env_options path=problems.jsonl
 
 The learning rate is that of models/tiny and models/player; pretrained models take a tenth to a hundredth of it.
+An evaluation of 256 problems shows changes beyond about ± 0.07 (64 problems: ± 0.13).
 """
 
 
@@ -19,5 +20,5 @@ def get_config():
         "weight_decay": 0.0,
         "max_steps": 40,
         "test_interval": 10,
-        "num_eval_tasks": 64,
+        "num_eval_tasks": 256,
     }

@@ -2,6 +2,9 @@
 
 Dr. GRPO (arXiv 2503.20783) on 16 prompts x 16 rollouts, one update each. The base model can compute but gives up too
 early; what RL finds is longer search.
+
+An evaluation of 512 problems, two samples each, knows the change from the first to the last, problem by problem, to
+± 0.036 (256: ± 0.050; three seeds). Fewer hardly end sooner: most of a first one is compilation.
 """
 
 
