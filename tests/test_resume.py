@@ -719,6 +719,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
     assert len([*(bucket / "rollouts").glob("step_*")]) == STEPS
     config = json.loads((bucket / "config.json").read_text())
     assert config["run"]["end"], "what is written at the end is there, too"
+    assert "max_steps" in config["run"]["changed"] and "temperature" not in config["run"]["changed"], "the defaults"
 
 
 @pytest.fixture
