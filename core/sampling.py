@@ -1,7 +1,7 @@
 """Samples from a checkpoint: a chat on a terminal or in a browser, or completions of prompts from a file.
 
     python core/sampling.py --ckpt_dir ~/checkpoints/Qwen3-1.7B/     # a chat on a terminal, else a few built-in prompts
-    python core/sampling.py --ckpt_dir models/tiny,runs/demo/step50 --web 8000    # a chat with both, in a browser
+    python core/sampling.py --ckpt_dir models/tiny,runs/demo/step24 --web 8000    # a chat with both, in a browser
 """
 
 import gc

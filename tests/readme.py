@@ -37,7 +37,7 @@ CUT = {  # program: the flags that come last, and so win
     "core/eval.py": EVAL,
     "core/sampling.py": ["--num_generation_tokens", "16"],
 }  # fmt: skip
-STEPS = ("step20", "step40", "step50", "step60")  # models that the pages name; here they are what the cut run has saved
+STEPS = ("step20", "step24", "step40", "step60")  # models that the pages name; here they are what the cut run has saved
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = {  # pattern of a command: why it is not run
     r"(python -m )?pip (install|download)|uv ": "installs from the network, or for hardware that is not here",

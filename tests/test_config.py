@@ -192,7 +192,7 @@ def test_the_settings_of_a_run_are_a_preset(settings, tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("", {"env_name": "countdown", "max_steps": 50, "lr": 6e-4}),
+        ("", {"env_name": "countdown", "max_steps": 24, "lr": 6e-4}),
         ("--max_steps 3", {"env_name": "countdown", "max_steps": 3, "group_size": 16}),
         ("--config configs/cispo.py --model_dir models/tiny/", {"env_name": "countdown", "objective": "cispo"}),
         ("--env_name poem", {"env_name": "poem", "lr": 1e-6}),

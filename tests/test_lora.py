@@ -437,7 +437,8 @@ def test_wrong_settings_are_refused(flags, message, capsys):
 RUN = (
     "--config configs/demo.py --max_steps 2 --groups_per_batch 4 --group_size 4 --num_generation_tokens 64 "
     "--num_eval_tasks 4 --num_eval_samples 1 --test_interval 0 --lora_rank 2 "
-    "--max_resampling 2 --do_group_filter 0 --tokens_per_microbatch 0 --kl_coef 0.1 --lr 0.01 --save_dir"
+    "--max_resampling 2 --do_group_filter 0 --ppo_minibatch 0 --tokens_per_microbatch 0 --kl_coef 0.1 --lr 0.01 "
+    "--save_dir"
 )
 
 

@@ -116,7 +116,7 @@ def test_requests_of_all_kinds_are_drawn_as_alone():
 ALL = (
     "--config configs/demo.py --max_steps 2 --groups_per_batch 4 --group_size 4 --num_generation_tokens 64 "
     "--num_eval_tasks 6 --num_eval_samples 2 --test_interval 0 --lora_rank 2 "
-    "--max_resampling 2 --do_group_filter 0 --lr 0.01 --inference_batch_per_device 64"
+    "--max_resampling 2 --do_group_filter 0 --ppo_minibatch 0 --lr 0.01 --inference_batch_per_device 64"
 ).split()
 OWN_TIMES = ("times/", "speed/", "memory/", "compile/", "rollout/")  # beginnings of metrics of time and work
 
