@@ -30,7 +30,7 @@ PRESETS = (
     "policy_gradients", "sil", "nanochat", "maxrl", "sapo", "dppo",
 )  # fmt: skip
 SEEDS = (0, 1, 2)
-FOUR_UPDATES = "ppo_minibatch: 64\n"  # a preset, which that of sil comes behind
+FOUR_UPDATES = "ppo_minibatch: 64\nlr_schedule: constant\n"  # a preset, which that of sil comes behind
 DEMO = runpy.run_path(str(ROOT / "configs" / "demo.py"))["get_config"]()
 SAME = (
     "env_name", "env_options", "test_env_name", "num_generation_tokens", "force_answer_at", "groups_per_batch",

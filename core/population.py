@@ -1,7 +1,7 @@
 """Trains many policies over one base in one process: adapters, an objective and a run folder for each member.
 
     python core/population.py --population "seed=0,1,2;config=configs/grpo.py,configs/cispo.py" \\
-        --config configs/demo.py --lora_rank 4 --lr 6e-3 --save_dir runs/population
+        --config configs/demo.py --lora_rank 4 --lr 3e-3 --save_dir runs/population
 
 Each combination of the values is a member; the other options are those of core/grpo.py, for all. A member is a run of
 core/grpo.py, in a thread and a folder of its own; core/extensions/members.py draws completions of all in one batch.
