@@ -1,7 +1,10 @@
 """The model, its checkpoints and its tokenizer against transformers; reference outputs come from make_fixtures.py."""
 
+import gc
 import json
 import shutil
+import sys
+import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
 from models.families import COMMON, read_config, text_config
 from models.names import EMBED, HEAD
+from models.templates import SECONDS
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.devices.sharding import MESH_AXES, single_device
 
@@ -672,6 +676,27 @@ def test_published_templates_are_rendered_as_written(template, messages, text, t
         messages, add_generation_prompt=True, tokenize=False
     )
     assert tokenizer.chat(messages, prefix="=") == tokenizer.encode(text) + tokenizer.encode("=")
+
+
+def test_a_garbage_collection_is_no_time_of_the_template(tmp_path):
+    """It runs wherever the interpreter allocates, and JAX adds a callback that takes longer than a template may."""
+    tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5]))
+    prompt = tokenizer.render([USER], thinking=False)
+
+    def collect_for_long(phase: str, info: dict) -> None:
+        end = time.thread_time() + 1.2 * SECONDS
+        while sys.gettrace() and time.thread_time() < end:  # within a rendering
+            pass
+
+    threshold = gc.get_threshold()
+    try:
+        gc.callbacks.append(collect_for_long)
+        gc.set_threshold(1)
+        assert tokenizer.render([USER], thinking=False) == prompt
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(collect_for_long)
+        gc.set_threshold(*threshold)
 
 
 QWEN3 = (  # the end of its template: thinking unless it is switched off
