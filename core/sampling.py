@@ -24,6 +24,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from core.chat.terminal import Message, ShowText, converse
+from core.chat.web import serve
 from core.extensions.attach import with_options
 from core.records import Completions
 from core.run.foreign import find_run, settings_with_code
@@ -42,8 +44,6 @@ from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
-from utils.evaluation.chat import Message, ShowText, converse
-from utils.evaluation.web import serve
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import parse

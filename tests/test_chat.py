@@ -21,6 +21,9 @@ import jax
 import pytest
 from helpers import ROOT
 
+from core.chat import web
+from core.chat.terminal import StreamPrinter, converse
+from core.chat.web import ChatServer, Handler, serve
 from core.sampling import (
     ChatModel,
     PromptConfig,
@@ -33,9 +36,6 @@ from core.sampling import (
 from envs import make_env
 from envs.settings import EnvConfig
 from models.tokenizer import load_tokenizer
-from utils.evaluation import web
-from utils.evaluation.chat import StreamPrinter, converse
-from utils.evaluation.web import ChatServer, Handler, serve
 from utils.settings.errors import UserError
 
 

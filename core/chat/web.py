@@ -18,7 +18,7 @@ from threading import Lock
 
 import jax
 
-from utils.evaluation.chat import Message, Model, ShowText
+from core.chat.terminal import Message, Model, ShowText
 from utils.metrics.terminal import LOWERED
 from utils.settings.errors import UserError, describe_error
 
