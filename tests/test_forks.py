@@ -207,7 +207,7 @@ CASES = {  # check, flags, whether it has state, which is killed and resumed
     "b": (bonus, DEMO, False),
     "c": (margin, DEMO, False),
     "d": (temperatures, DEMO, False),
-    "e": (mixture, DEMO | {"env_name": "mixture", "test_env_name": "mixture-test"}, False),
+    "e": (mixture, DEMO | {"env_name": "mixture", "test_env_name": "mixture-test", "prompt_length": 128}, False),
     "f": (supervised, DEMO | {"lr": 1e-6}, True),
     "g": (controller, DEMO, True),
     "h": (ratios, DEMO, False),
