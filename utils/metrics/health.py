@@ -23,7 +23,7 @@ class Symptom(NamedTuple):
 SYMPTOMS = (
     Symptom("env/reward_errors", lambda now, *_: now > 0,
             "the reward failed for {now:.0f} replies of the step, which are dropped: see "
-            "reward_failures.jsonl"),
+            "reward_failures.jsonl, and try the reward by core/eval.py --show 5"),
     Symptom("env/reward_timeouts", lambda now, *_: now > 0,
             "the reward took too long for {now:.0f} replies of the step: raise --score_timeout"),
     Symptom("env/groups_without_signal", lambda now, *_: now > 0.9,
