@@ -92,7 +92,7 @@ def train(
     progress: Progress,
 ) -> None:
     """The loop: rollouts, old log-probabilities, advantages, updates, until the steps or the problems are done."""
-    worker, held_out = workers["env"], {role: workers[role] for role in workers if role != "env"}
+    worker, held_out = workers["env"], workers.get("test_env")
     if held_out and progress.step == 0:
         with run.interruptible():
             policy = learner.policy(state.params)

@@ -333,18 +333,14 @@ def evaluate(
 
 
 def evaluate_held_out(
-    workers: Mapping[str, RolloutWorker], params: Params, config: EvalConfig, seed: int
+    worker: RolloutWorker, params: Params, config: EvalConfig, seed: int
 ) -> tuple[dict[str, float], Episodes]:
-    """Returns the scores on held-out problems under the names of the log, and the episodes of the first environment.
+    """Returns the scores on held-out problems under the names of the log, and their episodes.
 
     The names are "test_env/...", and "times/test" for the seconds that it took.
     """
     clock = time.perf_counter()
-    metrics = {}
-    examples = None
-    for role, worker in workers.items():
-        scores, episodes, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
-        metrics |= {f"{role}/{name}": value for name, value in scores.items()}
-        examples = examples or episodes
+    scores, episodes, _ = evaluate(worker, params, config.num_eval_tasks, config.num_eval_samples, seed)
+    metrics = {f"test_env/{name}": value for name, value in scores.items()}
     metrics["times/test"] = time.perf_counter() - clock
-    return metrics, examples
+    return metrics, episodes

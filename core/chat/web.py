@@ -19,7 +19,7 @@ from threading import Lock
 import jax
 
 from core.chat.terminal import Message, Model, ShowText
-from utils.metrics.terminal import LOWERED
+from utils.metrics.terminal import lowered_program
 from utils.settings.errors import UserError, describe_error
 
 PAGE = Path(__file__).with_name("web.html")
@@ -146,9 +146,9 @@ def telling_compilations(tell: ShowText) -> Iterator[None]:
     """Tells the name of each program that is about to be compiled in the block."""
 
     def on_compilation(event: str, seconds: float, fun_name: str = "", **_) -> None:
-        if event == LOWERED:
+        if name := lowered_program(event, fun_name):
             with contextlib.suppress(OSError):  # the page has gone: the next text ends the reply
-                tell(fun_name.removeprefix("jit(").removesuffix(")"))
+                tell(name)
 
     jax.monitoring.register_event_duration_secs_listener(on_compilation)
     try:

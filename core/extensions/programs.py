@@ -59,9 +59,7 @@ def precompile(
     refills = group_counts(largest) if max_groups > largest else []
     for num_prompts in {largest, *refills, max_groups % largest} - {0}:
         compile_programs(rollout_programs(worker, params, num_prompts, group_size))
-    for role, tester in workers.items():
-        if role == "env":
-            continue
+    if tester := workers.get("test_env"):
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         compile_programs(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
     learner = replace(learner, fractions=ONE_SHAPE)

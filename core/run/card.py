@@ -108,18 +108,17 @@ class ModelCard:
 
     def scores(self, run: Metrics) -> str:
         """Returns a table of the first and the last held-out scores, with their steps."""
-        rows = []
-        for role, played in self.environments.items():
-            if role == "env":
-                continue  # its scores are of the training batches
-            logged = [score for score in SCORES if f"{role}/{score}" in run]
-            for score in logged:
-                steps, _ = run[f"{role}/{score}"]
-                counts = [by_steps(run, f"{role}/{name}").get(steps[-1], math.nan) for name in COUNTS]
-                points = [(format_point(run, f"{role}/{score}", index), steps[index]) for index in (0, -1)]
-                estimates = [f"{point} (step {step:.0f})" for point, step in points]
-                cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
-                rows.append(f"| {' | '.join(cells)} |")
+        rows, played = [], self.environments.get("test_env")
+        for score in SCORES:
+            name = f"test_env/{score}"
+            if not played or name not in run:
+                continue
+            steps, _ = run[name]
+            counts = [by_steps(run, f"test_env/{count}").get(steps[-1], math.nan) for count in COUNTS]
+            points = [(format_point(run, name, index), steps[index]) for index in (0, -1)]
+            estimates = [f"{point} (step {step:.0f})" for point, step in points]
+            cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
+            rows.append(f"| {' | '.join(cells)} |")
         return TABLE + "\n".join(rows) if rows else NO_SCORES
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from core.records import Batch, Episodes, Progress
 from core.run.card import generation_settings, make_card
 from core.run.foreign import remember_code
-from core.run.rollouts import example, rollout_arrays, rollout_rows, score_arrays
+from core.run.rollouts import NUM_GROUPS, example, rollout_arrays, rollout_rows, score_arrays
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
@@ -404,7 +404,7 @@ class Run:
             return
         group_size = self.settings["group_size"]
         rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
-        first_rows = [row for row in rows if row["group"] < 2]
+        first_rows = [row for row in rows if row["group"] < NUM_GROUPS]
         if is_last or self.num_steps == 0 or is_due(step, self.settings["test_interval"]):
             self.logger.sample(step, *example(episodes, self.tokenizer))
             self.logger.rollouts(step, first_rows)

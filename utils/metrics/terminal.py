@@ -95,8 +95,7 @@ class Terminal:
 
     def on_compilation(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
         """Records the start and the end of a compilation; JAX calls it in the thread that compiles."""
-        if event == LOWERED:
-            name = fun_name.removeprefix("jit(").removesuffix(")")
+        if name := lowered_program(event, fun_name):
             self.num_programs += 1
             self.compiling = Wait(f"compiling {name}, program {self.num_programs}")
         elif event == COMPILED:
@@ -134,6 +133,11 @@ class Terminal:
             sys.stderr.write(f"\r\x1b[K{text}\r")
             sys.stderr.flush()
         self.is_drawn = bool(text)
+
+
+def lowered_program(event: str, fun_name: str) -> str:
+    """Returns the name of the program that XLA is about to compile, from an event of JAX; empty for other events."""
+    return fun_name.removeprefix("jit(").removesuffix(")") if event == LOWERED else ""
 
 
 @functools.cache
