@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float
 
+from core.extensions.checks import check_objective
 from core.extensions.credit import discounted_differences, of_tokens, turn_returns
 from core.extensions.formulas import formula
 from core.objectives import LossConfig
 from core.records import NO_SIGNAL, Batch
 from utils.batching import select_rows
-from utils.settings.errors import UserError
 from utils.settings.options import option
 
 # From the rewards [N, G] (NaN: the grader failed), one advantage for each row [N, G] or each token [B, T]. All take the
@@ -149,17 +149,7 @@ class ObjectiveConfig(LossConfig):
     negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: none")
 
     def __post_init__(self):
-        for is_wrong, message in (
-            *self.loss_mistakes(),
-            (not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
-            (self.advantage in TURN_ADVANTAGES and (self.has_kl_in_reward or self.do_global_normalization),
-             f"--advantage {self.advantage} has no use for --kl_in reward or --do_global_normalization"),
-            (self.best_k < 1, "--best_k must be at least 1"),
-            (self.advantage in ("gae", "best_k") and self.do_global_normalization,
-             f"--do_global_normalization has no use for --advantage {self.advantage}: gae is whitened, best_k all 1"),
-        ):  # fmt: skip
-            if is_wrong:
-                raise UserError(message)
+        check_objective(self)
 
     @property
     def is_group_relative(self) -> bool:

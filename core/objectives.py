@@ -208,27 +208,6 @@ class LossConfig:
         used |= {name: settings[name] or None for name in ("kl_coef", "entropy_coef")}
         return TracedLossConfig(**settings | used)
 
-    def loss_mistakes(self) -> list[tuple[bool, str]]:
-        """Returns what may be wrong with these settings, and what to do about it."""
-        return [
-            (self.clip_epsilon < 0 or self.clip_epsilon_high < 0 and self.clip_epsilon_high != -1,
-             "--clip_epsilon and --clip_epsilon_high must not be negative"),
-            (self.dual_clip != 0 and self.dual_clip <= 1, "--dual_clip must be above 1, or 0 for none"),
-            (self.importance_cap <= 0, "--importance_cap must be positive"),
-            (not 0 <= self.importance_floor <= self.importance_cap,
-             "--importance_floor goes from 0 to --importance_cap"),
-            (self.importance_floor != 0 and self.importance_correction != "mask",
-             "--importance_floor has no effect without --importance_correction mask"),
-            (self.off_policy_mask < 0, "--off_policy_mask must not be negative; 0 switches it off"),
-            (min(self.value_clip, self.kl_coef) < 0, "--value_clip and --kl_coef must not be negative"),
-            (self.kl_in == "loss" and self.kl_estimator == "k1",
-             "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
-            (self.kl_in == "reward" and self.kl_estimator not in ("", "k1"),
-             f"--kl_in reward subtracts log p - log p_ref: --kl_estimator {self.kl_estimator} has no effect there"),
-            (self.objective == "dppo" and self.importance_correction != "none",
-             "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
-        ]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class TracedLossConfig(LossConfig):

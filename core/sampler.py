@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PyTree, Shaped, UInt32
 
+from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
 from models.architecture import Decoder, is_spec
@@ -75,13 +76,7 @@ class SamplingConfig:
     )
 
     def __post_init__(self):
-        if self.prompt_length < 1 or self.num_generation_tokens < -1 or self.num_generation_tokens == 0:
-            raise UserError("--prompt_length and --num_generation_tokens start at 1; -1: the environment's own limit")
-        if self.inference_batch_per_device < 0:
-            raise UserError("--inference_batch_per_device must not be negative; 0: as many rows as fit in memory")
-        if self.num_speculative_tokens < 0:
-            raise UserError("--num_speculative_tokens must not be negative; 0: none")
-        self.distribution.describe()  # it checks its own settings when it is made
+        check_sampling(self)
 
     @property
     def distribution(self) -> Distribution:

@@ -1,0 +1,99 @@
+"""Checks of options: of sampling, of the objective, and of groups together. A leaf: the groups check themselves by it.
+
+A table lists what may be wrong, and what to do about it. What a model or an environment cannot do with some options is
+in core/extensions/attach.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from utils.settings.errors import UserError
+
+
+def refuse(mistakes: Sequence[tuple[bool, str]]) -> None:
+    """Raises UserError for the first of the mistakes that was made."""
+    for is_wrong, message in mistakes:
+        if is_wrong:
+            raise UserError(message)
+
+
+def check_sampling(config: Any) -> None:
+    """Checks SamplingConfig of core/sampler.py."""
+    refuse([
+        (config.prompt_length < 1 or config.num_generation_tokens < -1 or config.num_generation_tokens == 0,
+         "--prompt_length and --num_generation_tokens start at 1; -1: the environment's own limit"),
+        (config.inference_batch_per_device < 0,
+         "--inference_batch_per_device must not be negative; 0: as many rows as fit in memory"),
+        (config.num_speculative_tokens < 0, "--num_speculative_tokens must not be negative; 0: none"),
+    ])  # fmt: skip
+    config.distribution.describe()  # it checks its own settings when it is made
+
+
+def check_objective(config: Any) -> None:
+    """Checks ObjectiveConfig of core/advantages.py, with the options of the loss."""
+    refuse([
+        (config.clip_epsilon < 0 or config.clip_epsilon_high < 0 and config.clip_epsilon_high != -1,
+         "--clip_epsilon and --clip_epsilon_high must not be negative"),
+        (config.dual_clip != 0 and config.dual_clip <= 1, "--dual_clip must be above 1, or 0 for none"),
+        (config.importance_cap <= 0, "--importance_cap must be positive"),
+        (not 0 <= config.importance_floor <= config.importance_cap,
+         "--importance_floor goes from 0 to --importance_cap"),
+        (config.importance_floor != 0 and config.importance_correction != "mask",
+         "--importance_floor has no effect without --importance_correction mask"),
+        (config.off_policy_mask < 0, "--off_policy_mask must not be negative; 0 switches it off"),
+        (min(config.value_clip, config.kl_coef) < 0, "--value_clip and --kl_coef must not be negative"),
+        (config.kl_in == "loss" and config.kl_estimator == "k1",
+         "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
+        (config.kl_in == "reward" and config.kl_estimator not in ("", "k1"),
+         f"--kl_in reward subtracts log p - log p_ref: --kl_estimator {config.kl_estimator} has no effect there"),
+        (config.objective == "dppo" and config.importance_correction != "none",
+         "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
+        (not (0 <= config.gamma <= 1 and 0 <= config.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
+        (config.advantage in ("turn_mean", "turn_zscore")
+         and (config.has_kl_in_reward or config.do_global_normalization),
+         f"--advantage {config.advantage} has no use for --kl_in reward or --do_global_normalization"),
+        (config.best_k < 1, "--best_k must be at least 1"),
+        (config.advantage in ("gae", "best_k") and config.do_global_normalization,
+         f"--do_global_normalization has no use for --advantage {config.advantage}: gae is whitened, best_k all 1"),
+    ])  # fmt: skip
+
+
+def check_combinations(config: Any) -> None:
+    """Checks Config of core/config.py: the loop's own options, and those of several groups together."""
+    update, objective, sampling, kv_dtype = config.update, config.objective, config.sampling, config.compute.kv_dtype
+    is_uncorrected = config.ahead > 0 and not config.is_corrected
+    refuse([
+        (config.max_steps < 1 or min(config.num_epochs, config.seed) < 0,
+         "--max_steps must be at least 1, --num_epochs and --seed must not be negative"),
+        (objective.is_group_relative and update.group_size < 2,
+         f"--advantage {objective.advantage} compares rollouts of a group: raise --group_size above 1"),
+        (objective.advantage == "best_k" and objective.best_k > update.group_size,
+         f"--best_k {objective.best_k} is more than the --group_size of {update.group_size}"),
+        (config.batch_size % config.minibatch_size > 0,
+         f"--ppo_minibatch {update.ppo_minibatch} does not divide the {config.batch_size} rollouts of a step, "
+         "--groups_per_batch x --group_size (--best_k with that advantage): give a divisor, or 0 for one update"),
+        (config.lora.lora_rank > 0 and objective.has_critic,
+         "--advantage gae trains a critic, which --lora_rank does not support: drop one"),
+        (config.run.save_best and not config.held_out.test_env_name,
+         "--save_best needs held-out scores: give --test_env_name"),
+        (sampling.temperature == 0,
+         "--temperature 0 always draws the same completion: training needs one above 0"),
+        (config.precompile and sampling.num_speculative_tokens > 0,
+         "--precompile does not know the programs of --num_speculative_tokens: drop one"),
+        (update.do_inference_logprobs and config.is_corrected,
+         "--do_inference_logprobs leaves --importance_correction nothing to correct: drop one"),
+        (update.do_inference_logprobs and objective.do_mask_inference_ratio,
+         "--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one"),
+        (kv_dtype != "" and not config.is_corrected and objective.objective != "dppo",
+         f"--kv_dtype {kv_dtype} draws from probabilities that differ from those that are trained: correct for "
+         "it by --importance_correction truncate, or take --objective dppo"),
+        (config.ahead not in (0, 1), f"--ahead {config.ahead} is not supported: 0 or 1"),
+        (config.devices.rollout_devices > 0 and not config.ahead,
+         "--rollout_devices are for rollouts that are drawn while others train: give --ahead 1, or leave it out"),
+        (is_uncorrected and objective.do_mask_inference_ratio,
+         "--ahead 1 takes the sampler's log-probabilities as the old ones, so that --do_mask_inference_ratio "
+         "has no effect: add --importance_correction truncate, or leave it out"),
+        (is_uncorrected and objective.objective == "reinforce",
+         "--ahead 1 draws by weights that are a step old, which --objective reinforce does not account for: add "
+         "--importance_correction truncate, or take another objective"),
+    ])  # fmt: skip
