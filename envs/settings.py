@@ -20,7 +20,7 @@ FILES = ("data_dir", "reward", "episode")  # flags that go to each environment w
 class EnvConfig:
     """Environment."""
 
-    env_name: str = option("poem", f"Environment to train on: {', '.join(ENVS)}", essential=True)
+    env_name: str = option("poem", f"Environment: {', '.join(ENVS)}", essential=True)
     env_options: str = option(
         "",
         "Options of the environment as name=value with commas between, for example numbers=3,max_number=15; an "

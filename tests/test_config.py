@@ -134,7 +134,7 @@ def test_settings_are_made_and_changed_by_flat_names(settings):
     assert config == read("--temperature 0.5 --ckpt_dir x", settings)
     assert with_options(config, lr=1.0) == make_config(settings, temperature=0.5, ckpt_dir="x", lr=1.0)
     assert to_dict(config)["lr"] == 1e-6, "the original is as it was"
-    with pytest.raises(UserError, match="no option temprature; did you mean temperature"):
+    with pytest.raises(UserError, match="no option temprature; did you mean --temperature"):
         make_config(settings, temprature=1.0)
     with pytest.raises(UserError, match="lr must not be negative"):
         with_options(config, lr=-1.0)
@@ -223,7 +223,7 @@ def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit,
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--do_group_filer 0", "did you mean do_group_filter"),
+        ("--do_group_filer 0", "did you mean --do_group_filter"),
         ("--lr abc", "type float"),
         ("--group_size 2.5", "type int"),
         ("--sharding tp", "one of dp, fsdp"),
@@ -233,9 +233,9 @@ def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit,
         ("--config nowhere.py", "no preset nowhere.py"),
         ("--config ~no-such-user/x", "no preset ~no-such-user/x"),
         ("--config demo", "did you mean configs/demo.py?"),
-        ("--learning_rate 1e-5", "did you mean lr?"),
-        ("--LR 1e-5", "did you mean lr?"),
-        ("--group 4", "did you mean group_size?"),
+        ("--learning_rate 1e-5", "did you mean --lr?"),
+        ("--LR 1e-5", "did you mean --lr?"),
+        ("--group 4", "did you mean --group_size?"),
         ("--do_group_filter yes", "--do_group_filter takes 0, 1, true, false, not 'yes'"),
         ("--sharding grpo", "--config configs/grpo.py is a preset"),
     ],
@@ -303,7 +303,7 @@ def test_numbers_of_environments_are_those_of_options():
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("group_sise: 3", "did you mean group_size"), ("group_size: [3]", "type int"), ("ckpt_dir: 3", "quotes")]
+    [("group_sise: 3", "did you mean --group_size"), ("group_size: [3]", "type int"), ("ckpt_dir: 3", "quotes")]
     + [("- lr", "names and values"), ("lr: [", "not YAML"), ("config: other.yaml", "no option config")]
     + [("greedy: maybe", "greedy must be one of 0, 1")],
 )

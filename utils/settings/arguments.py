@@ -31,6 +31,7 @@ TRL_NAMES = {  # our names of options of TRL and transformers
     "max_completion_length": "num_generation_tokens",
     "max_prompt_length": "prompt_length",
     "num_train_epochs": "num_epochs",
+    "epochs": "num_epochs",
     "num_iterations": "ppo_epochs",
     "batch_size": "groups_per_batch",
     "per_device_train_batch_size": "tokens_per_microbatch",
@@ -117,4 +118,4 @@ def nearest(name: str, names: Iterable[str]) -> str:
     beginnings = [known for known in names if known.startswith(f"{lower}_")]
     known = [TRL_NAMES.get(lower, lower), *beginnings, most_similar(lower, names)]
     close = next((name for name in known if name in names), "")
-    return f"; did you mean {close}?" if close else " (--help all lists the options)."
+    return f"; did you mean --{close}?" if close else " (--help all lists the options)."
