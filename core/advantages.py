@@ -12,10 +12,12 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from core.extensions.checks import check_objective
-from core.extensions.credit import discounted_differences, of_tokens, turn_returns
+from core.extensions.credit import by_turn, compared_rewards
+from core.extensions.critic import gae, generalised_advantages
 from core.extensions.formulas import formula
+from core.extensions.reference import kl_penalty
 from core.objectives import LossConfig
-from core.records import NO_SIGNAL, Batch
+from core.records import Batch, differs, graded_mean, masked_whiten
 from utils.batching import select_rows
 from utils.settings.options import option
 
@@ -69,20 +71,6 @@ def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveCo
     return np.float32(rank < config.best_k)
 
 
-@formula("r - mean of the group's turns of this number, r = the rewards from the turn on")
-def turn_mean(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
-    """Advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
-    advantages = group_mean(rewards, batch, config) * has_signal(rewards, config)[:, None]
-    return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)
-
-
-@formula("(r - mean) / std of the group's turns of this number, r = the rewards from the turn on")
-def turn_zscore(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
-    """Advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
-    advantages = group_zscore(rewards, batch, config) * has_signal(rewards, config)[:, None]
-    return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)
-
-
 @formula("r")
 def raw_rewards(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE. Source: Williams 1992."""
@@ -102,12 +90,6 @@ def batch_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "Objec
     return masked_whiten(batch.rewards[:, None] - penalty_to_go, batch.mask)
 
 
-@formula("generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch")
-def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
-    """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
-    return masked_whiten(generalised_advantages(batch, config), batch.mask)
-
-
 # These compare the rollouts of a group: one whose rewards are equal has no signal, and the group filter drops it.
 GROUP_ADVANTAGES = {
     "group_zscore": group_zscore,
@@ -116,10 +98,9 @@ GROUP_ADVANTAGES = {
     "maxrl": maxrl,
     "reinforce++_baseline": whitened_group_mean,
     "best_k": best_k,
-    "turn_mean": turn_mean,
-    "turn_zscore": turn_zscore,
+    "turn_mean": by_turn(group_mean),
+    "turn_zscore": by_turn(group_zscore),
 }
-TURN_ADVANTAGES = ("turn_mean", "turn_zscore")  # their rewards [K N, G] are those from each of K turns on
 # These do not: the group filter drops rewards of 0 of reinforce and nothing else, and a group of one will do.
 BATCH_ADVANTAGES = {"reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
 ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
@@ -134,8 +115,6 @@ class ObjectiveConfig(LossConfig):
 
     advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
     best_k: int = option(2, "Number of best completions of each group that --advantage best_k trains on")
-    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
-    gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
     do_group_filter: bool = option(
         True,
         "Filter of groups whose rewards are all equal (--advantage reinforce: all 0; turn_...: in each turn); 0: they "
@@ -160,25 +139,16 @@ class ObjectiveConfig(LossConfig):
         return self.advantage == "gae"
 
 
-def compared_rewards(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "K N G"]:
-    """Returns the rewards by which groups are compared: K = 1, or by turn as --advantage and the episodes have it."""
-    is_by_turn = config.advantage in TURN_ADVANTAGES and batch.token_rewards is not None
-    rewards = turn_returns(batch) if is_by_turn else np.float32(batch.rewards)[None]
-    return rewards.reshape(len(rewards), -1, batch.group_size)
-
-
 def has_signal(rewards: Float[np.ndarray, "*R G"], config: ObjectiveConfig) -> Bool[np.ndarray, "*R"]:
     """True where a group can teach: its rewards differ, or the advantage compares nothing.
 
     Raw rewards are compared with 0. Without the filter best_k imitates the first k rollouts of equal ones.
     """
-    is_graded = ~np.isnan(rewards)
     is_raw = config.advantage == "reinforce" and not (config.do_global_normalization or config.has_kl_in_reward)
-    highest = rewards.max(axis=-1, where=is_graded, initial=0 if is_raw else -np.inf)
-    lowest = rewards.min(axis=-1, where=is_graded, initial=0 if is_raw else np.inf)
+    compared = np.insert(rewards, 0, 0, axis=-1) if is_raw else rewards
     imitates_all = config.advantage == "best_k" and not config.do_group_filter
     compares = is_raw or (config.is_group_relative and not imitates_all)
-    return (highest - lowest > NO_SIGNAL) | (not compares)
+    return differs(compared) | (not compares)
 
 
 def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
@@ -191,7 +161,7 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
         return batch
     # Grade.
     penalty = kl_penalty(batch, config).sum(axis=1).reshape(-1, batch.group_size)
-    rewards = compared_rewards(batch, config) - penalty
+    rewards = compared_rewards(batch, config.advantage) - penalty
     # Filter.
     signal = np.repeat(has_signal(rewards, config).any(axis=0), batch.group_size)
     keep = np.isfinite(batch.rewards) & (signal | (not config.do_group_filter))
@@ -225,44 +195,3 @@ def shape_advantages(
         advantages = np.maximum(advantages, 0)
     weight = np.float32(config.negative_advantage_multiplier)
     return np.where(advantages < 0, weight * advantages, advantages)
-
-
-def graded_mean(x: Float[np.ndarray, "N G"]) -> Float[np.ndarray, "N 1"]:
-    """Mean over the numbers of each group that are not NaN; 0 where all are (np.nanmean would warn)."""
-    is_graded = ~np.isnan(x)
-    num_graded = np.float32(is_graded.sum(axis=1, keepdims=True))
-    total = np.where(is_graded, x, 0).sum(axis=1, keepdims=True)
-    return total / np.maximum(num_graded, 1)
-
-
-def masked_whiten(x: Float[np.ndarray, "R C"], where: Bool[np.ndarray, "R D"]) -> Float[np.ndarray, "R E"]:
-    """Returns (x - mean) / std, both over `where`; 0 where all of that is equal."""
-    x, where = np.broadcast_arrays(x, where)
-    if not where.any():
-        return np.zeros_like(x)
-    counted = x[where]
-    if np.ptp(counted) <= NO_SIGNAL:
-        return np.zeros_like(x)
-    return (x - counted.mean()) / np.maximum(counted.std(), NO_SIGNAL / 2)
-
-
-def kl_penalty(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
-    """Penalty subtracted from the reward of each token under --kl_in reward."""
-    if not config.has_kl_in_reward:
-        return np.zeros(batch.mask.shape, np.float32)
-    x = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0)
-    return np.float32(config.kl_coef) * x
-
-
-def generalised_advantages(batch: Batch, config: ObjectiveConfig) -> Float[np.ndarray, "B T"]:
-    """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
-
-    In episodes each turn's reward comes with its own last token. Tokens that the policy did not choose are passed over.
-    Source: arXiv 1506.02438, eq. 16.
-    """
-    rewards = batch.token_rewards
-    if rewards is None:
-        tokens_to_go = np.cumsum(batch.mask[:, ::-1], axis=1)[:, ::-1]
-        rewards = np.where(batch.mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
-    rewards = rewards - kl_penalty(batch, config)
-    return discounted_differences(rewards, batch.values, batch.mask, config.gamma, config.gae_lambda)

@@ -29,10 +29,10 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from core.advantages import compared_rewards, compute_advantages, has_signal
+from core.advantages import compute_advantages, has_signal
 from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
-from core.extensions.credit import token_rewards
+from core.extensions.credit import compared_rewards, token_rewards
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
@@ -209,7 +209,7 @@ def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
 
 def groups_with_signal(episodes: Episodes, config: Config) -> Bool[np.ndarray, "N"]:
     """True for groups that can teach, by the rewards that --advantage compares."""
-    rewards = compared_rewards(rollout_batch(episodes, config), config.objective)
+    rewards = compared_rewards(rollout_batch(episodes, config), config.objective.advantage)
     return has_signal(rewards, config.objective).any(axis=0)
 
 

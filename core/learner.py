@@ -17,7 +17,8 @@ import optax
 from jaxtyping import Float, Int
 
 from core.advantages import ObjectiveConfig
-from core.objectives import LossConfig, policy_loss, set_loss_denominators, value_loss
+from core.extensions.critic import value_loss
+from core.objectives import LossConfig, policy_loss, set_loss_denominators
 from core.records import Batch
 from core.run.ratios import reduce_metrics
 from models.architecture import Decoder
@@ -314,10 +315,8 @@ def accumulate(
         inputs = batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
         scores = score_tokens(model, policy, *inputs)
         loss, metrics = policy_loss(scores, batch, objective)
-        if batch.returns is not None:
-            metrics["value/loss"] = value_loss(scores.values, batch, objective)
-            loss += metrics["value/loss"]
-        return loss, metrics
+        loss_of_critic, its_metrics = value_loss(scores, batch, objective)
+        return loss + loss_of_critic, metrics | its_metrics
 
     (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics

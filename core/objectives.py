@@ -1,7 +1,8 @@
-"""Policy losses, KL, aggregation: pure functions of JAX, inside of jit. Fork this file to hack the loss.
+"""Policy losses and aggregation: pure functions of JAX, inside of jit. Fork this file to hack the loss.
 
 To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
 To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
+To add a term: its function and its name in TERMS, as that of the KL in core/extensions/reference.py.
 To change the advantage: core/advantages.py. Metrics of ratios: core/run/ratios.py.
 
 Everything is float32. Another value of a setting compiles the update anew, but of those that TracedLossConfig lists: a
@@ -16,7 +17,10 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
+from core.extensions.corrections import CorrectionConfig, token_weights
+from core.extensions.critic import CriticConfig
 from core.extensions.formulas import formula
+from core.extensions.reference import reference_kl
 from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
 from core.run.ratios import ratio_metrics, sampler_metrics
 from models.distribution import TokenScores
@@ -104,15 +108,11 @@ OBJECTIVES = {
     "dppo": dppo,
     "sapo": sapo,
 }
-KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
-    "k1": lambda x: x,
-    "k2": lambda x: x**2 / 2,
-    "k3": lambda x: jnp.exp(-x) + x - 1,
-}
+TERMS = [reference_kl]  # added to the policy's loss: each returns its value, 0 where it is off, and its metrics
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(CorrectionConfig, CriticConfig):
     """Loss: all that a function of OBJECTIVES may read."""
 
     objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
@@ -137,51 +137,7 @@ class LossConfig:
         " over completions, constant: sum over (completions x --num_generation_tokens), as Dr. GRPO",
         ["token_mean", "sequence_mean", "constant"],
     )
-    value_clip: float = option(
-        0.2,
-        "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward; "
-        "about a fifth of the spread of returns is usual; 0: no limit",
-    )
-    kl_coef: float = option(
-        0.0,
-        "Coefficient of the KL divergence from the initial model; above 0, a copy of that is kept in memory; 0: off",
-    )
-    kl_estimator: str = option(
-        "", "Estimator of the KL divergence of --kl_coef; empty: k3 in the loss, k1 in the reward", ["", *KL]
-    )
-    kl_in: str = option(
-        "loss",
-        "Place of the KL divergence of --kl_coef: a term of the loss, or a penalty on the reward",
-        ["loss", "reward"],
-    )
     entropy_coef: float = option(0.001, "Coefficient of the entropy bonus (mean over tokens, nats); 0: off")
-    importance_correction: str = option(
-        "none",
-        "Correction for a sampler whose probabilities differ from the trainer's, by the weight w = old / sampled "
-        "probability; truncate: min(w, --importance_cap), mask: w, and 0 outside [--importance_floor, "
-        "--importance_cap]",
-        ["none", "truncate", "mask"],
-    )
-    importance_level: str = option(
-        "token",
-        "Level of the weight of --importance_correction: of each token, or the product over the completion",
-        ["token", "sequence"],
-    )
-    importance_cap: float = option(2.0, "Largest weight of --importance_correction")
-    importance_floor: float = option(
-        0.0, "Smallest weight of --importance_correction mask; IcePop: 0.5 with --importance_cap 5; 0: none"
-    )
-    off_policy_mask: float = option(
-        0.0,
-        "Mean log(sampled / new probability), nats per token, above which completions with a negative advantage are"
-        " left out of the policy loss; 0: off",
-    )
-    do_mask_importance_ratio: bool = option(
-        False, "Mask of tokens whose new / old probability is 2 or more, in the policy loss"
-    )
-    do_mask_inference_ratio: bool = option(
-        False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
-    )
 
     @property
     def clip_epsilons(self) -> tuple[float, float]:
@@ -192,10 +148,6 @@ class LossConfig:
     def clip_range(self) -> tuple[float, float]:
         low, high = self.clip_epsilons
         return 1 - low, 1 + high
-
-    @property
-    def has_kl_in_reward(self) -> bool:
-        return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def loss(self) -> "TracedLossConfig":
@@ -221,7 +173,7 @@ class TracedLossConfig(LossConfig):
 
 
 COEFFICIENTS = ["clip_epsilon", "clip_epsilon_high", "clip_range", "kl_coef", "entropy_coef"]
-OF_HOST = ["loss_normalization"]  # read by set_loss_denominators: another one compiles nothing
+OF_HOST = ["loss_normalization", "gamma", "gae_lambda"]  # read before the update: another one compiles nothing
 STATIC = [field.name for field in fields(LossConfig) if field.name not in (*COEFFICIENTS, *OF_HOST)]
 jax.tree_util.register_dataclass(TracedLossConfig, COEFFICIENTS, STATIC, OF_HOST)
 
@@ -245,17 +197,15 @@ def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens
 def policy_loss(scores: TokenScores, batch: Batch, config: LossConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Returns the loss of a micro-batch, and its metrics.
 
+    A term of another output of the model is a field of TokenScores, and a function in TERMS that reads it.
     The optimiser batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
     Of names that end in _max or _min it is the extreme. Names that end in _histogram are arrays of sums.
     """
     batch = with_old_logprobs(scores.logprobs, batch)
     logprobs = zero_outside_mask(scores.logprobs, batch)
-    log_ratio = logprobs - batch.old_logprobs
-    sampler_log_ratio = batch.old_logprobs - batch.sample_logprobs
-
+    scores = scores._replace(logprobs=logprobs)
     losses, is_clipped = OBJECTIVES[config.objective](logprobs, batch, config)
-    weights = importance_weights(sampler_log_ratio, config)
-    weights = jnp.where(kept_tokens(logprobs, batch, config), weights, 0.0)
+    weights = token_weights(logprobs, batch, config)
     loss = sum_over_rows(losses * weights, batch, batch.denominator)
     metrics = {
         "policy_loss": loss,
@@ -266,10 +216,11 @@ def policy_loss(scores: TokenScores, batch: Batch, config: LossConfig) -> tuple[
     }
     entropy_loss = jnp.zeros(()) if config.entropy_coef is None else -config.entropy_coef * metrics["entropy"]
     loss += entropy_loss
-    if config.kl_coef is not None:
-        kl_loss, metrics["kl"] = reference_kl(logprobs, batch, config)
-        loss += kl_loss
-    metrics |= ratio_metrics(log_ratio, batch) | sampler_metrics(sampler_log_ratio, batch)
+    for term in TERMS:
+        added, its_metrics = term(scores, batch, config)
+        loss += added
+        metrics |= its_metrics
+    metrics |= ratio_metrics(logprobs, batch) | sampler_metrics(batch)
     return loss, metrics | {"loss": loss, "entropy_loss": entropy_loss}
 
 
@@ -278,57 +229,3 @@ def with_old_logprobs(logprobs: Float[Array, "B T"], batch: Batch) -> Batch:
     old = stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
     sampled = zero_outside_mask(batch.sample_logprobs, batch)
     return replace(batch, old_logprobs=zero_outside_mask(old, batch), sample_logprobs=sampled)
-
-
-def reference_kl(
-    logprobs: Float[Array, "B T"], batch: Batch, config: LossConfig
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the KL's part of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
-    log_ratio = logprobs - zero_outside_mask(batch.ref_logprobs, batch)
-    if config.kl_in == "reward":
-        return jnp.zeros(()), token_mean(KL["k3"](log_ratio), batch)
-    kl = KL[config.kl_estimator or "k3"](log_ratio)
-    return config.kl_coef * sum_over_rows(kl, batch, batch.denominator), token_mean(kl, batch)
-
-
-def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: LossConfig) -> Bool[Array, "B T"]:
-    """True for tokens that no mask leaves out of the policy loss.
-
-    Source: kvfrans/lmpo for the ratios of a token; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for --off_policy_mask.
-    """
-    keep = jnp.asarray(batch.mask)
-    if config.do_mask_importance_ratio:
-        keep &= jnp.exp(logprobs - batch.old_logprobs) < 2
-    if config.do_mask_inference_ratio:
-        keep &= jnp.exp(batch.sample_logprobs - batch.old_logprobs) < 2
-    if config.off_policy_mask:
-        divergence = row_mean(batch.sample_logprobs - logprobs, batch.mask)
-        is_near = divergence <= config.off_policy_mask
-        keep &= is_near | (batch.advantages >= 0)
-    return keep
-
-
-def importance_weights(log_ratio: Float[Array, "B T"], config: LossConfig) -> Float[Array, "B #T"]:
-    """Weights that correct for sampling with probabilities other than the old ones.
-
-    Source: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
-    """
-    if config.importance_correction == "none":
-        return jnp.ones((len(log_ratio), 1))
-    if config.importance_level == "sequence":
-        log_ratio = log_ratio.sum(axis=1, keepdims=True)
-    w = stop_gradient(jnp.exp(log_ratio))
-    if config.importance_correction == "truncate":
-        return jnp.minimum(w, config.importance_cap)
-    is_inside = (w >= config.importance_floor) & (w <= config.importance_cap)
-    return jnp.where(is_inside, w, 0.0)
-
-
-def value_loss(values: Float[Array, "B T"], batch: Batch, config: LossConfig) -> Float[Array, ""]:
-    """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens. Source: PPO2 of OpenAI's baselines."""
-    errors = (values - batch.returns) ** 2
-    if config.value_clip:
-        moved = jnp.clip(values - batch.values, -config.value_clip, config.value_clip)
-        clipped_errors = (batch.values + moved - batch.returns) ** 2
-        errors = jnp.maximum(errors, clipped_errors)
-    return token_mean(0.5 * errors, batch)

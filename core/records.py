@@ -171,6 +171,33 @@ def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "
     return x.sum(axis=1, keepdims=True, where=mask) / jnp.maximum(num_tokens, 1)
 
 
+def differs(rewards: Float[np.ndarray, "*R G"]) -> Bool[np.ndarray, "*R"]:
+    """True for groups whose rewards are not all equal; NaN (the grader failed) is passed over."""
+    is_graded = ~np.isnan(rewards)
+    highest = rewards.max(axis=-1, where=is_graded, initial=-np.inf)
+    lowest = rewards.min(axis=-1, where=is_graded, initial=np.inf)
+    return highest - lowest > NO_SIGNAL
+
+
+def graded_mean(x: Float[np.ndarray, "N G"]) -> Float[np.ndarray, "N 1"]:
+    """Mean over the numbers of each group that are not NaN; 0 where all are (np.nanmean would warn)."""
+    is_graded = ~np.isnan(x)
+    num_graded = np.float32(is_graded.sum(axis=1, keepdims=True))
+    total = np.where(is_graded, x, 0).sum(axis=1, keepdims=True)
+    return total / np.maximum(num_graded, 1)
+
+
+def masked_whiten(x: Float[np.ndarray, "R C"], where: Bool[np.ndarray, "R D"]) -> Float[np.ndarray, "R E"]:
+    """Returns (x - mean) / std, both over `where`; 0 where all of that is equal."""
+    x, where = np.broadcast_arrays(x, where)
+    if not where.any():
+        return np.zeros_like(x)
+    counted = x[where]
+    if np.ptp(counted) <= NO_SIGNAL:
+        return np.zeros_like(x)
+    return (x - counted.mean()) / np.maximum(counted.std(), NO_SIGNAL / 2)
+
+
 @dataclass(frozen=True)
 class Progress:
     """Position from which a resumed run continues."""

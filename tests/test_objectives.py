@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from helpers import ROOT, assert_close, slow
 
-from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, generalised_advantages, has_signal
+from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
 from core.config import Config
+from core.extensions.critic import generalised_advantages, value_loss
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import policy_loss, set_loss_denominators, value_loss
+from core.objectives import policy_loss, set_loss_denominators
 from core.records import Batch
 from core.run.ratios import LOG_RATIOS, reduce_metrics
 from models.distribution import TokenScores
@@ -644,14 +645,16 @@ def test_value_loss(value_clip):
         clipped = min(max(v, old - value_clip), old + value_clip) if value_clip else v
         return 0.5 * max((v - R) ** 2, (clipped - R) ** 2) / num_tokens
 
-    value, grad = jax.value_and_grad(value_loss)(values, batch, config)
+    scores = TokenScores(jnp.zeros(()), jnp.zeros(()), values)
+    (value, metrics), grad = jax.value_and_grad(value_loss, has_aux=True)(scores, batch, config)
+    assert metrics == {"value/loss": value} and value_loss(scores, replace(batch, returns=None), config) == (0, {})
     assert_close(value, math.fsum(oracle(float(values[i, t]), i, t) for i, t in np.argwhere(batch.mask)), B * T)
     for i, t in np.argwhere(batch.mask):
         v = float(values[i, t])
         expected[i, t] = (oracle(v + 1e-5, i, t) - oracle(v - 1e-5, i, t)) / 2e-5
         sides.add((v > batch.values[i, t], abs(expected[i, t]) < 1e-12))
     assert len(sides) == (4 if value_clip else 2), "above and below, clipped and not"
-    assert_close(grad, expected, B * T)
+    assert_close(grad.values, expected, B * T)
 
 
 # Metrics
@@ -751,12 +754,13 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
     expected_grad, whole = learn(new, entropy, batch, config)
-    whole["value/loss"] = value_loss(values, batch, config)
+    whole |= value_loss(TokenScores(new, entropy, values), batch, config)[1]
     for cuts in ([4], [4, 8]):
         grad, parts = np.zeros(new.shape), []
         for rows in np.split(np.random.default_rng(5).permutation(B), cuts):
             grad[rows], metrics = learn(new[rows], entropy[rows], select_rows(batch, rows), config)
-            parts.append(metrics | {"value/loss": value_loss(values[rows], select_rows(batch, rows), config)})
+            scores = TokenScores(new[rows], entropy[rows], values[rows])
+            parts.append(metrics | value_loss(scores, select_rows(batch, rows), config)[1])
         assert_close(grad, expected_grad, B * T, SURPRISE * np.abs(expected_grad).max())
         assert_sums(whole, parts)
         for bad in ("mean", "rows"):  # a mean of the micro-batch, and an array that is no histogram

@@ -1,12 +1,35 @@
-"""Credit within an episode: rewards by token, from each turn on, and by a critic. For --advantage gae and turn_...
+"""Credit within an episode: rewards by token, and from each turn on. For --advantage turn_... and the critic.
 
-B rows, T row length, K turns.
+N prompts, G rollouts of each, B = N G rows, T row length, K turns.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from core.records import Batch, Episodes
+from core.extensions.formulas import formula
+from core.records import Batch, Episodes, differs
+
+BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K N, G] from each of K turns on
+
+
+def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Returns the advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
+
+    @formula(f"{advantage.formula}'s turns of this number, r = the rewards from the turn on")
+    def of_turns(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B T"]:
+        advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
+        return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)
+
+    return of_turns
+
+
+def compared_rewards(batch: Batch, advantage: str) -> Float[np.ndarray, "K N G"]:
+    """Returns the rewards by which groups are compared: K = 1, or by turn as --advantage and the episodes have it."""
+    is_by_turn = advantage in BY_TURN and batch.token_rewards is not None
+    rewards = turn_returns(batch) if is_by_turn else np.float32(batch.rewards)[None]
+    return rewards.reshape(len(rewards), -1, batch.group_size)
 
 
 def turn_numbers(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
@@ -51,23 +74,3 @@ def of_tokens(by_turn: Float[np.ndarray, "K B"], mask: Bool[np.ndarray, "B T"]) 
     """Returns for each token what is of its turn; tokens before the first one have that of the first."""
     turns = np.clip(turn_numbers(mask), 0, len(by_turn) - 1)  # of single replies all is one turn
     return np.take_along_axis(by_turn.T, turns, axis=1)
-
-
-def discounted_differences(
-    rewards: Float[np.ndarray, "B T"],
-    values: Float[np.ndarray, "B T"],
-    mask: Bool[np.ndarray, "B T"],
-    gamma: float,
-    gae_lambda: float,
-) -> Float[np.ndarray, "B T"]:
-    """Returns the sum of each token's later temporal differences, discounted by gamma lambda; of the mask's tokens."""
-    gamma, decay = np.float32(gamma), np.float32(gae_lambda)
-    advantages = np.zeros(mask.shape, np.float32)
-    next_value = np.zeros(len(mask), np.float32)
-    next_advantage = np.zeros(len(mask), np.float32)
-    for t in reversed(range(mask.shape[1])):
-        target = rewards[:, t] + gamma * (next_value + decay * next_advantage)
-        advantages[:, t] = np.where(mask[:, t], target - values[:, t], 0)
-        next_advantage = np.where(mask[:, t], target - values[:, t], next_advantage)
-        next_value = np.where(mask[:, t], values[:, t], next_value)
-    return advantages

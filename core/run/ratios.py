@@ -15,8 +15,9 @@ from models.names import Array
 LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
 
 
-def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
+def ratio_metrics(logprobs: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
     """Metrics of the ratio of new to old probability; approx_kl is k3 of KL(old || new)."""
+    log_ratio = logprobs - batch.old_logprobs
     ratio = jnp.exp(log_ratio)
     return {
         "approx_kl": token_mean((ratio - 1) - log_ratio, batch),
@@ -28,8 +29,9 @@ def ratio_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Arr
     }
 
 
-def sampler_metrics(log_ratio: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
+def sampler_metrics(batch: Batch) -> dict[str, Array]:
     """Metrics of the ratio of old probability to the sampler's; the KL is k3 of KL(sampled || old)."""
+    log_ratio = batch.old_logprobs - batch.sample_logprobs
     ratio = jnp.exp(log_ratio)
     names = {
         "prob_diff": token_mean(jnp.abs(jnp.exp(batch.old_logprobs) - jnp.exp(batch.sample_logprobs)), batch),

@@ -1,0 +1,86 @@
+"""Corrections of the policy loss for a sampler whose probabilities are not the trainer's: weights and masks of tokens.
+
+B rows, T row length.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Bool, Float
+
+from core.records import Batch, row_mean
+from models.names import Array
+from utils.settings.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Corrections of the loss for how rollouts were drawn."""
+
+    importance_correction: str = option(
+        "none",
+        "Correction for a sampler whose probabilities differ from the trainer's, by the weight w = old / sampled "
+        "probability; truncate: min(w, --importance_cap), mask: w, and 0 outside [--importance_floor, "
+        "--importance_cap]",
+        ["none", "truncate", "mask"],
+    )
+    importance_level: str = option(
+        "token",
+        "Level of the weight of --importance_correction: of each token, or the product over the completion",
+        ["token", "sequence"],
+    )
+    importance_cap: float = option(2.0, "Largest weight of --importance_correction")
+    importance_floor: float = option(
+        0.0, "Smallest weight of --importance_correction mask; IcePop: 0.5 with --importance_cap 5; 0: none"
+    )
+    off_policy_mask: float = option(
+        0.0,
+        "Mean log(sampled / new probability), nats per token, above which completions with a negative advantage are"
+        " left out of the policy loss; 0: off",
+    )
+    do_mask_importance_ratio: bool = option(
+        False, "Mask of tokens whose new / old probability is 2 or more, in the policy loss"
+    )
+    do_mask_inference_ratio: bool = option(
+        False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
+    )
+
+
+def token_weights(logprobs: Float[Array, "B T"], batch: Batch, config: CorrectionConfig) -> Float[Array, "B T"]:
+    """Returns the weight of each token in the policy loss: 1 where nothing is corrected, 0 where a mask is on."""
+    weights = importance_weights(batch.old_logprobs - batch.sample_logprobs, config)
+    return jnp.where(kept_tokens(logprobs, batch, config), weights, 0.0)
+
+
+def importance_weights(log_ratio: Float[Array, "B T"], config: CorrectionConfig) -> Float[Array, "B #T"]:
+    """Weights that correct for sampling with probabilities other than the old ones.
+
+    Source: Ionides 2008 for truncation, IcePop (arXiv 2510.18855) for a mask with a floor.
+    """
+    if config.importance_correction == "none":
+        return jnp.ones((len(log_ratio), 1))
+    if config.importance_level == "sequence":
+        log_ratio = log_ratio.sum(axis=1, keepdims=True)
+    w = stop_gradient(jnp.exp(log_ratio))
+    if config.importance_correction == "truncate":
+        return jnp.minimum(w, config.importance_cap)
+    is_inside = (w >= config.importance_floor) & (w <= config.importance_cap)
+    return jnp.where(is_inside, w, 0.0)
+
+
+def kept_tokens(logprobs: Float[Array, "B T"], batch: Batch, config: CorrectionConfig) -> Bool[Array, "B T"]:
+    """True for tokens that no mask leaves out of the policy loss.
+
+    Source: kvfrans/lmpo for the ratios of a token; DeepSeek-V3.2, arXiv 2512.02556, section 3.1, for --off_policy_mask.
+    """
+    keep = jnp.asarray(batch.mask)
+    if config.do_mask_importance_ratio:
+        keep &= jnp.exp(logprobs - batch.old_logprobs) < 2
+    if config.do_mask_inference_ratio:
+        keep &= jnp.exp(batch.sample_logprobs - batch.old_logprobs) < 2
+    if config.off_policy_mask:
+        divergence = row_mean(batch.sample_logprobs - logprobs, batch.mask)
+        is_near = divergence <= config.off_policy_mask
+        keep &= is_near | (batch.advantages >= 0)
+    return keep

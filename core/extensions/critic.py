@@ -1,0 +1,86 @@
+"""The critic of PPO: generalised advantages from its values, and its loss. For --advantage gae.
+
+N prompts, G rollouts of each, B = N G rows, T row length.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from core.extensions.formulas import formula
+from core.extensions.reference import ReferenceConfig, kl_penalty
+from core.records import Batch, masked_whiten, token_mean
+from models.distribution import TokenScores
+from models.names import Array
+from utils.settings.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(ReferenceConfig):
+    """Critic of --advantage gae."""
+
+    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
+    gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
+    value_clip: float = option(
+        0.2,
+        "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward; "
+        "about a fifth of the spread of returns is usual; 0: no limit",
+    )
+
+
+@formula("generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch")
+def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: CriticConfig) -> np.ndarray:
+    """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
+    return masked_whiten(generalised_advantages(batch, config), batch.mask)
+
+
+def generalised_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarray, "B T"]:
+    """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
+
+    In episodes each turn's reward comes with its own last token. Tokens that the policy did not choose are passed over.
+    Source: arXiv 1506.02438, eq. 16.
+    """
+    rewards = batch.token_rewards
+    if rewards is None:
+        tokens_to_go = np.cumsum(batch.mask[:, ::-1], axis=1)[:, ::-1]
+        rewards = np.where(batch.mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
+    rewards = rewards - kl_penalty(batch, config)
+    return discounted_differences(rewards, batch.values, batch.mask, config.gamma, config.gae_lambda)
+
+
+def discounted_differences(
+    rewards: Float[np.ndarray, "B T"],
+    values: Float[np.ndarray, "B T"],
+    mask: Bool[np.ndarray, "B T"],
+    gamma: float,
+    gae_lambda: float,
+) -> Float[np.ndarray, "B T"]:
+    """Returns the sum of each token's later temporal differences, discounted by gamma lambda; of the mask's tokens."""
+    gamma, decay = np.float32(gamma), np.float32(gae_lambda)
+    advantages = np.zeros(mask.shape, np.float32)
+    next_value = np.zeros(len(mask), np.float32)
+    next_advantage = np.zeros(len(mask), np.float32)
+    for t in reversed(range(mask.shape[1])):
+        target = rewards[:, t] + gamma * (next_value + decay * next_advantage)
+        advantages[:, t] = np.where(mask[:, t], target - values[:, t], 0)
+        next_advantage = np.where(mask[:, t], target - values[:, t], next_advantage)
+        next_value = np.where(mask[:, t], values[:, t], next_value)
+    return advantages
+
+
+def value_loss(scores: TokenScores, batch: Batch, config: CriticConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """0.5 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), mean over tokens; 0 without a critic. And its metric.
+
+    Source: PPO2 of OpenAI's baselines.
+    """
+    if batch.returns is None:
+        return jnp.zeros(()), {}
+    errors = (scores.values - batch.returns) ** 2
+    if config.value_clip:
+        moved = jnp.clip(scores.values - batch.values, -config.value_clip, config.value_clip)
+        clipped_errors = (batch.values + moved - batch.returns) ** 2
+        errors = jnp.maximum(errors, clipped_errors)
+    loss = token_mean(0.5 * errors, batch)
+    return loss, {"value/loss": loss}

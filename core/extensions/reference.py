@@ -1,0 +1,64 @@
+"""KL divergence from the reference model, the initial one: a term of the loss, or a penalty on the reward.
+
+B rows, T row length.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from core.records import Batch, sum_over_rows, token_mean, zero_outside_mask
+from models.distribution import TokenScores
+from models.names import Array
+from utils.settings.options import option
+
+KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
+    "k1": lambda x: x,
+    "k2": lambda x: x**2 / 2,
+    "k3": lambda x: jnp.exp(-x) + x - 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """KL divergence from the initial model."""
+
+    kl_coef: float = option(
+        0.0,
+        "Coefficient of the KL divergence from the initial model; above 0, a copy of that is kept in memory; 0: off",
+    )
+    kl_estimator: str = option(
+        "", "Estimator of the KL divergence of --kl_coef; empty: k3 in the loss, k1 in the reward", ["", *KL]
+    )
+    kl_in: str = option(
+        "loss",
+        "Place of the KL divergence of --kl_coef: a term of the loss, or a penalty on the reward",
+        ["loss", "reward"],
+    )
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+
+def reference_kl(
+    scores: TokenScores, batch: Batch, config: ReferenceConfig
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Returns the KL's term of the loss, 0 where it counts in the reward, and its mean over tokens, nats."""
+    if config.kl_coef is None:
+        return jnp.zeros(()), {}
+    log_ratio = scores.logprobs - zero_outside_mask(batch.ref_logprobs, batch)
+    if config.kl_in == "reward":
+        return jnp.zeros(()), {"kl": token_mean(KL["k3"](log_ratio), batch)}
+    kl = KL[config.kl_estimator or "k3"](log_ratio)
+    return config.kl_coef * sum_over_rows(kl, batch, batch.denominator), {"kl": token_mean(kl, batch)}
+
+
+def kl_penalty(batch: Batch, config: ReferenceConfig) -> Float[np.ndarray, "B T"]:
+    """Penalty subtracted from the reward of each token under --kl_in reward."""
+    if not config.has_kl_in_reward:
+        return np.zeros(batch.mask.shape, np.float32)
+    x = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0)
+    return np.float32(config.kl_coef) * x
