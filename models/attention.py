@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Int8
 
 from models.names import Array
 from utils.batching import round_up
+from utils.devices.runtime import cuda_capability
 from utils.devices.sharding import ROWS, on_devices
 from utils.settings.errors import UserError
 
@@ -124,11 +125,10 @@ def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels
     """
     device = mesh.devices.flat[0] if mesh else None
     device_kind = device.device_kind.lower() if mesh else ""
-    capability = float(getattr(device, "compute_capability", 0))  # of CUDA; other devices have none
     is_divisible = not mesh or num_key_heads % mesh.shape["tp"] == 0
     requirements = {
         "cudnn": {
-            "an NVIDIA GPU of Ampere or later": "nvidia" in device_kind and capability >= 8,
+            "an NVIDIA GPU of Ampere or later": "nvidia" in device_kind and cuda_capability(device) >= 8,
             "--dtype bfloat16": dtype == jnp.bfloat16,
             "heads of at most 128 channels": num_channels <= 128 and num_channels % 8 == 0,
             "key heads that --mesh tp divides": is_divisible,

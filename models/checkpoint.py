@@ -48,7 +48,7 @@ from models.names import (
 )
 from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
-from utils.devices.runtime import set_matmul_precision
+from utils.devices.runtime import cuda_capability, set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.files import write_json
 from utils.settings.errors import UserError, most_similar
@@ -173,8 +173,13 @@ def is_merged(config: LoraConfig, base: Weights, layout: Layout) -> bool:
 
 
 def default_dtype() -> str:
-    """Returns the dtype of matmuls on this kind of device."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    """Returns the dtype of matmuls on this kind of device: bfloat16, if it multiplies that.
+
+    GPUs before Ampere do not: XLA writes both operands out as float32 for each product.
+    """
+    device = jax.devices()[0]
+    is_old = 0 < cuda_capability(device) < 8
+    return "float32" if device.platform == "cpu" or is_old else "bfloat16"
 
 
 def find_local(name: str | Path) -> Path | None:

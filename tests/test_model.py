@@ -278,7 +278,7 @@ def test_kernels_are_chosen_by_device_and_heads():
         return attention.choose_kernel(name, mesh, dtype, channels, 8)
 
     assert choose("auto", "NVIDIA H200") == "cudnn" and choose("auto", "TPU v5e") == "splash"
-    assert choose("plain", "NVIDIA H200") == "plain" and choose("auto", "AMD MI300X") == "plain"
+    assert choose("plain", "NVIDIA H200") == "plain" and choose("auto", "AMD MI300X", capability="gfx942") == "plain"
     assert choose("auto", "NVIDIA H200", dtype=jnp.float32) == choose("auto", "TPU v5e", channels=64) == "plain"
     assert choose("auto", "NVIDIA TITAN V", capability="7.0") == "plain"
     assert choose("auto", "NVIDIA B200", capability="10.0") == "cudnn"
@@ -286,6 +286,16 @@ def test_kernels_are_chosen_by_device_and_heads():
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
     with pytest.raises(ValueError, match="attention by cudnn needs an NVIDIA GPU of Ampere or later, --dtype bfloat16"):
         choose("cudnn", "cpu", jnp.float32)
+
+
+@pytest.mark.parametrize(("platform", "capability", "dtype"), [
+    ("cpu", None, "float32"), ("gpu", "7.5", "float32"), ("gpu", "8.9", "bfloat16"), ("gpu", "10.0", "bfloat16"),
+    ("gpu", "gfx942", "bfloat16"), ("tpu", None, "bfloat16"),
+])  # fmt: skip
+def test_products_are_of_bfloat16_where_the_device_has_it(platform, capability, dtype, monkeypatch):
+    device = SimpleNamespace(platform=platform, **({"compute_capability": capability} if capability else {}))
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert checkpoint.default_dtype() == dtype
 
 
 def test_layers_of_small_models_on_a_cpu_are_unrolled():

@@ -62,6 +62,12 @@ def runs_on_cpu(devices: Path = Path("/dev")) -> bool:
     return not has_plugin or not any(path for name in ACCELERATORS for path in devices.glob(name))
 
 
+def cuda_capability(device: jax.Device | None) -> float:
+    """Returns the compute capability of an NVIDIA GPU; 0: it is another device, or none (AMD's are names)."""
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if text.replace(".", "").isdigit() else 0.0
+
+
 def open_closed_streams() -> None:
     """Opens the null device for standard streams that were closed (`>&-`).
 

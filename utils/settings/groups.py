@@ -59,7 +59,9 @@ class ComputeConfig:
     """Model computation."""
 
     dtype: str = option(
-        "", "Data type of matrix multiplications; empty: bfloat16, and float32 on CPU", ["", "bfloat16", "float32"]
+        "",
+        "Data type of matrix multiplications; empty: bfloat16, and float32 on a CPU or a GPU before Ampere",
+        ["", "bfloat16", "float32"],
     )
     kv_dtype: str = option(
         "",
