@@ -107,7 +107,7 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
         trained = demo_of_tiny(options)
     trained = as_held_out(trained)
     env_name = str(trained.get("env_name", ""))
-    if split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
+    if not env_name or split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
         return {}
     fields = options_of(Command).values()
     env = {field.name for field in fields if field.group == "env"}

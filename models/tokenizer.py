@@ -402,7 +402,7 @@ def frame(
     if not (has_turn and has_turn_too and texts[0].startswith(end.rstrip())):
         raise UserError(
             "the model's chat template ends a reply in another way when messages follow it, so that a conversation "
-            "cannot go on behind the tokens that were drawn: choose an environment with one reply"
+            "cannot go on behind the tokens that were drawn: choose an environment, or rows, with one reply"
         )
     first, *pieces = [tuple(tokenizer.encode(text)) for text in (*texts, rest)]
     closing = first[0] if first and first[0] in tokenizer.stop_ids else None

@@ -32,6 +32,7 @@ TRAIN = [
     "--inference_batch_per_device", "8", "--tokens_per_microbatch", "0", "--max_resampling", "1",
 ]  # fmt: skip
 CUT = {  # program: the flags that come last, and so win
+    "core/sft.py": [*EVAL, "--max_steps", "1", "--batch_size", "2"],
     "core/grpo.py": TRAIN,
     "core/population.py": TRAIN,
     "core/eval.py": EVAL,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from core import eval, grpo, sampling
+from core.extensions import sft_config
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
 from utils.settings.config import make_config, options_of, parse, to_dict, with_options
@@ -270,7 +271,7 @@ def test_options_that_went_are_named_with_what_replaces_them(line, outcome, tmp_
 
 
 def test_no_command_preset_script_or_page_names_an_option_that_went():
-    for command in (grpo.Config, eval.Command, sampling.Command):
+    for command in (grpo.Config, eval.Command, sampling.Command, sft_config.Config):
         assert not REMOVED.keys() & (options_of(command).keys() | LMPO.names)
     for path in list_presets():
         assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path

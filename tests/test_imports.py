@@ -124,7 +124,7 @@ import gc, runpy, sys
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase))
-for command in ("grpo", "eval", "sampling", "population"):
+for command in ("grpo", "eval", "sampling", "population", "sft"):
     try:
         runpy.run_path(f"core/{command}.py", run_name="__main__")
     except SystemExit as end:
@@ -138,10 +138,10 @@ def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs():
     """Options are read after the imports, in which nothing is garbage; bench/startup.py measures them."""
     late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "datasets"}
     output = run(COMMANDS.replace("LATE", repr(late | {"yaml"})))
-    assert output == 4 * "2 True True True\n" + "[]\n"
+    assert output == 5 * "2 True True True\n" + "[]\n"
 
 
-@pytest.mark.parametrize("command", ["grpo", "eval", "sampling", "population", "minimal"])
+@pytest.mark.parametrize("command", ["grpo", "eval", "sampling", "population", "sft", "minimal"])
 def test_a_command_without_packages_says_what_to_install(command):
     arguments = [sys.executable, "-B", "-S", f"core/{command}.py"]  # -S: without site-packages
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)

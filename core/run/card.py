@@ -23,7 +23,11 @@ from utils.settings.arguments import Value
 from utils.settings.checks import load_yaml
 from utils.settings.config import options_of
 
-TAGS = ("grpo", "reinforcement-learning", "lmpo")
+GRPO, SFT = "core/grpo.py", "core/sft.py"  # commands that train
+METHODS = {  # of each: its name in the title, and tags
+    GRPO: ("reinforcement learning", ("grpo", "reinforcement-learning", "lmpo")),
+    SFT: ("supervised fine-tuning", ("sft", "lmpo")),
+}
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
@@ -60,6 +64,7 @@ class ModelCard:
     """Facts about a run that hold for each model that it saves."""
 
     settings: Mapping[str, Value]  # all options by name
+    script: str  # one of METHODS
     command: str
     environments: Mapping[str, RolloutSettings]  # by role
     version: str  # of lmpo
@@ -70,7 +75,7 @@ class ModelCard:
         return TEMPLATE.format(
             mark=CARD_MARK,
             metadata=to_yaml(self.metadata()),
-            title=f"{name} by reinforcement learning, step {progress.step}",
+            title=f"{name} by {METHODS[self.script][0]}, step {progress.step}",
             version=self.version,
             command=fenced("sh", self.command),
             settings=fenced("yaml", to_yaml(self.facts(progress))),
@@ -79,7 +84,8 @@ class ModelCard:
 
     def metadata(self) -> dict[str, JSON]:
         """Returns the front matter, as the hub defines it; a base model that is a local folder has no name there."""
-        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(TAGS)}
+        _, tags = METHODS[self.script]
+        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(tags)}
         base_model = str(self.settings["model_dir"])
         is_hub_id = HUB_ID.fullmatch(base_model) and not find_local(base_model)
         base = {"base_model": base_model} if is_hub_id else {}
@@ -90,7 +96,7 @@ class ModelCard:
         facts = {
             "base_model": self.settings["model_dir"],
             "steps": progress.step,
-            "completions": progress.num_rollouts,
+            **({"completions": progress.num_rollouts} if progress.num_rollouts else {}),
             "sampling": {name: self.settings[name] for name in (*DISTRIBUTION, "stop_strings")},
         }
         for role, played in self.environments.items():
@@ -123,18 +129,22 @@ class ModelCard:
 
 
 def make_card(
-    config_class: type, settings: Mapping[str, Value], environments: Mapping[str, RolloutSettings]
+    config_class: type,
+    settings: Mapping[str, Value],
+    environments: Mapping[str, RolloutSettings],
+    script: str = GRPO,
 ) -> ModelCard:
-    """Returns the card of a run that begins, with the commit of today."""
-    return ModelCard(settings, training_command(config_class, settings), environments, find_version())
+    """Returns the card of a run of this command that begins, with the commit of today."""
+    command = training_command(config_class, settings, script)
+    return ModelCard(settings, script, command, environments, find_version())
 
 
-def training_command(config_class: type, settings: Mapping[str, Value]) -> str:
+def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:
     """Returns a command that trains this model: options that differ from their defaults and change its results.
 
     Those of logging and of the machine are left out, and with them all that may hold an address or a password.
     """
-    words = ["python", "core/grpo.py"]
+    words = ["python", script]
     for name, known in options_of(config_class).items():
         value = settings[name]
         if not known.resumable and value != known.default:

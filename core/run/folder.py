@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from core.records import Batch, Episodes, Progress
-from core.run.card import generation_settings, make_card
+from core.run.card import GRPO, generation_settings, make_card
 from core.run.foreign import remember_code
 from core.run.rollouts import NUM_GROUPS, example, rollout_arrays, rollout_rows, score_arrays
 from envs.settings import RolloutSettings, describe_environments
@@ -60,7 +60,10 @@ from utils.settings.errors import UserError, counted
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
-PHASES = {"rollout": "rollouts", "logprobs": "log-probabilities", "update": "updating"}  # and what is waited for
+PHASES = {  # of a step, and what is waited for
+    "rollout": "rollouts", "logprobs": "log-probabilities", "data": "rows", "update": "updating"
+}  # fmt: skip
+FIRST = ("rollout", "data")  # phases that a step begins with
 CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
@@ -84,6 +87,8 @@ class Run:
     resumed, or when processes see different problems.
     """
 
+    command = GRPO
+
     def __init__(self, settings: RunSettings, layout: Layout, environments: Mapping[str, RolloutSettings]):
         self.config, self.layout, self.signals = settings.run, layout, Signals()
         self.model_dir = resolve_model_dir(settings.model_dir)
@@ -91,7 +96,7 @@ class Run:
         options = options_of(type(settings))
         self.changed = [name for name, known in options.items() if self.settings[name] != known.default]
         self.environments = environments
-        self.card = make_card(type(settings), self.settings, environments)
+        self.card = make_card(type(settings), self.settings, environments, self.command)
         save_dir = self.config.save_dir
         check_name(save_dir)
         with folder_errors():
@@ -148,12 +153,11 @@ class Run:
             write_json(self.directory / "data.json", self.fingerprints)
             remember_code(self.directory, self.settings)
         sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
-        num_steps = 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
         self.logger = Logger(
             self.directory,
             enabled=is_main,
             resume_step=resume_step,
-            num_steps=num_steps,
+            num_steps=self.last_step,
             test_interval=self.settings.get("test_interval", 0),
             sinks=sinks,
         )
@@ -228,15 +232,15 @@ class Run:
     def phase(self, name: str) -> Iterator[None]:
         """Times a phase of a step, and shows on the terminal that it is waited for.
 
-        A signal ends the run at once in the phase "rollout", where the newest state is whole, and else after the step.
+        A signal ends the run at once in the first phase, where the newest state is whole, and else after the step.
         """
         clock = time.perf_counter()
-        if name == "rollout":
+        if name in FIRST:
             self.step_start = clock
             if self.config.profile and self.num_steps == 2:  # the third step, which is past compilation
                 jax.profiler.start_trace(str(self.directory / "profile"))
                 self.stack.callback(stop_trace)
-        can_stop = self.stoppable() if name == "rollout" else contextlib.nullcontext()
+        can_stop = self.stoppable() if name in FIRST else contextlib.nullcontext()
         with can_stop, waiting(PHASES[name]):
             yield
         self.times[f"times/{name}"] = time.perf_counter() - clock
@@ -265,27 +269,34 @@ class Run:
 
         Of adapters it is a folder of PEFT, which names their base.
         """
-        layout, played = self.layout, self.environments["env"]
-        problem = played.env.problem(0)
-        tokenizer = self.tokenizer.with_generation(generation_settings(self.settings, played.max_new_tokens))
-        if not problem.plain:
-            tokenizer = tokenizer.with_training_prompts(problem.thinking, problem.prefix)
-        card = ""
+        layout, card = self.layout, ""
         if layout.is_main:
             card = self.card.render(progress, read_metrics(self.directory / "metrics.jsonl"))
-        folder = self.directory / name
+        folder, tokenizer = self.directory / name, self.saved_tokenizer()
         if LAYERS in params:
             dtype = self.config.save_dtype
             save_model(folder, self.model, params, tokenizer, dtype, layout.fetch, layout.is_main, card)
         else:
             save_adapters(folder, self.model, params, tokenizer, self.base, layout.fetch, layout.is_main, card)
 
+    def saved_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of saved models, by which others prompt and sample as training did."""
+        played = self.environments["env"]
+        problem = played.env.problem(0)
+        tokenizer = self.tokenizer.with_generation(generation_settings(self.settings, played.max_new_tokens))
+        return tokenizer if problem.plain else tokenizer.with_training_prompts(problem.thinking, problem.prefix)
+
+    @property
+    def last_step(self) -> int:
+        """Returns the steps of the run, 0 where they are not known."""
+        return 0 if self.settings.get("num_epochs") else self.settings.get("max_steps", 0)
+
     @property
     def notes(self) -> list[str]:
         """Returns the lines printed at the start: work, environments, rows they left out, and the run folder."""
         verb = "writing to"
         if self.resumed:
-            is_finished = self.resumed.step >= self.settings["max_steps"]
+            is_finished = 0 < self.last_step <= self.resumed.step
             verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step} in"
         environments = describe_environments(self.environments.values())
         place = f"{verb} {self.directory}; report.html is there after the first step"
@@ -320,12 +331,13 @@ class Run:
         self.print(f"compiled ahead: {programs}, {metrics['compile/num_from_cache']} more in the cache")
 
     def log_start(
-        self, metrics: dict[str, float], examples: Episodes, state: TrainState, progress: Progress
+        self, metrics: dict[str, float], examples: Episodes | None, state: TrainState, progress: Progress
     ) -> Progress:
         """Logs the evaluation before the first step; returns the progress with its score as the best one."""
         self.logger.log(0, metrics)
         self.logger.line(0, metrics)
-        self.write_held_out(0, examples)
+        if examples is not None:
+            self.write_held_out(0, examples)
         if self.config.save_best:
             self.save_model("best", state.params, progress)
         return replace(progress, best=selection_score(metrics))
@@ -335,11 +347,13 @@ class Run:
         progress: Progress,
         state: TrainState,
         metrics: dict[str, float | list[float]],
-        episodes: Episodes,
+        episodes: Episodes | None,
         batch: Batch,
         is_last: bool,
     ) -> Progress:
-        """Logs a step, writes its rollouts, and saves models and state where they are due; returns the progress.
+        """Logs a step, writes its rollouts (None: it has none), and saves models and state where they are due.
+
+        Returns the progress.
 
         Raises: OSError when an earlier save has failed, or another run has taken the folder.
         """
@@ -347,13 +361,15 @@ class Run:
         if self.config.profile and self.num_steps == 2:
             stop_trace()
         metrics |= self.compilations.take_metrics()
-        metrics["rollout/total_rollouts"] = progress.num_rollouts
+        if episodes is not None:
+            metrics["rollout/total_rollouts"] = progress.num_rollouts
         metrics["times/step"] = time.perf_counter() - self.step_start - metrics.get("times/test", 0.0)
         metrics["times/run"] = self.origin.seconds
         metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
         self.logger.log(step, metrics)
         self.logger.line(step, metrics)
-        self.write_rollouts(step, episodes, batch, is_last)
+        if episodes is not None:
+            self.write_rollouts(step, episodes, batch, is_last)
         score = selection_score(metrics)
         is_best = score is not None and (progress.best is None or score > progress.best)
         if self.config.save_best and is_best:
@@ -484,13 +500,21 @@ def python_command() -> str:
 def settings_of_model(options: Mapping[str, Value], is_announced: bool = True) -> Preset:
     """Returns the settings that --model_dir implies: the demo's for models/tiny, for a folder of adapters their own.
 
-    `is_announced`: the demo's are named on a line. --lora_rank 0 trains all parameters of the merged model.
-    Raises: UserError where the options name other adapters than the folder's.
+    `is_announced`: the demo's are named on a line. Raises: as `settings_of_adapters`.
+    """
+    return settings_of_adapters(options) or demo_of_tiny(options, is_announced)
+
+
+def settings_of_adapters(options: Mapping[str, Value]) -> Preset:
+    """Returns the settings that --model_dir implies where it is a folder of adapters.
+
+    --lora_rank 0 trains all parameters of the merged model. Raises: UserError where the options name other adapters
+    than the folder's.
     """
     folder = find_local(resolve_model_dir(str(options["model_dir"]))) if "model_dir" in options else None
     adapters = read_adapters(folder) if folder else None
     if not adapters or options.get("lora_rank") == 0:
-        return demo_of_tiny(options, is_announced)
+        return {}
     adapters.check_options(options)
     return adapters.options
 

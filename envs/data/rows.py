@@ -20,6 +20,7 @@ MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
 NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
 ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
+SKIP = "or leave such rows out with --env_options skip_bad_rows=true"
 QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
 
@@ -46,6 +47,8 @@ class Source:
         name = self.hub.partition(":")[0]
         ways = [f"`hf download {name} --repo-type dataset` on a machine with a network"] * bool(self.hub)
         ways += [self.url] * bool(self.url)
+        if not self.files:  # the data set was named, not an environment
+            return f"get it by {ways[0]}, and name a file of it"
         return f"put {self.files[0]} into a folder FOLDER (from {', or from '.join(ways)}), and give --data_dir FOLDER"
 
 
@@ -60,11 +63,19 @@ Convert = Callable[[RawRow], Row]  # raises KeyError, TypeError or ValueError fo
 
 
 def load_rows(
-    name: str, source: Source, data_dir: str, convert: Convert, skip_bad_rows: bool, may_repeat: bool = False
+    name: str,
+    source: Source,
+    data_dir: str,
+    convert: Convert,
+    skip_bad_rows: bool,
+    may_repeat: bool = False,
+    noun: str = "problem",
+    skip: str = SKIP,
 ) -> tuple[list[Row], str]:
     """Returns the rows of a source in order, without those that repeat a prompt or lack one or an answer; and a note.
 
-    `may_repeat`: those that repeat a prompt stay, as games that are drawn anew.
+    `may_repeat`: those that repeat a prompt stay, as games that are drawn anew. `noun`: what a row is, in the note;
+    `skip`: what may be done about a malformed one, beside correcting it.
 
     Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
@@ -85,7 +96,7 @@ def load_rows(
             row = convert(raw)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
-                raise UserError(explain_bad_row(location, error, raw)) from error
+                raise UserError(explain_bad_row(location, error, raw, skip)) from error
             left_out["malformed"] += 1
             continue
         key = json.dumps(row.prompt)
@@ -100,7 +111,7 @@ def load_rows(
     if not rows:
         raise UserError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
     rest = f" of {counted(total, 'row')} (left out: {reasons})" if reasons else ""
-    return rows, f"{name}: {counted(len(rows), 'problem')}{rest}"
+    return rows, f"{name}: {counted(len(rows), noun)}{rest}"
 
 
 def check_text(value: JSON) -> None:
@@ -124,9 +135,8 @@ def check_text(value: JSON) -> None:
             check_text(item)
 
 
-def explain_bad_row(location: str, error: Exception, row: RawRow | Exception) -> str:
+def explain_bad_row(location: str, error: Exception, row: RawRow | Exception, skip: str) -> str:
     """Returns why a row cannot be used, and advice; for a missing column, the names of the existing ones."""
-    skip = "or leave such rows out with --env_options skip_bad_rows=true"
     if not isinstance(error, KeyError):
         return f"{location} is malformed: {error}. Correct it, {skip}"
     columns = ", ".join(map(repr, row))[:200]

@@ -26,6 +26,7 @@ from utils.metrics.sinks import Sink
 from utils.reporting.plots import format_value
 
 TRAINING = {  # metrics in the line of a step, as many as there is room for: name and width of the number
+    "data/loss": ("loss", 6),
     "env/return": ("return", 6),
     "env/correct_answer": ("correct", 6),
     "env/length": ("length", 4),
@@ -34,7 +35,11 @@ TRAINING = {  # metrics in the line of a step, as many as there is room for: nam
     "value/explained_variance": ("critic", 6),
     "grad_norm": ("grad", 6),
 }
-HELD_OUT = {"test_env/return": ("return", 6), "test_env/correct_answer": ("correct", 6)}  # in a line of their own
+HELD_OUT = {  # in a line of their own
+    "test_data/loss": ("loss", 6),
+    "test_env/return": ("return", 6),
+    "test_env/correct_answer": ("correct", 6),
+}
 LINE_WIDTH = 110
 TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
 UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left

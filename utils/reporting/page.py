@@ -56,6 +56,12 @@ PANELS = (
         {"test_env/correct_answer": "held out", "env/correct_answer": "training"}, "%",
     ),
     Panel(
+        "Loss of written replies",
+        "Nats per token of supervised fine-tuning: where the held-out loss rises while that of training falls, the "
+        "replies are learnt by heart, and fewer --num_epochs are better.",
+        {"test_data/loss": "held out", "data/loss": "training"},
+    ),
+    Panel(
         "Return",
         "The mean reward is what training raises, so watch it first; where it rises and the correct answers do not, "
         "the model has learnt to please the reward.",

@@ -21,7 +21,10 @@ MAIN = (  # (held out, training)
     ("test_env/correct_answer", "env/correct_answer"),
     ("test_env/return", "env/return"),
 )
+LOSS = ("test_data/loss", "data/loss")  # the same of written replies: lower is better
 TITLES = {
+    "test_data/loss": "Loss of replies (nats per token)",
+    "data/loss": "Loss of replies (nats per token)",
     "test_env/correct_answer": "Correct answers",
     "test_env/return": "Return",
     "env/return": "Return of the training batch",
@@ -31,7 +34,7 @@ TITLES = {
     "rollout/tokens_per_second": "Sampled tokens per second",
     "env/finished": "Finished completions (share)",
 }
-SIDE = ("env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "env/finished")
+SIDE = ("data/loss", "env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "env/finished")
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
@@ -116,7 +119,7 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     from matplotlib.figure import Figure
 
     logged = set().union(*runs.values())
-    held_out, training = next((pair for pair in MAIN if logged.intersection(pair)), MAIN[-1])
+    held_out, training = next((pair for pair in (*MAIN, LOSS) if logged.intersection(pair)), MAIN[-1])
     side = [name for name in SIDE if name in logged and name != training]
     figure = Figure(figsize=(12, 6), dpi=100, layout="constrained")  # not pyplot: no global state, no display
     pairs = [(side[i], side[min(i + 1, len(side) - 1)]) for i in range(0, len(side), 2)]

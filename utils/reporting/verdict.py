@@ -14,7 +14,7 @@ import numpy as np
 from utils.evaluation.estimates import FEW_TASKS, mean_over_runs, paired_bootstrap
 from utils.metrics.health import describe_same
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import MAIN, Interval, Metrics, format_value, intervals, is_share
+from utils.reporting.plots import LOSS, MAIN, Interval, Metrics, format_value, intervals, is_held_out, is_share
 
 BLOCK = 5  # steps of training that make one point
 TaskMeans = Mapping[int, float]  # a score by task: means over its samples
@@ -24,6 +24,8 @@ TITLES = {
     "test_env/correct_answer": "held-out correct answers",
     "test_env/return": "the held-out return",
     "env/return": "the return of the training batches (means of 5 steps)",
+    "test_data/loss": "the loss of held-out replies",
+    "data/loss": "the loss of the training batches (means of 5 steps)",
 }
 HINT = "Held-out problems would show more: --test_env_name X-test for environment X, dataset-test for own data."
 
@@ -41,16 +43,17 @@ class Point(NamedTuple):
 def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
 
-    It is that of the correct answers, where they are logged and have changed, else that of the return; without an
-    update there is nothing to compare.
+    It is that of the correct answers, where they are logged and have changed, else that of the return, else that of the
+    loss of written replies; without an update there is nothing to compare.
     """
     held_out = [name for name, _ in MAIN if name in run]
+    held_out += [name for name in LOSS if name in run][:1]
     if made_no_update(run):
         verdicts = [{"kind": "same", "text": explain_no_update(run)}]
     elif held_out:
-        verdicts = [judge_points(name, held_out_points(run, name, scores)) for name in held_out]
+        verdicts = [judge_points(name, points_of(run, name, scores)) for name in held_out]
     else:
-        verdicts = [judge_points("env/return", training_points(run, "env/return"))]
+        verdicts = [judge_points("env/return", points_of(run, "env/return", scores))]
     verdict = next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
     is_known = held_out or made_no_update(run) and num_failed(run)
     return verdict if is_known else verdict | {"text": f"{verdict['text']} {HINT}"}
@@ -90,12 +93,13 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     if len(points) < 2:
         return {"kind": "open", "text": "Too early to tell: there are no two scores to compare yet."}
     first, last = points[0], points[-1]
-    best = max(points, key=lambda point: point.value)
-    low, high = difference(first, last)
+    sign = -1 if name in LOSS else 1
+    best = max(points, key=lambda point: sign * point.value)
+    low, high = sorted(sign * end for end in difference(first, last))
     kind = "better" if low > 0 else "worse" if high < 0 else "same"
     opening = {"better": "Learnt", "worse": "Worse than before", "same": "Nothing learnt that can be shown"}[kind]
     # The best of many is chosen by chance, too: by the wider interval.
-    if kind != "worse" and independent_difference(last, best)[0] > 0:
+    if kind != "worse" and min(sign * end for end in independent_difference(last, best)) > 0:
         kind, opening = "worse", "Learnt, then lost again"
     sentences = [f"{opening}: {describe_change(name, first, last)}."]
     if kind == "worse" and best is not first:
@@ -104,6 +108,11 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     if flat is not None:
         sentences.append(f"No change beyond the interval of the last score since step {flat}.")
     return {"kind": kind, "text": " ".join(sentences)}
+
+
+def points_of(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
+    """Returns the points of a metric, by evaluations or by blocks of steps."""
+    return held_out_points(run, name, scores) if is_held_out(name) else training_points(run, name)
 
 
 def held_out_points(run: Metrics, name: str, scores: TaskScores) -> list[Point]:

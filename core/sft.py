@@ -1,0 +1,167 @@
+"""Fine-tunes a language model on written replies (SFT): before reinforcement learning, or without it.
+
+    python core/sft.py --model_dir ~/checkpoints/hf/Qwen3-1.7B/ --data replies.jsonl --save_dir ~/runs/sft
+    python core/grpo.py --model_dir ~/runs/sft --env_name gsm8k --save_dir ~/runs/gsm8k
+
+Each row is a conversation; -log p of the tokens of its replies is minimised: REINFORCE where all advantages are 1.
+With --env_name, held-out problems of an environment are played before, during and after training.
+"""
+
+import gc
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    gc.disable()  # while modules are imported: `ending_together` enables it
+    import utils.settings.packages  # noqa: F401 (says what to install)
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from core.extensions.sft_config import Config
+from core.grpo import make_workers, task_numbers
+from core.learner import Learner, make_learner
+from core.records import Batch, Episodes, Progress
+from core.rollout import RolloutWorker, evaluate_held_out
+from core.run.card import SFT
+from core.run.folder import Run, is_due, settings_of_adapters
+from core.run.metrics import loss_metrics
+from core.sampler import SamplingConfig
+from envs import test_name
+from envs.data.written import read_written
+from envs.settings import check_files, resolve_settings
+from models.checkpoint import load_policy
+from models.conversations import Conversation, describe_prompts, encode_rows
+from models.optimizers import describe_optimizer
+from models.state import TrainState
+from models.tokenizer import Tokenizer
+from utils.devices.startup import ending_together, make_layout
+from utils.settings.config import parse
+from utils.settings.errors import counted, user_errors
+
+LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # of the learner's metrics
+
+
+class SftRun(Run):
+    """A run without rollouts."""
+
+    command, last_step = SFT, 0
+
+    def describe_work(self) -> list[str]:
+        return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], 'row')}"]
+
+    def saved_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of saved models, by which others prompt as training did."""
+        return self.tokenizer.with_training_prompts(self.environments["env"].env.thinking, "")
+
+
+def main(config: Config) -> None:
+    layout = make_layout(config.devices)
+    data, tests = read_written(config.data)
+    played = {}
+    if config.env.env_name:
+        check_files(config.env, [config.env.env_name])
+        limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
+        played["test_env"] = resolve_settings(config.env, test_name(config.env.env_name), *limits)
+    run = SftRun(config, layout, {"env": data} | played)
+    arguments = config.lora, config.seed, layout
+    model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
+    encode = partial(encode_rows, tokenizer, **config.data.encoding)
+    rows, note = encode(data.name, data.env.conversations)
+    held_out = encode("held out", tests)[0][: config.num_tests] if tests else []
+    workers = make_workers(config, played, model, tokenizer, layout, run.directory)
+    softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # is trained, however replies are sampled
+    most_tokens = max(map(len, rows + held_out))
+    learner, state = make_learner(softmax, model, params, layout, most_tokens - 1, run.write_bad_batch, base)
+    del params  # the state holds them, and each update replaces them
+    workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
+    state, progress = run.restore(state)
+    run.last_step = config.num_steps(len(rows))
+    with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
+        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters", *run.notes, note, *learner.notes)
+        run.print(describe_optimizer(config.optimizer, state.params))
+        for worker in workers.values():
+            run.print(*describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking))
+        train(config, run, workers.get("test_env"), learner, rows, held_out, state, progress)
+
+
+def train(
+    config: Config,
+    run: SftRun,
+    worker: RolloutWorker | None,
+    learner: Learner,
+    rows: Sequence[Conversation],
+    held_out: Sequence[Conversation],
+    state: TrainState,
+    progress: Progress,
+) -> None:
+    """Makes an update with each batch of rows; every epoch has them in a new order."""
+    if progress.step == 0 and (worker or held_out):
+        with run.interruptible():
+            metrics, examples = evaluate(config, worker, learner, held_out, state)
+        progress = run.log_start(metrics, examples, state, progress)
+
+    while progress.step < run.last_step:
+        with run.phase("data"):
+            end = min(progress.cursor + config.batch_size, config.num_epochs * len(rows) or sys.maxsize)
+            numbers = task_numbers(config.seed, len(rows), np.arange(progress.cursor, end))
+            batch = make_batch([rows[i] for i in numbers])
+        with run.phase("update"):
+            state, update = learner.update(state, batch, progress.step / run.last_step)
+            updated = learner.metrics([update])  # blocks until the update is done
+        progress = progress.after_step(end, num_rollouts=0)
+        is_last = progress.step == run.last_step
+
+        metrics = run.times | {name: updated[name] for name in LOGGED} | {"num_rows": len(batch)}
+        metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / len(rows)}
+        metrics["speed/tokens_per_second"] = batch.lengths.sum() / run.times["times/update"]
+        if (worker or held_out) and (is_last or is_due(progress.step, config.test_interval)):
+            scores, examples = evaluate(config, worker, learner, held_out, state)
+            if examples is not None:
+                run.write_held_out(progress.step, examples)
+            metrics |= scores
+        progress = run.end_step(progress, state, metrics, None, batch, is_last)
+    run.print_summary(progress)
+
+
+def make_batch(rows: Sequence[Conversation]) -> Batch:
+    """Returns rows to train on: an advantage of 1 for each token of a reply."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.zeros((len(rows), lengths.max()), bool)
+    tokens = np.zeros(mask.shape, np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = row.tokens, row.mask
+    return Batch(
+        tokens=tokens,
+        mask=mask,
+        sample_logprobs=np.zeros(mask.shape, np.float32),
+        rewards=np.ones(len(rows), np.float32),
+        lengths=lengths,
+        prompt_lengths=mask.argmax(axis=1),
+        advantages=np.float32(mask),
+    )
+
+
+def evaluate(
+    config: Config, worker: RolloutWorker | None, learner: Learner, held_out: Sequence[Conversation], state: TrainState
+) -> tuple[dict[str, float], Episodes | None]:
+    """Returns the loss of held-out rows, and the environment's scores and episodes, as far as there are any."""
+    clock, metrics, examples = time.perf_counter(), {}, None
+    policy = learner.policy(state.params)
+    if worker:
+        metrics, examples = evaluate_held_out(worker, policy, config.eval, config.seed)
+    if held_out:
+        batch = make_batch(held_out)
+        metrics |= loss_metrics(learner.token_scores(policy, batch).logprobs, batch.mask)
+    metrics["times/test"] = time.perf_counter() - clock
+    return metrics, examples
+
+
+if __name__ == "__main__":
+    with ending_together(), user_errors():
+        main(parse(Config, sys.argv[1:], __doc__, implied=settings_of_adapters))
