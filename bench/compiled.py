@@ -66,6 +66,17 @@ from utils.settings.errors import UserError, user_errors
 from utils.settings.options import group, option
 
 
+class Cores(NamedTuple):
+    """What XLA's compiler asks about a GPU besides its memory. Source: CUDA's table of compute capabilities."""
+
+    capability: tuple[int, int]
+    number: int
+    lanes: int  # of float32 on each
+    clock: float  # GHz
+    threads: int  # of each
+    shared: int  # bytes of memory that the threads of each share
+
+
 class Target(NamedTuple):
     """An accelerator."""
 
@@ -73,7 +84,8 @@ class Target(NamedTuple):
     platform: str
     memory: int  # bytes that a program may use
     links: float  # bytes/s that it can send to others of its host or slice
-    cache: int = 0  # bytes of the L2 of a GPU
+    cores: Cores | None = None  # of a GPU
+    cache: int = 0  # bytes of its L2
     num_axes: int = 0  # of the torus of a TPU slice
     devices_per_chip: int = 1  # that JAX shows
 
@@ -88,30 +100,32 @@ class Target(NamedTuple):
         return PEAKS[self.kind][1]
 
 
-# memory: of GPUs what CUDA reports, of TPUs what the compiler allows; links: of GPUs NVLink 4, of TPUs all of a chip's,
-# one way. Source: NVIDIA's data sheets and cloud.google.com/tpu/docs
+HOPPER = Cores((9, 0), 132, 128, 1.98, 2048, 228 << 10)
+# memory: of GPUs what CUDA reports, of TPUs what the compiler allows; links: of GPUs NVLink 4 or PCIe, of TPUs all of a
+# chip's, one way. Source: NVIDIA's data sheets and cloud.google.com/tpu/docs
 TARGETS = {
-    "h200": Target("NVIDIA H200", "cuda", 150754820096, 450e9, 62914560),
-    "h100": Target("NVIDIA H100 80GB HBM3", "cuda", 84930000000, 450e9, 52428800),
+    "h200": Target("NVIDIA H200", "cuda", 150754820096, 450e9, HOPPER, 62914560),
+    "h100": Target("NVIDIA H100 80GB HBM3", "cuda", 84930000000, 450e9, HOPPER, 52428800),
+    "l4": Target("NVIDIA L4", "cuda", int(22.0 * 2**30), 32e9, Cores((8, 9), 58, 128, 2.04, 1536, 100 << 10), 50331648),
+    "t4": Target("Tesla T4", "cuda", int(14.56 * 2**30), 16e9, Cores((7, 5), 40, 64, 1.59, 1024, 64 << 10), 4194304),
     "v5e": Target("TPU v5 lite", "tpu", int(15.75 * 2**30), 200e9, num_axes=2),
     "v6e": Target("TPU v6 lite", "tpu", int(31.25 * 2**30), 400e9, num_axes=2),
     "v5p": Target("TPU v5", "tpu", int(95.74 * 2**30), 600e9, num_axes=3),
     "tpu7x": Target("TPU7x", "tpu", int(94.75 * 2**30), 300e9, num_axes=3, devices_per_chip=2),
 }
-# What the compiler asks about a GPU. Source: NVIDIA's data sheets, CUDA's table of compute capability 9.0
-HOPPER = """
+GPU = """
 platform_name: "CUDA"
 device_description_str: "{kind}"
 runtime_version {{ major: 13 }}
 dnn_version_info {{ major: 9 minor: 15 }}
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 }}
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  cuda_compute_capability {{ major: {cores.capability[0]} minor: {cores.capability[1]} }}
+  core_count: {cores.number} fpus_per_core: {cores.lanes} clock_rate_ghz: {cores.clock}
   device_memory_size: {memory} memory_bandwidth: {bandwidth} l2_cache_size: {cache}
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {cores.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {optin} shared_memory_per_core: {cores.shared}
 }}
 """
 SLICES = {  # chips of a TPU slice: its torus, by the number of axes
@@ -237,7 +251,9 @@ def count_slices(config: TableConfig, target: str, num_devices: int) -> int:
 def gpu_topology(target: str, num_devices: int, num_hosts: int) -> topologies.TopologyDescription:
     """Returns the GPUs of hosts."""
     gpu = TARGETS[target]
-    config = HOPPER.format(kind=gpu.kind, memory=gpu.memory, bandwidth=int(gpu.bandwidth), cache=gpu.cache)
+    optin = gpu.cores.shared - (1024 if gpu.cores.capability >= (8, 0) else 0)  # of which CUDA takes a part itself
+    facts = gpu._asdict() | {"bandwidth": int(gpu.bandwidth), "optin": optin}
+    config = GPU.format(**facts)
     topology = f"{num_hosts}x1x{num_devices // num_hosts}"
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology)
 
@@ -607,7 +623,7 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     sizes = mesh_sizes(config.devices, num_devices, num_slices)
     layout = imagine(target, config.table.memory, num_slices, **sizes)
     adapters = {"lora_rank": config.lora.lora_rank, "adapts_experts": config.lora.lora_experts}
-    model = shape(name, dtype="bfloat16", mesh=layout.mesh, **adapters)
+    model = shape(name, dtype=config.compute.dtype or "bfloat16", mesh=layout.mesh, **adapters)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))

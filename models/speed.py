@@ -27,6 +27,7 @@ PEAKS = {
     "NVIDIA L40S": (362e12, 0.864e12),
     "NVIDIA L4": (121e12, 0.3e12),
     "NVIDIA A10G": (70e12, 0.6e12),
+    "Tesla T4": (8.1e12, 0.32e12),  # has no bfloat16: its products are those of float32
     "NVIDIA GeForce RTX 5090": (209.5e12, 1.79e12),
     "NVIDIA GeForce RTX 4090": (165e12, 1.01e12),
     "NVIDIA GeForce RTX 3090": (71e12, 0.936e12),
