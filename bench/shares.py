@@ -36,6 +36,7 @@ from bench.train_step import BenchTraining, load_training, make_update, random_b
 from core import learner
 from core import sampler as sampling
 from core.sampler import Sampler
+from models import cache
 from utils.devices.runtime import prepare
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
@@ -44,7 +45,8 @@ WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attent
 HOST = "host"
 KINDS = WEIGHTS, ATTENTION, MOVES, OTHERS, HOST
 MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
-FUNCTIONS = [(sampling, name) for name in ("prefill", "decode_segment", "gather_cache", "decode_weights")]
+FUNCTIONS = [(sampling, name) for name in ("prefill", "decode_segment", "decode_weights")]
+FUNCTIONS += [(cache, "gather_cache")]
 FUNCTIONS += [(learner, name) for name in ("score", "accumulate", "apply_gradients")]
 NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
 

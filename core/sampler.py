@@ -17,19 +17,19 @@ from threading import Event
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, PyTree, Shaped, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
 from models.architecture import Decoder, is_spec
-from models.deltanet import RecurrentState
+from models.cache import Cache, resize_cache
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate, few_widths, live_slots, round_up
-from utils.devices.sharding import Layout, on_each, single_device
+from utils.devices.sharding import Layout, single_device
 from utils.devices.threads import take_turns
 from utils.runs.shutdown import Stop
 from utils.settings.errors import UserError
@@ -37,7 +37,6 @@ from utils.settings.options import option
 from utils.threefry import threefry
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
-Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
 
 
 @dataclass(frozen=True)
@@ -360,8 +359,8 @@ class Chain:
             owner = kept // slots_per_prompt
             self.slots = np.where(kept < 0, -1, self.slots[kept])
             self.starts = self.starts[owner]
-            self.prompt_cache = gather_cache(self.prompt_cache, self.layout.put(np.int32(owner)), self.num_columns)
-            self.cache = gather_cache(self.cache, self.layout.put(np.int32(kept)), self.width)
+            self.prompt_cache = resize_cache(self.layout, self.prompt_cache, owner, self.num_columns)
+            self.cache = resize_cache(self.layout, self.cache, kept, self.width)
 
     def grow(self, num_tokens: int) -> None:
         """Widens the completions' cache until it holds `num_tokens` a row.
@@ -376,7 +375,7 @@ class Chain:
         num_slots = len(self.slots)
         num_cache_rows = len(jax.tree.leaves(self.cache)[0])
         source = np.arange(num_slots) * num_cache_rows // num_slots
-        self.cache = gather_cache(self.cache, self.layout.put(np.int32(source)), self.width)
+        self.cache = resize_cache(self.layout, self.cache, source, self.width)
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
@@ -408,36 +407,6 @@ merge = jax.jit(lora.merge)
 def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts: Int[Array, "N"]) -> Cache:
     """Returns the cache of left-padded prompts."""
     return decoder.prefill(model, weights, tokens, starts)
-
-
-@partial(jax.jit, static_argnums=2)
-def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
-    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
-
-    A state has rows only: the first fan-out copies that of a prompt to each of its completions.
-
-    `source` counts over all shards, which are equal; a slot's row is in its own shard, where the remainder is its
-    number. A gather over all devices would make caches whole on each.
-    """
-
-    def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:
-        caches, source = state
-
-        def gather_rows(x: Shaped[Array, "R ..."]) -> Shaped[Array, "S ..."]:
-            return x[source % len(x)]
-
-        def gather_columns(x: Shaped[Array, "R K A C"]) -> Shaped[Array, "S K W C"]:
-            x = x[source % len(x), :, :width]
-            missing = max(0, width - x.shape[2])
-            return jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
-
-        def gather_layer(cache: PyTree[Array]) -> PyTree[Array]:
-            is_state = isinstance(cache, RecurrentState)
-            return jax.tree.map(gather_rows if is_state else gather_columns, cache)
-
-        return [gather_layer(cache) for cache in caches]
-
-    return on_each(jax.typeof(source).sharding.mesh, gather, None, (caches, source))
 
 
 # Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.

@@ -48,6 +48,7 @@ from models.names import (
 )
 from models.peft import AdapterConfig, load_adapters, read_adapters
 from models.tokenizer import VOCABULARIES, Tokenizer, load_tokenizer, read_json
+from utils.devices.memory import host_views
 from utils.devices.runtime import cuda_capability, set_matmul_precision
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.files import write_json
@@ -441,6 +442,7 @@ def save_model(
     of README.md, the model card (empty: none).
     """
     layers_with = model.layers_with()
+    params = host_views(params)
 
     def read(name: str) -> np.ndarray:
         array = fetch(select_tensor(layers_with, params, name))

@@ -35,6 +35,7 @@ from core.learner import accumulate, apply_gradients
 from core.records import Batch
 from core.sampler import Sampler
 from models import decoder
+from models.cache import gather_cache
 from models.checkpoint import load_model
 from models.distribution import Distribution
 from models.optimizers import OptimizerConfig, make_optimizer
@@ -223,11 +224,11 @@ def shardings_on_eight_devices() -> None:
     assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
     prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
     source = layout.put(np.arange(16, dtype=np.int32) // 2)
-    caches = sampling.gather_cache(prefix, source, 48)
+    caches = gather_cache(prefix, source, 48)
     by_rows = sharding_of(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
     assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
-    text = sampling.gather_cache.lower(prefix, source, 48).compile().as_text()
+    text = gather_cache.lower(prefix, source, 48).compile().as_text()
     assert not hlo.transfers(text, [0] * 8)
     zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
     starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32)))

@@ -20,8 +20,8 @@ from transformers import GenerationConfig
 from transformers.pipelines.text_generation import Chat, TextGenerationPipeline
 
 from core.run.card import generation_settings
-from core.sampler import gather_cache
 from models import architecture, attention, checkpoint, decoder
+from models.cache import gather_cache
 from models.checkpoint import load_model, save_model
 from models.distribution import Distribution
 from models.families import COMMON, read_config, text_config

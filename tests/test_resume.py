@@ -41,7 +41,8 @@ from models.checkpoint import load_model
 from models.state import TrainState
 from models.tokenizer import load_tokenizer
 from utils.devices import runtime
-from utils.devices.memory import HOST, fingerprint
+from utils.devices.compile_log import Compilations
+from utils.devices.memory import HOST, fingerprint, mix_bits
 from utils.devices.sharding import single_device
 from utils.files import open_log
 from utils.metrics import logger
@@ -328,6 +329,15 @@ def test_a_fingerprint_sees_single_and_paired_changes():
             y[place] = -y[place]
         assert numbers(y) != before
     assert numbers(x[::-1]) != before
+
+
+def test_the_host_computes_the_fingerprint_of_devices():
+    rng = np.random.default_rng(0)
+    state = [rng.random((3, 50, 700), np.float32), np.int8(rng.integers(-9, 9, 70_000)), jnp.ones((5, 3), jnp.bfloat16)]
+    with Compilations() as compilations:
+        found = fingerprint(jax.device_put([*state, np.int32(3)]))
+        assert not compilations.num_programs
+    np.testing.assert_array_equal(found, mix_bits([*state, np.int32(3)]))
 
 
 # Settings

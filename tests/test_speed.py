@@ -11,16 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chex import assert_trees_all_equal
 
 from core.records import Episodes
 from core.run.metrics import speed_metrics
 from core.sampler import Sampler
 from models import decoder
-from models.architecture import Decoder
+from models.architecture import Decoder, is_spec
+from models.cache import gather_cache, resize_cache
+from models.checkpoint import save_model
+from models.deltanet import RecurrentState
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
 from models.speed import PEAKS, sampling_bytes, shares_of_peak, training_flops
-from tests.helpers import slow, train_here
+from models.tokenizer import load_tokenizer
+from tests.helpers import ROOT, slow, train_here
 from tests.kill_runs import FLAGS, arguments, start
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations
@@ -122,6 +127,23 @@ def test_compilations_are_counted_once():
     assert second == compilations.take_metrics() == {
         "compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0
     }  # fmt: skip
+
+
+def test_a_cpu_gathers_caches_and_saves_models_without_a_program(tmp_path):
+    """The rows are those of a loop, as of the gather on devices."""
+    model, layout, rng = Decoder(48, 24, 40, 3, 2, 1, 12), single_device(), np.random.default_rng(0)
+    keys, values, conv, memory = (jnp.asarray(rng.random((4, 1, 5, size))) for size in (12, 12, 3, 7))
+    params = jax.tree.map(lambda x: layout.put(np.ones(x[0])), model.parameter_table(), is_leaf=is_spec)
+    caches, source = [(keys, values), RecurrentState(conv, memory)], np.array([2, 0, 0, 3, 1, 1])
+    with Compilations() as compilations:
+        wider, (found_keys, _) = resize_cache(layout, caches, source, 9), resize_cache(layout, caches, source, 4)[0]
+        save_model(tmp_path / "model", model, params, load_tokenizer(ROOT / "models/tiny"))
+        assert not compilations.num_programs
+    assert_trees_all_equal(wider, gather_cache(caches, layout.put(source), 9))
+    for slot, row in enumerate(source):
+        np.testing.assert_array_equal(found_keys[slot], keys[row, :, :4])
+        np.testing.assert_array_equal(wider[1].memory[slot], memory[row])
+        np.testing.assert_array_equal(wider[0][1][slot], np.pad(values[row], ((0, 0), (0, 4), (0, 0))))
 
 
 def test_programs_are_forgotten_before_they_have_all_memory_mappings(monkeypatch, tmp_path):

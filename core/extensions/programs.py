@@ -5,9 +5,11 @@ Each function yields jitted functions with the shapes of their arguments, and is
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import get_args, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -22,6 +24,7 @@ from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from envs.prompts import prompt_lengths
 from models import decoder
+from models.cache import Cache, gather_cache, take_rows
 from models.lora import attach, make_policy, split_policy
 from models.names import ADAPTERS, LAYERS
 from models.packing import Packing, pack_rows
@@ -37,7 +40,7 @@ from utils.batching import (
     round_up,
 )
 from utils.devices.compilation import Programs, compile_programs, shapes_of
-from utils.devices.memory import DEVICE, fingerprint
+from utils.devices.memory import DEVICE, fingerprint, host_views
 from utils.devices.sharding import Layout
 from utils.metrics.terminal import waiting
 
@@ -70,7 +73,7 @@ def precompile(
     # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
     jax.random.fold_in(jax.random.key(config.seed), 0)
     fingerprint(state)
-    jax.tree.map(lambda x: x[0], state.params.get(LAYERS, {}))
+    jax.tree.map(lambda x: x[0], host_views(state.params.get(LAYERS, {})))
     return workers, learner
 
 
@@ -111,7 +114,7 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
         for steps, needed in dict.fromkeys(segment_shapes(sampler)):
             slots = row_shape(layout, num_slots)
             if needed > width:
-                cache = yield sampling.gather_cache, (cache, slots, needed)
+                cache = yield from gather_programs(layout, cache, num_slots, needed)
                 width = needed
             keys = row_shape(layout, num_slots, 2, dtype=np.uint32)
             forced = row_shape(layout, num_slots, steps) if sampler.force_answer_at else None
@@ -119,11 +122,11 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
             state = np.int32(0), starts, slots, keys, forced
             cache, _ = yield sampling.decode_segment, (*settings, weights, prompt_cache, cache, *state)
             if smaller:
-                gathered = yield sampling.gather_cache, (cache, row_shape(layout, smaller), width)
+                gathered = yield from gather_programs(layout, cache, smaller, width)
                 compacted = compacted or (gathered, width)
         if smaller:
             starts = row_shape(layout, smaller)
-            prompt_cache = yield sampling.gather_cache, (prompt_cache, starts, sampler.prompt_columns)
+            prompt_cache = yield from gather_programs(layout, prompt_cache, smaller, sampler.prompt_columns)
             cache, width = compacted
         num_slots = smaller
 
@@ -139,6 +142,15 @@ def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
     if model.merges_adapters:
         weights = yield sampling.merge, (weights,)
     return weights
+
+
+def gather_programs(layout: Layout, cache: Cache, num_slots: int, width: int) -> Programs:
+    """Yields the program of `resize_cache`, none where the host copies, and returns the shapes of the new cache."""
+    slots = row_shape(layout, num_slots)
+    if not layout.is_single_cpu:
+        return (yield gather_cache, (cache, slots, width))
+    shapes = jax.eval_shape(partial(take_rows, width=width, pad=jnp.pad), cache, slots)
+    return jax.tree.map(lambda x: row_shape(layout, *x.shape, dtype=x.dtype), shapes)
 
 
 def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:

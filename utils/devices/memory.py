@@ -2,12 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import PyTree, UInt
 
 from utils.settings.errors import UserError
 
 DEVICE, HOST = "device", "pinned_host"  # as JAX names them
+STRIDE = 0x9E3779B1  # of an element's index in its fingerprint
+CHUNK = 1 << 16  # elements
 
 
 def check_offload(mesh: Mesh) -> None:
@@ -35,30 +39,59 @@ def in_memory(kind: str, tree: PyTree, keep: bool = False) -> PyTree:
     return jax.tree.map(move, tree)
 
 
-def fingerprint(state: PyTree) -> list[UInt[jax.Array, ""]]:
+def host_views(tree: PyTree) -> PyTree:
+    """Returns arrays that a single CPU holds as NumPy arrays, which no program slices; others as they are."""
+
+    def view(x: ArrayLike) -> ArrayLike:
+        devices = x.sharding.device_set if isinstance(x, jax.Array) else ()
+        return np.asarray(x) if [device.platform for device in devices] == ["cpu"] else x
+
+    return jax.tree.map(view, tree)
+
+
+def fingerprint(state: PyTree) -> list[UInt[jax.Array | np.ndarray, ""]]:
     """Returns a number for each array; it changes with any bit, and is the same on every mesh.
 
     The sum, modulo 2^32, of all elements' bits mixed with their index: one wrong element always shows, more of them but
     once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
     """
+    arrays = jax.tree.leaves(host_views(in_memory(DEVICE, state, keep=True)))
+    if all(isinstance(x, np.ndarray) for x in arrays):
+        return [mix_on_host(x) for x in arrays]
     by_mesh: dict[frozenset[jax.Device], list[jax.Array]] = {}
-    for x in jax.tree.leaves(in_memory(DEVICE, state, keep=True)):
+    for x in arrays:
+        x = jnp.asarray(x)
         by_mesh.setdefault(frozenset(x.sharding.device_set), []).append(x)
     return [number for arrays in by_mesh.values() for number in mix_bits(arrays)]
 
 
+def mix_on_host(x: np.ndarray) -> UInt[np.ndarray, ""]:
+    """Computes a number of `fingerprint` without a program, in parts that stay in the processor's cache."""
+    bits = x.reshape(-1).view(f"uint{8 * x.dtype.itemsize}")
+    total = np.zeros((), np.uint32)
+    for start in range(0, bits.size, CHUNK):
+        chunk = bits[start : start + CHUNK].astype(np.uint32)
+        total += mixed(chunk + np.arange(start, start + chunk.size).astype(np.uint32) * np.uint32(STRIDE))
+    return total
+
+
 @jax.jit
 def mix_bits(state: PyTree) -> list[UInt[jax.Array, ""]]:
-    """Computes the numbers of `fingerprint`."""
+    """Computes the numbers of `fingerprint` on devices."""
 
-    def mixed(x: jax.Array) -> jax.Array:
+    def number(x: jax.Array) -> jax.Array:
         x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-        stride = 0x9E3779B1
+        stride = STRIDE
         for axis in reversed(range(x.ndim)):
             x += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
             stride = stride * x.shape[axis] % 2**32
-        x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
-        x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
-        return (x ^ x >> 16).sum(dtype=jnp.uint32)
+        return mixed(x)
 
-    return [mixed(x) for x in jax.tree.leaves(state)]
+    return [number(x) for x in jax.tree.leaves(state)]
+
+
+def mixed(x: UInt[ArrayLike, "..."]) -> UInt[ArrayLike, ""]:
+    """Returns the sum of mixed bits."""
+    x = (x ^ x >> 16) * np.uint32(0x85EBCA6B)
+    x = (x ^ x >> 13) * np.uint32(0xC2B2AE35)
+    return (x ^ x >> 16).sum(dtype=np.uint32)

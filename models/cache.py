@@ -1,0 +1,56 @@
+"""The cache of the sampler's slots: which rows it holds, and how wide it is.
+
+S sampler slots, R rows of a cache, K key heads, A columns, W columns afterwards, C channels of a head.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PyTree, Shaped
+
+from models.deltanet import RecurrentState
+from models.names import Array
+from utils.devices.sharding import Layout, on_each
+
+Cache = PyTree[Array]  # of every layer: keys and values, or a state. models/attention.py, models/deltanet.py
+
+
+def resize_cache(layout: Layout, caches: Cache, source: Int[np.ndarray, "S"], width: int) -> Cache:
+    """Fan-out, compaction and growth in one gather: slot i takes over cache row source[i], `width` columns wide.
+
+    A single CPU copies the rows without a program: each pair of shapes would have one of its own to compile.
+    """
+    if layout.is_single_cpu:
+        return layout.put(take_rows(jax.tree.map(np.asarray, caches), source, width, np.pad))
+    return gather_cache(caches, layout.put(np.int32(source)), width)
+
+
+@partial(jax.jit, static_argnums=2)
+def gather_cache(caches: Cache, source: Int[Array, "S"], width: int) -> Cache:
+    """Computes `resize_cache` on devices.
+
+    `source` counts over all shards, which are equal; a slot's row is in its own shard, where the remainder is its
+    number. A gather over all devices would make caches whole on each.
+    """
+
+    def gather(_: None, state: tuple[Cache, Int[Array, "S"]]) -> Cache:
+        return take_rows(*state, width, jnp.pad)
+
+    return on_each(jax.typeof(source).sharding.mesh, gather, None, (caches, source))
+
+
+def take_rows(caches: Cache, source: Int[Array, "S"], width: int, pad: Callable[..., Array]) -> Cache:
+    """Returns caches of other rows; a state has rows only: the first fan-out copies a prompt's to its completions."""
+
+    def take(x: Shaped[Array, "R ..."]) -> Shaped[Array, "S ..."]:
+        return x[source % len(x)]
+
+    def take_columns(x: Shaped[Array, "R K A C"]) -> Shaped[Array, "S K W C"]:
+        x = take(x[:, :, :width])
+        missing = width - x.shape[2]
+        return pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else x
+
+    return [jax.tree.map(take if isinstance(cache, RecurrentState) else take_columns, cache) for cache in caches]
