@@ -171,11 +171,11 @@ class Learner:
         chains = self.chains(minibatch, config.minibatch_size)
         with self.out_of_memory():
             sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
-            grads, loss = reduce(add_sums, sums)
+            (grads, loss), *others = sums
             factor = np.float32(schedule(config.optimizer, fraction_done))
             warmup_steps = config.optimizer.warmup_steps
             trained = replace(state.trained, opt_state=in_memory(DEVICE, state.opt_state))
-            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, grads, loss, factor)
+            trained, metrics = apply_gradients(self.optimizer, warmup_steps, trained, grads, loss, factor, others)
             state = self.between_updates(replace(trained, extra=state.extra))
         parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
@@ -218,7 +218,7 @@ class Learner:
                 microbatch.mask[rows == EMPTY] = False
                 yield rows, microbatch, pack_rows(sizes.select(rows), *shape, shards)
 
-        num_chains = min(self.layout.num_chains(self.model.num_parameters), len(plan))
+        num_chains = self.layout.num_chains(self.model.num_parameters)
         return [make_rows(plan[first::num_chains]) for first in range(num_chains)]
 
     def zero_sums(self, params: Params | Adapters) -> Sums:
@@ -322,12 +322,6 @@ def accumulate(
     return jax.tree.map(lambda x, new: (x + new).astype(x.dtype), sums, (grads, loss)), metrics
 
 
-@partial(jax.jit, donate_argnums=0)
-def add_sums(sums: Sums, others: Sums) -> Sums:
-    """Adds up the gradients and losses of two parts of a minibatch."""
-    return jax.tree.map(jnp.add, sums, others)
-
-
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def apply_gradients(
     optimizer: optax.GradientTransformation,
@@ -336,13 +330,15 @@ def apply_gradients(
     grads: Params | Adapters,
     loss: Float[Array, ""] = 0.0,
     factor: Float[Array, ""] = 1.0,
+    others: Sequence[Sums] = (),
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one optimiser step, or none where the loss or the gradient is not finite.
+    """Makes one optimiser step, or none where the loss or the gradient is not finite. `others` are added to both.
 
     The updates, which are linear in the learning rates (weight decay included), are scaled by `factor`, the schedule's,
     and by the warm-up, which counts optimiser steps.
     """
     multiplier = factor * jnp.minimum(1.0, (state.step + 1) / max(1, warmup_steps))
+    grads, loss = jax.tree.map(lambda *parts: reduce(jnp.add, parts), (grads, loss), *others)
     grads = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, state.params)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)

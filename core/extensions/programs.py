@@ -191,11 +191,10 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
     sums = shapes_of(learner.zero_sums(params))
     settings = model, config.objective.loss, distribution
     yield learners.accumulate, (*settings, params, sums, batch, packing, shapes_of(learner.base))
-    if learner.layout.num_chains(model.num_parameters) > 1:
-        yield learners.add_sums, (sums, sums)
+    others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
     trained = shapes_of(state.trained, DEVICE)
     warmup_steps = config.optimizer.warmup_steps
-    yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1))
+    yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1), others)
 
 
 def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Packing]:
