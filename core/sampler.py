@@ -242,11 +242,8 @@ class Sampler:
         return lengths
 
     def cache_columns(self, num_tokens: int) -> int:
-        """Returns the width of a cache that holds these tokens of completions: one of few, each with its programs.
-
-        A CPU compiles one for longer than it reads masked columns; accelerators are bound by what they read.
-        """
-        return few_widths(num_tokens, self.max_new_tokens) if self.layout.is_cpu else bucket(num_tokens)
+        """Returns the width of a cache that holds these tokens of completions: one of few, each with its programs."""
+        return few_widths(num_tokens, self.max_new_tokens)
 
     def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
         """Returns the completion's length where these columns hold a stop token or complete a stop string."""

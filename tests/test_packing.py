@@ -90,7 +90,9 @@ def test_rows_have_few_widths(longest, widths):
     assert few_widths(longest + 1, longest) > longest
 
 
-@pytest.mark.parametrize(("max_rows", "num_packed"), [(8, 256), (48, 160)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("max_rows", "num_packed"), [(8, 256), (16, 128), (48, 160)], ids=["few", "several", "many"]
+)
 def test_micro_batches_of_a_width_have_one_shape(max_rows, num_packed):
     shapes = {}
     for seed in range(5):
@@ -98,6 +100,17 @@ def test_micro_batches_of_a_width_have_one_shape(max_rows, num_packed):
             shape = part.rows.size, part.num_scored, part.num_packed
             assert shapes.setdefault(part.width, shape) == shape
     assert shapes == {64: (8, num_packed, num_packed)}
+
+
+def test_a_micro_batch_that_is_hardly_filled_has_the_shape_of_a_full_one():
+    shapes = set()
+    for num_groups in (1, 5, 12):
+        prompts = np.repeat(np.arange(num_groups), GROUP_SIZE)
+        lengths = np.full(prompts.size, 25)
+        scored = np.repeat(np.arange(25)[None] >= 10, prompts.size, axis=0)
+        sizes = RowSizes(prompts, lengths - 15, lengths, scored)
+        shapes |= {part[1:] for part in plan_microbatches(sizes, 256, 1, 48, longest=240)}
+    assert shapes == {(64, 160, 160)}
 
 
 def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:

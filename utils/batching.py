@@ -29,6 +29,11 @@ def few_widths(n: int, longest: int) -> int:
     return min(round_up(n, step), round_up(max(n, longest), 32))
 
 
+def row_width(n: int, longest: int) -> int:
+    """Returns the width of rows of n columns in an update: one of four quarters, whose padding only attention reads."""
+    return few_widths(max(n, -(-longest // 4)), longest)
+
+
 def power_above(n: int) -> int:
     """Returns the first of 1, 2, 4, 8, ... from n on."""
     return 1 << (n - 1).bit_length()
@@ -147,7 +152,7 @@ class Fractions(NamedTuple):
 
 FEW_SHAPES = Fractions(packed=(4, 8), scored=(8,))
 ONE_SHAPE = Fractions(packed=(8,), scored=(8,))
-MANY = 8  # micro-batches of a batch from which on the padding of the last one counts little: one packing will do
+SEVERAL, MANY = 4, 8  # micro-batches of a batch from which on the padding of the last one counts less: one packing
 
 
 class Microbatch(NamedTuple):
@@ -184,14 +189,16 @@ def plan_microbatches(
     The cheaper of two orders is taken: by length, which leaves little padding to attention, or prompt by prompt, which
     shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens.
 
-    A run has few shapes to compile. The width of a micro-batch, one of `few_widths` with `longest` (most columns of a
+    A run has few shapes to compile. The width of a micro-batch, one of `row_width` with `longest` (most columns of a
     row; 0: of these), gives its rows, no more than hold `max_rows`. The packed tokens that it has room for are one of
-    the `fractions`; five eighths, which rows of nearly all widths fill, where a batch has MANY micro-batches.
+    the `fractions`; where a batch has SEVERAL micro-batches a half, where it has MANY five eighths, which rows of
+    nearly all widths fill.
     """
     most_rows = power_above(-(-max_rows // shards))
     longest = longest or int(sizes.lengths.max())
-    if most_rows * longest >= MANY * tokens_per_shard:
-        fractions = fractions._replace(packed=(5,))
+    num_microbatches = most_rows * longest / tokens_per_shard
+    if num_microbatches >= SEVERAL:
+        fractions = fractions._replace(packed=(5,) if num_microbatches >= MANY else (4,))
     room = Room(tokens_per_shard, shards, most_rows, longest, attention_cost, fractions)
     num_prompts = sizes.prompts.max() + 1
     longest_of_prompt = np.zeros(num_prompts, int)
@@ -204,7 +211,7 @@ def plan_microbatches(
     def plan_cost(plan: list[Microbatch]) -> float:
         return sum(cost(len(part.rows) // shards, part.width, part.num_packed, room) for part in plan)
 
-    return with_one_shape_per_width(min(plans, key=plan_cost))
+    return with_scored(min(plans, key=plan_cost), sizes, room)
 
 
 def cost(num_rows: int, width: int, num_packed: int, room: Room) -> float:
@@ -216,16 +223,13 @@ def cut_rows(order: Int[np.ndarray, "B"], sizes: RowSizes, room: Room) -> Iterat
     """Yields micro-batches of rows in this order, of the same room for each width."""
     shapes: dict[int, tuple[int, int]] = {}
     while order.size:
-        width = few_widths(int(sizes.lengths[order].max()), room.longest)
+        width = row_width(int(sizes.lengths[order].max()), room.longest)
         if width not in shapes:
             shapes[width] = choose_shape(order, sizes, width, room)
         num_rows, num_packed = shapes[width]
         parts = fill(order, sizes, num_rows, num_packed, room.shards)
         order = order[sum(map(len, parts)) :]
-        num_tokens = max(int(sizes.select(part).scored.sum()) for part in parts)
-        fractions = [-(-num_packed * eighths // 8) for eighths in room.fractions.scored]
-        num_scored = next(fraction for fraction in fractions if fraction >= num_tokens)
-        yield Microbatch(pad_rows(parts, num_rows), width, num_scored, num_packed)
+        yield Microbatch(pad_rows(parts, num_rows), width, num_packed, num_packed)
 
 
 def choose_shape(order: Int[np.ndarray, "B"], sizes: RowSizes, width: int, room: Room) -> tuple[int, int]:
@@ -258,12 +262,12 @@ def fill(
     return parts
 
 
-def with_one_shape_per_width(plan: list[Microbatch]) -> list[Microbatch]:
-    """Returns the micro-batches with the most scored tokens of those of their width, so that less is compiled."""
-    num_scored: dict[int, int] = {}
-    for part in plan:
-        num_scored[part.width] = max(part.num_scored, num_scored.get(part.width, 0))
-    return [part._replace(num_scored=num_scored[part.width]) for part in plan]
+def with_scored(plan: list[Microbatch], sizes: RowSizes, room: Room) -> list[Microbatch]:
+    """Returns the micro-batches with room for the largest share of scored tokens, however full each packing is."""
+    parts = [sizes.select(rows) for part in plan for rows in np.split(part.rows, room.shards)]
+    share = max(part.scored[:, 1:].sum() / max(1, packed_tokens(part)) for part in parts)
+    eighths = next(eighths for eighths in room.fractions.scored if eighths >= 8 * share)
+    return [part._replace(num_scored=-(-part.num_packed * eighths // 8)) for part in plan]
 
 
 def packed_tokens(sizes: RowSizes) -> int:

@@ -32,12 +32,12 @@ from models.state import TrainState
 from utils.batching import (
     ONE_SHAPE,
     bucket,
-    few_widths,
     full_rows,
     group_counts,
     live_slots,
     plan_microbatches,
     round_up,
+    row_width,
 )
 from utils.devices.compilation import Programs, compile_programs, shapes_of
 from utils.devices.memory import DEVICE, fingerprint, host_views
@@ -68,7 +68,7 @@ def precompile(
     learner = replace(learner, fractions=ONE_SHAPE)
     longest = max(lengths["env"]) + learner.num_generation_tokens
     row_lengths = range(min(lengths["env"]) + 1, longest + 1)
-    for width in dict.fromkeys(few_widths(length, learner.row_length) for length in row_lengths):
+    for width in dict.fromkeys(row_width(length, learner.row_length) for length in row_lengths):
         compile_programs(update_programs(learner, state, width))
     # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
     jax.random.fold_in(jax.random.key(config.seed), 0)
