@@ -48,6 +48,7 @@ NOT_RUN = {  # pattern of a command: why it is not run
     r"make (test|readme)": "is run beside this; it would run itself",
     r"(bash )?(runs/(slurm|tpu_pod)\.sh|sbatch|srun|gcloud)|.*gcloud ": "needs a cluster",
     r"python bench/": "a measurement of minutes to an hour, or of peers that are not installed",
+    r".*configs/one_chip\.py": "refuses a CPU",
     r".* --web ": "serves a page until Ctrl-C",
     r"vllm |.*\bvllm serve": "needs vLLM and a GPU",
     r"(wandb|huggingface-cli|hf) ": "needs an account",

@@ -267,6 +267,18 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
     assert max(gathered, default=0) < vocabulary * MODEL.hidden_size / num_devices / 4
 
 
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("t4", "l4", "v5e", "v6e")])
+def test_one_chip_holds_a_chunk_of_the_logits_of_gemma(target):
+    """Of 262,144 tokens; those of all rows would be 4.3 GB. And a T4 is given no products of bfloat16."""
+    dtype = "float32" if target == "t4" else "bfloat16"
+    model = compiled.with_layers(shape("Gemma-3-1B", dtype=dtype, remat="full"), 2)
+    text = train_step(model, compiled.imagine(target), ROWS, T).hlo
+    lines = [line for body in hlo.computations(text).values() for line in body if line.op not in hlo.FREE]
+    largest = max(line.elements for line in lines)
+    assert largest <= model.vocab_size * model.hidden_size < ROWS * T * model.vocab_size / 3
+    assert ("bf16[" in text) == (target != "t4")
+
+
 MATRICES = {"up": ((3072, 1024), ("mlp", "embed")), "down": ((1024, 3072), ("embed", "mlp"))}
 
 

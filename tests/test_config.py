@@ -2,14 +2,19 @@
 
 import json
 import re
+import runpy
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from core import eval, grpo, sampling
 from core.extensions import sft_config
 from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
+from models.speed import PEAKS
+from utils.devices import startup
 from utils.settings.config import make_config, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO, Spellings
@@ -270,7 +275,31 @@ def test_options_that_went_are_named_with_what_replaces_them(line, outcome, tmp_
         assert capsys.readouterr().out == outcome
 
 
-def test_no_command_preset_script_or_page_names_an_option_that_went():
+def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
+    """For each that its table names, with the figures of the docs; others are refused. A preset joins the job once."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    line = "--config configs/one_chip.py"
+    assert mistake(line, capsys, grpo.Config).startswith(
+        "error: configs/one_chip.py knows Tesla T4, NVIDIA L4, TPU v5 lite, TPU v6 lite, and this is cpu: "
+    )
+    chips = runpy.run_path(str(ROOT / "configs/one_chip.py"))["CHIPS"]
+    table = (ROOT / "docs/devices.md").read_text().partition("### One chip")[2]
+    (own,) = re.findall(r"^\| Qwen3-0.6B, LoRA \| (.*) \|$", table, re.MULTILINE)
+    for (kind, (remat, needed, room, seconds)), cell in zip(chips.items(), own.split(" | "), strict=True):
+        monkeypatch.setattr(startup, "find_devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
+        assert read(line, grpo.Config).memory.remat == remat
+        assert needed == max(float(x) for x in re.findall(r"\d+\.\d", cell)) < room and seconds > 0 and kind in PEAKS
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: joined.append(settings))
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    startup.join_processes.cache_clear()
+    read(line, grpo.Config), startup.join_devices()
+    startup.join_processes.cache_clear()
+    assert len(joined) == 1
+
+
+def test_no_command_preset_script_or_page_names_an_option_that_went(monkeypatch):
+    monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
     for command in (grpo.Config, eval.Command, sampling.Command, sft_config.Config):
         assert not REMOVED.keys() & (options_of(command).keys() | LMPO.names)
     for path in list_presets():

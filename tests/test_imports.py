@@ -26,7 +26,7 @@ LAW = {
     "models": ("models", "utils"),
     "utils": ("utils",),
     "envs": ("envs", "utils.files", "utils.settings"),
-    "configs": ("configs",),
+    "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "bench": PACKAGES,  # measures commands, too
     "runs": PACKAGES,
 }

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -133,10 +134,11 @@ def find_devices() -> list[jax.Device]:
         raise UserError(message + advice) from error
 
 
+@cache
 def join_processes() -> None:
     """Joins the other processes of the job: those of JAX's variables, or those that JAX finds in the cluster's.
 
-    A TPU host that no cluster knows is a process of its own.
+    A TPU host that no cluster knows is a process of its own. Once: a preset may ask for the devices before the command.
 
     Raises: UserError when the variables together do not give all that is needed.
     """

@@ -1,0 +1,58 @@
+"""One chip, as notebooks and clouds lend it: Qwen3-0.6B with LoRA learns GSM8K, in pieces that fit the chip found.
+
+    python core/grpo.py --config configs/one_chip.py
+    python core/grpo.py --config configs/one_chip.py --model_dir google/gemma-3-1b-it    # or Qwen/Qwen3-1.7B
+    python core/grpo.py --config configs/one_chip.py --lora_rank 0 --lr 1e-6 --optimizer adafactor --grad_dtype bfloat16
+
+The last one trains all parameters. Rows are sampled at a time as many as fit. Not run by us; what each of them needs
+of each chip was compiled: docs/devices.md#one-chip.
+"""
+
+import os
+
+from utils.devices.startup import join_devices
+from utils.settings.errors import UserError
+
+# By kind, as JAX names it: --remat (where there is room the one that recomputes less), GB that this run needs and may
+# use, and the least seconds of a step: at the peaks of models/speed.py, with replies of 256 tokens.
+CHIPS = {
+    "Tesla T4": ("full", 9.2, 14.4, 39),  # without bfloat16: --dtype is float32 there by itself
+    "NVIDIA L4": ("full", 9.7, 21.7, 7),
+    "TPU v5 lite": ("full", 14.4, 16.9, 3),
+    "TPU v6 lite": ("dots", 21.4, 33.6, 1),
+}
+
+
+def find_chip() -> str:
+    """Returns the kind of the device. Raises: UserError for one that is not of CHIPS."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory, where JAX takes 0.75 else
+    kind = join_devices()[0].device_kind
+    if kind in CHIPS:
+        return kind
+    raise UserError(
+        f"configs/one_chip.py knows {', '.join(CHIPS)}, and this is {kind}: take configs/cpu.py on a CPU, "
+        "configs/small_gpu.py or configs/lora_8b.py on a larger GPU"
+    )
+
+
+def get_config():
+    remat, *_ = CHIPS[find_chip()]
+    return {
+        "model_dir": "Qwen/Qwen3-0.6B",
+        "env_name": "gsm8k",
+        "env_options": "thinking=off",
+        "test_env_name": "gsm8k-test",
+        "num_eval_tasks": 256,
+        "num_eval_samples": 1,
+        "test_interval": 10,
+        "groups_per_batch": 16,
+        "group_size": 8,
+        "ppo_minibatch": 64,
+        "num_generation_tokens": 512,
+        "lora_rank": 32,
+        "lr": 1e-5,
+        "weight_decay": 0.0,
+        "remat": remat,
+        "tokens_per_microbatch": 4096,
+        "max_steps": 100,
+    }
