@@ -1,0 +1,77 @@
+"""lmpo.ipynb: small, without outputs, names only what exists; and executed, cell by cell, in a fresh clone."""
+
+import ast
+import json
+import re
+
+import readme
+from helpers import ROOT, slow
+from test_docs import FILE, LINK, anchors
+
+from core import eval, grpo
+from utils.settings.config import options_of
+
+NOTEBOOK = json.loads((ROOT / "lmpo.ipynb").read_text(encoding="utf-8"))
+CELLS = {cell["id"]: "".join(cell["source"]) for cell in NOTEBOOK["cells"]}
+CODE = {cell["id"]: ast.parse(CELLS[cell["id"]]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"}
+
+
+def words(node: ast.AST) -> list[str]:
+    """Returns the texts in a piece of code, in order."""
+    return [x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+
+
+def test_the_notebook_is_small_and_has_no_outputs():
+    assert len(CELLS) == len(NOTEBOOK["cells"]) <= 12 and (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    for cell in NOTEBOOK["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None), cell["id"]
+        assert len(cell["source"]) <= 60 and not cell["metadata"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    address = re.search(r'^repository-code: "?([^"\n]*)', citation, re.MULTILINE)
+    assert f'REPOSITORY = "{address[1] if address else ""}"' in CELLS["install"], "the address is that of CITATION.cff"
+
+
+def test_the_notebook_names_files_and_options_that_exist():
+    text = "\n".join(CELLS.values())
+    files = {file for file in FILE.findall(text) if not file.startswith("runs/notebook")}
+    assert {"core/grpo.py", "core/eval.py", "configs/demo.py", "configs/one_chip.py"} < files
+    files |= set(re.findall(r"requirements[\w-]*\.txt", text))
+    links = LINK.findall(text)
+    assert not [file for file in files | {file for file, _ in links} if not (ROOT / file).exists()]
+    assert all(not heading or heading in anchors(ROOT / file) for file, heading in links)
+    calls = [node for tree in CODE.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trainings = [call for call in calls if getattr(call.func, "id", "") == "learn"]
+    assert len(trainings) == 4
+    for training in trainings:
+        named = {word[2:] for word in words(training) if word.startswith("--")}
+        assert named and named <= {"config", *options_of(grpo.Config)}, named
+    named = {word[2:] for word in words(CODE["compare"]) if word.startswith("--")}
+    assert named and named <= {*options_of(eval.Command)}, named
+
+
+def test_the_loss_of_the_notebook_is_put_into_the_table():
+    names, page = {"Path": ROOT.joinpath}, {"__name__": "changed"}
+    exec(CELLS["own-loss"].partition("print(")[0], names)
+    exec(names["after"], page)
+    assert list(page["OBJECTIVES"])[0] == "my_loss"
+
+
+@slow
+def test_the_notebook_runs_in_a_fresh_clone(tmp_path):
+    """As a user runs it, on this CPU: it learns by the demo, by its own reward and by its own loss."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    readme.clone(tmp_path)
+    notebook = nbformat.read(tmp_path / "lmpo.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = {
+        cell.id: "".join(output.get("text", "") for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    }
+    for name in ("demo", "own-reward", "own-loss"):
+        assert printed[name].find("Learnt: held-out correct answers went from") >= 0, printed[name]
+    assert "this is a CPU" in printed["one-chip"]
+    assert (tmp_path / "core/objectives.py").read_text() == (ROOT / "core/objectives.py").read_text()
