@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float
 from core.extensions.checks import check_objective
 from core.extensions.credit import by_turn, compared_rewards
 from core.extensions.critic import gae, generalised_advantages
-from core.extensions.formulas import formula
 from core.extensions.reference import kl_penalty
+from core.extensions.shaping import ShapingConfig, shape_advantages
 from core.objectives import LossConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
 from utils.batching import select_rows
@@ -25,7 +25,6 @@ from utils.settings.options import option
 # same arguments; `batch.mask` is False in rows that the filters drop.
 
 
-@formula("(r - mean) / std of the group")
 def group_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of GRPO, with the population's deviation (ddof 0). Source: arXiv 2402.03300, section 4.1.2."""
     centred = group_mean(rewards, batch, config)
@@ -33,13 +32,11 @@ def group_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "Objec
     return centred / np.where(deviation > 0, deviation, 1)
 
 
-@formula("r - mean of the group")
 def group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of Dr. GRPO. Source: arXiv 2503.20783, section 3.2."""
     return rewards - graded_mean(rewards)
 
 
-@formula("r - mean of the others in the group")
 def rloo(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE leave-one-out. Source: arXiv 2402.14740."""
     G = np.isfinite(rewards).sum(axis=1, keepdims=True)
@@ -47,7 +44,6 @@ def rloo(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConf
     return scale * group_mean(rewards, batch, config)
 
 
-@formula("(r - mean) / mean of the group, 0 where the mean is not positive")
 def maxrl(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of MaxRL. Source: arXiv 2602.02710."""
     mean = graded_mean(rewards)
@@ -56,28 +52,27 @@ def maxrl(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveCon
     return np.where(is_positive, scaled, 0)
 
 
-@formula("r - mean of the group, whitened over the tokens of the batch")
 def whitened_group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE++ with a group baseline. Source: arXiv 2501.03262."""
     centred = group_mean(rewards, batch, config)
     return masked_whiten(centred.reshape(-1, 1), batch.mask)
 
 
-@formula("1 for the {config.best_k} best of the group, the others are dropped")
 def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
-    """Advantage of self-imitation; ties go to the first. Source: RAFT, arXiv 2304.06767; easy-GRPO's sil."""
+    """Advantage of self-imitation, NaN for those that it drops; ties go to the first.
+
+    Source: RAFT, arXiv 2304.06767; easy-GRPO's sil.
+    """
     order = np.argsort(-rewards, axis=1, kind="stable")
     rank = np.argsort(order, axis=1)
-    return np.float32(rank < config.best_k)
+    return np.where(rank < config.best_k, 1, np.nan)
 
 
-@formula("r")
 def raw_rewards(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE. Source: Williams 1992."""
     return rewards
 
 
-@formula("(r - mean) / std of the batch")
 def batch_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE++: over completions, or with the KL in the reward over tokens.
 
@@ -107,7 +102,7 @@ ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig(LossConfig):
+class ObjectiveConfig(ShapingConfig, LossConfig):
     """Advantages.
 
     The options of the loss, which it inherits, are in the same group: KL in the reward is of both.
@@ -121,11 +116,6 @@ class ObjectiveConfig(LossConfig):
         "stay with advantage 0 (--advantage best_k trains on their first k completions, right or wrong)",
     )
     do_truncation_filter: bool = option(False, "Filter of completions that were cut off at --num_generation_tokens")
-    do_global_normalization: bool = option(
-        False, "Normalisation of advantages over the batch to mean 0 and standard deviation 1, after --advantage"
-    )
-    do_clip_advantages: bool = option(False, "Replacement of negative advantages by 0, after --do_global_normalization")
-    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: none")
 
     def __post_init__(self):
         check_objective(self)
@@ -154,8 +144,8 @@ def has_signal(rewards: Float[np.ndarray, "*R G"], config: ObjectiveConfig) -> B
 def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     """Returns the batch with advantages (with a critic also its targets), without the rows that are dropped.
 
-    Functions that average by `graded_mean` ignore rows whose reward is NaN (the grader failed); others make the whole
-    group NaN, and it is dropped. A completion that is dropped for being truncated counts in its group's baseline.
+    Rows whose advantage is NaN are dropped. Functions that average by `graded_mean` ignore rows whose reward is NaN
+    (the grader failed), others make the whole group NaN. A truncated row that is dropped counts in the baseline.
     """
     if not len(batch):
         return batch
@@ -171,8 +161,6 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     advantages = ADVANTAGES[config.advantage](rewards.reshape(-1, batch.group_size), batch, config)
     advantages = np.float32(advantages).reshape(len(batch), -1)  # [B, 1] or [B, T]
     keep &= np.isfinite(advantages).all(axis=1)
-    if config.advantage == "best_k":
-        keep &= advantages[:, 0] > 0
     batch = replace(batch, mask=batch.mask & keep[:, None])
     # Shape.
     advantages = np.where(signal[:, None], advantages, 0)
@@ -181,17 +169,3 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     returns = generalised_advantages(batch, config) + batch.values if config.has_critic else None
     batch = replace(batch, advantages=np.float32(advantages), returns=returns, token_rewards=None)
     return select_rows(batch, np.flatnonzero(keep))
-
-
-def shape_advantages(
-    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ObjectiveConfig
-) -> Float[np.ndarray, "B D"]:
-    """Returns advantages normalised over the batch, clipped and weighed as the settings say."""
-    if config.do_global_normalization:
-        is_per_token = advantages.shape[1] > 1
-        counted = batch.mask if is_per_token else keep[:, None]
-        advantages = masked_whiten(advantages, counted)
-    if config.do_clip_advantages:
-        advantages = np.maximum(advantages, 0)
-    weight = np.float32(config.negative_advantage_multiplier)
-    return np.where(advantages < 0, weight * advantages, advantages)

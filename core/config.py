@@ -58,14 +58,9 @@ class Config:
         check_combinations(self)
 
     @property
-    def is_corrected(self) -> bool:
-        """True if the loss weighs tokens for the difference between the sampler's probabilities and the old ones."""
-        return self.objective.importance_correction != "none"
-
-    @property
     def trusts_sampler(self) -> bool:
         """True if old log-probabilities are the sampler's: as asked for, or of rollouts ahead that nothing corrects."""
-        return self.update.do_inference_logprobs or (bool(self.ahead) and not self.is_corrected)
+        return self.update.do_inference_logprobs or (bool(self.ahead) and not self.objective.is_corrected)
 
     @property
     def batch_size(self) -> int:

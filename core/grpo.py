@@ -33,11 +33,12 @@ from core.advantages import compute_advantages, has_signal
 from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.credit import compared_rewards, token_rewards
+from core.extensions.lengths import with_length_reward
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
-from core.rollout import RolloutWorker, evaluate_held_out, make_worker, with_length_reward
+from core.rollout import RolloutWorker, evaluate_held_out, make_worker
 from core.run.folder import Run, is_due, settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
 from envs.settings import RolloutSettings, resolve_environments

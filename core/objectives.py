@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float
 
 from core.extensions.corrections import CorrectionConfig, token_weights
 from core.extensions.critic import CriticConfig
-from core.extensions.formulas import formula
 from core.extensions.reference import reference_kl
 from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
 from core.run.ratios import ratio_metrics, sampler_metrics
@@ -34,7 +33,6 @@ TokenLosses = tuple[Float[Array, "B T"], Bool[Array, "B T"]]  # losses, and True
 # Policy losses: of each token, from its log-probability; gradients flow through `logprobs` alone
 
 
-@formula("max(-ratio A, -clip(ratio, {low}, {high}) A){dual_clip}")
 def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of PPO and GRPO. Source: arXiv 1707.06347, eq. 7; dual clip: arXiv 1912.09729, eq. 5."""
     A = batch.advantages
@@ -47,7 +45,6 @@ def ppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> To
     return losses, losses != unclipped
 
 
-@formula("-clip(ratio, {low}, {high}) A")
 def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss without a gradient outside the clip range, whatever the sign of A. Source: kvfrans/lmpo."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
@@ -55,13 +52,11 @@ def ppo_all_clip(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfi
     return -clipped * batch.advantages, clipped != ratio
 
 
-@formula("-A log p")
 def reinforce(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of REINFORCE. Source: Williams 1992."""
     return -batch.advantages * logprobs, jnp.zeros(logprobs.shape, bool)
 
 
-@formula("-stopgrad(clip(ratio, {low}, {high})) A log p")
 def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of CISPO: every token keeps a gradient. Source: arXiv 2506.13585."""
     ratio = jnp.exp(logprobs - batch.old_logprobs)
@@ -70,7 +65,6 @@ def cispo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> 
     return -weight * batch.advantages * logprobs, weight == 0
 
 
-@formula("max(-s A, -clip(s, {low}, {high}) A), s = the geometric mean of a completion's ratios")
 def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of GSPO, in its token form. Source: arXiv 2507.18071, section 4.3."""
     mean = stop_gradient(row_mean(logprobs - batch.old_logprobs, batch.mask))
@@ -80,7 +74,6 @@ def gspo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> T
     return losses, losses != unclipped
 
 
-@formula("-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}")
 def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of DPPO with binary total variation. Source: arXiv 2602.04879."""
     fall, rise = config.clip_epsilon, config.clip_epsilon_high
@@ -90,7 +83,6 @@ def dppo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> T
     return jnp.where(is_inside, -ratio * batch.advantages, 0.0), ~is_inside
 
 
-@formula("-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0")
 def sapo(logprobs: Float[Array, "B T"], batch: Batch, config: "LossConfig") -> TokenLosses:
     """Loss of SAPO: a soft gate in place of the clip. Source: arXiv 2511.20347."""
     tau = jnp.where(batch.advantages > 0, 1.0, 1.05)

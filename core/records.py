@@ -78,12 +78,6 @@ class Episodes:
         completions = self.completions
         return np.asarray(completions.lengths - completions.prompt_lengths - completions.num_observed)
 
-    def transcript(self, row: int) -> str:
-        """Returns the messages of a conversation as text, or a single reply."""
-        if not self.conversations:
-            return self.texts[row]
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.conversations[row])
-
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Returns the episodes one below the other; counts and times are added up."""

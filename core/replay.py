@@ -25,6 +25,7 @@ from core.records import Completions, Episodes
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
 from core.run.foreign import check_code
+from core.run.rollouts import transcript
 from core.sampler import row_keys, sample_keys
 from envs.scoring.scorer import ScoringStream
 from envs.settings import resolve_settings
@@ -149,7 +150,7 @@ def replay(
             reason = f"--save_dtype {config.run.save_dtype} rounded its weights" if is_rounded else OTHER
             outcomes = {stored.sample: compare(episodes.completions, stored, reason)}
     for row, outcome in outcomes.items():
-        print(printable(f"{'#' * 25}\n{episodes.transcript(row)}\n{'-' * 8} {outcome}", max_chars=10**6))
+        print(printable(f"{'#' * 25}\n{transcript(episodes, row)}\n{'-' * 8} {outcome}", max_chars=10**6))
 
 
 def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:
@@ -203,7 +204,6 @@ def branch(
     return Episodes(
         completions,
         task_ids=np.repeat(task, num_samples),
-        texts=replies.texts(),
         scores=collect_scores(rewards),
         failed=failed,
         failures=failures,

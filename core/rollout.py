@@ -23,7 +23,7 @@ from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import Env, Problem, Text
 from envs.prompts import find_tasks
 from envs.scoring.scorer import Scorer, ScoringStream
-from envs.scoring.shaping import RewardConfig, add_length_reward, add_truncation_penalty
+from envs.scoring.shaping import RewardConfig, add_truncation_penalty
 from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
@@ -143,13 +143,10 @@ class RolloutWorker:
             rewards, failures = replies.finish()
         failed = np.array([reward is None for reward in rewards])
         scores = collect_scores(rewards)
-        if self.env.truncation_penalty:
-            is_truncated = ~completions.finished & ~failed
-            scores = add_truncation_penalty(scores, is_truncated, self.env.truncation_penalty)
+        scores = add_truncation_penalty(scores, ~completions.finished & ~failed, self.env.truncation_penalty)
         return Episodes(
             completions,
             task_ids=row_tasks,
-            texts=replies.texts(),
             scores=scores,
             failed=failed,
             failures=failures,
@@ -242,11 +239,8 @@ class Replies:
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
     def records(self) -> dict[str, list]:
-        """Returns the fields of Episodes that conversations have: none for single replies."""
-        return {}
-
-    def texts(self) -> list[str]:
-        return [self.texts_by_row[row] for row in range(self.num_rows)]
+        """Returns the fields of Episodes that replies fill; conversations have more."""
+        return {"texts": [self.texts_by_row[row] for row in range(self.num_rows)]}
 
 
 def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:
@@ -257,18 +251,6 @@ def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, n
         values = [(reward or {}).get(name, 0.0) for reward in rewards]
         scores[name] = np.array(values, np.float32)
     return scores
-
-
-def with_length_reward(episodes: Episodes, limit: int, config: RewardConfig) -> Episodes:
-    """Returns the episodes with --length_reward in their scores, 0 where the reward failed.
-
-    `limit`: most tokens of a completion, or of an episode with what was said in it; what it cut off counts as full.
-    """
-    completions = episodes.completions
-    lengths = np.where(completions.finished, completions.lengths - completions.prompt_lengths, limit)
-    scores = add_length_reward(episodes.scores, lengths, limit, config)
-    scores = {name: np.where(episodes.failed, np.float32(0), x) for name, x in scores.items()}
-    return replace(episodes, scores=scores)
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:

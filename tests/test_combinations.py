@@ -19,10 +19,11 @@ from test_training import HereScorer
 
 from core.advantages import compute_advantages
 from core.config import Config
+from core.extensions.lengths import with_length_reward
 from core.extensions.turns import TurnChain, converse
 from core.grpo import groups_with_signal, make_batch
 from core.records import Episodes
-from core.rollout import Replies, RolloutWorker, with_length_reward
+from core.rollout import Replies, RolloutWorker
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler, sample_keys
 from envs.base import Env, Episode, Problem, Step

@@ -17,10 +17,11 @@ from helpers import ROOT, assert_close, slow
 
 from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
 from core.config import Config
+from core.extensions import notes
 from core.extensions.critic import generalised_advantages, value_loss
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
-from core.objectives import policy_loss, set_loss_denominators
+from core.objectives import OBJECTIVES, policy_loss, set_loss_denominators
 from core.records import Batch
 from core.run.ratios import LOG_RATIOS, reduce_metrics
 from models.distribution import TokenScores
@@ -625,7 +626,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
         found = compute_advantages(batch, config)
         assert found.row.tolist() == [*range(4 if do_group_filter else 0, 8)]
         assert not found.advantages[found.row < 4].any() and found.advantages[found.row >= 4].any()
-        assert describe_objective(config).endswith("; A = half_of_group_mean")
+        assert describe_objective(config).endswith("; A = mine"), "its name, as it has no formula"
 
 
 # The value loss
@@ -863,6 +864,10 @@ def test_the_description_names_what_is_added(flags, words):
     flags = {"objective": "reinforce", "advantage": "group_mean", "entropy_coef": 0.0} | flags
     description = describe_objective(ObjectiveConfig(**flags))
     assert description == f"minimise token_mean of -A log p{words}; A = r - mean of the group"
+
+
+def test_every_row_of_the_tables_has_a_formula():
+    assert notes.LOSSES.keys() == OBJECTIVES.keys() and notes.ADVANTAGES.keys() == ADVANTAGES.keys()
 
 
 def test_the_description_names_what_is_done_to_advantages():

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 import envs
+from core.extensions.lengths import with_length_reward
 from core.extensions.preview import show
 from core.records import Completions, Episodes
-from core.rollout import with_length_reward
 from core.run.metrics import rollout_metrics
 from envs.prompts import tasks_that_fit
 from envs.scoring.shaping import (

@@ -46,7 +46,7 @@ def check_objective(config: Any) -> None:
          "--kl_estimator k1 in the loss has an expected gradient of zero: choose k2 or k3, or --kl_in reward"),
         (config.kl_in == "reward" and config.kl_estimator not in ("", "k1"),
          f"--kl_in reward subtracts log p - log p_ref: --kl_estimator {config.kl_estimator} has no effect there"),
-        (config.objective == "dppo" and config.importance_correction != "none",
+        (config.objective == "dppo" and config.is_corrected,
          "--objective dppo corrects for the sampler itself: leave --importance_correction out"),
         (not (0 <= config.gamma <= 1 and 0 <= config.gae_lambda <= 1), "--gamma and --gae_lambda go from 0 to 1"),
         (config.advantage in ("turn_mean", "turn_zscore")
@@ -61,7 +61,7 @@ def check_objective(config: Any) -> None:
 def check_combinations(config: Any) -> None:
     """Checks Config of core/config.py: the loop's own options, and those of several groups together."""
     update, objective, sampling, kv_dtype = config.update, config.objective, config.sampling, config.compute.kv_dtype
-    is_uncorrected = config.ahead > 0 and not config.is_corrected
+    is_uncorrected = config.ahead > 0 and not objective.is_corrected
     refuse([
         (config.max_steps < 1 or min(config.num_epochs, config.seed) < 0,
          "--max_steps must be at least 1, --num_epochs and --seed must not be negative"),
@@ -80,11 +80,11 @@ def check_combinations(config: Any) -> None:
          "--temperature 0 always draws the same completion: training needs one above 0"),
         (config.precompile and sampling.num_speculative_tokens > 0,
          "--precompile does not know the programs of --num_speculative_tokens: drop one"),
-        (update.do_inference_logprobs and config.is_corrected,
+        (update.do_inference_logprobs and objective.is_corrected,
          "--do_inference_logprobs leaves --importance_correction nothing to correct: drop one"),
         (update.do_inference_logprobs and objective.do_mask_inference_ratio,
          "--do_inference_logprobs leaves --do_mask_inference_ratio nothing to mask: drop one"),
-        (kv_dtype != "" and not config.is_corrected and objective.objective != "dppo",
+        (kv_dtype != "" and not objective.is_corrected and objective.objective != "dppo",
          f"--kv_dtype {kv_dtype} draws from probabilities that differ from those that are trained: correct for "
          "it by --importance_correction truncate, or take --objective dppo"),
         (config.ahead not in (0, 1), f"--ahead {config.ahead} is not supported: 0 or 1"),

@@ -46,6 +46,11 @@ class CorrectionConfig:
         False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
     )
 
+    @property
+    def is_corrected(self) -> bool:
+        """True if the loss weighs tokens for the difference between the sampler's probabilities and the old ones."""
+        return self.importance_correction != "none"
+
 
 def token_weights(logprobs: Float[Array, "B T"], batch: Batch, config: CorrectionConfig) -> Float[Array, "B T"]:
     """Returns the weight of each token in the policy loss: 1 where nothing is corrected, 0 where a mask is on."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from core.extensions.formulas import formula
 from core.records import Batch, Episodes, differs
 
 BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K N, G] from each of K turns on
@@ -17,7 +16,6 @@ BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K
 def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Returns the advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
 
-    @formula(f"{advantage.formula}'s turns of this number, r = the rewards from the turn on")
     def of_turns(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B T"]:
         advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
         return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)

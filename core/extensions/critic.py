@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from core.extensions.formulas import formula
 from core.extensions.reference import ReferenceConfig, kl_penalty
 from core.records import Batch, masked_whiten, token_mean
 from models.distribution import TokenScores
@@ -30,7 +29,6 @@ class CriticConfig(ReferenceConfig):
     )
 
 
-@formula("generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch")
 def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: CriticConfig) -> np.ndarray:
     """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
     return masked_whiten(generalised_advantages(batch, config), batch.mask)

@@ -1,17 +1,40 @@
 """Notes that a run prints at its start: loss and advantage as resolved, optimiser, adapters, padding, --ahead."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from core.advantages import ADVANTAGES, ObjectiveConfig
+from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.learner import Learner
-from core.objectives import OBJECTIVES
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
+# Formulas of the rows of core/objectives.py and core/advantages.py; fields: {low}, {high}, {fall}, {rise}, {dual_clip},
+# {config.<option>}.
+LOSSES = {  # of a token, by --objective; ratio = p / p_old
+    "ppo": "max(-ratio A, -clip(ratio, {low}, {high}) A){dual_clip}",
+    "ppo_all_clip": "-clip(ratio, {low}, {high}) A",
+    "reinforce": "-A log p",
+    "cispo": "-stopgrad(clip(ratio, {low}, {high})) A log p",
+    "gspo": "max(-s A, -clip(s, {low}, {high}) A), s = the geometric mean of a completion's ratios",
+    "dppo": "-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}",
+    "sapo": "-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0",
+}
+ADVANTAGES = {  # by --advantage; r: rewards
+    "group_zscore": "(r - mean) / std of the group",
+    "group_mean": "r - mean of the group",
+    "rloo": "r - mean of the others in the group",
+    "maxrl": "(r - mean) / mean of the group, 0 where the mean is not positive",
+    "reinforce++_baseline": "r - mean of the group, whitened over the tokens of the batch",
+    "best_k": "1 for the {config.best_k} best of the group, the others are dropped",
+    "reinforce": "r",
+    "batch_zscore": "(r - mean) / std of the batch",
+    "gae": "generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch",
+    "turn_mean": "r - mean of the group's turns of this number, r = the rewards from the turn on",
+    "turn_zscore": "(r - mean) / std of the group's turns of this number, r = the rewards from the turn on",
+}
 
 
 def training_notes(config: Config, learner: Learner, params: Params | Adapters) -> list[str]:
@@ -30,7 +53,7 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters) 
 
 def describe_objective(config: ObjectiveConfig) -> str:
     """Returns the resolved objective in one line."""
-    text = f"minimise {config.loss_normalization} of {formula_of(OBJECTIVES[config.objective], config)}"
+    text = f"minimise {config.loss_normalization} of {formula_of(config.objective, LOSSES, config)}"
     if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
         text += " (GSPO is that of sequence_mean only)"
     if config.importance_correction == "truncate":
@@ -50,7 +73,7 @@ def describe_objective(config: ObjectiveConfig) -> str:
         text += f" - {config.entropy_coef:g} entropy"
     if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
-    text += f"; A = {formula_of(ADVANTAGES[config.advantage], config)}"
+    text += f"; A = {formula_of(config.advantage, ADVANTAGES, config)}"
     if config.do_global_normalization:
         text += ", normalised over the batch"
     if config.do_clip_advantages:
@@ -62,13 +85,12 @@ def describe_objective(config: ObjectiveConfig) -> str:
     return text
 
 
-def formula_of(function: Callable, config: ObjectiveConfig) -> str:
-    """Returns the formula of a function with its numbers; its name, where it has none."""
+def formula_of(name: str, formulas: Mapping[str, str], config: ObjectiveConfig) -> str:
+    """Returns the formula of a row of a table with its numbers; its name, where it has none."""
     low, high = config.clip_range
     dual_clip = f", at most -{config.dual_clip:g} A where A < 0" if config.dual_clip else ""
     terms = {"low": f"{low:g}", "high": f"{high:g}", "fall": f"{low - 1:g}", "rise": f"{high - 1:g}"}
-    text = getattr(function, "formula", function.__name__)
-    return text.format(config=config, dual_clip=dual_clip, **terms)
+    return formulas.get(name, name).format(config=config, dual_clip=dual_clip, **terms)
 
 
 def describe_ahead(config: Config) -> str:

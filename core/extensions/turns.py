@@ -422,17 +422,14 @@ class Conversations:
         return scores | episode.scores
 
     def records(self) -> dict[str, list]:
-        """Returns fields of Episodes: why each ended, its messages, and the rewards of its turns, if none failed."""
+        """Returns fields of Episodes: last reply, why it ended, messages, and the rewards of turns if none failed."""
         rewards = [[] if row in self.failures else episode.turn_rewards for row, episode in enumerate(self.episodes)]
         return {
+            "texts": [episode.replies[-1].text for episode in self.episodes],
             "stops": [episode.stop for episode in self.episodes],
             "conversations": [episode.conversation() for episode in self.episodes],
             "turn_rewards": rewards,
         }
-
-    def texts(self) -> list[str]:
-        """Returns the last reply of each episode."""
-        return [episode.replies[-1].text for episode in self.episodes]
 
 
 def converse(

@@ -128,7 +128,14 @@ def example(episodes: Episodes, tokenizer: Tokenizer) -> tuple[str, str, float]:
     """Returns prompt, completion and return of the first rollout."""
     completions = episodes.completions
     prompt = completions.tokens[0, : completions.prompt_lengths[0]]
-    return tokenizer.decode(prompt), episodes.transcript(0), episodes.scores["return"][0]
+    return tokenizer.decode(prompt), transcript(episodes, 0), episodes.scores["return"][0]
+
+
+def transcript(episodes: Episodes, row: int) -> str:
+    """Returns the messages of a conversation as text, or a single reply."""
+    if not episodes.conversations:
+        return episodes.texts[row]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in episodes.conversations[row])
 
 
 def write_samples(file: str, result: Result, worker: RolloutWorker, episodes: Episodes) -> None:

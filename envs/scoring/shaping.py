@@ -37,9 +37,11 @@ class RewardConfig:
 def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> Scores:
     """Returns the scores with "truncation", added to the return: minus `penalty` for truncated replies that earn.
 
-    The environment sets the penalty (`Env.truncation_penalty`); it cannot subtract it itself, since it sees a reply's
-    text and not whether the token limit ended it.
+    The environment sets the penalty (`Env.truncation_penalty`; 0: none); it cannot subtract it itself, since it sees a
+    reply's text and not whether the token limit ended it.
     """
+    if not penalty:
+        return scores
     is_penalized = is_truncated & (scores["return"] > 0)
     truncation = np.where(is_penalized, -penalty, 0.0).astype(np.float32)
     return scores | {"truncation": truncation, "return": scores["return"] + truncation}
