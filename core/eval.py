@@ -34,7 +34,7 @@ from utils.evaluation.tables import Result, check_writable, write_results
 from utils.metrics.logger import writable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
-from utils.settings.config import options_of, parse, to_dict
+from utils.settings.config import changed_options, options_of, parse, to_dict
 from utils.settings.errors import user_errors
 from utils.settings.groups import ComputeConfig, EvalConfig
 from utils.settings.options import group, option
@@ -120,9 +120,9 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
 def inheritance_note(config: Command) -> str:
     """Returns a line with the settings that are those of the run that is evaluated, and no defaults."""
     options = to_dict(config)
-    known = options_of(Command)
+    changed = changed_options(Command, options)
     trained = settings_of_run(options)
-    same = {name: x for name, x in trained.items() if x == options[name] != known[name].default}
+    same = {name: x for name, x in trained.items() if name in changed and x == options[name]}
     words = [word for name, x in same.items() for word in (f"--{name}", str(x))]
     return f"as in {find_run(config.output.model_dir)[0]}: {shlex.join(words)}" if words else ""
 

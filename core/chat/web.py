@@ -20,7 +20,7 @@ import jax
 
 from core.chat.terminal import Message, Model, ShowText
 from utils.metrics.terminal import lowered_program
-from utils.settings.errors import UserError, describe_error
+from utils.settings.errors import UserError, describe_error, on_one_line
 
 PAGE = Path(__file__).with_name("web.html")
 ROLES = ("user", "assistant")
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise ValueError(f"a request has at most {MAX_BYTES:,} bytes")
             model, messages, temperature = read_request(self.rfile.read(size), self.server.models)
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            return self.send_error(400, explain="".join(filter(str.isprintable, str(error))))
+            return self.send_error(400, explain=on_one_line(str(error)))
         self.begin("text/plain; charset=utf-8")
         num_chars = sum(len(message["content"]) for message in messages)
         if num_chars > MAX_CHARS:

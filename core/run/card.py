@@ -21,7 +21,7 @@ from utils.metrics.jsonl import JSON
 from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.settings.arguments import Value
 from utils.settings.checks import load_yaml
-from utils.settings.config import options_of
+from utils.settings.config import changed_options
 
 GRPO, SFT = "core/grpo.py", "core/sft.py"  # commands that train
 METHODS = {  # of each: its name in the title, and tags
@@ -145,10 +145,9 @@ def training_command(config_class: type, settings: Mapping[str, Value], script: 
     Those of logging and of the machine are left out, and with them all that may hold an address or a password.
     """
     words = ["python", script]
-    for name, known in options_of(config_class).items():
-        value = settings[name]
-        if not known.resumable and value != known.default:
-            words.append(f"--{name}={value}")
+    for name, known in changed_options(config_class, settings).items():
+        if not known.resumable:
+            words.append(f"--{name}={settings[name]}")
     return shlex.join(words)
 
 

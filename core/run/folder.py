@@ -55,7 +55,7 @@ from utils.runs.origin import Origin, read_settings
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
-from utils.settings.config import options_of, to_dict
+from utils.settings.config import changed_options, options_of, to_dict
 from utils.settings.errors import UserError, counted
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
@@ -93,8 +93,7 @@ class Run:
         self.config, self.layout, self.signals = settings.run, layout, Signals()
         self.model_dir = resolve_model_dir(settings.model_dir)
         self.settings = to_dict(settings) | {"model_dir": self.model_dir}
-        options = options_of(type(settings))
-        self.changed = [name for name, known in options.items() if self.settings[name] != known.default]
+        self.changed = list(changed_options(type(settings), self.settings))
         self.environments = environments
         self.card = make_card(type(settings), self.settings, environments, self.command)
         save_dir = self.config.save_dir
@@ -117,7 +116,7 @@ class Run:
         for played in environments.values():
             self.fingerprints |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)
         if self.checkpoints.steps:
-            resumable = {name for name, known in options.items() if known.resumable}
+            resumable = {name for name, known in options_of(type(settings)).items() if known.resumable}
             check_settings(self.directory / "config.json", self.settings, self.config.resume, resumable)
         compare_processes(self.fingerprints, layout)
         if self.checkpoints.steps:

@@ -23,7 +23,7 @@ from urllib.parse import urlparse
 import numpy as np
 
 from utils.metrics.jsonl import JSON, json_value
-from utils.settings.errors import is_installed
+from utils.settings.errors import is_installed, on_one_line
 from utils.settings.groups import SinkConfig
 
 MAX_SECONDS = 90  # of a call; more than wandb's own limits
@@ -96,7 +96,7 @@ class GuardedSink:
 def describe(error: BaseException) -> str:
     """Returns the message of an error without control characters, even of one that cannot be printed."""
     try:
-        return "".join(filter(str.isprintable, str(error)))
+        return on_one_line(str(error))
     except BaseException:  # noqa: BLE001 (the message may be code, too)
         return "no message"
 

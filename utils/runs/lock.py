@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import LeaseSettingsMismatch, OwnerRecord, SoftFileLease, Timeout
 
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, on_one_line
 
 NAME = ".lock"
 HEARTBEAT = 5  # seconds between two touches of the lock file by the process that holds it
@@ -42,7 +42,7 @@ class FolderLock:
         if holder and is_running_here(holder):
             raise UserError(in_use_message(self.path, holder))
         first = last_heartbeat(self.path)
-        where = printable(f" on {holder.hostname}") if holder else ""
+        where = on_one_line(f" on {holder.hostname}") if holder else ""
         print(f"{self.path.parent} was in use{where}: waiting up to {SILENCE} s for a sign of life", flush=True)
 
         def is_alive() -> bool:
@@ -87,16 +87,11 @@ def is_running_here(holder: OwnerRecord) -> bool:
 
 def in_use_message(path: Path, holder: OwnerRecord | None) -> str:
     """Returns the sentence for a folder that another process holds."""
-    process = printable(f"process {holder.pid} on {holder.hostname}") if holder else "another process"
+    process = on_one_line(f"process {holder.pid} on {holder.hostname}") if holder else "another process"
     return (
         f"{path.parent} is in use by {process}: name another --save_dir, or stop that process first (if it is known to "
         f"be gone, remove {path})"
     )
-
-
-def printable(text: str) -> str:
-    """Returns a text without control characters."""
-    return "".join(filter(str.isprintable, text))
 
 
 def last_heartbeat(path: Path) -> float:

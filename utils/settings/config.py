@@ -140,6 +140,11 @@ def to_dict(config: object) -> dict[str, Value]:
     return values
 
 
+def changed_options(config_class: type, settings: Mapping[str, Value]) -> dict[str, OptionField]:
+    """Returns the options that have other values in the settings than their defaults."""
+    return {name: known for name, known in options_of(config_class).items() if settings[name] != known.default}
+
+
 def parse(
     config_class: type[Config],
     argv: Sequence[str],

@@ -40,6 +40,11 @@ def is_installed(package: str) -> bool:
     return sys.modules.get(package) is not None or find_spec(package) is not None
 
 
+def on_one_line(text: str) -> str:
+    """Returns a text from elsewhere without its control characters and line breaks."""
+    return "".join(filter(str.isprintable, text))
+
+
 def counted(number: int, noun: str) -> str:
     """Returns a number of things in words: 1 step, 1,000 steps."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
