@@ -881,6 +881,22 @@ def test_the_description_names_what_is_done_to_advantages():
     assert describe_objective(config).endswith(words)
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_same"),
+    [
+        ({"gamma": 0.9, "gae_lambda": 0.5, "loss_normalization": "constant"}, True),
+        ({"clip_epsilon": 0.1, "clip_epsilon_high": 0.3, "entropy_coef": 0.1, "kl_coef": 0.2}, True),
+        ({"kl_coef": 0.0}, False),
+        ({"value_clip": 0.1}, False),
+        ({"importance_correction": "mask"}, False),
+    ],
+    ids=lambda x: in_words(x) if isinstance(x, dict) else "",
+)
+def test_settings_of_the_host_and_coefficients_share_a_program(flags, is_same):
+    structures = [jax.tree.structure(ObjectiveConfig(**{"kl_coef": 0.1} | x).loss) for x in ({}, flags)]
+    assert (structures[0] == structures[1]) == is_same
+
+
 # Turns of episodes
 
 
