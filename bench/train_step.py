@@ -137,7 +137,7 @@ def make_update(
 
     def update() -> Params | Adapters:
         nonlocal state
-        scored = learner.score(state.params, batch)
+        _, scored = learner.score(state, batch)
         if with_old:
             old = learner.token_scores(learner.policy(state.params), batch)
             scored = replace(scored, old_logprobs=old.logprobs)

@@ -68,6 +68,11 @@ def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveCo
     return np.where(rank < config.best_k, 1, np.nan)
 
 
+def no_advantage(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
+    """Advantage of distillation alone: rewards teach nothing."""
+    return np.zeros_like(rewards)
+
+
 def raw_rewards(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE. Source: Williams 1992."""
     return rewards
@@ -97,7 +102,7 @@ GROUP_ADVANTAGES = {
     "turn_zscore": by_turn(group_zscore),
 }
 # These do not: the group filter drops rewards of 0 of reinforce and nothing else, and a group of one will do.
-BATCH_ADVANTAGES = {"reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
+BATCH_ADVANTAGES = {"none": no_advantage, "reinforce": raw_rewards, "batch_zscore": batch_zscore, "gae": gae}
 ADVANTAGES = GROUP_ADVANTAGES | BATCH_ADVANTAGES
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from core.advantages import ObjectiveConfig
 from core.extensions.checks import check_combinations
+from core.extensions.distill import DistillConfig
 from core.sampler import SamplingConfig
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
@@ -47,6 +48,7 @@ class Config:
     eval: EvalConfig = group(EvalConfig)
     update: UpdateConfig = group(UpdateConfig)
     objective: ObjectiveConfig = group(ObjectiveConfig)
+    distill: DistillConfig = group(DistillConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
     lora: LoraConfig = group(LoraConfig)
     memory: MemoryConfig = group(MemoryConfig)

@@ -36,6 +36,7 @@ from core.extensions.credit import compared_rewards, token_rewards
 from core.extensions.lengths import with_length_reward
 from core.extensions.notes import training_notes
 from core.extensions.programs import precompile
+from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
@@ -65,6 +66,7 @@ def main(config: Config) -> None:
     workers = make_workers(config, environments, rollout_model, tokenizer, rollout_layout, run.directory)
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, params, layout, num_tokens, run.write_bad_batch, base)
+    config, learner, state = attach_teacher(config, learner, state, workers["env"])
     del params  # the state holds them, and each update replaces them
     if config.ahead:
         workers, state = prepare_ahead(workers, learner, state)
@@ -110,7 +112,7 @@ def train(
 
         # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
         with run.phase("logprobs"):
-            batch = learner.score(state.params, make_batch(episodes, config))
+            state, batch = learner.score(state, make_batch(episodes, config))
 
         # Advantages; drops failed rewards and, by the filters, groups without signal and truncated completions.
         batch = compute_advantages(batch, config.objective)

@@ -8,13 +8,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from core.advantages import ObjectiveConfig
 from core.extensions.critic import value_loss
@@ -97,6 +97,7 @@ class Learner:
     tokens_per_microbatch: int  # of a device, with padding
     reference: Params | Weights | None = None  # parameters of the reference model of the KL
     base: Weights = field(default_factory=dict)  # LoRA's base; empty where all parameters are trained
+    beside: Weights = field(default_factory=dict)  # the policy's weights in updates: what the loss reads besides
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # what was decided about memory
     sampling_room: int = 0  # bytes per device for the rows sampled at once
@@ -105,6 +106,11 @@ class Learner:
     def policy(self, params: Params | Adapters) -> Policy:
         """Returns the policy whose trained parameters these are."""
         return make_policy(self.base, params)
+
+    @property
+    def distribution(self) -> Distribution:
+        """Returns what scores tokens: the distribution that is sampled."""
+        return self.config.sampling.distribution
 
     @property
     def has_old_logprobs(self) -> bool:
@@ -118,23 +124,23 @@ class Learner:
         """Returns the most columns of a row."""
         return self.config.sampling.prompt_length + self.num_generation_tokens
 
-    def score(self, params: Params | Adapters, batch: Batch) -> Batch:
+    def score(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Computes old log-probabilities, the reference's and the critic's values, before the first update."""
         objective = self.config.objective
         if not len(batch):
-            return batch
+            return state, batch
         every_row = np.arange(len(batch))
         batch = select_rows(batch, every_row, bucket(batch.tokens.shape[1]))  # few widths to compile
         with self.out_of_memory():
             if self.has_old_logprobs:
-                scores = self.token_scores(self.policy(params), batch)
+                scores = self.token_scores(self.policy(state.params), batch)
                 batch = replace(batch, old_logprobs=scores.logprobs, values=scores.values, entropies=scores.entropy)
             if self.config.trusts_sampler:
                 batch = replace(batch, old_logprobs=batch.sample_logprobs)
             if objective.kl_coef:
                 scores = self.token_scores(self.reference, replace(batch, routes=None))  # it routes for itself
                 batch = replace(batch, ref_logprobs=scores.logprobs)
-        return batch
+        return state, batch
 
     def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
@@ -144,18 +150,17 @@ class Learner:
             is_row = rows != EMPTY
             for name, x in scores._asdict().items():
                 if x is not None:
-                    whole = by_name.setdefault(name, np.zeros(batch.tokens.shape, np.float32))
+                    whole = by_name.setdefault(name, np.zeros((*batch.tokens.shape, *x.shape[2:]), x.dtype))
                     whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
-        return TokenScores(**by_name)
+        return type(scores)(**by_name)
 
     def score_chain(self, params: Policy, microbatches: Iterator[Rows]) -> list[tuple[np.ndarray, TokenScores]]:
         """Returns the numbers of the rows of micro-batches, and the scores of their tokens, on the host."""
-        distribution = self.config.sampling.distribution
         scored = []
         for rows, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
             tokens, support, routes = microbatch.tokens, microbatch.support, microbatch.routes
-            scores = score(self.model, distribution, params, tokens, support, routes, packing, microbatch.extras)
+            scores = score(self.model, self.distribution, params, tokens, support, routes, packing, microbatch.extras)
             scored.append((rows, self.layout.fetch(scores)))
         return scored
 
@@ -185,11 +190,12 @@ class Learner:
 
     def add_up(self, params: Params | Adapters, microbatches: Iterator[Rows]) -> tuple[Sums, list[Part]]:
         """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
-        loss, distribution = self.config.objective.loss, self.config.sampling.distribution
+        loss, weights = self.config.objective.loss, (self.base, self.beside)
         sums, parts = self.zero_sums(params), []
         for _, *arrays in microbatches:
             microbatch, packing = self.layout.put(arrays)
-            sums, metrics = accumulate(self.model, loss, distribution, params, sums, microbatch, packing, self.base)
+            inputs = params, sums, microbatch, packing, *weights
+            sums, metrics = accumulate(self.model, loss, self.distribution, *inputs)
             parts.append((metrics, arrays[-1]))
         return sums, parts
 
@@ -225,6 +231,16 @@ class Learner:
         """Returns zeros, to which the gradients and losses of micro-batches are added."""
         grads = zeros_of(params, self.config.memory.grad_dtype or "float32")
         return grads, self.layout.put(np.float32(0))
+
+    def planned(self, state: TrainState, beside: PyTree = None) -> Self:
+        """Returns a learner whose micro-batches fit into memory with this state, and other arrays that are held."""
+        config, model = self.config, self.model
+        row_length = bucket(self.row_length)
+        held, num_rows = (self.base or self.reference, beside), config.sampling.inference_batch_per_device
+        settings = row_length, num_rows, config.place_of_sampling
+        plan = fit_memory(config.memory, model, self.layout, state, held, *settings)
+        chosen = {name: getattr(plan, name) for name in ("tokens_per_microbatch", "sampling_room", "notes")}
+        return replace(self, model=replace(model, remat=plan.remat), **chosen)
 
     def policy_moved_too_far(self, updates: Sequence[Update]) -> bool:
         """True if the mean approx_kl of an epoch's updates is above --target_kl."""
@@ -307,11 +323,12 @@ def accumulate(
     batch: Batch,
     packing: Packing,
     base: Weights | None = None,
+    beside: Weights | None = None,
 ) -> tuple[Sums, dict[str, Array]]:
     """Adds a micro-batch's gradient and loss to the sums; returns them, and its metrics, which are summands too."""
 
     def loss_of(params: Params | Adapters) -> tuple[Float[Array, ""], dict[str, Array]]:
-        policy = make_policy(base, params)
+        policy = make_policy(base, params) | (beside or {})
         inputs = batch.tokens, distribution, batch.support, batch.routes, packing, batch.extras
         scores = score_tokens(model, policy, *inputs)
         loss, metrics = policy_loss(scores, batch, objective)
@@ -382,21 +399,16 @@ def make_learner(
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}
     state = init_state(params, optimizer)
-    row_length = bucket(config.sampling.prompt_length + num_generation_tokens)
-    num_rows = config.sampling.inference_batch_per_device
-    others, place = base or reference, config.place_of_sampling
-    plan = fit_memory(config.memory, model, layout, state, others, row_length, num_rows, place)
     learner = Learner(
-        model=replace(model, remat=plan.remat),
+        model=model,
         optimizer=optimizer,
         layout=layout,
         config=config,
         num_generation_tokens=num_generation_tokens,
-        tokens_per_microbatch=plan.tokens_per_microbatch,
+        tokens_per_microbatch=0,
         reference=reference,
         base=base,
         on_skipped=on_skipped,
-        notes=plan.notes,
-        sampling_room=plan.sampling_room,
     )
+    learner = learner.planned(state)
     return learner, learner.between_updates(state)

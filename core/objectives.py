@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 
 from core.extensions.corrections import CorrectionConfig, token_weights
 from core.extensions.critic import CriticConfig
+from core.extensions.distill import distillation_loss
 from core.extensions.reference import reference_kl
 from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
 from core.run.ratios import ratio_metrics, sampler_metrics
@@ -100,7 +101,8 @@ OBJECTIVES = {
     "dppo": dppo,
     "sapo": sapo,
 }
-TERMS = [reference_kl]  # added to the policy's loss: each returns its value, 0 where it is off, and its metrics
+# Added to the policy's loss: each returns its value, 0 where it is off, and its metrics.
+TERMS = [reference_kl, distillation_loss]
 
 
 @dataclass(frozen=True)

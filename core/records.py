@@ -20,7 +20,7 @@ from utils.batching import concatenate
 from utils.metrics.jsonl import JSON
 
 Message = dict[str, str]  # role and content
-# A fork's arrays, [B] or [B, T]: what is put into `episodes.extras` travels as `batch.extras`; it is 1 in padding.
+# Arrays [B], [B, T] or [B, T, D]: what is put into `episodes.extras` travels as `batch.extras`; it is 1 in padding.
 EXTRAS: dict[str, type] = {}  # their types, as {"weight": Float[Array, "B T"]}: for --precompile only
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero
 

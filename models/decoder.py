@@ -17,7 +17,7 @@ from einops import rearrange
 from jax.extend.core import Primitive
 from jaxtyping import Bool, Float, Int, PyTree
 
-from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, is_spec
+from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
 from models.attention import (
     Columns,
     LayerCache,
@@ -40,6 +40,7 @@ from models.names import (
     LAYERS,
     NORM,
     SCALE,
+    TEACHER,
     TRANSPOSED,
     VALUE_HEAD,
     Array,
@@ -276,9 +277,12 @@ def embed(model: Decoder, params: Params | Weights, tokens: Int[Array, "B T"]) -
 
 def head(model: Decoder, params: Params | Weights, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Computes float32 logits of hidden states; the weight is cast here, so that its gradient is summed in float32."""
-    x = rms_norm(model, x, params[NORM])
-    weight = params[head_name(model)].astype(model.dtype)
-    logits = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+    return project(params[head_name(model)], rms_norm(model, x, params[NORM]))
+
+
+def project(weight: Float[Array, "V D"], x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Computes float32 logits of normed states, by products in their dtype."""
+    logits = jnp.matmul(x, weight.astype(x.dtype).T, preferred_element_type=jnp.float32)
     columns = [None] * (x.ndim - 2)
     return constrain(logits, "rows", *columns, "vocab")
 
@@ -349,6 +353,8 @@ def weights_of(model: Decoder, params: Params | Weights, *names: str) -> tuple[P
     if isinstance(params[LAYERS], list):  # below adapters
         return weights, None
     table = model.parameter_table()
+    if TEACHER in names:
+        table[TEACHER] = Spec(params[TEACHER].shape, ("vocab", None))
     return weights, {name: table[name] for name in weights}
 
 
@@ -600,6 +606,14 @@ def prompt_columns(prompts: list[PromptCache | None]) -> int:
     return leaves[0].shape[2] if leaves else 0
 
 
+def scored_hidden(
+    model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing | None = None
+) -> Hidden:
+    """Computes the normed state that each scored token was drawn from, in the token's column; 0 elsewhere."""
+    hidden = scored_states(forward(model, params, tokens, packing=packing), packing)
+    return scores_of_columns(rms_norm(model, hidden, params[NORM]), packing)
+
+
 LOGIT_ELEMENTS = 1 << 27  # of the head at a time on a device (0.5 GB in float32): [B, T, V] never exists
 SOFTMAX = Distribution()
 Support = Int[Array, "B T S"]
@@ -637,7 +651,8 @@ def score_tokens(
 
     The one place where next-token logits are shifted. `support` holds the ids that could be drawn for each token; None:
     all. `routes` holds the experts by which it was drawn, which are those of the token before it; None: routers are
-    free to choose. With a packing, tokens that it does not score have 0. `extras` of each token reach the distribution.
+    free to choose. With a packing, tokens that it does not score have 0. `extras` of each token reach the distribution,
+    those of rows are repeated for it.
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
@@ -649,10 +664,11 @@ def score_tokens(
     params = with_adapters(model, params)
     columns = {}
     for name, x in (extras or {}).items():
-        of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape)
+        of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape) if x.ndim < 3 else x
         columns[name] = scored_columns(of_tokens, packing, padding_value=1)
     rows = ScoreInputs(layer_inputs(tokens, routes, packing), scored_columns(tokens, packing), support, columns)
-    weights, table = weights_of(model, params, EMBED, LAYERS, NORM, head_name(model))
+    names = [name for name in (EMBED, LAYERS, NORM, head_name(model), TEACHER) if name in params]
+    weights, table = weights_of(model, params, *names)
     scores = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
     scores = scores._replace(values=values)
     return jax.tree.map(partial(scores_of_columns, packing=packing), scores)
@@ -678,7 +694,8 @@ def score_in_chunks(
     whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
     weights = weights | {name: whole}
     num_rows, num_columns = rows.targets.shape
-    most_columns = LOGIT_ELEMENTS // (num_rows * model.vocab_size)
+    num_heads = 1 + (TEACHER in weights)
+    most_columns = LOGIT_ELEMENTS // (num_heads * num_rows * model.vocab_size)
     width = max(1, min(num_columns, most_columns))
     num_chunks = -(-num_columns // width)
     score = partial(score_chunk, model, distribution, weights)
@@ -702,9 +719,11 @@ def score_in_chunks(
 def score_chunk(
     model: Decoder, distribution: Distribution, weights: PolicyParams, chunk: HeadInputs
 ) -> TokenScores:
-    """Returns the scores of columns, from the logits of all of them at once."""
-    logits = head(model, weights, chunk.hidden)
-    return distribution.score(logits, chunk.targets, chunk.support, chunk.extras)
+    """Returns the scores of columns, from the logits of all of them at once, and a teacher's of its own states."""
+    logits, extras = head(model, weights, chunk.hidden), chunk.extras
+    if TEACHER in weights:
+        extras = extras | {TEACHER: project(weights[TEACHER], extras[TEACHER])}
+    return distribution.score(logits, chunk.targets, chunk.support, extras)
 
 
 def make_critic(model: Decoder, params: Params) -> PolicyParams:

@@ -29,6 +29,8 @@ class TokenScores(NamedTuple):
     logprobs: Nats  # given the tokens left of it
     entropy: Nats  # of the distribution it came from
     values: Float[Array, "*R"] | None = None  # of the state it was chosen in, where there is a critic
+    divergence: Nats | None = None  # from the teacher's distribution, where there is a teacher
+    teacher_logprobs: Nats | None = None  # of the same token
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Distribution:
         """Returns the scores of each token under this distribution.
 
         `support` holds the ids that `draw` returned; None: all. A greedy distribution scores at temperature 1.
-        `extras` [*R] of the batch are for forks; they are 1 in padding.
+        `extras` [*R] of the batch are for forks, and 1 in padding; extras[TEACHER] [*R V] are a teacher's logits.
         """
         logits = logits / (self.temperature or 1.0)
         if support is not None:

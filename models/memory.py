@@ -71,6 +71,18 @@ def has_room_for_copy(num_bytes: int, layout: Layout) -> bool:
     return 3 * num_bytes < USABLE * layout.device_memory
 
 
+def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
+    """Raises UserError for another model whose weights do not fit into memory beside what is held."""
+    copies = layout.mesh.shape["fsdp"] * layout.mesh.shape["tp"]
+    size = model.num_parameters * jnp.dtype(model.dtype).itemsize // copies
+    room = int(USABLE * layout.device_memory) - bytes_on_device(held)
+    if size > room:
+        raise UserError(
+            f"{what} has {gigabytes(size)} GB on each device, and beside the policy {gigabytes(max(0, room))} GB are "
+            "free: take a smaller model, adapters over the policy's base, --lora_rank, or a --mesh that cuts weights"
+        )
+
+
 # When rollouts are drawn: between updates, by --ahead 1 beside them, or with --rollout_devices elsewhere.
 BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
 

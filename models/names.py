@@ -12,6 +12,7 @@ VALUE_HEAD = "v_head.weight"  # of the critic
 TRANSPOSED = ".T"  # suffix of the name of a matrix in the layout of `decode_axes`
 SCALE = ".scale"  # of the name of a matrix of int8: its output channels' factors
 ADAPTERS = "adapters"  # policy[ADAPTERS]: what is trained over a base
+TEACHER = "teacher"  # policy[TEACHER]: the head of another model, [V, D], whose states are extras[TEACHER]
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # behind the name of an adapted matrix
 MEMBERS = "members"  # weights[MEMBERS]: of several policies over one base, the member that each rank belongs to
 FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias")  # parameters that are never used in the dtype of the matmuls

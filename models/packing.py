@@ -194,12 +194,13 @@ def scored_columns(
     return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_indices)
 
 
-def scores_of_columns(scores: Float[Array, "S K"], packing: Packing | None) -> Float[Array, "B T"]:
-    """Returns each token's score in its own column, 0 where it is not scored."""
+def scores_of_columns(scores: Float[Array, "S K ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
+    """Returns what each scored token has in its own column, 0 where it is not scored."""
     if packing is not None:
         numbers = by_shard(packing.numbers, packing)
         scores = jax.vmap(move)(scores, numbers, packing.scored)
-        scores = scores.reshape(packing.numbers.shape)
+        scores = scores.reshape(*packing.numbers.shape, *scores.shape[2:])
         scores = scores[:, :-1]
-    padding = (0, 0), (1, 0)
+    padding = [(0, 0)] * scores.ndim
+    padding[1] = (1, 0)
     return jnp.pad(scores, padding)

@@ -9,8 +9,8 @@ from utils.reporting.verdict import judge
 
 WELL = {
     "env/reward_errors": 0, "env/reward_timeouts": 0,
-    "env/groups_without_signal": 0.3, "entropy": 0.5, "env/finished": 0.9, "inference_recompute/logprob_diff": 1e-3,
-    "approx_kl": 1e-3, "kl": 0.01, "grad_norm": 0.1,
+    "env/groups_without_signal": 0.3, "entropy": 0.5, "env/finished": 0.9, "distill/cut_off": 0.0,
+    "inference_recompute/logprob_diff": 1e-3, "approx_kl": 1e-3, "kl": 0.01, "grad_norm": 0.1,
 }  # fmt: skip
 ILL = {
     "env/reward_errors": (6, "the reward failed for 6 replies of the step"),
@@ -18,6 +18,7 @@ ILL = {
     "env/groups_without_signal": (0.95, "95% of the groups have equal rewards"),
     "entropy": (0.04, "entropy has fallen from 0.5 to 0.04"),
     "env/finished": (0.4, "only 40% of the completions end"),
+    "distill/cut_off": (0.4, "40% of the completions are cut off at the limit"),
     "inference_recompute/logprob_diff": (0.05, "sampler and trainer differ by 0.05"),
     "approx_kl": (0.3, "a KL of 0.3 within a step"),
     "kl": (2.0, "the KL to the initial model has risen to 2"),

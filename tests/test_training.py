@@ -148,7 +148,7 @@ def train_step(
 ) -> tuple[TrainState, dict, list[Update]]:
     """A step of training after its rollouts, as in core/grpo.py."""
     config, updates = learner.config, []
-    batch = compute_advantages(learner.score(state.params, batch), config.objective)
+    batch = compute_advantages(learner.score(state, batch)[1], config.objective)
     for epoch in range(config.update.ppo_epochs):
         minibatches = split_minibatches(batch, config, step, epoch)
         for minibatch in minibatches:
@@ -353,7 +353,7 @@ def test_before_the_first_update_the_ratio_is_one_under_truncated_sampling(cut):
 )
 def test_old_logprobs(flags, expected):
     batch = replace(random_batch(), old_logprobs=None)
-    scored = make_learner(**flags).score(random_params(), batch)
+    _, scored = make_learner(**flags).score(SimpleNamespace(params=random_params()), batch)
     if expected is None:
         assert scored.old_logprobs is None
     else:

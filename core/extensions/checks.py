@@ -62,6 +62,7 @@ def check_combinations(config: Any) -> None:
     """Checks Config of core/config.py: the loop's own options, and those of several groups together."""
     update, objective, sampling, kv_dtype = config.update, config.objective, config.sampling, config.compute.kv_dtype
     is_uncorrected = config.ahead > 0 and not objective.is_corrected
+    check_distillation(config.distill, objective.advantage, update.group_size)
     refuse([
         (config.max_steps < 1 or min(config.num_epochs, config.seed) < 0,
          "--max_steps must be at least 1, --num_epochs and --seed must not be negative"),
@@ -80,6 +81,10 @@ def check_combinations(config: Any) -> None:
          "--temperature 0 always draws the same completion: training needs one above 0"),
         (config.precompile and sampling.num_speculative_tokens > 0,
          "--precompile does not know the programs of --num_speculative_tokens: drop one"),
+        (config.precompile and config.distill.teacher != "",
+         "--precompile does not know the programs of --teacher: drop one"),
+        (config.distill.teacher != "" and not sampling.distribution.is_whole,
+         "--teacher compares whole distributions: leave --top_k, --top_p and --min_p out"),
         (update.do_inference_logprobs and objective.is_corrected,
          "--do_inference_logprobs leaves --importance_correction nothing to correct: drop one"),
         (update.do_inference_logprobs and objective.do_mask_inference_ratio,
@@ -96,4 +101,28 @@ def check_combinations(config: Any) -> None:
         (is_uncorrected and objective.objective == "reinforce",
          "--ahead 1 draws by weights that are a step old, which --objective reinforce does not account for: add "
          "--importance_correction truncate, or take another objective"),
+    ])  # fmt: skip
+
+
+def check_distillation(config: Any, advantage: str, group_size: int) -> None:
+    """Checks DistillConfig of core/extensions/distill.py, and the advantage beside it."""
+    options = [name for name, value in vars(config).items() if value != getattr(type(config), name)]
+    is_self = config.teacher == "self"
+    refuse([
+        (not config.teacher and advantage == "none", "--advantage none learns nothing without --teacher"),
+        (not config.teacher and options != [], f"--{' --'.join(options)} has no effect without --teacher"),
+        (not 0 < config.distill_beta < 1,
+         "--distill_beta is above 0 and below 1: --distill forward and reverse are its ends"),
+        ("distill_beta" in options and config.distill != "jsd",
+         f"--distill_beta has no effect with --distill {config.distill}, only with jsd"),
+        (config.distill_coef <= 0, "--distill_coef must be above 0"),
+        (not 0 <= config.teacher_decay < 1, "--teacher_decay goes from 0 to below 1"),
+        (not 0 <= config.max_length_growth <= 1, "--max_length_growth goes from 0 to 1"),
+        (config.teacher_decay > 0 and not is_self, "--teacher_decay averages policies: give --teacher self"),
+        (is_self and not config.teacher_prefix and not config.teacher_decay,
+         "--teacher self is the policy itself: give it another prompt by --teacher_prefix, or --teacher_decay"),
+        (config.teacher_prefix == "sibling" and group_size < 2,
+         "--teacher_prefix sibling shows another completion of the group: raise --group_size above 1"),
+        (config.teacher != "" and advantage == "best_k",
+         "--advantage best_k drops the other completions, which --teacher is to teach: take another advantage"),
     ])  # fmt: skip

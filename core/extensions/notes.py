@@ -29,6 +29,7 @@ ADVANTAGES = {  # by --advantage; r: rewards
     "maxrl": "(r - mean) / mean of the group, 0 where the mean is not positive",
     "reinforce++_baseline": "r - mean of the group, whitened over the tokens of the batch",
     "best_k": "1 for the {config.best_k} best of the group, the others are dropped",
+    "none": "0",
     "reinforce": "r",
     "batch_zscore": "(r - mean) / std of the batch",
     "gae": "generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch",

@@ -1,0 +1,123 @@
+"""Distillation: options, divergences of whole next-token distributions, and what they add to the loss.
+
+The teacher itself, its second prompt and its average: core/extensions/teacher.py.
+Letters: R rows of logits, V vocabulary, B rows of a batch, T row length; p the policy, q the teacher.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from core.records import Batch, sum_over_rows, token_mean
+from models.distribution import Distribution, Logits, Support, Tokens, TokenScores
+from models.names import TEACHER, Array, Extras
+from utils.settings.options import option
+
+SELF, SIBLING = "self", "sibling"
+SAMPLED = "sampled"
+BETAS = {"forward": 0.0, "reverse": 1.0}
+COEFFICIENTS = "teacher_coefficients"  # batch.extras[...] [B]: of the teacher's term in each row
+LOGPROBS = "teacher_logprobs"  # batch.extras[...] [B, T]: of the drawn tokens, for --distill sampled
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation."""
+
+    teacher: str = option(
+        "",
+        "Teacher q whose next-token distributions the policy p learns on its own completions: Hugging Face folder, hub "
+        "id, run folder (its last step), adapters, or self: the policy, with another prompt (--teacher_prefix) or "
+        "averaged (--teacher_decay); empty: none",
+    )
+    distill: str = option(
+        "reverse",
+        "Loss of --teacher; reverse: KL(p || q), forward: KL(q || p), jsd: see --distill_beta, all over the whole "
+        "vocabulary; sampled: log q - log p of the drawn tokens is added to their advantages",
+        [*BETAS, "jsd", SAMPLED],
+    )
+    distill_beta: float = option(
+        0.5, "Mixture m = (1 - beta) p + beta q of --distill jsd: (1 - beta) KL(p || m) + beta KL(q || m)"
+    )
+    distill_coef: float = option(1.0, "Coefficient of the divergence in the loss, or of the addition to advantages")
+    teacher_prefix: str = option(
+        "",
+        "System message that only the teacher reads, before the prompt: a text, @FILE with one, or sibling: another "
+        "completion of the group whose reward is 1 or more; empty: none",
+    )
+    teacher_decay: float = option(
+        0.0, "Decay per step of the average of policies that --teacher self is; 0: no average, the policy at each step"
+    )
+    max_length_growth: float = option(
+        0.3, "Share of completions cut off at --num_generation_tokens above which a run with --teacher warns"
+    )
+
+
+@dataclass(frozen=True)
+class ComparedDistribution(Distribution):
+    """The distribution that is sampled, compared with a teacher's at the same temperature."""
+
+    beta: float = 1.0  # see `divergence`
+
+    def score(
+        self, logits: Logits, tokens: Tokens, support: Support | None = None, extras: Extras | None = None
+    ) -> TokenScores:
+        """Returns the scores of each token; with logits of a teacher among `extras` also the divergence."""
+        scores = super().score(logits, tokens, support, extras)
+        if TEACHER not in (extras or {}):
+            return scores
+        # As matrices: see `score_softmax`.
+        log_p, log_q = (
+            jax.nn.log_softmax(x.reshape(-1, x.shape[-1]) / (self.temperature or 1.0))
+            for x in (logits, extras[TEACHER])
+        )
+        chosen = jnp.take_along_axis(log_q, tokens.reshape(-1, 1), axis=-1)
+        distances = divergence(log_p, log_q, self.beta)
+        return scores._replace(
+            divergence=distances.reshape(tokens.shape), teacher_logprobs=chosen.reshape(tokens.shape)
+        )
+
+
+def divergence(log_p: Float[Array, "R V"], log_q: Float[Array, "R V"], beta: float) -> Float[Array, "R"]:
+    """Returns KL(q || p) for beta 0, KL(p || q) for 1, else (1 - beta) KL(p || m) + beta KL(q || m), nats.
+
+    m = (1 - beta) p + beta q. Source: arXiv 2306.13649, eq. 1 and table 1, as TRL's DistillationTrainer has it.
+    """
+    if beta == 0:
+        return kl(log_q, log_p)
+    if beta == 1:
+        return kl(log_p, log_q)
+    log_m = jnp.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    return (1 - beta) * kl(log_p, log_m) + beta * kl(log_q, log_m)
+
+
+def kl(log_p: Float[Array, "R V"], log_q: Float[Array, "R V"]) -> Float[Array, "R"]:
+    """Returns KL(p || q), nats."""
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def distillation_loss(
+    scores: TokenScores, batch: Batch, config: object
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Returns the teacher's part of a micro-batch's loss, and its metrics; 0 and none without a teacher.
+
+    Under --distill sampled the part is in the advantages, and the divergence that is logged an estimate of the reverse.
+    """
+    if COEFFICIENTS not in batch.extras:
+        return jnp.zeros(()), {}
+    coefficients = batch.extras[COEFFICIENTS][:, None]
+    logprobs, distances, loss = scores.teacher_logprobs, scores.divergence, jnp.zeros(())
+    if distances is None:
+        logprobs = batch.extras[LOGPROBS]
+        distances = jax.lax.stop_gradient(scores.logprobs) - logprobs
+    else:
+        loss = sum_over_rows(coefficients * distances, batch, batch.denominator)
+    is_taught = coefficients > 0
+    return loss, {
+        "distill/loss": loss,
+        "distill/divergence": token_mean(is_taught * distances, batch),
+        "distill/teacher_logprob": token_mean(is_taught * logprobs, batch),
+    }

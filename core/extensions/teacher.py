@@ -1,0 +1,365 @@
+"""The teacher of a run with --teacher: who it is, what it reads before the prompt, and what it says of a batch.
+
+Its body runs once for each batch. Its states [B, T, D] travel as batch.extras[TEACHER] to the update, where the logits
+of both models are made in the chunks of the head: see `score_chunk` in models/decoder.py.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from core.config import Config
+from core.extensions.distill import (
+    BETAS,
+    COEFFICIENTS,
+    LOGPROBS,
+    SAMPLED,
+    SELF,
+    SIBLING,
+    ComparedDistribution,
+    DistillConfig,
+)
+from core.learner import Learner, Rows, Update
+from core.records import Batch
+from core.rollout import RolloutWorker, encode_prompt
+from models.architecture import Decoder
+from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir
+from models.decoder import head_name, scored_hidden
+from models.lora import LoraConfig, make_policy
+from models.memory import check_room
+from models.names import CRITIC, LAYERS, TEACHER, Adapters, Array, Extras, Params, Policy
+from models.packing import Packing
+from models.peft import read_adapters
+from models.state import TrainState
+from models.tokenizer import Tokenizer
+from utils.settings.errors import UserError, counted
+
+SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
+SHOWN = "A correct answer to the question that follows:\n\n"  # and a sibling's completion
+MARK = "lmpocontent"  # in the place of a system message's text, to find what a template writes around it
+
+
+class TokenStates(NamedTuple):
+    """What the head reads, for each token: the state that it was drawn from, in the token's column."""
+
+    states: Float[Array, "B T D"]
+
+
+@dataclass(frozen=True)
+class StateLearner(Learner):
+    """A learner that scores no tokens: of each it returns the state."""
+
+    def score_chain(self, params: Policy, microbatches: Iterator[Rows]) -> list[tuple[np.ndarray, TokenStates]]:
+        """Returns the numbers of the rows of micro-batches, and the states of their tokens, on the host."""
+        scored = []
+        for rows, *arrays in microbatches:
+            microbatch, packing = self.layout.put(arrays)
+            states = hidden_states(self.model, params, microbatch.tokens, packing)
+            scored.append((rows, TokenStates(self.layout.fetch(states))))
+        return scored
+
+
+@partial(jax.jit, static_argnums=0)
+def hidden_states(
+    model: Decoder, params: Policy, tokens: Int[Array, "B T"], packing: Packing
+) -> Float[Array, "B T D"]:
+    """Returns what the head reads of each scored token."""
+    return scored_hidden(model, params, tokens, packing)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What the teacher alone reads, before the prompt: a text, or the completion of a row's sibling."""
+
+    tokenizer: Tokenizer
+    text: str = ""  # SIBLING: what each row's sibling wrote
+    opening: Sequence[int] = ()  # ids that begin a system message
+    closing: Sequence[int] = ()
+    max_tokens: int = 0  # of the text
+
+    @property
+    def longest(self) -> int:
+        """Returns the most ids of a prefix."""
+        if self.text == SIBLING:
+            return len(self.opening) + self.max_tokens + len(self.closing)
+        return len(self.ids(self.text))
+
+    def ids(self, text: str) -> list[int]:
+        """Returns the ids of a system message; of no text none. Special tokens that it spells stay text."""
+        return [*self.opening, *self.tokenizer.encode_plain(text)[: self.max_tokens], *self.closing] if text else []
+
+    def of_rows(self, batch: Batch) -> list[list[int]]:
+        """Returns the prefix of each row, which is empty where there is none to show."""
+        if self.text != SIBLING:
+            return [self.ids(self.text)] * len(batch)
+        texts = []
+        for sibling in successful_siblings(batch.rewards, batch.group_size):
+            completion = batch.tokens[sibling][batch.mask[sibling]]
+            texts.append(SHOWN + self.tokenizer.decode(completion) if sibling >= 0 else "")
+        return [self.ids(text) for text in texts]
+
+
+def successful_siblings(rewards: Float[np.ndarray, "B"], group_size: int) -> Int[np.ndarray, "B"]:
+    """Returns for each row the next other one of its group, in turn, that succeeded; -1: none did."""
+    rows = np.arange(len(rewards)).reshape(-1, group_size)
+    found = np.full(rows.shape, -1)
+    for distance in reversed(range(1, group_size)):
+        others = np.roll(rows, -distance, axis=1)
+        found = np.where(rewards[others] >= SUCCESS, others, found)
+    return found.ravel()
+
+
+def behind(prefixes: Sequence[Sequence[int]], batch: Batch) -> tuple[Batch, Int[np.ndarray, "B T"]]:
+    """Returns the rows with a prefix before each, no part of what is scored, and the columns that they are then in."""
+    sizes = np.array([len(prefix) for prefix in prefixes])
+    columns = sizes[:, None] + np.arange(batch.tokens.shape[1])
+    shape = len(batch), batch.tokens.shape[1] + sizes.max()
+    tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    np.put_along_axis(tokens, columns, batch.tokens, axis=1)
+    np.put_along_axis(mask, columns, batch.mask, axis=1)
+    for row, prefix in zip(tokens, prefixes, strict=True):
+        row[: len(prefix)] = prefix
+    lengths, prompt_lengths = batch.lengths + sizes, batch.prompt_lengths + sizes
+    sampled = np.zeros(shape, np.float32)
+    return Batch(tokens, mask, sampled, batch.rewards, lengths, prompt_lengths), columns
+
+
+@dataclass(frozen=True)
+class TaughtLearner(Learner):
+    """A learner whose loss or advantages compare the policy with a teacher."""
+
+    config: Config
+    teacher: Learner | None = None  # of the teacher's model: returns log-probabilities or states
+    policy_of_teacher: Policy | None = None  # None: --teacher self
+    prefix: Prefix | None = None
+
+    @property
+    def distribution(self) -> ComparedDistribution:
+        """Returns what scores tokens: the distribution that is sampled, compared with the teacher's."""
+        options = self.config.distill
+        beta = BETAS.get(options.distill, options.distill_beta)
+        return ComparedDistribution(**vars(self.config.sampling.distribution), beta=beta)
+
+    def score(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """Computes what `Learner.score` does and, once an average of policies has moved, what the teacher says."""
+        state, batch = super().score(state, batch)
+        if TEACHER in state.extra:
+            kept = state.extra[TEACHER]
+            params = {name: state.params[name] for name in kept}
+            kept = move_average(kept, params, np.float32(self.config.distill.teacher_decay))
+            state = replace(state, extra=state.extra | {TEACHER: kept})
+        if len(batch):
+            with self.out_of_memory():
+                batch = replace(batch, extras=batch.extras | self.ask(state, batch))
+        return state, batch
+
+    def ask(self, state: TrainState, batch: Batch) -> Extras:
+        """Returns what the teacher says of a batch, and the coefficients of its rows: 0 where it had none to show."""
+        options = self.config.distill
+        policy = self.policy_of_teacher
+        if policy is None:
+            policy = self.policy(state.extra[TEACHER] if options.teacher_decay else state.params)
+        prefixes = self.prefix.of_rows(batch)
+        is_taught = [bool(prefix) or options.teacher_prefix != SIBLING for prefix in prefixes]
+        shown, columns = behind(prefixes, batch)
+        said = self.teacher.token_scores(policy, shown)[0]
+        if shown.tokens.shape != batch.tokens.shape:
+            said = said[np.arange(len(batch))[:, None], columns]
+        coefficients = options.distill_coef * np.float32(is_taught)
+        return {COEFFICIENTS: coefficients, LOGPROBS if options.distill == SAMPLED else TEACHER: said}
+
+    def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
+        """Makes one optimiser step: see `Learner.update`. Advantages are whitened by now; what is added is not."""
+        learner = self
+        if TEACHER in state.extra and not self.base:
+            learner = replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
+        if self.config.distill.distill == SAMPLED:
+            old = minibatch.sample_logprobs if minibatch.old_logprobs is None else minibatch.old_logprobs
+            gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
+            minibatch = replace(minibatch, advantages=minibatch.advantages + np.where(minibatch.mask, gain, 0))
+        return Learner.update(learner, state, minibatch, fraction_done)
+
+    def metrics(self, updates: Sequence[Update]) -> dict[str, float | list[float]]:
+        """Returns the metrics of a step: see `Learner.metrics`."""
+        metrics = super().metrics(updates)
+        if updates:
+            coefficients = np.concatenate([update.minibatch.extras[COEFFICIENTS] for update in updates])
+            finished = np.concatenate([update.minibatch.finished for update in updates])
+            metrics["distill/rows_not_taught"] = float(np.mean(coefficients == 0))
+            if np.mean(~finished) > self.config.distill.max_length_growth:
+                metrics["distill/cut_off"] = float(np.mean(~finished))  # see utils/metrics/health.py
+        return metrics
+
+
+@partial(jax.jit, donate_argnums=0)
+def move_average(kept: Params | Adapters, params: Params | Adapters, decay: Float[Array, ""]) -> Params | Adapters:
+    """Returns decay x kept + (1 - decay) x params."""
+    return jax.tree.map(lambda x, new: decay * x + (1 - decay) * new, kept, params)
+
+
+def attach_teacher(
+    config: Config, learner: Learner, state: TrainState, worker: RolloutWorker
+) -> tuple[Config, Learner, TrainState]:
+    """Returns settings, learner and state with the teacher of --teacher; without one as they are.
+
+    Raises: UserError for a teacher with another vocabulary, or that does not fit, and as `load_model`.
+    """
+    options = config.distill
+    if not options.teacher:
+        return config, learner, state
+    # Groups of equal rewards have advantage 0, and are taught.
+    config = replace(config, objective=replace(config.objective, do_group_filter=False))
+    model, policy, tokenizer, notes = learner.model, None, worker.tokenizer, []
+    if options.teacher != SELF:
+        model, policy, tokenizer = load_teacher(config, learner, state)
+        notes = compare_tokenizers(options.teacher, tokenizer, worker)
+        check_size(options.teacher, model, learner.model)
+    elif options.teacher_decay or not learner.base:
+        state = replace(state, extra=state.extra | {TEACHER: kept_of_policy(options, learner, state)})
+    prefix = make_prefix(options.teacher_prefix, tokenizer, worker)
+    num_columns = prefix.longest + learner.row_length
+    if num_columns > model.max_position_embeddings:
+        raise UserError(
+            f"--teacher_prefix has up to {prefix.longest} tokens, with prompt and completion {num_columns}, more than "
+            f"the {model.max_position_embeddings} of the teacher's context: shorten it, or --num_generation_tokens"
+        )
+    beside = {}
+    if options.distill != SAMPLED and (policy or learner.base):
+        beside[TEACHER] = whole_head(model, policy or learner.base, learner)
+    learner = learner.planned(state, (beside, policy if policy and not shares_base(policy, learner) else None))
+    teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
+    teacher = replace(teacher, model=model, num_generation_tokens=teacher.num_generation_tokens + prefix.longest)
+    own = {"config": config, "beside": beside, "notes": (*learner.notes, *notes, describe(config, model, prefix))}
+    own |= {"teacher": teacher, "policy_of_teacher": policy, "prefix": prefix}
+    return config, TaughtLearner(**vars(learner) | own), state
+
+
+def kept_of_policy(options: DistillConfig, learner: Learner, state: TrainState) -> Params | Adapters:
+    """Returns a copy of what --teacher self needs of the policy beyond the scoring of a batch.
+
+    Of an average that is all that is trained, else the head, which updates would change below the teacher's states.
+    """
+    names = [head_name(learner.model)]
+    if options.teacher_decay:
+        names = [name for name in state.params if name != CRITIC]
+    return {name: jax.tree.map(jnp.copy, state.params[name]) for name in names}
+
+
+def shares_base(policy: Policy, learner: Learner) -> bool:
+    """True if a teacher is adapters over the base of the policy."""
+    return bool(learner.base) and policy.get(LAYERS) is learner.base[LAYERS]
+
+
+def whole_head(model: Decoder, policy: Policy, learner: Learner) -> Array:
+    """Returns the teacher's head for the ids of the policy, on the devices as sampling reads it: cut along tp only."""
+    head = policy[head_name(model)]
+    sharding = learner.layout.sharding((learner.model.vocab_size, model.hidden_size), ("vocab", "embed"), rollout=True)
+    if head.shape[0] == learner.model.vocab_size and head.sharding == sharding:
+        return head
+    cut = jax.jit(lambda x: x[: learner.model.vocab_size], out_shardings=sharding)
+    return cut(head)
+
+
+def load_teacher(config: Config, learner: Learner, state: TrainState) -> tuple[Decoder, Policy, Tokenizer]:
+    """Loads the teacher's model, in the dtype of matmuls; of adapters over the base of the policy only these.
+
+    Raises: UserError as `load_model`, and for one that does not fit beside what memory holds.
+    """
+    name, arguments, layout = resolve_model_dir(config.distill.teacher), config.compute.arguments, learner.layout
+    adapters = read_adapters(find_model(name))
+    dtype = config.lora.base_dtype
+    if adapters and learner.base and adapters.base_dtype == dtype and is_same_base(adapters.base, config.model_dir):
+        lora = LoraConfig(lora_rank=adapters.rank, base_dtype=dtype)
+        model, base, trained, tokenizer = load_policy(name, lora, 0, layout, **arguments, base=learner.base)
+        return model, make_policy(base, trained), tokenizer
+    arguments["param_dtype"] = arguments["dtype"] or default_dtype()
+    source = open_model(name, layout, **arguments)
+    check_room(f"--teacher {name}", source.model, layout, (state, learner.base or learner.reference))
+    return load_model(name, layout, **arguments)
+
+
+def is_same_base(base: str, model_dir: str) -> bool:
+    """True if adapters over this base are over that of the policy."""
+    folder = find_model(resolve_model_dir(model_dir))
+    own = read_adapters(folder)
+    return find_model(base).resolve() == (find_model(own.base) if own else folder).resolve()
+
+
+def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> list[str]:
+    """Returns a note where prompts or stop tokens differ. Raises: UserError where ids mean other tokens."""
+    own = worker.tokenizer
+    theirs, ours = ({**tokenizer.hf.get_vocab(), **tokenizer.special_ids} for tokenizer in (teacher, own))
+    if different := sorted(theirs.items() ^ ours.items(), key=lambda item: item[1]):
+        token, number = different[0]
+        raise UserError(
+            f"--teacher {name} has another vocabulary than the policy ({counted(len(different), 'difference')}, as "
+            f"{token!r} with id {number}): distillation compares probabilities of the same ids"
+        )
+    notes, problem = [], worker.env.problem(0)
+    if teacher.special_ids != own.special_ids or teacher.stop_ids != own.stop_ids:
+        notes.append(f"the teacher ends a completion by ids {teacher.stop_ids}, the policy by {own.stop_ids}")
+    if encode_prompt(teacher, problem) != encode_prompt(own, problem):
+        notes.append("the teacher's chat template writes prompts in another way; it reads those of the policy")
+    return [f"--teacher {name}: {note}" for note in notes]
+
+
+def check_size(name: str, teacher: Decoder, model: Decoder) -> None:
+    """Raises UserError for a teacher with fewer ids than the policy; more, which only pad, are cut off."""
+    if teacher.vocab_size < model.vocab_size:
+        raise UserError(
+            f"--teacher {name} has vocab_size {teacher.vocab_size:,}, the policy {model.vocab_size:,}: it gives no "
+            "probability to the other ids"
+        )
+
+
+def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefix:
+    """Returns what --teacher_prefix names.
+
+    Raises: UserError where there is no such file, and where the chat template shows no system message.
+    """
+    if not text:
+        return Prefix(tokenizer)
+    problem, limit = worker.env.problem(0), sys.maxsize
+    if text == SIBLING:
+        limit = worker.max_new_tokens + len(tokenizer.encode_plain(SHOWN))
+        if worker.env.max_turns > 1:
+            raise UserError(f"--teacher_prefix {SIBLING} shows single replies, and {worker.name} has several turns")
+    elif text.startswith("@"):
+        file = Path(os.path.expanduser(text[1:]))
+        text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        if not text:
+            raise UserError(f"--teacher_prefix @{file}: there is no such file with a text")
+    if problem.plain or not tokenizer.has_template:
+        return Prefix(tokenizer, text, (), tokenizer.encode("\n"), limit)
+    try:
+        rendered = tokenizer.render([{"role": "system", "content": MARK}], problem.thinking, is_open=False)
+    except UserError as error:
+        raise UserError(f"--teacher_prefix is a system message, and {error}") from error
+    opening, mark, closing = rendered.partition(MARK)
+    if not mark:
+        raise UserError("--teacher_prefix is a system message, which the teacher's chat template does not show")
+    return Prefix(tokenizer, text, tokenizer.encode(opening), tokenizer.encode(closing), limit)
+
+
+def describe(config: Config, model: Decoder, prefix: Prefix) -> str:
+    """Returns in one line who teaches, and what is minimised."""
+    options = config.distill
+    who = f"{options.teacher}, {model.num_parameters:,} parameters"
+    if options.teacher_decay:
+        who += f", averaged with decay {options.teacher_decay:g} a step"
+    if options.teacher_prefix:
+        what = "a successful sibling" if prefix.text == SIBLING else f"{prefix.longest} tokens of its own"
+        who += f", which reads {what} before the prompt"
+    loss = f"+ {options.distill_coef:g} x {options.distill} divergence of each token's distribution"
+    if options.distill == SAMPLED:
+        loss = f"A + {options.distill_coef:g} (log q - log p) of each drawn token"
+    return f"teacher q: {who}; {loss}; groups of equal rewards stay"

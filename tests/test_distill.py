@@ -1,0 +1,380 @@
+"""Distillation: divergences against float64, updates against whole logits, prompts of the teacher, its average, runs.
+
+Letters: B rows, T row length, V vocabulary; p the policy, q the teacher.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import MODEL, Letters, assert_close, on_four_devices, random_params, slow, train_here
+from kill_runs import FLAGS, ROOT, checksum, records
+from test_training import SGD, assert_same_gradient, first_state, make_learner, random_batch
+
+from bench import hlo
+from core.advantages import compute_advantages
+from core.config import Config
+from core.extensions import teacher as teachers
+from core.extensions.distill import BETAS, COEFFICIENTS, LOGPROBS, SAMPLED, SIBLING, ComparedDistribution
+from core.extensions.teacher import (
+    SHOWN,
+    Prefix,
+    StateLearner,
+    TaughtLearner,
+    load_teacher,
+    make_prefix,
+    successful_siblings,
+)
+from core.learner import Learner, accumulate
+from core.records import Batch
+from models import decoder
+from models.architecture import Decoder
+from models.checkpoint import load_model, load_policy
+from models.lora import make_policy
+from models.memory import check_room
+from models.names import EMBED, LAYERS, TEACHER
+from models.tokenizer import load_tokenizer
+from utils.batching import select_rows
+from utils.devices.sharding import Layout, single_device
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.metrics.health import HealthChecks
+from utils.settings.config import make_config, parse, with_options
+from utils.settings.errors import UserError
+
+FIXTURES = ROOT / "tests" / "fixtures"
+OTHER = replace(MODEL, hidden_size=24, intermediate_size=40, num_hidden_layers=1, tie_word_embeddings=True)
+CONFIG = make_config(
+    Config, teacher="another", advantage="none", entropy_coef=0.0, temperature=0.8, groups_per_batch=2, group_size=4,
+    ppo_minibatch=0, num_generation_tokens=50, do_group_filter=False,
+)  # fmt: skip
+scores_of = jax.jit(decoder.score_tokens, static_argnums=0)
+KINDS = {"forward": 0.0, "reverse": 1.0, "jsd 0.1": 0.1, "jsd 0.5": 0.5, "jsd 0.9": 0.9}
+
+
+# Formulas
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def divergence64(p: np.ndarray, q: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """The divergence of logits, and its gradient with respect to log p's, from the definitions in float64."""
+    log_p, log_q = log_softmax(np.float64(p)), log_softmax(np.float64(q))
+    p, q = np.exp(log_p), np.exp(log_q)
+    if beta == 0:
+        return (q * (log_q - log_p)).sum(-1), p - q
+    m = (1 - beta) * p + beta * q
+    of_p, of_q = ((x * np.log(x / (q if beta == 1 else m))).sum(-1) for x in (p, q))
+    log_ratio = log_p - (log_q if beta == 1 else np.log(m))
+    share = 1 if beta == 1 else 1 - beta
+    slope = p * share * (log_ratio - (p * log_ratio).sum(-1, keepdims=True))
+    return (of_p if beta == 1 else (1 - beta) * of_p + beta * of_q), slope
+
+
+def random_logits(V: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return tuple(np.float32(rng.normal(0, 2, (5, V))) for _ in range(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergences_and_gradients_equal_float64(kind):
+    p, q = random_logits()
+    distribution, tokens = ComparedDistribution(temperature=0.7, beta=KINDS[kind]), np.arange(5, dtype=np.int32)
+
+    def total(p):
+        scores = distribution.score(p, tokens, extras={TEACHER: q})
+        return scores.divergence.sum(), scores
+
+    (_, scores), gradient = jax.value_and_grad(total, has_aux=True)(p)
+    expected, slope = divergence64(p / 0.7, q / 0.7, KINDS[kind])
+    np.testing.assert_allclose(scores.divergence, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, slope / 0.7, atol=1e-5 * np.abs(slope).max())
+    np.testing.assert_allclose(scores.teacher_logprobs, log_softmax(q / 0.7)[tokens, tokens], rtol=1e-5)
+
+
+def test_the_mean_of_sampled_gradients_is_the_whole_one():
+    """Over all tokens, each with its probability: log q - log p is the advantage of --distill sampled."""
+    p, q = random_logits()
+    log_p, log_q = log_softmax(np.float64(p)), log_softmax(np.float64(q))
+    scores = np.eye(p.shape[1]) - np.exp(log_p)[:, None]  # gradients of log p(y) with respect to logits, [R, y, V]
+    mean = -np.einsum("ry,ry,ryv->rv", np.exp(log_p), log_q - log_p, scores)
+    np.testing.assert_allclose(mean, divergence64(p, q, 1.0)[1], atol=1e-12)
+
+
+# Updates
+
+
+class Spelled(Letters):
+    """Letters, none of them special."""
+
+    encode_plain = Letters.encode
+
+
+def taught(layout: Layout | None = None, prefix: str = "", tokens: int = 128, **options) -> TaughtLearner:
+    """A learner with a teacher of another shape, which reads a prefix."""
+    config = with_options(CONFIG, teacher_prefix=prefix, **options)
+    own = vars(make_learner(config, SGD, layout, tokens)) | {"config": config}
+    is_sampled = config.distill.distill == SAMPLED
+    teacher = (Learner if is_sampled else StateLearner)(**own | {"model": replace(OTHER, mesh=own["model"].mesh)})
+    params = random_params(OTHER)
+    beside = {} if is_sampled else {TEACHER: params[EMBED]}
+    shown = Prefix(Spelled(), prefix, (5, 6), (7,), 40)
+    return TaughtLearner(**own | {"beside": beside}, teacher=teacher, policy_of_teacher=params, prefix=shown)
+
+
+def fresh_batch() -> Batch:
+    return replace(random_batch(), old_logprobs=None, advantages=None)
+
+
+def taught_gradient(learner: TaughtLearner) -> tuple[dict, dict]:
+    """The gradient and the metrics of the one update of a step, by plain descent with rate 1."""
+    state, batch = learner.score(first_state(learner), fresh_batch())
+    batch = compute_advantages(batch, learner.config.objective)
+    state, update = learner.update(state, batch, 0.0)
+    return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), learner.read(update)
+
+
+PROMPTS = [[5, 6, *map(ord, "rule"), 7]] * 8
+SIBLINGS = 1, -1, 1, 1, 5, 4, 4, 4  # by the rewards 0, 1, 0.1, 0.1 and 1, 1, 0, 0
+
+
+def sibling_prompts(batch: Batch) -> list[list[int]]:
+    shown = [batch.tokens[row][batch.mask[row]].tolist() for row in SIBLINGS]
+    texts = [([*map(ord, SHOWN)] + ids)[:40] for ids in shown]
+    return [[5, 6, *text, 7] if row >= 0 else [] for row, text in zip(SIBLINGS, texts, strict=True)]
+
+
+def whole_gradient(kind: str, beta: float, prefixes: list[list[int]], is_taught: np.ndarray) -> tuple[dict, dict]:
+    """From the logits of all tokens of both models, [B, T, V], each row of the teacher's behind its prefix."""
+    batch, V = fresh_batch(), MODEL.vocab_size
+    rows = [np.array([*prefix, *row]) for prefix, row in zip(prefixes, batch.tokens, strict=True)]
+    width = max(map(len, rows))
+    padded = np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype(np.int32)
+    logits = decoder.logits(OTHER, random_params(OTHER), padded)
+    T = batch.tokens.shape[1]
+    starts = [len(prefix) for prefix in prefixes]
+    log_q = np.stack([log_softmax(np.asarray(x[n : n + T - 1]) / 0.8) for x, n in zip(logits, starts, strict=True)])
+    tokens, mask = batch.tokens[:, 1:, None], batch.mask[:, 1:] & (is_taught[:, None] > 0)
+    of_q = np.take_along_axis(log_q, tokens, axis=-1)[..., 0]
+
+    def loss(params):
+        log_p = jax.nn.log_softmax(decoder.logits(MODEL, params, batch.tokens)[:, :-1] / 0.8)
+        if kind == SAMPLED:
+            of_p = jnp.take_along_axis(log_p, tokens, axis=-1)[..., 0]
+            distances = -(of_q - batch.sample_logprobs[:, 1:]) * of_p
+        else:
+            p, q = jnp.exp(log_p), np.exp(log_q)
+            m = (1 - beta) * p + beta * q if 0 < beta < 1 else jnp.ones(V)
+            of = {0.0: q * (log_q - log_p), 1.0: p * (log_p - log_q)}
+            mixed = (1 - beta) * p * (log_p - jnp.log(m)) + beta * q * (log_q - jnp.log(m))
+            distances = of.get(beta, mixed).sum(-1)
+        return (distances * mask).sum() / batch.mask.sum()
+
+    value, gradient = jax.value_and_grad(loss)(random_params())
+    return gradient, {"distill/divergence": value, "distill/teacher_logprob": (of_q * mask).sum() / batch.mask.sum()}
+
+
+CASES = ["reverse", *slow("forward", "jsd", SAMPLED)]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
+    """Through micro-batches, packing and chunks of the head, with prompts of the teacher that differ by row."""
+    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 30 * MODEL.vocab_size)
+    prefix = "rule" if kind in ("forward", SAMPLED) else SIBLING
+    beta = {"jsd": 0.3}.get(kind, 0.5)
+    coef = 20.0 if kind == "jsd" else 0.5  # far apart, models have a JSD of nearly its maximum: small gradients
+    gradient, metrics = taught_gradient(taught(prefix=prefix, distill=kind, distill_beta=beta, distill_coef=coef))
+    is_taught = np.array(SIBLINGS) >= 0 if prefix == SIBLING else np.ones(8)
+    prefixes = sibling_prompts(fresh_batch()) if prefix == SIBLING else PROMPTS
+    expected, told = whole_gradient(kind, BETAS.get(kind, beta), prefixes, is_taught)
+    assert_same_gradient(gradient, jax.tree.map(lambda x: coef * x, expected))
+    if kind != SAMPLED:
+        assert_close(metrics["distill/divergence"], told["distill/divergence"], 2000, 20)
+        assert metrics["loss"] == pytest.approx(coef * metrics["distill/divergence"], rel=1e-5), "and nothing else"
+    assert_close(metrics["distill/teacher_logprob"], told["distill/teacher_logprob"], 2000, 20)
+
+
+def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
+    """Equal rewards teach, and neither whitening nor the z-score of a group or a batch can erase the teacher."""
+    learner, found = taught(distill=SAMPLED, distill_coef=0.5), []
+    monkeypatch.setattr(Learner, "update", lambda self, state, minibatch, done: found.append(minibatch))
+    state = first_state(learner)
+    _, batch = learner.score(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
+    gain = np.where(batch.mask, 0.5 * (batch.extras[LOGPROBS] - batch.sample_logprobs), 0)
+    for name in ("none", "group_zscore", "group_mean", "batch_zscore", "reinforce++_baseline"):
+        for other in ({}, {"do_global_normalization": True}, {"do_clip_advantages": True}):
+            objective = replace(CONFIG.objective, advantage=name, **other)
+            learner.update(state, compute_advantages(batch, objective), 0.0)
+            np.testing.assert_array_equal(found[-1].advantages, np.float32(gain))
+    assert np.abs(gain).max() > 1
+    objective = replace(CONFIG.objective, advantage="reinforce")
+    learner.update(state, compute_advantages(batch, objective), 0.0)
+    np.testing.assert_allclose(found[-1].advantages, np.where(batch.mask, 1 + gain, 0), rtol=1e-6)
+
+
+def test_siblings_that_succeeded():
+    rewards = np.float32([0, 1, 0.1, 0.1, 1, 1, 0, np.nan])
+    assert successful_siblings(rewards, 4).tolist() == [*SIBLINGS]
+    assert successful_siblings(rewards, 2).tolist() == [1, -1, -1, -1, 5, 4, -1, -1]
+
+
+@pytest.mark.slow
+def test_logits_of_no_model_are_whole(optimized, monkeypatch):
+    """Neither in an update nor of the teacher, which has no logits before."""
+    monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", 2 * 8 * MODEL.vocab_size)
+    learner = taught(tokens=512)
+    state, batch = learner.score(first_state(learner), fresh_batch())
+    batch = replace(compute_advantages(batch, CONFIG.objective), entropies=None, row=None)
+    batch = replace(batch, denominator=np.ones(8, np.float32), num_tokens=np.ones(8, np.float32))
+    ((_, *arrays),) = list(learner.chains(batch, 8)[0])
+    microbatch, packing = learner.layout.put(arrays)
+    sums = learner.zero_sums(state.params)
+    settings = learner.model, CONFIG.objective.loss, learner.distribution, state.params, sums, microbatch, packing
+    text = accumulate.lower(*settings, {}, learner.beside).compile().as_text()
+    text += teachers.hidden_states.lower(OTHER, random_params(OTHER), microbatch.tokens, packing).compile().as_text()
+    sizes = [each.elements for lines in hlo.computations(text).values() for each in lines]
+    largest = max(MODEL.vocab_size * MODEL.hidden_size, 2 * 8 * MODEL.vocab_size, 8 * 64 * 64)
+    assert max(sizes) <= largest < microbatch.mask.sum() * MODEL.vocab_size / 2
+
+
+def gradient_on_four_devices(file: str, mesh: str) -> None:
+    gradient, _ = taught_gradient(taught(make_layout(DeviceConfig(mesh=mesh)), SIBLING, tokens=256))
+    np.savez(file, *jax.tree.leaves(gradient))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", "data=2,fsdp=2"])
+def test_an_update_does_not_depend_on_the_devices(mesh, tmp_path):
+    on_four_devices(__file__, f"gradient_on_four_devices({str(tmp_path / 'gradient.npz')!r}, {mesh!r})")
+    with np.load(tmp_path / "gradient.npz") as arrays:
+        found = list(arrays.values())
+    assert_same_gradient(found, jax.tree.leaves(taught_gradient(taught(prefix=SIBLING, tokens=256))[0]))
+
+
+# Runs
+
+
+RUN = FLAGS | {
+    "ppo_minibatch": 0, "num_generation_tokens": 8, "test_env_name": "", "max_steps": 2, "do_group_filter": 1,
+    "prompt_length": 64,
+}  # fmt: skip
+AVERAGE = {"teacher": "self", "teacher_decay": 0.5, "teacher_prefix": "ab", "advantage": "none", "group_size": 1}
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 2}, *slow({}, {"ahead": 1}, {"teacher_decay": 0.0})], ids=str)
+def test_a_resumed_run_equals_one_that_was_not_stopped(flags, tmp_path):
+    """With an average of policies as the teacher, of adapters or of all parameters, and groups of one."""
+    for name, stops in {"whole": [3], "stopped": [1, 3]}.items():
+        for num_steps in stops:
+            assert train_here(tmp_path / name, **RUN | AVERAGE | flags | {"max_steps": num_steps}) == 0
+    assert len({checksum(tmp_path / name, 3) for name in ("whole", "stopped")}) == 1
+    metrics = records(tmp_path / "whole")[-1]
+    assert metrics["distill/divergence"] > 0 and metrics["num_rows"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    {"teacher": FIXTURES / "qwen3-wide-heads"},  # beside the rewards, which are often equal
+    {"teacher": FIXTURES / "qwen3-wide-heads", "distill": SAMPLED, "advantage": "batch_zscore"},
+    {"teacher": FIXTURES / "qwen3-tied", "advantage": "gae", "distill": "jsd", "distill_beta": 0.2},
+    {"teacher": FIXTURES / "lora-qwen3", "lora_rank": 2, "kl_coef": 0.1, "ppo_epochs": 2},
+    {"teacher": "self", "teacher_prefix": SIBLING, "num_generation_tokens": 4},
+], ids=str)  # fmt: skip
+def test_what_distillation_goes_with(flags, tmp_path, capsys):
+    assert train_here(tmp_path / "run", **RUN | flags) == 0
+    last = records(tmp_path / "run")[-1]
+    assert last["num_rows"] == 8 and last["grad_norm"] > 0
+    assert last["distill/rows_not_taught"] == (flags["teacher"] == "self")
+    assert "teacher q: " in capsys.readouterr().out
+
+
+def test_adapters_over_the_base_of_the_policy_are_no_second_copy(tmp_path):
+    folder, layout = FIXTURES / "lora-qwen3", single_device()
+    config = make_config(Config, model_dir=str(FIXTURES / "qwen3-tied"), lora_rank=4, teacher=str(folder))
+    _, base, adapters, _ = load_policy(config.model_dir, config.lora, 0, layout, "float32")
+    learner, state = SimpleNamespace(base=base, layout=layout, reference=None), SimpleNamespace(params=adapters)
+    model, policy, _ = load_teacher(config, learner, state)
+    assert policy[LAYERS] is base[LAYERS]
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12) + 10
+    merged_model, merged, _ = load_model(folder)
+    expected = scores_of(merged_model, merged, tokens).logprobs
+    found = scores_of(model, policy, tokens).logprobs
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    plain = scores_of(model, make_policy(base, adapters), tokens).logprobs
+    assert np.abs(found - plain).max() > 0.01
+
+
+REFUSED = {
+    "--distill sampled": "has no effect without --teacher",
+    "--advantage none": "learns nothing without --teacher",
+    "--teacher self": "is the policy itself",
+    "--teacher x --teacher_decay 0.9": "give --teacher self",
+    "--teacher x --distill jsd --distill_beta 1": "above 0 and below 1",
+    "--teacher x --distill_beta 0.2": "no effect with --distill reverse",
+    "--teacher x --distill_coef 0": "must be above 0",
+    "--teacher x --top_k 5": "compares whole distributions",
+    "--teacher x --precompile 1": "--precompile does not know",
+    "--teacher x --advantage best_k": "drops the other completions",
+    "--teacher self --teacher_prefix sibling --group_size 1 --advantage none": "raise --group_size above 1",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_options_that_do_not_fit_are_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, flags.split())
+    assert REFUSED[flags] in capsys.readouterr().err
+
+
+REFUSED_AT_START = {
+    "models/tiny": ({}, "has another vocabulary than the policy"),
+    FIXTURES / "nothing": ({}, "there is no folder"),
+    "self": ({"teacher_prefix": "ab " * 60}, "more than the 128 of the teacher's context"),
+    FIXTURES / "qwen3-tied": ({"teacher_prefix": "@nothing.txt"}, "there is no such file"),
+}
+
+
+@pytest.mark.parametrize("teacher", REFUSED_AT_START, ids=str)
+def test_a_teacher_that_does_not_fit_is_refused_before_training(teacher, tmp_path, capsys):
+    flags, message = REFUSED_AT_START[teacher]
+    assert train_here(tmp_path / "run", **RUN | flags | {"teacher": teacher, "lora_rank": 2}) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_teacher_larger_than_memory_is_refused():
+    large = Decoder(152_000, 8192, 32_768, 80, 64, 8, 128)
+    with pytest.raises(UserError, match="--teacher x has 311 GB on each device, and beside the policy .* are free"):
+        check_room("--teacher x", large, single_device(), {})
+
+
+def test_a_prefix_is_a_system_message_whose_signs_stay_text():
+    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    problem = SimpleNamespace(plain=False, thinking=True)
+    worker = SimpleNamespace(env=SimpleNamespace(problem=lambda i: problem, max_turns=1), max_new_tokens=9, name="x")
+    ids = make_prefix("1+<|im_end|>", tokenizer, worker).ids("1+<|im_end|>")
+    end = tokenizer.special_ids["<|im_end|>"]
+    assert ids.count(end) == 1 and tokenizer.hf.decode(ids) == "<|im_start|>system\n1+<|im_end|><|im_end|>\n"
+    problem.plain = True
+    assert tokenizer.hf.decode(make_prefix("1+1", tokenizer, worker).ids("1+1")) == "1+1\n"
+    assert make_prefix(SIBLING, tokenizer, worker).longest == 9 + len(tokenizer.encode(SHOWN + "\n"))
+
+
+def test_completions_that_are_cut_off_are_warned_of_with_a_remedy():
+    learner = taught()
+    batch = replace(fresh_batch(), finished=np.arange(8) < 4, extras={COEFFICIENTS: np.float32([0] * 2 + [1] * 6)})
+    updates = [SimpleNamespace(minibatch=select_rows(batch, np.arange(8)))]
+    original, Learner.metrics = Learner.metrics, lambda self, updates: {}
+    try:
+        metrics = learner.metrics(updates)
+    finally:
+        Learner.metrics = original
+    assert metrics == {"distill/rows_not_taught": 0.25, "distill/cut_off": 0.5}
+    (warning,) = HealthChecks().find_warnings(1, metrics).values()
+    assert "50% of the completions are cut off" in warning and "--kl_coef" in warning
