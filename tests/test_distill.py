@@ -270,10 +270,10 @@ AVERAGE = {"teacher": "self", "teacher_decay": 0.5, "teacher_prefix": "ab", "adv
 @pytest.mark.parametrize("flags", [{"lora_rank": 2}, *slow({}, {"ahead": 1}, {"teacher_decay": 0.0})], ids=str)
 def test_a_resumed_run_equals_one_that_was_not_stopped(flags, tmp_path):
     """With an average of policies as the teacher, of adapters or of all parameters, and groups of one."""
-    for name, stops in {"whole": [3], "stopped": [1, 3]}.items():
+    for name, stops in {"whole": [2], "stopped": [1, 2]}.items():
         for num_steps in stops:
             assert train_here(tmp_path / name, **RUN | AVERAGE | flags | {"max_steps": num_steps}) == 0
-    assert len({checksum(tmp_path / name, 3) for name in ("whole", "stopped")}) == 1
+    assert len({checksum(tmp_path / name, 2) for name in ("whole", "stopped")}) == 1
     metrics = records(tmp_path / "whole")[-1]
     assert metrics["distill/divergence"] > 0 and metrics["num_rows"] == 2
 
