@@ -25,7 +25,6 @@ if __name__ == "__main__":
 from collections.abc import Mapping
 from dataclasses import replace
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -54,6 +53,7 @@ from utils.devices.startup import ending_together, make_layouts
 from utils.settings.config import parse
 from utils.settings.errors import user_errors
 from utils.settings.lmpo import LMPO
+from utils.threefry import make_key
 
 
 def main(config: Config) -> None:
@@ -172,7 +172,7 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
 
     Returns all episodes, with the rows to train on in `batch_rows`, and the number of the next task.
     """
-    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    key = make_key(config.seed, step)
     group_size = config.update.group_size
     max_groups_per_call = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     missing, budget = config.update.groups_per_batch, config.update.max_groups

@@ -42,6 +42,7 @@ from utils.settings.errors import UserError
 from utils.settings.groups import SinkConfig
 from utils.settings.presets import split_origin
 from utils.settings.removed import REMOVED, check_removed
+from utils.threefry import make_key
 
 EMPTY: Mapping[str, Value] = MappingProxyType({})
 OTHER = "its weights, devices or this code differ from the run's"
@@ -137,7 +138,7 @@ def replay(
     model, base, params, tokenizer = load_policy(folder, config.lora, config.seed, layout, **config.compute.arguments)
     limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
     settings = resolve_settings(config.env, config.env.env_name, *limits)
-    key = jax.random.fold_in(jax.random.key(config.seed), stored.step)
+    key = make_key(config.seed, stored.step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         weights = worker.load_weights(make_policy(base, params))
         if from_turn:

@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Self
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
@@ -36,6 +35,7 @@ from utils.evaluation.estimates import mean_and_ci, task_estimates
 from utils.metrics.terminal import Wait, waiting
 from utils.settings.errors import UserError
 from utils.settings.groups import EvalConfig
+from utils.threefry import make_key
 
 Rewards = dict[str, float]  # of a reply, "return" and its parts
 Estimates = dict[str, Float[np.ndarray, "N"]]  # of each task, whose means are the metrics
@@ -300,7 +300,7 @@ def evaluate(
     `num_tasks`: how many; 0: all, -1: as many as the environment suggests.
     """
     tasks = np.arange(worker.num_eval_tasks(num_tasks))
-    episodes = worker.play(worker.load_weights(params), tasks, num_samples, jax.random.key(seed))
+    episodes = worker.play(worker.load_weights(params), tasks, num_samples, make_key(seed))
     scores = {name: x.reshape(len(tasks), num_samples) for name, x in episodes.scores.items()}
     answers = [worker.env.answer(text) for text in episodes.texts]
     estimates = task_estimates(scores, answers)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -51,6 +50,7 @@ from utils.settings.errors import UserError, user_errors
 from utils.settings.groups import ComputeConfig
 from utils.settings.options import group, option
 from utils.settings.presets import demo_of_tiny
+from utils.threefry import make_key
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 NUM_EXAMPLES = 6  # held-out problems on the page
@@ -152,7 +152,7 @@ def sample_rows(
     weights = sampler.load_weights(params)
     num_samples = config.prompts.num_samples
     per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
-    key = jax.random.key(config.prompts.seed)
+    key = make_key(config.prompts.seed)
     parts = []
     for start in range(0, len(prompts), per_call):
         calls = prompts[start : start + per_call]
@@ -329,7 +329,7 @@ def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> l
     """Loads models to talk to, whose replies are shown in short segments."""
     loaded = [load_last(name, config, layout) for name in names]
     styles = prompt_styles([tokenizer for _, _, tokenizer in loaded], config.prompts.thinking)
-    key = jax.random.key(config.prompts.seed)
+    key = make_key(config.prompts.seed)
     models = []
     for name, style, (model, params, tokenizer) in zip(names, styles, loaded, strict=True):
         sampler = make_text_sampler(config, model, tokenizer, layout)

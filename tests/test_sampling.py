@@ -33,8 +33,10 @@ from core.sampler import Sampler, prefill, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
+from utils.devices.compile_log import Compilations
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.devices.threads import between_turns, take_turns
+from utils.threefry import make_key
 
 LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
 KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4
@@ -440,6 +442,10 @@ def test_keys_and_uniforms_are_those_of_jax(seed):
     fold_in = jax.vmap(jax.random.fold_in)
     keys = fold_in(fold_in(jnp.stack([key] * 3), ids), samples)
     np.testing.assert_array_equal(row_keys(key, ids, samples), jax.random.key_data(keys))
+    with Compilations() as compilations:
+        made = make_key(seed, 3, 2**31 - 1)
+        assert not compilations.num_programs
+    assert made == jax.random.fold_in(jax.random.fold_in(key, 3), 2**31 - 1)
     expected = [[jax.random.uniform(jax.random.fold_in(keys[i], row[i]), (2,)) for i in range(3)] for row in steps]
     np.testing.assert_array_equal(sampling_uniforms(jax.random.key_data(keys), jnp.asarray(steps)), np.array(expected))
 

@@ -24,3 +24,11 @@ def threefry(key: tuple[Word, Word], numbers: Int[np.ndarray | jax.Array, "..."]
         high = high + words[(i + 1) % 3]
         low = low + words[(i + 2) % 3] + np.uint32(i + 1)
     return high, low
+
+
+def make_key(seed: int, *numbers: int) -> jax.Array:
+    """Returns jax.random.key(seed), into which the numbers are folded one after the other, without a program."""
+    words = np.zeros(1, np.uint32), np.array([seed % 2**32], np.uint32)
+    for number in numbers:
+        words = threefry(words, np.array([number]))
+    return jax.random.wrap_key_data(np.concatenate(words))

@@ -70,8 +70,7 @@ def precompile(
     row_lengths = range(min(lengths["env"]) + 1, longest + 1)
     for width in dict.fromkeys(row_width(length, learner.row_length) for length in row_lengths):
         compile_programs(update_programs(learner, state, width))
-    # Small programs of a step that are not listed: the step's key, the state's checksum, the slices of a saved model.
-    jax.random.fold_in(jax.random.key(config.seed), 0)
+    # Small programs of a step that are not listed: the state's checksum, the slices of a saved model.
     fingerprint(state)
     jax.tree.map(lambda x: x[0], host_views(state.params.get(LAYERS, {})))
     return workers, learner
