@@ -3,6 +3,8 @@
 Letters: B rows, T row length, V vocabulary; p the policy, q the teacher.
 """
 
+import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +16,6 @@ from helpers import MODEL, Letters, assert_close, on_four_devices, random_params
 from kill_runs import FLAGS, ROOT, checksum, records
 from test_training import SGD, assert_same_gradient, first_state, make_learner, random_batch
 
-from bench import hlo
 from core.advantages import compute_advantages
 from core.config import Config
 from core.extensions import teacher as teachers
@@ -238,9 +239,9 @@ def test_logits_of_no_model_are_whole(optimized, monkeypatch):
     settings = learner.model, CONFIG.objective.loss, learner.distribution, state.params, sums, microbatch, packing
     text = accumulate.lower(*settings, {}, learner.beside).compile().as_text()
     text += teachers.hidden_states.lower(OTHER, random_params(OTHER), microbatch.tokens, packing).compile().as_text()
-    sizes = [each.elements for lines in hlo.computations(text).values() for each in lines]
-    largest = max(MODEL.vocab_size * MODEL.hidden_size, 2 * 8 * MODEL.vocab_size, 8 * 64 * 64)
-    assert max(sizes) <= largest < microbatch.mask.sum() * MODEL.vocab_size / 2
+    shapes = [[int(n) for n in dims.split(",")] for dims in re.findall(r"f32\[([\d,]+)\]", text)]
+    columns = [math.prod(dims) // MODEL.vocab_size for dims in shapes if MODEL.vocab_size in dims]
+    assert max(columns) == MODEL.hidden_size < microbatch.mask.sum() / 2, "heads and chunks of 8, no [B, T, V]"
 
 
 def gradient_on_four_devices(file: str, mesh: str) -> None:
@@ -285,6 +286,8 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(flags, tmp_path):
     {"teacher": FIXTURES / "qwen3-tied", "advantage": "gae", "distill": "jsd", "distill_beta": 0.2},
     {"teacher": FIXTURES / "lora-qwen3", "lora_rank": 2, "kl_coef": 0.1, "ppo_epochs": 2},
     {"teacher": "self", "teacher_prefix": SIBLING, "num_generation_tokens": 4},
+    {"teacher": "self", "teacher_decay": 0.5, "distill": SAMPLED},
+    {"teacher": "self", "teacher_prefix": "ab", "distill": SAMPLED, "ppo_minibatch": 4},
 ], ids=str)  # fmt: skip
 def test_what_distillation_goes_with(flags, tmp_path, capsys):
     assert train_here(tmp_path / "run", **RUN | flags) == 0

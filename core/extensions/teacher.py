@@ -179,10 +179,10 @@ class TaughtLearner(Learner):
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimiser step: see `Learner.update`. Advantages are whitened by now; what is added is not."""
-        learner = self
-        if TEACHER in state.extra and not self.base:
+        learner, is_sampled = self, self.config.distill.distill == SAMPLED
+        if TEACHER in state.extra and not (self.base or is_sampled):
             learner = replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
-        if self.config.distill.distill == SAMPLED:
+        if is_sampled:
             old = minibatch.sample_logprobs if minibatch.old_logprobs is None else minibatch.old_logprobs
             gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
             minibatch = replace(minibatch, advantages=minibatch.advantages + np.where(minibatch.mask, gain, 0))
@@ -223,7 +223,7 @@ def attach_teacher(
         model, policy, tokenizer = load_teacher(config, learner, state)
         notes = compare_tokenizers(options.teacher, tokenizer, worker)
         check_size(options.teacher, model, learner.model)
-    elif options.teacher_decay or not learner.base:
+    elif options.teacher_decay or not (learner.base or options.distill == SAMPLED):
         state = replace(state, extra=state.extra | {TEACHER: kept_of_policy(options, learner, state)})
     prefix = make_prefix(options.teacher_prefix, tokenizer, worker)
     num_columns = prefix.longest + learner.row_length
