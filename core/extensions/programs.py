@@ -189,7 +189,7 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
     batch, packing = zero_batch(learner, width, config.minibatch_size)
     sums = shapes_of(learner.zero_sums(params))
     settings = model, config.objective.loss, distribution
-    yield learners.accumulate, (*settings, params, sums, batch, packing, shapes_of(learner.base))
+    yield learners.accumulate, (*settings, params, sums, batch, packing, *shapes_of((learner.base, learner.beside)))
     others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
     trained = shapes_of(state.trained, DEVICE)
     warmup_steps = config.optimizer.warmup_steps
