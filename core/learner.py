@@ -33,6 +33,7 @@ from models.speed import attention_cost, training_flops
 from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
+    ON_ACCELERATORS,
     Fractions,
     Microbatch,
     bucket,
@@ -409,6 +410,7 @@ def make_learner(
         reference=reference,
         base=base,
         on_skipped=on_skipped,
+        fractions=Fractions() if layout.is_cpu else ON_ACCELERATORS,
     )
     learner = learner.planned(state)
     return learner, learner.between_updates(state)

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.config import Config
+from core.learner import make_learner
 from models import decoder
 from models.checkpoint import load_model
 from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD
 from models.packing import Packing, pack, pack_rows, unpack
-from tests.helpers import ROOT, assert_close, gradient_depth, slow
+from tests.helpers import MODEL, ROOT, assert_close, gradient_depth, on_layout, slow
 from utils.batching import EMPTY, ONE_SHAPE, RowSizes, few_widths, plan_microbatches
+from utils.devices.sharding import Layout, single_device
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4
@@ -111,6 +114,17 @@ def test_a_micro_batch_that_is_hardly_filled_has_the_shape_of_a_full_one():
         sizes = RowSizes(prompts, lengths - 15, lengths, scored)
         shapes |= {part[1:] for part in plan_microbatches(sizes, 256, 1, 48, longest=240)}
     assert shapes == {(64, 160, 160)}
+
+
+def test_accelerators_have_two_packings_of_a_width(monkeypatch):
+    monkeypatch.setattr(Layout, "is_cpu", False)
+    layout = single_device()
+    learner, _ = make_learner(Config(), MODEL, on_layout(layout, MODEL), layout, num_generation_tokens=64)
+    shapes = set()
+    for seed in range(20):
+        settings = 2048, 1, 48, 0.0, 64, learner.fractions
+        shapes |= {(part.num_packed, part.width) for part in plan_microbatches(random_sizes(12, seed), *settings)}
+    assert {num_packed for num_packed, _ in shapes} <= {512, 1024}
 
 
 def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:

@@ -150,6 +150,7 @@ class Fractions(NamedTuple):
     scored: Sequence[int] = (4, 8)
 
 
+ON_ACCELERATORS = Fractions(packed=(2, 4))  # they compile a gradient for up to three minutes
 FEW_SHAPES = Fractions(packed=(4, 8), scored=(8,))
 ONE_SHAPE = Fractions(packed=(8,), scored=(8,))
 SEVERAL, MANY = 4, 8  # micro-batches of a batch from which on the padding of the last one counts less: one packing
