@@ -18,7 +18,7 @@ from utils.settings.errors import UserError
 CHIPS = {
     "Tesla T4": ("full", 9.2, 14.4, 39),  # without bfloat16: --dtype is float32 there by itself
     "NVIDIA L4": ("full", 9.7, 21.7, 7),
-    "TPU v5 lite": ("full", 14.4, 16.9, 3),
+    "TPU v5 lite": ("full", 8.1, 16.9, 3),
     "TPU v6 lite": ("dots", 21.4, 33.6, 1),
 }
 
