@@ -217,6 +217,8 @@ def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     objective = replace(CONFIG.objective, advantage="reinforce")
     learner.update(state, compute_advantages(batch, objective), 0.0)
     np.testing.assert_allclose(found[-1].advantages, np.where(batch.mask, 1 + gain, 0), rtol=1e-6)
+    _, batch = learner.score(state, replace(fresh_batch(), rewards=np.full(8, np.nan, np.float32)))
+    assert len(compute_advantages(batch, CONFIG.objective)) == 8, "where rewards are not needed, they may fail"
 
 
 def test_siblings_that_succeeded():

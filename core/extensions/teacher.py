@@ -160,6 +160,8 @@ class TaughtLearner(Learner):
         if len(batch):
             with self.out_of_memory():
                 batch = replace(batch, extras=batch.extras | self.ask(state, batch))
+        if self.config.objective.advantage == "none":
+            batch = replace(batch, rewards=np.nan_to_num(batch.rewards))  # one that failed drops no row
         return state, batch
 
     def ask(self, state: TrainState, batch: Batch) -> Extras:
