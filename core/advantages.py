@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from core.extensions.checks import check_objective
-from core.extensions.credit import by_turn, compared_rewards
+from core.extensions.credit import ShapingConfig, by_turn, compared_rewards, shape_advantages
 from core.extensions.critic import gae, generalised_advantages
 from core.extensions.reference import kl_penalty
-from core.extensions.shaping import ShapingConfig, shape_advantages
 from core.objectives import LossConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
 from utils.batching import select_rows

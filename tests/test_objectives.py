@@ -39,7 +39,7 @@ CHOICES = {name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"] 
 CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
 LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
 REFUSES_NORMALIZATION = ("gae", "best_k")
-NOT_RELATIVE = ("reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
+NOT_RELATIVE = ("none", "reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
 KL = {
     "no KL": {},
     "k2 in the loss": {"kl_coef": 0.1, "kl_estimator": "k2"},
@@ -168,7 +168,9 @@ def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray
         keep.append(signal[i] or not config.do_group_filter)
         if config.do_truncation_filter and not batch.finished[i]:
             keep[i] = False
-        if name == "reinforce":
+        if name == "none":
+            a = 0.0
+        elif name == "reinforce":
             a = r
         elif name == "batch_zscore":
             a = (r - mean(rewards)) / deviation(rewards)
@@ -836,7 +838,7 @@ FORMULAS = {  # clip to [0.8, 1.28], dual clip 3
 def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, normalization):
     warning = " (GSPO is that of sequence_mean only)" * (objective == "gspo" and normalization != "sequence_mean")
     for advantage in CHOICES["advantage"]:
-        A = {"reinforce": "r"}.get(advantage) or FORMULAS[advantage]
+        A = {"reinforce": "r", "none": "0"}.get(advantage) or FORMULAS[advantage]
         config = ObjectiveConfig(
             objective, 0.2, 0.28, 3.0, advantage=advantage, loss_normalization=normalization, entropy_coef=0.0
         )

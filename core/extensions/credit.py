@@ -1,14 +1,16 @@
-"""Credit within an episode: rewards by token, and from each turn on. For --advantage turn_... and the critic.
+"""Credit: rewards of an episode by token, and from each turn on; advantages shaped over the batch.
 
 N prompts, G rollouts of each, B = N G rows, T row length, K turns.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from core.records import Batch, Episodes, differs
+from core.records import Batch, Episodes, differs, masked_whiten
+from utils.settings.options import option
 
 BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K N, G] from each of K turns on
 
@@ -72,3 +74,28 @@ def of_tokens(by_turn: Float[np.ndarray, "K B"], mask: Bool[np.ndarray, "B T"]) 
     """Returns for each token what is of its turn; tokens before the first one have that of the first."""
     turns = np.clip(turn_numbers(mask), 0, len(by_turn) - 1)  # of single replies all is one turn
     return np.take_along_axis(by_turn.T, turns, axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapingConfig:
+    """Advantages, behind --advantage."""
+
+    do_global_normalization: bool = option(
+        False, "Normalisation of advantages over the batch to mean 0 and standard deviation 1, after --advantage"
+    )
+    do_clip_advantages: bool = option(False, "Replacement of negative advantages by 0, after --do_global_normalization")
+    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: none")
+
+
+def shape_advantages(
+    advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ShapingConfig
+) -> Float[np.ndarray, "B D"]:
+    """Returns advantages normalised over the batch, clipped and weighed as the settings say."""
+    if config.do_global_normalization:
+        is_per_token = advantages.shape[1] > 1
+        counted = batch.mask if is_per_token else keep[:, None]
+        advantages = masked_whiten(advantages, counted)
+    if config.do_clip_advantages:
+        advantages = np.maximum(advantages, 0)
+    weight = np.float32(config.negative_advantage_multiplier)
+    return np.where(advantages < 0, weight * advantages, advantages)
