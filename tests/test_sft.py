@@ -18,7 +18,7 @@ from core import eval, sft
 from core.extensions.sft_config import Config
 from core.learner import make_learner
 from core.objectives import set_loss_denominators
-from core.run.folder import settings_of_adapters
+from core.run.folder import settings_of_adapters, settings_of_model
 from core.run.metrics import loss_metrics
 from core.sampler import SamplingConfig
 from envs import make_env
@@ -344,9 +344,10 @@ def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
     assert run(tmp_path / "sft", data=data, **flags, max_steps=1, test_fraction=0.0) == 0
     rl = {"groups_per_batch": 1, "group_size": 2, "ppo_minibatch": 2, "max_steps": 1, "max_resampling": 1}
     rl |= {"model_dir": tmp_path / "sft", "env_name": "poem", "num_generation_tokens": 8, "num_score_workers": 1}
-    assert train_here(tmp_path / "rl", **rl, do_group_filter=0) == 0
-    logged = json.loads((tmp_path / "rl/config.json").read_text())
-    assert logged["model_dir"] == str(tmp_path / "sft/step1") and logged["lora_rank"] == flags.get("lora_rank", 0)
+    implied = settings_of_model({"model_dir": str(tmp_path / "sft")})  # of core/grpo.py: adapters are trained on
+    assert implied.get("lora_rank", 0) == flags.get("lora_rank", 0)
+    assert train_here(tmp_path / "rl", **rl | implied, do_group_filter=0) == 0
+    assert json.loads((tmp_path / "rl/config.json").read_text())["model_dir"] == str(tmp_path / "sft/step1")
 
 
 def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
