@@ -103,6 +103,11 @@ class Hostile(Env):
             pretend(b"[[0], 1]")
         if text == "too many outcomes":
             pretend(b'[' + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]")
+        if text == "print":
+            print("\x1b[31mone", end=" ", flush=True)
+            time.sleep(0.001)  # another worker prints
+            print(f"and\ttwo\r {problem.answer}\n\u202ethree \ud800", problem.answer, end="\n" + "x" * 5000 + "\n")
+            print("four", problem.answer, file=sys.stderr)
         if text == "slow":
             time.sleep(0.3)
         return {"return": 1.0, "index": problem.answer, "jax": "jax" in sys.modules, "pid": os.getpid()}

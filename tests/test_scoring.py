@@ -15,7 +15,7 @@ import pytest
 
 from envs.base import MAX_OBSERVED, Reply, Step
 from envs.scoring import scorer as scoring
-from envs.scoring.helper import Outcome, ScorerSettings, Turns
+from envs.scoring.helper import MAX_PRINTED, Outcome, Printed, ScorerSettings, Turns
 from envs.scoring.scorer import Failure, Scorer, ScoringStream
 from tests.hostile import MEMORY
 from utils.settings.errors import UserError
@@ -287,6 +287,22 @@ def test_failures_are_told_once_and_written_down(tmp_path, capsys):
     assert [(line["problem"], line["text"]) for line in written] == [(7, "raise"), (8, "nan")]
     assert "ZeroDivisionError: of the reward" in written[0]["reason"]
     assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_what_rewards_print_comes_by_whole_lines_without_control_characters(capfd):
+    with Scorer(HOSTILE, num_workers=2) as scorer:
+        scorer.score_replies(range(40), ["print"] * 40)
+    captured = capfd.readouterr()
+    lines = [line for i in range(40) for line in (f"[31mone and    two {i}", f"three ? {i}", "x" * MAX_PRINTED)]
+    assert sorted(captured.out.split("\n")) == sorted(["", *(f"reward: {line}" for line in lines)])
+    assert sorted(captured.err.splitlines()) == sorted(f"reward: four {i}" for i in range(40))
+
+
+def test_what_rewards_print_takes_the_line_of_the_progress():
+    reader, screen = os.openpty()
+    Printed(screen).write(b"half a line ")
+    Printed(screen).write(b"line\nhalf")
+    assert os.read(reader, 1000) == b"\r\x1b[Kreward: line\r\n"
 
 
 def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):

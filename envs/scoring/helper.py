@@ -12,6 +12,7 @@ worker. It adopts what rewards start in sessions of their own, and ends it with 
 import contextlib
 import functools
 import importlib
+import io
 import json
 import math
 import mmap
@@ -34,6 +35,7 @@ from typing import NamedTuple
 from envs import make_env
 from envs.base import Env, Episode, Problem, Reply, Step, limited
 from envs.scoring.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
+from utils.settings.errors import on_one_line
 
 MAX_CHUNK = 32  # replies that share one message to a worker
 QUICK = 0.01  # seconds of a worker's share of the queue below which it is one chunk
@@ -48,6 +50,7 @@ REPORT_INTERVAL = 0.1  # seconds after which a worker reports the outcomes that 
 ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
 MAX_MESSAGE = 2**26  # bytes of a message of a worker
 MAX_REWARD = 1e35  # of a reply or turn: float32, which has 3e38, holds sums of many
+MAX_PRINTED = 1000  # characters of a line; a pipe takes 4,096 bytes in one piece
 MAX_NAME = 200  # characters of the name of a reward
 TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # under env/ the log has others of its own
 CLOSING = 1.0  # seconds that environments have to close what they hold
@@ -448,6 +451,7 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
     """Runs a worker: makes the environment, then scores chunks until the connection is closed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(Printed(fd), "utf-8", "replace", write_through=True) for fd in (1, 2))
     with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
         resource.setrlimit(resource.RLIMIT_DATA, (settings.max_memory, settings.max_memory))
     try:
@@ -465,6 +469,28 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
             score_chunk(env, episodes, connection.recv(), connection, progress)
     episodes.close()
     env.close()
+
+
+class Printed(io.RawIOBase):
+    """Writes what a reward prints by whole lines, which may quote a reply, over the progress of a terminal."""
+
+    def __init__(self, fd: int):
+        self.fd, self.pending = fd, ""
+        self.start = "\r\x1b[Kreward: " if os.isatty(fd) else "reward: "
+
+    def write(self, data: memoryview) -> int:
+        *lines, self.pending = (self.pending + bytes(data).decode(errors="replace")).split("\n")
+        self.pending = self.pending[:MAX_PRINTED]
+        with contextlib.suppress(OSError):  # nobody reads any more
+            for line in lines:
+                os.write(self.fd, f"{self.start}{on_one_line(line.expandtabs()[:MAX_PRINTED])}\n".encode())
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.fd
 
 
 def send_json(connection: Connection, message: str | list[JSONOutcome]) -> None:
