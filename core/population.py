@@ -310,7 +310,7 @@ def write_comparison(members: Sequence[Member], values: Mapping[str, Values]) ->
     if scores := format_runs(runs, groups):
         print(scores)
     plot_runs(runs, folder / "population.png")
-    write_report([member.run.directory for member in members], folder / "population.html")
+    write_report([member.run.directory for member in members], folder / "population.html", groups)
     print(f"curves: {folder / 'population.png'}, and with completions: {folder / 'population.html'}")
 
 

@@ -314,6 +314,7 @@ def evaluate(
     return metrics, episodes, estimates
 
 
+@waiting("held-out problems")
 def evaluate_held_out(
     worker: RolloutWorker, params: Params, config: EvalConfig, seed: int
 ) -> tuple[dict[str, float], Episodes]:

@@ -195,12 +195,15 @@ def test_tables_are_aligned():
     results = [result(f"run/{name}", [1, 2], [0, x], env) for name in ("step5", "step10") for env, x in pairs]
     lines = format_report(compare_results(results, seed=0)).splitlines()
     assert lines[0].split() == ["poem-test", "gsm8k-test"]
-    assert lines[1].split() == ["run/", *["return", "correct", "length"] * 2]
+    assert lines[1].split() == ["run/", *["correct", "return", "length"] * 2]
     assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
     assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
     assert lines[-1] == "gsm8k-test, poem-test: fewer than 30 problems, so intervals are too narrow"
     many = format_table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
-    assert max(map(len, many.splitlines())) <= 120 and many.count("pass@4") == 9
+    wide = format_table(["a" * 30, "b"], {"env": {f"pass@{k}": ["0.500 [0.125, 0.250]"] * 2 for k in range(9)}})
+    for table in (many, wide):
+        assert max(map(len, table.splitlines())) <= 100
+    assert many.count("pass@4") == 9 and wide.count("0.500") == 18 and wide.count("a" * 30) == 3
 
 
 def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
     assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
 
 
-def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
+def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch):
     with Logger(tmp_path, num_steps=40) as logger:
         logger.line(1, {"approx_kl": 0.0, "times/step": 500.0})
         for step in (2, 3):
@@ -95,13 +96,19 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys):
         logger.line(0, {"test_env/return": 0.5, "times/test": 700.0})
         logger.line(14, {"times/step": 60.0})
         logger.line(15, {"env/return": 0.5, "times/step": 60.0, "test_env/return": 0.5, "times/test": 600.0})
-    first, second, third, last, *others = capsys.readouterr().out.splitlines()
+    clock = iter([0.0, 75.0, 200.0, 270.0])  # 15 and 65 seconds beside the steps, and 10
+    monkeypatch.setattr("utils.metrics.logger.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    with Logger(tmp_path, num_steps=40) as logger:
+        for step in (1, 2, 3, 40):
+            logger.line(step, {"times/step": 60.0})
+    first, second, third, last, *others, a, b, c, _ = capsys.readouterr().out.splitlines()
     assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
     assert third == "step  3/40  kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
+    assert [line.split("  ")[-1].strip() for line in (a, b, c)] == ["<39m left", "38m left", "38m left"]
     assert [line.split("  ")[-1].strip() for line in others] == ["700.0s", "<61m left", "45m left", "600.0s"]
 
 
-def test_lines_are_aligned_and_fit_into_110_columns(tmp_path, capsys):
+def test_lines_are_aligned_and_fit_into_110_columns_or_the_terminal(tmp_path, capsys, monkeypatch):
     training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
     training["env/return"] = -0.1
     other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
@@ -115,6 +122,11 @@ def test_lines_are_aligned_and_fit_into_110_columns(tmp_path, capsys):
     for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
         assert ninth.index(word) == tenth.index(word), word
     assert max(map(len, (ninth, tenth, full))) <= 110 and "kl" in full
+    monkeypatch.setenv("COLUMNS", "60")
+    with Logger(tmp_path, num_steps=10_000) as logger:
+        logger.line(11, other | {"times/step": 123.4})
+    line = capsys.readouterr().out.rstrip()
+    assert len(line) <= 60 and "return" in line and line.endswith("left")
 
 
 def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):

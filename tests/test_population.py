@@ -180,6 +180,9 @@ def test_members_of_one_step_equal_runs_alone(tmp_path):
     assert train_here(tmp_path / "alone", **flags, seed=1) == 0
     assert_equal_runs(tmp_path / "all" / "seed=1", tmp_path / "alone", range(1, 2))
     assert not np.array_equal(read_tokens(tmp_path / "all" / "seed=0", 1), read_tokens(tmp_path / "alone", 1))
+    adapters = json.loads((tmp_path / "alone" / "step1" / "adapter_config.json").read_text())
+    base = Path(adapters["base_model_name_or_path"])
+    assert base.is_absolute() and base.samefile("models/tiny"), "PEFT finds it from any folder"
 
 
 def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
@@ -271,7 +274,7 @@ def test_a_signal_stops_all_members(tmp_path, capfd, monkeypatch):
         assert read_log(tmp_path / name)[-1]["global_step"] in (1, 2, 3)
 
 
-@pytest.mark.parametrize("number", [2, 5, 12])
+@pytest.mark.parametrize("number", [3, 5, 10, 12])
 def test_means_over_runs_have_students_intervals(number: int):
     x = np.random.default_rng(number).uniform(size=number)
     low, high = stats.t.interval(0.95, number - 1, x.mean(), stats.sem(x))

@@ -19,6 +19,7 @@ from core.records import Batch, Completions, Episodes, Progress
 from core.run.folder import Run
 from core.run.rollouts import rollout_rows, score_arrays
 from utils.evaluation.estimates import mean_and_ci
+from utils.evaluation.tables import format_runs
 from utils.metrics.logger import Logger
 from utils.reporting.compare import main
 from utils.reporting.page import (
@@ -202,6 +203,30 @@ def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewa
     verdict = judge(read_metrics(tmp_path / "metrics.jsonl"))
     assert verdict["kind"] == "same" and reason in verdict["text"]
     assert ("--test_env_name X-test" in verdict["text"]) == (not held_out)
+
+
+@pytest.mark.parametrize(("lasts", "kind", "words"), [
+    ([0.5, 0.6, 0.7], "better", "Over 3 seeds held-out correct answers went from 20.0% at step 0 to 60.0% at step 9"),
+    ([0.1, 0.2, 0.3], "same", "a change of 0.0 points [-24.8, 24.8]."),
+    ([0.1, 0.1, 0.1], "worse", "a change of -10.0 points [-10.0, -10.0]."),
+    ([0.1, 0.9], "open", "a change of 30.0 points; two seeds are too few for an interval."),
+    ([0.1], None, ""),
+])
+def test_seeds_are_judged_together_in_words_in_the_page_and_in_the_table(tmp_path, lasts, kind, words):
+    runs = {}
+    for seed, last in enumerate(lasts):
+        with Logger(tmp_path / f"seed={seed}") as logger:
+            logger.log(0, {"test_env/correct_answer": 0.2})
+            logger.log(9, {"test_env/correct_answer": last})
+        runs[f"seed={seed}"] = read_metrics(tmp_path / f"seed={seed}" / "metrics.jsonl")
+    write_report([tmp_path / name for name in runs], tmp_path / "all.html", {"all": list(runs)})
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "all.html").read_text(encoding="utf-8"), re.DOTALL)[1]
+    verdicts = json.loads(data)["groups"]
+    assert [(verdict["name"], verdict["kind"]) for verdict in verdicts] == ([("all", kind)] if kind else [])
+    assert all(words in verdict["text"] for verdict in verdicts)
+    table = format_runs(runs, {"all": list(runs)})
+    assert table.splitlines()[1].split()[-3:] == ["correct_answer", "before", "correct_answer"]
+    assert ("too few seeds for an interval  0.200                  0.500" in table) == (kind == "open"), table
 
 
 def test_the_change_of_a_share_stays_within_what_is_possible():

@@ -141,7 +141,9 @@ class Run:
         """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it."""
         self.model, self.tokenizer, self.workers = model, tokenizer, workers
         adapters = read_adapters(find_model(self.model_dir))
-        self.base = adapters.base if adapters else self.model_dir
+        base = adapters.base if adapters else self.model_dir
+        folder = find_local(base)
+        self.base = str(folder.absolute()) if folder else base  # PEFT looks in the working directory only
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)

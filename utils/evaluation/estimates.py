@@ -16,7 +16,7 @@ RESAMPLES = 10_000
 RESAMPLES_AT_ONCE = 100  # bounds memory, however many tasks
 FEW_TASKS = 30  # with fewer, resampled intervals are too narrow
 Z = 1.96  # 97.5% quantile of the normal distribution
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's, by degrees of freedom from 1
+STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's, by degrees of freedom from 2 on
 
 TaskValues = Float[np.ndarray, "N"]
 SampleValues = Float[np.ndarray, "N G"]
@@ -49,13 +49,14 @@ def mean_and_ci(name: str, x: TaskValues) -> dict[str, float]:
 def mean_over_runs(name: str, x: Float[np.ndarray, "R"]) -> dict[str, float]:
     """Returns the mean over runs and half the width of its 95% interval, by the name of the score: see `mean_and_ci`.
 
-    Runs are few, so the interval is Student's; a single run has none, nor have runs that are all equal.
+    Runs are few, so the interval is Student's. Two have none: theirs is 13 standard errors wide to each side. Nor have
+    runs that are all equal.
     """
     estimate = {name: float(x.mean())}
     freedom = len(x) - 1
-    if np.ptp(x) != 0:
+    if freedom > 1 and np.ptp(x) != 0:
         # For more degrees of freedom an expansion: Abramowitz and Stegun 1964, 26.7.5.
-        t = STUDENT[freedom - 1] if freedom <= len(STUDENT) else Z + 2.372 / freedom + 2.823 / freedom**2
+        t = STUDENT[freedom - 2] if freedom <= len(STUDENT) + 1 else Z + 2.372 / freedom + 2.823 / freedom**2
         estimate[f"{name}_ci"] = float(t * x.std(ddof=1) / len(x) ** 0.5)
     return estimate
 

@@ -21,7 +21,8 @@ Values = Float[np.ndarray, "T"]  # of a metric, by step
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 HELD_OUT = "test_env/"  # before the names of held-out scores in a log
-WIDTH = 120  # characters; environments that do not fit next to each other stand below
+WIDTH = 100  # characters; columns that do not fit next to each other stand below
+FIRST = ("correct_answer", "return")  # of the metrics
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class Result:
         num_samples = self.metrics["num_samples"]
         sampling = f"temperature {temperature:g}" if temperature else "greedy"
         lines = [f"{self.model_dir} on {self.env_name}: {counted(num_tasks, 'task')} x {num_samples}, {sampling}"]
-        for name, value in self.metrics.items():
-            if name.endswith(ENDINGS) or name.startswith("num_"):
+        for name in dict.fromkeys((*FIRST, *self.metrics)):
+            if name not in self.metrics or name.endswith(ENDINGS) or name.startswith("num_"):
                 continue
             interval = format_interval(self.metrics, name, digits=4)
-            lines.append(f"{name:>20} {value:.4f}{interval}")
+            lines.append(f"{name:>20} {self.metrics[name]:.4f}{interval}")
         return "\n".join(lines)
 
 
@@ -122,31 +123,36 @@ def format_report(objects: Sequence[Row]) -> str:
 
 
 def format_runs(runs: Mapping[str, Mapping[str, tuple[Values, Values]]], groups: Mapping[str, Sequence[str]]) -> str:
-    """Returns the last held-out scores of runs as a table, and their means over the runs of groups.
+    """Returns the first and last held-out scores of runs as a table, and their means over the runs of groups.
 
     `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty where nothing was held out.
     """
-    last = {}
-    for name, metrics in runs.items():
-        last[name] = {metric.removeprefix(HELD_OUT): float(values[-1]) for metric, (_, values) in metrics.items()}
-    names = [name for name in ("correct_answer", "return") if all(HELD_OUT + name in run for run in runs.values())]
+    names = [name for name in FIRST if all(HELD_OUT + name in run for run in runs.values())]
     if not names:
         return ""
-    means = {}
-    for group, members in groups.items():
-        scores = [mean_over_runs(name, np.array([last[member][name] for member in members])) for name in names]
-        title = f"{group}: mean over {counted(len(members), 'seed')}"
-        means[title] = {key: x for score in scores for key, x in score.items()}
-    rows = last | means if len(last) > len(groups) else last
-    columns = {name: [format_score(row, name) for row in rows.values()] for name in names}
-    return format_table(list(rows), {"held out, with 95% intervals": columns})
+    columns = {}
+    for place, when in ((0, " before"), (-1, "")):
+        rows = {run: scores_at(place, metrics) for run, metrics in runs.items()}
+        for group, members in groups.items() if len(runs) > len(groups) else ():
+            scores = [mean_over_runs(name, np.array([rows[member][name] for member in members])) for name in names]
+            few = ", too few seeds for an interval" if len(members) == 2 else ""
+            title = f"{group}: mean over {counted(len(members), 'seed')}{few}"
+            rows[title] = {key: x for score in scores for key, x in score.items()}
+        columns |= {name + when: [format_score(row, name) for row in rows.values()] for name in names}
+    ordered = {title: cells for name in names for title, cells in columns.items() if title.startswith(name)}
+    return format_table(list(rows), {"held out, with 95% intervals": ordered})
+
+
+def scores_at(place: int, metrics: Mapping[str, tuple[Values, Values]]) -> dict[str, float]:
+    """Returns the held-out scores at a place of their steps, by the name of the score."""
+    return {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
 
 
 def main_columns(rows: Sequence[Row]) -> dict[str, str]:
     """Returns the titles of the two main metrics, return and correctness."""
     num_samples = rows[0]["num_samples"]
     correct = f"mean@{num_samples}" if num_samples > 1 else "correct"
-    return {"return": "return", "correct_answer": correct}
+    return {"correct_answer": correct, "return": "return"}
 
 
 def score_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -207,7 +213,7 @@ def format_difference(difference: Mapping[str, float | None] | None) -> str:
 
 
 def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
-    """Returns aligned text: a row for each name, and for each group its columns, side by side as far as WIDTH allows.
+    """Returns aligned text: a row for each name, and the columns of each group, side by side as far as WIDTH allows.
 
     The folders that all names share are the corner.
     """
@@ -217,15 +223,27 @@ def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
     lines = []
     block = left
     for group, columns in groups.items():
-        aligned = [align_cells([title, *cells]) for title, cells in columns.items()]
-        right = align_cells([group, *map("  ".join, zip(*aligned, strict=True))])
-        is_too_wide = len(block[0]) + 2 + len(right[0]) > WIDTH
-        if is_too_wide and block is not left:
-            lines += [*block, ""]
-            block = left
-        block = [f"{cell}  {addition}" for cell, addition in zip(block, right, strict=True)]
+        for aligned in fold([align_cells([title, *cells]) for title, cells in columns.items()], WIDTH - len(left[0])):
+            right = align_cells([group, *map("  ".join, zip(*aligned, strict=True))])
+            is_too_wide = len(block[0]) + 2 + len(right[0]) > WIDTH
+            if is_too_wide and block is not left:
+                lines += [*block, ""]
+                block = left
+            block = [f"{cell}  {addition}" for cell, addition in zip(block, right, strict=True)]
     lines += block
     return "\n".join(line.rstrip() for line in lines)
+
+
+def fold(columns: Sequence[Sequence[str]], room: int) -> list[list[Sequence[str]]]:
+    """Returns columns in parts that fit into `room` characters, with two blanks before each; one at least in a part."""
+    parts, used = [], room
+    for column in columns:
+        used += 2 + len(column[0])
+        if used > room:
+            parts.append([])
+            used = 2 + len(column[0])
+        parts[-1].append(column)
+    return parts
 
 
 def common_folder(names: Sequence[str]) -> str:

@@ -6,13 +6,16 @@ Only the main process logs. The files belong to the run, so a full disk stops it
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import select
+import shutil
 import stat
 import statistics
 import sys
 import threading
+import time
 import unicodedata
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -75,6 +78,8 @@ class Logger:
         self.test_interval = test_interval
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
         self.test_time = 0.0  # seconds of the last evaluation
+        self.last_line = math.inf  # by the clock
+        self.longest_gap = 0.0  # seconds between two steps, for models and pictures that are written
         self.sinks = sinks
         self.health_checks = HealthChecks()
         self.step = 0  # last one that was logged
@@ -144,10 +149,13 @@ class Logger:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
         self.step_times.append(metrics["times/step"])
+        previous, self.last_line = self.last_line, time.perf_counter()
+        gap = self.last_line - previous - metrics["times/step"] - metrics.get("times/test", 0.0)
+        self.longest_gap = max(self.longest_gap, gap)
         seconds = (self.num_steps - step) * statistics.median_low(self.step_times)
         interval, last = self.test_interval, self.num_steps - 1
         num_tests = last // interval - step // interval + 1 if interval else 1  # at intervals, and after the last step
-        seconds += num_tests * self.test_time
+        seconds += num_tests * self.test_time + self.longest_gap  # one is at the end
         size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
         bound = "<" if len(self.step_times) == 1 else ""  # the first step compiles
         if step < self.num_steps:
@@ -193,13 +201,14 @@ def summary(start: str, columns: Mapping[str, tuple[str, int]], metrics: Mapping
 
     A KL of exactly 0 is that of the only update of a step, and left out.
     """
+    room = min(LINE_WIDTH, shutil.get_terminal_size((LINE_WIDTH, 0)).columns) - TIME_WIDTH
     line = start
     for metric, (label, width) in columns.items():
         value = float(metrics.get(metric, 0.0))
         if metric not in metrics or (metric == "approx_kl" and value == 0):
             continue
         cell = f"  {label} {format_value(metric, value):>{width}}"
-        if len(line + cell) <= LINE_WIDTH - TIME_WIDTH:
+        if len(line + cell) <= room:
             line += cell
     return line if line != start else ""
 

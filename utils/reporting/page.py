@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from utils.files import replacing
 from utils.metrics.jsonl import JSON, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, read_metrics, running_mean
-from utils.reporting.verdict import TaskMeans, judge
+from utils.reporting.verdict import TaskMeans, judge, judge_seeds
 from utils.runs.origin import read_settings
 from utils.settings.errors import counted
 
@@ -143,13 +143,19 @@ PANELS = (
 )  # fmt: skip
 
 
-def write_report(runs: Sequence[str | Path], out_html: str | Path) -> None:
+def write_report(
+    runs: Sequence[str | Path], out_html: str | Path, groups: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> None:
     """Writes the report of runs (folders, or their metrics.jsonl), whole or not at all.
 
+    `groups`: names of folders, of runs that differ in the seed only.
     Raises: FileNotFoundError when a run has no metrics.jsonl. Configuration and rollouts may be missing.
     """
     budget = ROLLOUT_BYTES // len(runs)
-    page = render_page([run_data(label, file, budget) for label, file in label_runs(runs).items()])
+    files = label_runs(runs)
+    seeds = {name: judge_seeds([read_metrics(files[label]) for label in labels]) for name, labels in groups.items()}
+    verdicts = [{"name": name} | verdict for name, verdict in seeds.items() if verdict]
+    page = render_page([run_data(label, file, budget) for label, file in files.items()], verdicts)
     with replacing(out_html) as file:
         file.write(page.encode())
 
@@ -365,8 +371,11 @@ def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
     return rows
 
 
-def render_page(runs: Sequence[Mapping[str, JSON]]) -> str:
-    """Returns the page: template, data and scripts, and a policy that names the two scripts by their hashes."""
+def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str, JSON]] = ()) -> str:
+    """Returns the page: template, data and scripts, and a policy that names the two scripts by their hashes.
+
+    `groups`: verdicts on runs together, each with a name.
+    """
     panels = [panel._asdict() for panel in PANELS]
     curves, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("curves.js", "page.js"))
     digests = [hashlib.sha256(text.encode()).digest() for text in (curves, script)]
@@ -375,7 +384,9 @@ def render_page(runs: Sequence[Mapping[str, JSON]]) -> str:
         "curves": curves,
         "script": script,
         "hashes": " ".join(hashes),
-        "data": embed_json({"runs": runs, "panels": panels, "colours": COLOURS, "drawn": time.time()}),
+        "data": embed_json(
+            {"runs": runs, "groups": groups, "panels": panels, "colours": COLOURS, "drawn": time.time()}
+        ),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: sections[match[1]], template)  # inserted text is not searched

@@ -5,7 +5,7 @@ without any is judged by the returns of its training batches, blocks of steps in
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -59,6 +59,25 @@ def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     return verdict if is_known else verdict | {"text": f"{verdict['text']} {HINT}"}
 
 
+def judge_seeds(runs: Sequence[Metrics]) -> dict[str, JSON] | None:
+    """Returns the verdict on runs that differ in the seed only, by their mean change; None where there is none to tell.
+
+    Its interval is over the seeds: it tells what another one would bring.
+    """
+    name = next((name for name, _ in MAIN if all(name in run for run in runs)), "")
+    if len(runs) < 2 or not name:
+        return None
+    scores = [np.array([run[name][1][place] for run in runs]) for place in (0, -1)]
+    steps = [int(runs[0][name][0][place]) for place in (0, -1)]
+    first, last = (Point(step, *[float(x.mean())] * 3) for step, x in zip(steps, scores, strict=True))
+    half_width = mean_over_runs(name, scores[1] - scores[0]).get(f"{name}_ci", 0.0)
+    change = last.value - first.value
+    ends = (change - half_width, change + half_width) if len(runs) > 2 else ()
+    kind = "open" if not ends else "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
+    few = "" if ends else "; two seeds are too few for an interval"
+    return {"kind": kind, "text": f"Over {len(runs)} seeds {describe_change(name, first, last, ends)}{few}."}
+
+
 def made_no_update(run: Metrics) -> bool:
     """True where steps of training were logged, and none updated the model."""
     _, counts = run.get("num_updates", ((), np.zeros(0)))
@@ -101,7 +120,7 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     # The best of many is chosen by chance, too: by the wider interval.
     if kind != "worse" and min(sign * end for end in independent_difference(last, best)) > 0:
         kind, opening = "worse", "Learnt, then lost again"
-    sentences = [f"{opening}: {describe_change(name, first, last)}."]
+    sentences = [f"{opening}: {describe_change(name, first, last, difference(first, last))}."]
     if kind == "worse" and best is not first:
         sentences.append(f"The best score was {format_value(name, best.value)} at step {best.step}.")
     flat = flat_since(points)
@@ -168,17 +187,15 @@ def independent_difference(first: Point, last: Point) -> Interval:
     return change - down, change + up
 
 
-def describe_change(name: str, first: Point, last: Point) -> str:
-    """Returns the first and the last score and their difference in words."""
+def describe_change(name: str, first: Point, last: Point, ends: Sequence[float]) -> str:
+    """Returns the first and the last score and their difference in words; `ends`: of its interval, if there is one."""
     before, after = (format_value(name, point.value) for point in (first, last))
-    change, ends = last.value - first.value, difference(first, last)
-    if is_share(name):  # in percentage points
-        size, low, high = (f"{100 * x:z.1f}" for x in (change, *ends))
-        size += " points"
-    else:
-        size, low, high = (format_value(name, x) for x in (change, *ends))
+    size, *ends = (100 * x if is_share(name) else x for x in (last.value - first.value, *ends))  # percentage points
+    size, *ends = (f"{x:z.1f}" if is_share(name) else format_value(name, x) for x in (size, *ends))
     steps = f"{before} at step {first.step} to {after} at step {last.step}"
-    return f"{TITLES[name]} went from {steps}, a change of {size} [{low}, {high}]"
+    unit = " points" if is_share(name) else ""
+    interval = f" [{', '.join(ends)}]" if ends else ""
+    return f"{TITLES[name]} went from {steps}, a change of {size}{unit}{interval}"
 
 
 def flat_since(points: list[Point]) -> int | None:
