@@ -141,17 +141,21 @@ def replay(
     key = make_key(config.seed, stored.step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         weights = worker.load_weights(make_policy(base, params))
+        problem = tokenizer.decode(stored.tokens[: stored.prompt_length]).strip()
+        print(f"step {stored.step}, row {row}, sample {stored.sample} of problem {stored.task}: {printable(problem)}")
         if from_turn:
             episodes = branch(worker, weights, stored, from_turn, num_samples, key)
-            outcomes = {row: f"return {value:g}" for row, value in enumerate(episodes.scores["return"])}
+            outcomes = {i: f"return {value:g}" for i, value in enumerate(episodes.scores["return"])}
         else:
             tasks = task_index(worker, stored.task)
             episodes = worker.play(weights, tasks, config.update.group_size, key, np.array([stored.position]))
             is_rounded = folder.parent == stored.run and not base and config.run.save_dtype not in ("", "float32")
             reason = f"--save_dtype {config.run.save_dtype} rounded its weights" if is_rounded else OTHER
             outcomes = {stored.sample: compare(episodes.completions, stored, reason)}
-    for row, outcome in outcomes.items():
-        print(printable(f"{'#' * 25}\n{transcript(episodes, row)}\n{'-' * 8} {outcome}", max_chars=10**6))
+    for i, outcome in outcomes.items():
+        title = f"branch {i + 1} of {num_samples}" if from_turn else "drawn again"
+        text = f"{'#' * 8} {title}\n{transcript(episodes, i, from_turn)}\n{'-' * 8} {outcome}"
+        print(printable(text, max_chars=10**6))
 
 
 def task_index(worker: RolloutWorker, task: int) -> Int[np.ndarray, "1"]:

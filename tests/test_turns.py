@@ -356,16 +356,19 @@ def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
         stored, _ = read_stored(path, row)
         capsys.readouterr()
         replay(path, row, 0, 1, layout)
-        num_tokens = len(stored.tokens) - stored.prompt_length
-        assert f"all {num_tokens} tokens are those of the run" in capsys.readouterr().out
+        num_tokens, printed = len(stored.tokens) - stored.prompt_length, capsys.readouterr().out
+        assert f"all {num_tokens} tokens are those of the run" in printed and "drawn anew" not in printed
+        title = f"step {step}, row {row}, sample {row % G} of problem {stored.task}: "
+        assert re.search(rf"^{title}.*Guess \d+ to \d+\.", printed, re.MULTILINE | re.DOTALL)
     replay(path, row, len(stored.turns), 3, layout)
     tokenizer = load_tokenizer(TINY)
     beginning = [f"assistant: {tokenizer.decode(turn)}\n" for turn in stored.turns[:-1]]
-    branches = capsys.readouterr().out.split("#" * 25)[1:]
+    branches = re.split(r"#{8} branch \d of 3\n", capsys.readouterr().out)[1:]
     assert len(branches) == 3
     for branch in branches:
-        turns = re.split(r"user: \S+\n", branch.lstrip())
-        assert turns[: len(beginning)] == beginning and len(turns) > len(beginning)
+        before, after = branch.split(f"-------- drawn anew from turn {len(stored.turns)} on\n")
+        turns = re.split(r"user: \S+\n", before)
+        assert turns == [*beginning, ""] and after.startswith("assistant: ")
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))

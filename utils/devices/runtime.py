@@ -1,5 +1,6 @@
 """Settings of JAX and the C library before the first array: compilation cache, freed memory, open files."""
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -31,8 +32,11 @@ def prepare() -> None:
     raise_file_limit()
     if not jax.config.jax_compilation_cache_dir:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):  # else JAX warns of each program
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     set_tpu_options()
     if sys.platform == "linux" and runs_on_cpu():
         keep_memory()

@@ -5,6 +5,7 @@ strong as a trailing mean, with gaps at steps without a value. report.html draws
 """
 
 import itertools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,7 @@ def is_share(name: str) -> bool:
 
 def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     """Draws one large panel for the score and small ones for other metrics; runs have colours, one alone a title."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where HOME cannot be written
     from matplotlib.figure import Figure
 
     logged = set().union(*runs.values())
