@@ -130,17 +130,18 @@ def format_runs(runs: Mapping[str, Mapping[str, tuple[Values, Values]]], groups:
     names = [name for name in FIRST if all(HELD_OUT + name in run for run in runs.values())]
     if not names:
         return ""
-    columns = {}
-    for place, when in ((0, " before"), (-1, "")):
+    columns = {f"held-out {name}, 95% intervals": {} for name in names}
+    for place, when in ((0, "before"), (-1, "after")):
         rows = {run: scores_at(place, metrics) for run, metrics in runs.items()}
+        cells = {run: [format_score(row, name) for name in names] for run, row in rows.items()}
         for group, members in groups.items() if len(runs) > len(groups) else ():
-            scores = [mean_over_runs(name, np.array([rows[member][name] for member in members])) for name in names]
-            few = ", too few seeds for an interval" if len(members) == 2 else ""
-            title = f"{group}: mean over {counted(len(members), 'seed')}{few}"
-            rows[title] = {key: x for score in scores for key, x in score.items()}
-        columns |= {name + when: [format_score(row, name) for row in rows.values()] for name in names}
-    ordered = {title: cells for name in names for title, cells in columns.items() if title.startswith(name)}
-    return format_table(list(rows), {"held out, with 95% intervals": ordered})
+            few = " (too few seeds)" if len(members) == 2 else ""
+            means = {name: mean_over_runs(name, np.array([rows[member][name] for member in members])) for name in names}
+            title = f"{group}: mean over {counted(len(members), 'seed')}"
+            cells[title] = [format_score(mean, name) + few for name, mean in means.items()]
+        for name, column in zip(names, zip(*cells.values(), strict=True), strict=True):
+            columns[f"held-out {name}, 95% intervals"][when] = column
+    return format_table(list(cells), columns)
 
 
 def scores_at(place: int, metrics: Mapping[str, tuple[Values, Values]]) -> dict[str, float]:
