@@ -194,7 +194,8 @@ def draw(folder: Path, out: Path) -> None:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, 2)
     for arm, colour in zip(ARMS, COLOURS, strict=False):
-        logs = [read_metrics(folder / f"{arm}_{seed}" / "metrics.jsonl") for seed in range(len(scores(folder, arm)))]
+        runs = [folder / f"{arm}_{seed}" for seed in SEEDS]
+        logs = [read_metrics(run / "metrics.jsonl") for run in runs if list(run.glob("step*"))]
         for panel, amount in zip(panels, (num_samples, num_tokens), strict=True):
             curves = []
             for log in logs:
@@ -203,11 +204,12 @@ def draw(folder: Path, out: Path) -> None:
                 curves.append((amounts, held_out))
             if curves:
                 x, y = (np.array(part) for part in zip(*curves, strict=True))
-                panel.plot(x.mean(0), y.mean(0), marker="o", color=colour, label=arm)
+                panel.plot(x.mean(0), y.mean(0), marker="o", color=colour, label=f"{arm} ({len(logs)})")
                 panel.fill_between(x.mean(0), y.min(0), y.max(0), color=colour, alpha=0.15)
     for panel, words in zip(panels, ("completions drawn", "tokens drawn"), strict=True):
         panel.set(xlabel=words, ylabel="correct, held out", ylim=(0.15, None))
         panel.set_xscale("symlog", linthresh=500 if words.startswith("c") else 50_000)
+        panel.set_xlim(0, None)
         panel.grid(alpha=0.3)
     panels[0].legend()
     figure.savefig(out, dpi=100)
