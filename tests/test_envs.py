@@ -501,14 +501,15 @@ def test_the_readmes_example_works(monkeypatch):
     readme = (ROOT / "README.md").read_text()
     code = readme[readme.index("from envs.base import Env, Problem") :].partition("```")[0]
     assert len(code.strip().splitlines()) <= 19
-    module = type(sys)("envs.reverse")
+    module = type(sys)("envs.product")
     exec(code, vars(module))
-    monkeypatch.setitem(sys.modules, "envs.reverse", module)
-    monkeypatch.setitem(envs.ENVS, "reverse", ("envs.reverse", "Reverse", {}))
-    env, test = envs.make_env("Reverse", prefix="Sure: "), envs.make_env("reverse-test")
+    monkeypatch.setitem(sys.modules, "envs.product", module)
+    monkeypatch.setitem(envs.ENVS, "product", ("envs.product", "Product", {}))
+    env, test = envs.make_env("Product", prefix="Sure: "), envs.make_env("product-test")
     assert isinstance(test, Env) and env.problem(0).prefix == "Sure: "
     problem = test.problem(0)
-    assert test.score(problem, problem.answer) == {"return": 1.0, "correct_answer": 1.0}
+    for sign, score in (("*", 1.0), ("+", 0.0)):
+        assert test.score(problem, f"<answer>{sign.join(map(str, problem.answer))}</answer>")["return"] == score
     assert env.problem(0).messages != test.problem(0).messages
 
 
