@@ -152,7 +152,7 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
     """
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.delenv("WANDB_MODE")
-    arguments = [*ALL, "--save_rollouts", "all", "--adam_eps", "1e-5"]
+    arguments = [*ALL, "--save_rollouts=all", "--adam_eps=1e-5", "--lr_schedule=constant"]
     preset = tmp_path / "filtering.json"
     preset.write_text(json.dumps({"do_group_filter": 1, "objective": "cispo", "clip_epsilon": 1.0}))
     members = f"seed=0,1;config=configs/drgrpo.py,{preset}"
