@@ -496,7 +496,7 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     base = base_shapes(model, layout, config)
     width = row_length(config)
     update = train_step(model, layout, max(1, num_tokens // width), width, config)
-    *_, batch, _, _ = update.arguments
+    *_, batch, _, _, _ = update.arguments
     num_rows = len(batch.tokens) // layout.row_shards
     sizes = measure_sizes(config.memory, model, layout, state, base, width)
     return Training(

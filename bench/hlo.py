@@ -20,7 +20,8 @@ ITEMSIZE = {
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant"}  # instructions that move no data
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 SLICES = ("dynamic-slice", "gather", "slice")  # they read as much of their first operand as they return
-COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)\n\}(?:, [^\n]*)?$", re.S | re.M)  # "\n}" alone is in attributes
+# "\n}" alone is in attributes; a TPU's threads stand behind the bracket.
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)\n\}(?:, [^\n]*)?$", re.S | re.M)
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 
 
