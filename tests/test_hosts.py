@@ -60,15 +60,15 @@ def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys)
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax, "config", SimpleNamespace(jax_platforms=None))
     monkeypatch.setenv("TPU_ML_PLATFORM", "JAX")
-    join_processes()
+    join_processes.__wrapped__()
     printed = capsys.readouterr().err
     assert printed.startswith("one process, since no cluster is found") and str(error) in printed
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     with pytest.raises(UserError, match="set JAX_COORDINATOR_ADDRESS to host:port"):
-        join_processes()
+        join_processes.__wrapped__()
     monkeypatch.setenv("JAX_PROCESS_ID", "first")
     with pytest.raises(UserError, match="invalid literal .*'first': set JAX_COORDINATOR_ADDRESS"):
-        join_processes()
+        join_processes.__wrapped__()
 
 
 def test_an_accelerator_is_found_by_plugin_and_device_file(tmp_path, monkeypatch):

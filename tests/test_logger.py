@@ -112,6 +112,7 @@ def test_lines_are_aligned_and_fit_into_110_columns_or_the_terminal(tmp_path, ca
     training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
     training["env/return"] = -0.1
     other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
+    monkeypatch.setenv("COLUMNS", "200")
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
         logger.line(9, training | {"times/step": 1.0, "test_env/return": 0.5})

@@ -186,7 +186,7 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
     score = partial(decoder.score_tokens, model, distribution=Distribution(0.7))
-    logprobs, entropy, _ = jax.jit(score)(params, tokens)
+    logprobs, entropy, *_ = jax.jit(score)(params, tokens)
     assert_close(logprobs[:, 1:], reference, operations, size)
     assert_close(entropy[:, 1:], -(np.exp(scaled) * scaled).sum(-1), operations, size)
     assert not logprobs[:, 0].any() and not entropy[:, 0].any()

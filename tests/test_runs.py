@@ -18,8 +18,9 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" python "$@"\n')
     python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "GSM8K_DIR": str(tmp_path)}
     command = ["bash", script, "--seed", "7"]
-    said = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True, check=True)
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     program, *flags = said.stdout.split("python\n")[-1].splitlines()  # what comes before it makes a model or data
     config = parse(Config, flags)
     assert program == "core/grpo.py" and config.seed == 7
