@@ -159,11 +159,13 @@ class Learner:
         """Returns the numbers of the rows of micro-batches, and the scores of their tokens, on the host."""
         scored = []
         for rows, *arrays in microbatches:
-            microbatch, packing = self.layout.put(arrays)
-            tokens, support, routes = microbatch.tokens, microbatch.support, microbatch.routes
-            scores = score(self.model, self.distribution, params, tokens, support, routes, packing, microbatch.extras)
-            scored.append((rows, self.layout.fetch(scores)))
+            scored.append((rows, self.layout.fetch(self.score_microbatch(params, *self.layout.put(arrays)))))
         return scored
+
+    def score_microbatch(self, params: Policy, batch: Batch, packing: Packing) -> TokenScores:
+        """Returns the scores of the tokens of a micro-batch, on the devices."""
+        inputs = batch.tokens, batch.support, batch.routes, packing, batch.extras
+        return score(self.model, self.distribution, params, *inputs)
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimiser step by the gradients of a minibatch's micro-batches.

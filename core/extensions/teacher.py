@@ -6,7 +6,7 @@ of both models are made in the chunks of the head: see `score_chunk` in models/d
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from core.extensions.distill import (
     ComparedDistribution,
     DistillConfig,
 )
-from core.learner import Learner, Rows, Update
+from core.learner import Learner, Update
 from core.records import Batch
 from core.rollout import RolloutWorker, encode_prompt
 from models.architecture import Decoder
@@ -58,14 +58,9 @@ class TokenStates(NamedTuple):
 class StateLearner(Learner):
     """A learner that scores no tokens: of each it returns the state."""
 
-    def score_chain(self, params: Policy, microbatches: Iterator[Rows]) -> list[tuple[np.ndarray, TokenStates]]:
-        """Returns the numbers of the rows of micro-batches, and the states of their tokens, on the host."""
-        scored = []
-        for rows, *arrays in microbatches:
-            microbatch, packing = self.layout.put(arrays)
-            states = hidden_states(self.model, params, microbatch.tokens, packing)
-            scored.append((rows, TokenStates(self.layout.fetch(states))))
-        return scored
+    def score_microbatch(self, params: Policy, batch: Batch, packing: Packing) -> TokenStates:
+        """Returns the states of the tokens of a micro-batch, on the devices."""
+        return TokenStates(hidden_states(self.model, params, batch.tokens, packing))
 
 
 @partial(jax.jit, static_argnums=0)
