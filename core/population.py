@@ -195,7 +195,7 @@ def short_value(value: str) -> str:
 def member_arguments(argv: Sequence[str], own: Values) -> list[str]:
     """Returns the command line of a member: that of all without --population, and its own values."""
     types = {name: known.type for name, known in options_of(PopulationConfig).items()}
-    types |= {name: str for name in ("config", *LMPO.names)}
+    types |= {name: str for name in ("config", *LMPO)}
     arguments = [(name, value) for name, value in read_arguments(argv, types, {}) if name != "population"]
     return [f"--{name}={value}" for name, value in (*arguments, *own.items())]
 

@@ -17,7 +17,7 @@ from models.speed import PEAKS
 from utils.devices import startup
 from utils.settings.config import make_config, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
-from utils.settings.lmpo import LMPO, Spellings
+from utils.settings.lmpo import LMPO
 from utils.settings.options import group, option
 from utils.settings.presets import ROOT, demo_of_tiny, list_presets, read_preset
 from utils.settings.removed import REMOVED, Removed
@@ -72,7 +72,7 @@ class Composed:
             raise UserError("seed must not be above group_size.")
 
 
-OLD = Spellings("lmpo", {"greedy": ("sharding", "fsdp", "dp")}, {"use_flash": "chosen by platform"})
+OLD = {"greedy": ("sharding", "fsdp", "dp"), "use_flash": "chosen by platform"}
 both = pytest.mark.parametrize("settings", [Inherited, Composed], ids=["inherited", "composed"])
 
 
@@ -301,7 +301,7 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
 def test_no_command_preset_script_or_page_names_an_option_that_went(monkeypatch):
     monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
     for command in (grpo.Config, eval.Command, sampling.Command, sft_config.Config):
-        assert not REMOVED.keys() & (options_of(command).keys() | LMPO.names)
+        assert not REMOVED.keys() & (options_of(command).keys() | LMPO.keys())
     for path in list_presets():
         assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path
     patterns = "README.md", "docs/**/*.md", "runs/*.sh", "bench/*.sh"
@@ -473,8 +473,8 @@ def test_spellings_that_cannot_be_followed(line, words, capsys):
 
 def test_lmpos_flags_are_options_of_training():
     options = options_of(grpo.Config)
-    assert not LMPO.names & set(options)
-    for target, on, off in LMPO.rewrites.values():
+    assert not LMPO.keys() & options.keys()
+    for target, on, off in (rewrite for rewrite in LMPO.values() if not isinstance(rewrite, str)):
         assert {on, off} <= set(options[target].choices)
 
 

@@ -25,7 +25,7 @@ from absl import flags
 from utils.settings.arguments import Assignment, Value, nearest, read_assignments
 from utils.settings.checks import check_number
 from utils.settings.errors import UserError, fail
-from utils.settings.lmpo import NO_SPELLINGS, Spellings, rewrite
+from utils.settings.lmpo import Spelling, rewrite
 from utils.settings.presets import list_presets
 from utils.settings.removed import REMOVED, check_removed
 
@@ -62,6 +62,22 @@ class OptionField:
     choices: Sequence[str] | None = None
     resumable: bool = False
     essential: bool = False
+
+    def read(self, assignment: Assignment) -> Value:
+        """Returns a value in the option's type. Raises: UserError for one that it does not take."""
+        name, value, source = assignment
+        is_text = self.type is str and not self.choices
+        if is_text and not isinstance(value, str):  # YAML reads a bare `off` or `1` as something else
+            raise UserError(f"{source}: {name} is text; put the value into quotes.")
+        text = str(value) if isinstance(value, str | float | int) else ""  # no lists of a preset
+        parser = flags.EnumParser(self.choices, case_sensitive=False) if self.choices else PARSERS[self.type]()
+        try:
+            return parser.parse(text)
+        except ValueError:
+            needs = f"one of {', '.join(self.choices)}" if self.choices else f"of type {self.type.__name__}"
+            preset = f"{text.lower()}.py"
+            hint = f"; --config configs/{preset} is a preset" if self.choices and preset in list_presets() else ""
+            raise UserError(f"{source}: {name} must be {needs}{hint}.") from None
 
     def check(self, value: Value) -> None:
         """Raises UserError for a value that the option does not take, by its type, its choices or its size."""
@@ -150,7 +166,7 @@ def parse(
     argv: Sequence[str],
     description: str = "",
     aliases: Mapping[str, str] = {},
-    spellings: Spellings = NO_SPELLINGS,
+    spellings: Mapping[str, Spelling] = {},
     implied: Callable[[Mapping[str, Value]], Mapping[str, Value]] = lambda options: {},
 ) -> Config:
     """Returns the settings of a command line (without the program's name).
@@ -160,70 +176,41 @@ def parse(
     `spellings` are flags of another program. What is unknown or malformed, and each ValueError of the class itself,
     ends the program with `fail`.
     """
-    flag_values = make_flags(config_class)
+    known = options_of(config_class)
     if HELP_FLAGS & set(argv):
         print_help(help_text(config_class, description, spellings, is_complete=bool(ALL_HELP & set(argv))))
         raise SystemExit(0)
-    types = {name: known.type for name, known in options_of(config_class).items()}
-    types |= {name: str for name in spellings.names}
+    types = {name: option.type for name, option in known.items()} | dict.fromkeys(spellings, str)
     try:
         assignments = read_assignments(argv, types, aliases)
-        options = convert(assignments, flag_values, spellings)
+        options = convert(assignments, known, spellings)
         return make_config(config_class, **implied(options) | options)
     except ValueError as error:
         fail(str(error))
 
 
-def make_flags(config_class: type) -> flags.FlagValues:
-    """Returns one absl flag for each option, apart from the flags of absl, jax and others in `absl.flags.FLAGS`."""
-    flag_values = flags.FlagValues()
-    for name, known in options_of(config_class).items():
-        parser = PARSERS[known.type]()
-        if known.choices:
-            parser = flags.EnumParser(known.choices, case_sensitive=False)
-        flags.DEFINE(parser, name, known.default, known.help, flag_values=flag_values)
-    return flag_values
-
-
-def convert(assignments: Iterable[Assignment], flag_values: flags.FlagValues, spellings: Spellings) -> dict[str, Value]:
+def convert(
+    assignments: Iterable[Assignment], known: Mapping[str, OptionField], spellings: Mapping[str, Spelling]
+) -> dict[str, Value]:
     """Returns the options that are set, each of its type, with the flags of another program rewritten to ours.
 
     Those that went, in presets, are dropped with a note. Raises: UserError where a value changed results.
     """
-    foreign, removed = [], []
+    options, foreign, removed = {}, [], []
     for assignment in assignments:
-        if assignment.name in spellings.names:
+        name = assignment.name
+        if name in spellings:
             foreign.append(assignment)
-        elif assignment.name in REMOVED and assignment.name not in flag_values:
+        elif name in known:
+            options[name] = known[name].read(assignment)
+        elif name in REMOVED:
             removed.append(assignment)
         else:
-            set_flag(flag_values, assignment)
-    options = {name: flag_values[name].value for name in flag_values if flag_values[name].present}
+            raise UserError(f"{assignment.source}: there is no option {name}{nearest(name, known)}")
     for assignment in removed:
         check_removed(*assignment, is_forced=options.get("resume") == "force")
-    defaults = {name: flag_values[name].default for name in flag_values}
+    defaults = {name: option.default for name, option in known.items()}
     return options | rewrite(foreign, spellings, options, defaults)
-
-
-def set_flag(flag_values: flags.FlagValues, assignment: Assignment) -> None:
-    """Sets one flag, converting the value to its type. Raises: UserError where that fails."""
-    name = assignment.name
-    source = assignment.source
-    if name not in flag_values:
-        raise UserError(f"{source}: there is no option {name}{nearest(name, flag_values)}")
-    flag = flag_values[name]
-    is_text = flag.flag_type() == "string"
-    if is_text and not isinstance(assignment.value, str):  # YAML reads a bare `off` or `1` as something else
-        raise UserError(f"{source}: {name} is text; put the value into quotes.")
-    text = str(assignment.value) if isinstance(assignment.value, str | float | int) else ""  # no lists of a preset
-    try:
-        flag.parse(text)
-    except (flags.IllegalFlagValueError, ValueError):  # ValueError: an int of too many digits to be text
-        choices = getattr(flag.parser, "enum_values", None)
-        needs = f"must be one of {', '.join(choices)}" if choices else f"must be of type {flag.flag_type()}"
-        preset = f"{text.lower()}.py"
-        hint = f"; --config configs/{preset} is a preset" if choices and preset in list_presets() else ""
-        raise UserError(f"{source}: {name} {needs}{hint}.") from None
 
 
 def print_help(text: str) -> None:
@@ -234,7 +221,7 @@ def print_help(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def help_text(config_class: type, description: str, spellings: Spellings, is_complete: bool) -> str:
+def help_text(config_class: type, description: str, spellings: Mapping[str, Spelling], is_complete: bool) -> str:
     """Returns the essential options with type, default and meaning, then the names of the others, by class.
 
     is_complete: the others in full, too, and flags of another program.
@@ -253,9 +240,10 @@ def help_text(config_class: type, description: str, spellings: Spellings, is_com
         section = help_section if is_complete else names_section
         title, *_ = (owner.__doc__ or owner.__name__).strip().splitlines()
         lines += section(title, members)
-    if is_complete and spellings.names:
-        lines += ["", f"{spellings.program}'s spellings"]
-        for flag, (name, on, off) in spellings.rewrites.items():
+    rewrites = {flag: target for flag, target in spellings.items() if not isinstance(target, str)}
+    if is_complete and rewrites:
+        lines += ["", "kvfrans/lmpo's spellings"]
+        for flag, (name, on, off) in rewrites.items():
             lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
     return "\n".join(lines).strip()
 

@@ -5,7 +5,7 @@ import runpy
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from utils.settings.checks import load_yaml, read_text
 from utils.settings.errors import UserError, describe_error, most_similar
@@ -17,16 +17,7 @@ TINY = "models/tiny"  # the model of the demo, and the default
 Preset: TypeAlias = dict[str, object]  # values by name of option, as the file has them
 
 
-@runtime_checkable
-class ConfigDict(Protocol):
-    """An ml_collections.ConfigDict, which is not a Mapping."""
-
-    def to_dict(self) -> Preset:
-        """Returns its names and values."""
-
-
 def list_presets() -> list[str]:
-    """Returns the names of the files in configs/."""
     return sorted(path.name for path in FOLDER.glob("*.py"))
 
 
@@ -86,10 +77,10 @@ def run_file(file: Path, path: str) -> Preset:
 
 
 def to_mapping(preset: object, path: str) -> Preset:
+    if hasattr(preset, "to_dict"):  # an ml_collections.ConfigDict, which is no Mapping
+        preset = preset.to_dict()
     if isinstance(preset, Mapping):
         return dict(preset)
-    if isinstance(preset, ConfigDict):
-        return dict(preset.to_dict())
     raise UserError(f"{path} must hold names and values, not a {type(preset).__name__}.")
 
 
