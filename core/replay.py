@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int
 
 from core.config import Config
 from core.extensions.credit import turn_numbers
-from core.extensions.turns import converse
+from core.extensions.turns import Conversations
 from core.records import Completions, Episodes
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
@@ -197,7 +197,7 @@ def branch(
     problem = worker.env.problem(stored.task)
     with ScoringStream(worker.scorer) as stream:
         seeds = np.repeat(seed, num_samples, axis=0)
-        replies = converse(worker.env, worker.tokenizer, worker.layout, [problem], task, seeds, stream, game)
+        replies = Conversations(worker.env, worker.tokenizer, worker.layout, [problem], task, seeds, stream, game)
         replies.begin(stored.turns[: from_turn - 1])
         prompt = stored.tokens[:start].tolist()
         if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:

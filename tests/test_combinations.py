@@ -20,7 +20,7 @@ from test_training import HereScorer
 from core.advantages import compute_advantages
 from core.config import Config
 from core.extensions.lengths import with_length_reward
-from core.extensions.turns import TurnChain, converse
+from core.extensions.turns import Conversations, TurnChain
 from core.grpo import groups_with_signal, make_batch
 from core.records import Episodes
 from core.rollout import Replies, RolloutWorker
@@ -163,7 +163,7 @@ def play(kind: str, policy: str = "full") -> Episodes:
         return tokens, np.zeros(tokens.shape, np.float32), empty, np.zeros((*tokens.shape, *model.route_shape))
 
     env = MadeUp(kind)
-    make_replies = Replies if kind == "single" else converse
+    make_replies = Replies if kind == "single" else Conversations
     sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TurnChain, "decode", decode)

@@ -36,9 +36,9 @@ def test_documents_are_what_a_run_sees(name, writer):
         for i in range(20):
             document = writer.episode(game, i, random.Random(i))
             problem = game.env.problem(i)
-            seed = random.Random(i).getrandbits(32)
+            keys = np.uint32([[0, random.Random(i).getrandbits(32)]])
             with ScoringStream(scorer) as stream:
-                arguments = game.env, writer.tokenizer, single_device(), [problem], np.array([i]), [seed], stream
+                arguments = game.env, writer.tokenizer, single_device(), [problem], np.array([i]), keys, stream
                 num_prompt_tokens = len(writer.tokenizer.chat(problem.messages))
                 tokens = play(Conversations(*arguments), document, num_prompt_tokens)
             assert document.ids[: len(tokens)] == tokens

@@ -806,10 +806,10 @@ def play(
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Returns what is observed after each of these turns of task 0, as tokens, and the rewards."""
     env = make_env(name, **options)
-    layout, seeds = single_device(), [3]
+    layout, keys = single_device(), np.uint32([[0, 3]])
     settings |= {"num_workers": 1, "max_error_share": 1}
     with Scorer(name, options, **settings) as scorer, ScoringStream(scorer) as stream:
-        conversations = Conversations(env, tokenizer, layout, [env.problem(0)], np.zeros(1, int), seeds, stream)
+        conversations = Conversations(env, tokenizer, layout, [env.problem(0)], np.zeros(1, int), keys, stream)
         conversations.wait = Wait("")
         observed = []
         for turn in turns:

@@ -20,13 +20,11 @@ from core.records import Episodes, Progress
 from core.rollout import RolloutWorker
 from models.decoder import cast_params
 from models.memory import sampling_room
-from models.names import ADAPTERS, Adapters, Params, Policy, Weights
+from models.names import ADAPTERS, Policy, Weights
 from models.state import TrainState
 
 BEHAVIOR = "behavior_policy"  # state.extra[BEHAVIOR]: as the sampler reads it, or adapters over a base
 Collected = tuple[Episodes, int]  # and the number of the next task
-Collect = Callable[[RolloutWorker, Weights, Config, int, int], Collected]
-FractionDone = Callable[[Config, RolloutWorker, Progress], float]
 
 
 @dataclass(frozen=True)
@@ -52,26 +50,24 @@ class AheadWorker(RolloutWorker):
         return self.layout.receive(cast_params(model, params))
 
 
+@dataclass
 class AheadRollouts:
     """The rollouts of each step, drawn in a thread since the step before; see `Rollouts` of core/grpo.py.
 
     Stops the sampling thread after its current segment when `stack` ends.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        collect: Collect,
-        fraction_done: FractionDone,
-        stack: ExitStack,
-        worker: "AheadWorker",
-        learner: Learner,
-    ):
-        self.collect, self.fraction_done = collect, fraction_done
-        self.config, self.worker, self.learner = config, worker, learner
+    config: Config
+    collect: Callable[[RolloutWorker, Weights, Config, int, int], Collected]
+    fraction_done: Callable[[Config, RolloutWorker, Progress], float]
+    stack: ExitStack
+    worker: AheadWorker
+    learner: Learner
+
+    def __post_init__(self):
         self.cancelled = Event()
         self.pool = ThreadPoolExecutor(1, "rollouts")
-        stack.callback(self.close)
+        self.stack.callback(self.close)
 
     def close(self) -> None:
         self.cancelled.set()
@@ -118,16 +114,11 @@ class AheadRollouts:
             return self.collect(worker, weights, self.config, progress.step + 1, progress.cursor)
 
 
-def copy_policy(worker: AheadWorker, learner: Learner, params: Params | Adapters) -> Weights | Adapters:
-    """Returns a copy of the policy before an update replaces it: as the sampler reads it, or adapters over a base."""
-    if learner.base:
-        return jax.tree.map(jnp.copy, params)
-    return worker.load_weights(params)
-
-
 def with_behavior(state: TrainState, worker: AheadWorker, learner: Learner) -> TrainState:
-    """Returns the state with a copy of its policy, which draws the next rollouts."""
-    return replace(state, extra=state.extra | {BEHAVIOR: copy_policy(worker, learner, state.params)})
+    """Returns the state with a copy of its policy, which draws the next rollouts after an update has replaced it."""
+    params = state.params
+    copy = jax.tree.map(jnp.copy, params) if learner.base else worker.load_weights(params)
+    return replace(state, extra=state.extra | {BEHAVIOR: copy})
 
 
 def prepare_ahead(

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+from core.extensions.checks import refuse
 from core.extensions.forced import ForcingChain, reply_opening
 from core.extensions.speculation import SpeculativeChain
-from core.extensions.turns import answering_calls, converse
+from core.extensions.turns import Conversations, answering_calls
 from core.sampler import Chain, Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
-from utils.settings.errors import UserError
 
 
 def attach(
@@ -27,7 +27,7 @@ def attach(
     if env.max_turns == 1:
         return {"sampler": sampler}
     check_conversations(sampler, settings, num_drafted)
-    return {"sampler": sampler, "make_replies": converse}
+    return {"sampler": sampler, "make_replies": Conversations}
 
 
 def with_options(
@@ -37,14 +37,14 @@ def with_options(
     answer: ForcedAnswer = ForcedAnswer(),  # noqa: B008 (frozen)
 ) -> Sampler:
     """Returns a sampler with drafts, or with an answer that is forced so many tokens before the limit; 0: without."""
-    if num_drafted and sampler.model.delta is not None:
-        raise UserError("--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0")
-    if num_drafted and force_answer_at:
-        raise UserError("--num_speculative_tokens does not support forced answers: --force_answer_at 0")
-    if not 0 <= force_answer_at < sampler.max_new_tokens:
-        raise UserError(
-            f"--force_answer_at {force_answer_at} must be below the {sampler.max_new_tokens} tokens of a completion"
-        )
+    refuse([
+        (num_drafted > 0 and sampler.model.delta is not None,
+         "--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0"),
+        (num_drafted > 0 and force_answer_at > 0,
+         "--num_speculative_tokens does not support forced answers: --force_answer_at 0"),
+        (not 0 <= force_answer_at < sampler.max_new_tokens,
+         f"--force_answer_at {force_answer_at} must be below the {sampler.max_new_tokens} tokens of a completion"),
+    ])  # fmt: skip
     if num_drafted:
         return replace(sampler, make_chain=chain_maker(SpeculativeChain, num_drafted))
     if force_answer_at:
@@ -60,18 +60,14 @@ def chain_maker(chain: type[Chain], setting: int | ForcedAnswer) -> Callable[...
 
 def check_conversations(sampler: Sampler, settings: RolloutSettings, num_drafted: int) -> None:
     """Raises UserError where conversations cannot be drawn as they are trained on."""
-    mistakes = [
-        (
-            sampler.model.delta is not None and sampler.stop_strings,
-            "the state of a Gated DeltaNet cannot go back to where the text of a turn stops: leave --stop_strings "
-            "out, or name special tokens",
-        ),
-        (num_drafted, "no draft supports them: --num_speculative_tokens 0"),
-        (settings.force_answer_at, "forced answers do not support them: --force_answer_at 0"),
-    ]
-    for is_wrong, message in mistakes:
-        if is_wrong:
-            raise UserError(f"{settings.name} has several turns, and {message}")
+    start = f"{settings.name} has several turns, and"
+    refuse([
+        (sampler.model.delta is not None and bool(sampler.stop_strings),
+         f"{start} the state of a Gated DeltaNet cannot go back to where the text of a turn stops: leave "
+         "--stop_strings out, or name special tokens"),
+        (num_drafted > 0, f"{start} no draft supports them: --num_speculative_tokens 0"),
+        (settings.force_answer_at > 0, f"{start} forced answers do not support them: --force_answer_at 0"),
+    ])  # fmt: skip
     problem = settings.env.problem(0)
     message = {"role": "user", "content": "1"}
     sampler.tokenizer.bridge([message], problem.thinking, problem.prefix, problem.plain)

@@ -16,11 +16,14 @@ BY_TURN = ("turn_mean", "turn_zscore")  # advantages that compare the rewards [K
 
 
 def by_turn(advantage: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Returns the advantage of each turn of an episode, 0 where the group's turns of this number earn the same."""
+    """Returns for tokens the advantage of their turn, 0 where the group's turns of this number earn the same."""
 
     def of_turns(rewards: Float[np.ndarray, "KN G"], batch: Batch, config: object) -> Float[np.ndarray, "B T"]:
         advantages = advantage(rewards, batch, config) * differs(rewards)[:, None]
-        return of_tokens(advantages.reshape(-1, len(batch)), batch.mask)
+        by_number = advantages.reshape(-1, len(batch))
+        # Tokens before the first turn have what is of the first; of single replies all is one turn.
+        turns = np.clip(turn_numbers(batch.mask), 0, len(by_number) - 1)
+        return np.take_along_axis(by_number.T, turns, axis=1)
 
     return of_turns
 
@@ -68,12 +71,6 @@ def turn_returns(batch: Batch) -> Float[np.ndarray, "K B"]:
         rewards_to_go += np.where(is_turn, batch.token_rewards, 0).sum(axis=1)
         returns[turn] = np.where(is_turn.any(axis=1), rewards_to_go, np.nan)
     return returns
-
-
-def of_tokens(by_turn: Float[np.ndarray, "K B"], mask: Bool[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-    """Returns for each token what is of its turn; tokens before the first one have that of the first."""
-    turns = np.clip(turn_numbers(mask), 0, len(by_turn) - 1)  # of single replies all is one turn
-    return np.take_along_axis(by_turn.T, turns, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)

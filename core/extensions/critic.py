@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from core.extensions.reference import ReferenceConfig, kl_penalty
 from core.records import Batch, masked_whiten, token_mean
@@ -45,18 +45,8 @@ def generalised_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarr
         tokens_to_go = np.cumsum(batch.mask[:, ::-1], axis=1)[:, ::-1]
         rewards = np.where(batch.mask & (tokens_to_go == 1), batch.rewards[:, None], 0)
     rewards = rewards - kl_penalty(batch, config)
-    return discounted_differences(rewards, batch.values, batch.mask, config.gamma, config.gae_lambda)
-
-
-def discounted_differences(
-    rewards: Float[np.ndarray, "B T"],
-    values: Float[np.ndarray, "B T"],
-    mask: Bool[np.ndarray, "B T"],
-    gamma: float,
-    gae_lambda: float,
-) -> Float[np.ndarray, "B T"]:
-    """Returns the sum of each token's later temporal differences, discounted by gamma lambda; of the mask's tokens."""
-    gamma, decay = np.float32(gamma), np.float32(gae_lambda)
+    gamma, decay = np.float32(config.gamma), np.float32(config.gae_lambda)
+    mask, values = batch.mask, batch.values
     advantages = np.zeros(mask.shape, np.float32)
     next_value = np.zeros(len(mask), np.float32)
     next_advantage = np.zeros(len(mask), np.float32)

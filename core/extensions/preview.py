@@ -15,13 +15,11 @@ from utils.settings.errors import describe_error, shorten
 # Arguments of example calls, by the types of JSON's schema; "1" of all others, which is also an expression, and code.
 ARGUMENTS = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
-Decode = Callable[[list[int]], str]  # returns the text of token ids, special tokens included
 
-
-def show(env: Env, encode: Encode, decode: Decode, count: int) -> str:
+def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: int) -> str:
     """Returns the first `count` problems with the scores of example replies, and quantiles of prompt lengths in tokens.
 
-    Control characters of the data are dropped, since a terminal obeys them.
+    `decode` shows special tokens, too. Control characters of the data are dropped, since a terminal obeys them.
     """
     lines = ["no model is run: these are problems, and example replies with their scores"]
     lines += [env.note] if env.note else []
@@ -97,5 +95,4 @@ def describe_outcome(env: Env, problem: Problem, reply: Reply) -> str:
 
 
 def describe_scores(scores: Mapping[str, float]) -> str:
-    """Returns scores on a line."""
     return ", ".join(f"{key} {value:g}" for key, value in scores.items())

@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,28 +46,10 @@ class Observation(NamedTuple):
     finished: bool = False  # the episode ended in another way than by the limit of tokens
 
 
-class Environment(Protocol):
-    """Responds to turns; rows are numbered over the prompts of a call."""
-
-    tokens_per_turn: int  # limit; 0: none
-
-    def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
-        """Takes the tokens of a turn that has ended.
-
-        `num_left`: tokens that still fit into the row; -1 where not even the end of the turn did.
-        """
-
-    def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
-        """Returns the observations that have come for these rows; if it `is_blocking`, at least one.
-
-        It waits for the others for `patience` seconds.
-        """
-
-
 class TurnChain(RaggedChain):
     """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
 
-    def __init__(self, environment: Environment, first_row: int, sampler: Sampler, *arguments: object):
+    def __init__(self, environment: "Conversations", first_row: int, sampler: Sampler, *arguments: object):
         super().__init__(sampler, *arguments)
         self.environment = environment
         self.row_offset += first_row
@@ -75,21 +57,17 @@ class TurnChain(RaggedChain):
         self.finished = np.zeros(len(self.keys), bool)
         self.segment_time = 0.0  # seconds of the last segment
 
-    @property
-    def segment(self) -> int:
-        """Returns the steps of a segment; short turns would wait for the end of a long one."""
-        limit = self.environment.tokens_per_turn or self.sampler.segment
-        return min(limit, self.sampler.segment)
-
     def run(self, cancelled: Event) -> Completions:
         """Draws segments and appends observations until all episodes are done."""
         drawn = self.drawn
+        longest = self.sampler.segment  # short turns would wait for the end of a longer one
+        steps = min(longest, self.environment.tokens_per_turn or longest)
         self.prefill()
         while not (drawn.done.all() or cancelled.is_set()):
             if self.sampler.compact:
                 self.compact()
             if self.is_drawing.any():
-                self.draw_segment(self.segment)
+                self.draw_segment(steps)
             self.observe()
         drawn.lengths = self.num_tokens
         completions = drawn.completions(self.prompts, self.owner)
@@ -113,9 +91,8 @@ class TurnChain(RaggedChain):
     def turn_limits(self) -> Int[np.ndarray, "B"]:
         """Returns the column of each row before which its turn must end."""
         limit = self.sampler.max_new_tokens
-        if self.environment.tokens_per_turn:
-            return np.minimum(limit, self.turn_starts + self.environment.tokens_per_turn)
-        return np.full(len(self.turn_starts), limit)
+        tokens_per_turn = self.environment.tokens_per_turn or limit
+        return np.minimum(limit, self.turn_starts + tokens_per_turn)
 
     def end_turn(self, row: int, is_cut_off: bool) -> None:
         """Hands a turn that has ended to the environment."""
@@ -250,9 +227,10 @@ class Record:
 
 
 class Conversations:
-    """Episodes of a rollout: encoded observations, and rewards.
+    """Episodes of a rollout: encoded observations, and rewards; rows are numbered over the prompts of all calls.
 
-    Each process asks about its share of the turns; all get all answers, since they compute the same rows.
+    Each process asks about its share of the turns; all get all answers, since they compute the same rows. Keys of the
+    draws seed the episodes; `games` (None: keys of first samples) what is drawn before the first turn of a group.
     """
 
     def __init__(
@@ -262,17 +240,18 @@ class Conversations:
         layout: Layout,
         problems: Sequence[Problem],
         task_ids: Int[np.ndarray, "N"],
-        seeds: Sequence[int],
+        keys: UInt32[np.ndarray, "B 2"],
         stream: ScoringStream,
-        games: Sequence[int] = (),
+        games: UInt32[np.ndarray, "N 2"] | None = None,
     ):
         self.env, self.tokenizer, self.layout = env, tokenizer, layout
-        self.tokens_per_turn = env.tokens_per_turn
-        self.num_samples = num_samples = len(seeds) // len(problems)
+        self.tokens_per_turn = env.tokens_per_turn  # limit; 0: none
+        self.num_samples = num_samples = len(keys) // len(problems)
+        games = keys[::num_samples] if games is None else games
+        games = np.repeat(games, num_samples, axis=0)
         self.problems = [problem for problem in problems for _ in range(num_samples)]
         self.task_ids = np.repeat(task_ids, num_samples).tolist()
-        games = np.repeat(np.array(games or seeds[::num_samples], object), num_samples)
-        self.episodes = [Record(seed, game) for seed, game in zip(seeds, games, strict=True)]
+        self.episodes = [Record(seed_of(key), seed_of(game)) for key, game in zip(keys, games, strict=True)]
         self.stream = stream
         self.unasked: set[int] = set()  # rows with a turn that the environment has not got
         self.failures: dict[int, Failure] = {}
@@ -316,7 +295,10 @@ class Conversations:
                 self.episodes[row].messages.append(outcome.messages)
 
     def end_turn(self, row: int, turn: Int[np.ndarray, "A"], num_left: int) -> None:
-        """Takes the tokens of a turn: see `Environment`."""
+        """Takes the tokens of a turn that has ended.
+
+        `num_left`: tokens that still fit into the row; -1 where not even the end of the turn did.
+        """
         episode = self.episodes[row]
         text = self.problems[row].prefix + self.tokenizer.decode(turn)
         text = Text.of(text, turn) if self.env.takes_ids else text
@@ -334,13 +316,16 @@ class Conversations:
         return self.tokenizer.calls(turn, dialect.opening, dialect.closing)
 
     def observe(self, rows: Set[int], is_blocking: bool, patience: float = 0.0) -> dict[int, Observation]:
-        """Returns the observations of these episodes, as tokens; see `Environment`."""
+        """Returns the observations that have come for these rows, as tokens; if it `is_blocking`, at least one.
+
+        It waits for the others for `patience` seconds.
+        """
         outcomes = self.ask(rows, int(is_blocking), patience)
         return {row: self.observation(row, outcome) for row, outcome in outcomes.items()}
 
     def ask(self, rows: Set[int], num_needed: int, patience: float = 0.0) -> dict[int, Outcome]:
         """Returns outcomes of these rows' questions: those that have come, on several processes all of them."""
-        if self.layout.num_processes > 1:
+        if jax.process_count() > 1:
             return self.ask_together(sorted(rows))
         self.send(rows & self.unasked)
         return self.stream.take(rows, num_needed, patience)
@@ -413,13 +398,10 @@ class Conversations:
                 self.add_scores(row, outcome)
         played = zip(self.task_ids, self.problems, self.episodes, strict=True)
         jobs = [(task, problem.messages + episode.conversation()) for task, problem, episode in played]
-        outcomes = [self.failures.get(row, self.scores(episode)) for row, episode in enumerate(self.episodes)]
+        least = {"return": 0.0, "correct_answer": 0.0}
+        rewards = [least | {"turns": float(len(episode.replies))} | episode.scores for episode in self.episodes]
+        outcomes = [self.failures.get(row, scores) for row, scores in enumerate(rewards)]
         return self.stream.scorer.check_failures(jobs, outcomes)
-
-    def scores(self, episode: Record) -> Rewards:
-        """Returns the rewards of an episode that has ended."""
-        scores = {"return": 0.0, "correct_answer": 0.0, "turns": float(len(episode.replies))}
-        return scores | episode.scores
 
     def records(self) -> dict[str, list]:
         """Returns fields of Episodes: last reply, why it ended, messages, and the rewards of turns if none failed."""
@@ -432,17 +414,7 @@ class Conversations:
         }
 
 
-def converse(
-    env: Env,
-    tokenizer: Tokenizer,
-    layout: Layout,
-    problems: Sequence[Problem],
-    task_ids: Int[np.ndarray, "N"],
-    keys: UInt32[np.ndarray, "B 2"],
-    stream: ScoringStream,
-    games: UInt32[np.ndarray, "N 2"] | None = None,
-) -> Conversations:
-    """Returns episodes seeded by the keys of their draws; `games` (None: of first samples) seed what a group shares."""
-    games = keys[:: len(keys) // len(problems)] if games is None else games
-    seeds, games = ([int(high) << 32 | int(low) for high, low in pairs] for pairs in (keys, games))
-    return Conversations(env, tokenizer, layout, problems, task_ids, seeds, stream, games)
+def seed_of(key: UInt32[np.ndarray, "2"]) -> int:
+    """Returns a key as one number."""
+    high, low = key.tolist()
+    return high << 32 | low
