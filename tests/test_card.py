@@ -12,7 +12,7 @@ from test_model import FIXTURES, load
 from core.config import Config
 from core.records import Progress
 from core.run import card as cards
-from core.run.card import ModelCard, find_version, make_card
+from core.run.card import ModelCard, find_version
 from envs.settings import resolve_environments
 from models.checkpoint import save_model
 from utils.settings.config import make_config, parse, to_dict
@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^(?P<fence>`{3,})(\w+)\n(.*?)\n(?P=fence)$", re.MULTILINE |
 def card_of(**options) -> ModelCard:
     config = make_config(Config, **{"env_name": "countdown"} | options)
     environments = resolve_environments(config.env, config.held_out, config.sampling)
-    return make_card(Config, to_dict(config), environments)
+    return ModelCard(Config, to_dict(config), environments)
 
 
 def blocks(text: str) -> dict[str, str]:

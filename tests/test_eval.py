@@ -19,6 +19,7 @@ from helpers import ROOT
 
 from core import eval as evaluation
 from core.replay import replay
+from core.run.fingerprints import fingerprint_code
 from core.run.foreign import own_file, remember_code
 from core.run.metrics import explained_variance
 from core.run.rollouts import json_or_text
@@ -37,7 +38,6 @@ from utils.evaluation.estimates import (
     task_estimates,
 )
 from utils.evaluation.tables import Result, compare_results, format_report, format_table
-from utils.runs.fingerprints import fingerprint_code
 from utils.settings.config import with_options
 from utils.settings.errors import UserError, user_errors
 

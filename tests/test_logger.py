@@ -12,7 +12,7 @@ import pytest
 
 from utils.metrics.logger import Logger, printable
 from utils.reporting.page import write_report
-from utils.reporting.plots import plot_run, plot_runs, read_metrics
+from utils.reporting.plots import plot_runs, read_metrics
 
 
 def lines(folder) -> list[dict]:
@@ -60,8 +60,7 @@ def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp
     file.write_bytes(intact[0] + DAMAGE[kind](intact[1][:-1]) + b"\n" + intact[2])
     readers = (
         lambda: write_report([tmp_path], tmp_path / "report.html"),
-        lambda: plot_run(file, tmp_path / "plot.png"),
-        lambda: read_metrics(file),
+        lambda: plot_runs({"run": read_metrics(file)}, tmp_path / "plot.png"),
         lambda: Logger(tmp_path, resume_step=2).close(),
     )
     for read in readers:
@@ -69,15 +68,6 @@ def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp
         read()
         assert re.search(r"warning: .*metrics.jsonl: .* damaged lines? skipped \(line 2\)", capsys.readouterr().err)
     assert file.read_bytes() == intact[0] + intact[2]
-
-
-def test_other_processes_write_nothing(tmp_path, capsys):
-    with Logger(tmp_path / "run", enabled=False) as logger:
-        logger.log(1, {"x": 1})
-        logger.line(1, {"entropy": 1.0})
-        logger.sample(1, "prompt", "completion", 1.0)
-    assert capsys.readouterr() == ("", "")
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
@@ -170,7 +160,7 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     with Logger(tmp_path) as logger:
         for step in range(3):
             logger.log(step, metrics)
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "plot.png")
+    plot_runs({"run": read_metrics(tmp_path / "metrics.jsonl")}, tmp_path / "plot.png")
     header = (tmp_path / "plot.png").read_bytes()[:24]
     assert header[1:4] == b"PNG"
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]

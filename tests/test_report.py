@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, tmp_path, capsys):
     with Logger(folder, resume_step=30) as logger:
         logger.log(31, {"num_updates": updates})
         Run.print_summary(SimpleNamespace(layout=SimpleNamespace(is_main=True), directory=folder, model_dir="base",
-                                          print=logger.say), Progress(step=31))  # fmt: skip
+                                          print=partial(print, sep="\n")), Progress(step=31))  # fmt: skip
     verdict, *lines = capsys.readouterr().out.splitlines()
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
     assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")
@@ -370,7 +371,8 @@ def test_tokens_are_written_with_what_is_known_of_each():
     assert second["tokens"] == ["a", "b"] and list(second["logprobs"]) == [-9, -10]
     assert second["advantage"] == 0.5 and "old_logprobs" not in second and list(second["entropies"]) == [0.25, 2]
     assert "tokens" not in third and third["reward_failed"], "tokens of the first two groups only"
-    assert rollout_rows(episodes, 1)[0].keys() == {"group", "task", "text", "return", "length", "finished"}
+    names = {"group", "task", "text", "return", "length", "finished"}
+    assert rollout_rows(episodes, 1, tokenizer, num_groups=0)[0].keys() == names
 
 
 # In a browser

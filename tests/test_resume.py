@@ -32,6 +32,7 @@ from kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, r
 from core import grpo
 from core.config import Config
 from core.records import Batch, Completions, Episodes, Progress
+from core.run import fingerprints
 from core.run import folder as run_folder
 from core.run.folder import Run
 from envs import make_env
@@ -47,7 +48,7 @@ from utils.devices.sharding import single_device
 from utils.files import open_log
 from utils.metrics import logger
 from utils.metrics.logger import LossyWriter
-from utils.runs import checkpoints, fingerprints, lock
+from utils.runs import checkpoints, lock
 from utils.runs.checks import check_folder
 from utils.runs.lock import FolderLock
 from utils.settings.config import make_config, to_dict

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.records import Progress
@@ -63,11 +63,11 @@ NO_SCORES = "None: the run was not evaluated on held-out problems."
 class ModelCard:
     """Facts about a run that hold for each model that it saves."""
 
+    config_class: type
     settings: Mapping[str, Value]  # all options by name
-    script: str  # one of METHODS
-    command: str
     environments: Mapping[str, RolloutSettings]  # by role
-    version: str  # of lmpo
+    script: str = GRPO  # one of METHODS
+    version: str = field(default_factory=lambda: find_version())  # of lmpo, when the run begins
 
     def render(self, progress: Progress, run: Metrics) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
@@ -77,7 +77,7 @@ class ModelCard:
             metadata=to_yaml(self.metadata()),
             title=f"{name} by {METHODS[self.script][0]}, step {progress.step}",
             version=self.version,
-            command=fenced("sh", self.command),
+            command=fenced("sh", training_command(self.config_class, self.settings, self.script)),
             settings=fenced("yaml", to_yaml(self.facts(progress))),
             scores=self.scores(run),
         )
@@ -126,17 +126,6 @@ class ModelCard:
             cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
             rows.append(f"| {' | '.join(cells)} |")
         return TABLE + "\n".join(rows) if rows else NO_SCORES
-
-
-def make_card(
-    config_class: type,
-    settings: Mapping[str, Value],
-    environments: Mapping[str, RolloutSettings],
-    script: str = GRPO,
-) -> ModelCard:
-    """Returns the card of a run of this command that begins, with the commit of today."""
-    command = training_command(config_class, settings, script)
-    return ModelCard(settings, script, command, environments, find_version())
 
 
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:

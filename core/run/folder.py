@@ -25,7 +25,8 @@ import jax
 import numpy as np
 
 from core.records import Batch, Episodes, Progress
-from core.run.card import GRPO, generation_settings, make_card
+from core.run.card import GRPO, ModelCard, generation_settings
+from core.run.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
 from core.run.foreign import remember_code
 from core.run.rollouts import NUM_GROUPS, example, rollout_arrays, rollout_rows, score_arrays
 from envs.settings import RolloutSettings, describe_environments
@@ -44,12 +45,11 @@ from utils.metrics.logger import Logger, lossy_output
 from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
 from utils.reporting.page import held_out_scores, write_report
-from utils.reporting.plots import plot_run, read_metrics
+from utils.reporting.plots import plot_runs, read_metrics
 from utils.reporting.verdict import judge, made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import CheckpointManager
-from utils.runs.checks import check_folder, check_models, check_name, folder_errors
-from utils.runs.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
+from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin, read_settings
 from utils.runs.resume import check_settings
@@ -68,6 +68,7 @@ CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
 NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
+SELECTION_SCORE = "test_env/return"  # by which --save_best chooses
 
 
 class RunSettings(Protocol):
@@ -95,14 +96,17 @@ class Run:
         self.settings = to_dict(settings) | {"model_dir": self.model_dir}
         self.changed = list(changed_options(type(settings), self.settings))
         self.environments = environments
-        self.card = make_card(type(settings), self.settings, environments, self.command)
+        self.card = ModelCard(type(settings), self.settings, environments, self.command)
         save_dir = self.config.save_dir
         check_name(save_dir)
-        with folder_errors():
+        try:
             folder = save_dir or make_default_folder(environments["env"].name, layout)
             self.directory = local_folder(folder)
             is_new = not save_dir or not self.directory.exists()
             self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{error.filename} cannot be made ({error.strerror})"
+            raise UserError(f"--save_dir: {reason}: name another folder") from error
         self.bucket = Bucket(folder, self.directory) if is_bucket(folder) else None
         check_folder(self.directory)
         self.lock = take_lock(self.directory, is_new, layout)
@@ -127,7 +131,8 @@ class Run:
         self.times: dict[str, float] = {}  # seconds of the phases of a step
         self.step_start = 0.0  # by the clock
         self.next_drawing = 0.0  # by the clock
-        self.stack = contextlib.ExitStack()
+        self.logger: Logger | None = None  # of the main process
+        self.stack, self.trace = contextlib.ExitStack(), contextlib.ExitStack()  # trace: of jax.profiler
 
     def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
         """Returns the newest whole state and its progress; `state` and the beginning where there is none."""
@@ -153,26 +158,26 @@ class Run:
             self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)
             remember_code(self.directory, self.settings)
-        sinks = open_sinks(self.config, self.directory, self.settings, resume_step) if is_main else []
-        self.logger = Logger(
-            self.directory,
-            enabled=is_main,
-            resume_step=resume_step,
-            num_steps=self.last_step,
-            test_interval=self.settings.get("test_interval", 0),
-            sinks=sinks,
-        )
+            self.logger = Logger(
+                self.directory,
+                resume_step=resume_step,
+                num_steps=self.last_step,
+                test_interval=self.settings.get("test_interval", 0),
+                sinks=open_sinks(self.config, self.directory, self.settings, resume_step),
+            )
         self.compilations = Compilations(self.directory / "programs.jsonl" if is_main else None)
         return self
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.logger)
+            if self.logger:
+                stack.enter_context(self.logger)
             stack.enter_context(self.compilations)
             if self.lock:
                 stack.callback(self.release)
             stack.enter_context(lossy_output())
             stack.enter_context(self.signals)
+            stack.enter_context(self.trace)
             self.stack = stack.pop_all()
         for worker in self.workers:
             self.stack.enter_context(worker)
@@ -239,8 +244,7 @@ class Run:
         if name in FIRST:
             self.step_start = clock
             if self.config.profile and self.num_steps == 2:  # the third step, which is past compilation
-                jax.profiler.start_trace(str(self.directory / "profile"))
-                self.stack.callback(stop_trace)
+                self.trace.enter_context(jax.profiler.trace(str(self.directory / "profile")))
         can_stop = self.stoppable() if name in FIRST else contextlib.nullcontext()
         with can_stop, waiting(PHASES[name]):
             yield
@@ -323,7 +327,14 @@ class Run:
 
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""
-        self.logger.say(*lines)
+        if self.layout.is_main and lines:
+            print(*lines, sep="\n", flush=True)
+
+    def log(self, step: int, metrics: dict[str, float | list[float]]) -> None:
+        """Logs the metrics of a step, and prints some of them."""
+        if self.logger:
+            self.logger.log(step, metrics)
+            self.logger.line(step, metrics)
 
     def print_compilations(self) -> None:
         """Prints how many programs were compiled ahead; the metrics of the first step do not count them."""
@@ -335,13 +346,12 @@ class Run:
         self, metrics: dict[str, float], examples: Episodes | None, state: TrainState, progress: Progress
     ) -> Progress:
         """Logs the evaluation before the first step; returns the progress with its score as the best one."""
-        self.logger.log(0, metrics)
-        self.logger.line(0, metrics)
+        self.log(0, metrics)
         if examples is not None:
             self.write_held_out(0, examples)
         if self.config.save_best:
             self.save_model("best", state.params, progress)
-        return replace(progress, best=selection_score(metrics))
+        return replace(progress, best=metrics.get(SELECTION_SCORE))
 
     def end_step(
         self,
@@ -354,24 +364,20 @@ class Run:
     ) -> Progress:
         """Logs a step, writes its rollouts (None: it has none), and saves models and state where they are due.
 
-        Returns the progress.
-
-        Raises: OSError when an earlier save has failed, or another run has taken the folder.
+        Returns the progress. Raises: OSError when an earlier save has failed, or another run has taken the folder.
         """
         step = progress.step
-        if self.config.profile and self.num_steps == 2:
-            stop_trace()
+        self.trace.close()
         metrics |= self.compilations.take_metrics()
         if episodes is not None:
             metrics["rollout/total_rollouts"] = progress.num_rollouts
         metrics["times/step"] = time.perf_counter() - self.step_start - metrics.get("times/test", 0.0)
         metrics["times/run"] = self.origin.seconds
         metrics["memory/peak_gb"] = self.layout.peak_memory / 1e9
-        self.logger.log(step, metrics)
-        self.logger.line(step, metrics)
+        self.log(step, metrics)
         if episodes is not None:
             self.write_rollouts(step, episodes, batch, is_last)
-        score = selection_score(metrics)
+        score = metrics.get(SELECTION_SCORE)
         is_best = score is not None and (progress.best is None or score > progress.best)
         if self.config.save_best and is_best:
             progress = replace(progress, best=score)
@@ -463,7 +469,8 @@ class Run:
         if not self.layout.is_main:
             return
         try:
-            plot_run(self.directory / "metrics.jsonl", self.directory / "plot.png")
+            metrics = read_metrics(self.directory / "metrics.jsonl")
+            plot_runs({self.directory.resolve().name: metrics}, self.directory / "plot.png")
             write_report([self.directory], self.directory / "report.html")
         except Exception as error:  # noqa: BLE001 (pictures can be drawn later, and must not stop a run)
             print(f"warning: plot.png and report.html are not drawn ({type(error).__name__}: {error})", flush=True)
@@ -518,17 +525,6 @@ def settings_of_adapters(options: Mapping[str, Value]) -> Preset:
         return {}
     adapters.check_options(options)
     return adapters.options
-
-
-def selection_score(metrics: Mapping[str, float]) -> float | None:
-    """Returns the held-out return by which --save_best chooses, None where nothing was evaluated."""
-    return metrics.get("test_env/return")
-
-
-def stop_trace() -> None:
-    """Ends a trace of jax.profiler, if one is being taken."""
-    with contextlib.suppress(RuntimeError):
-        jax.profiler.stop_trace()
 
 
 def make_default_folder(name: str, layout: Layout) -> str:

@@ -7,6 +7,7 @@ downloaded. Of all others, such settings must be named on the command line.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -46,11 +47,8 @@ def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
 
 def settings_with_code(settings: Mapping[str, Value]) -> list[Setting]:
     """Returns the settings that execute files, or a model's code outside of the sandbox."""
-    found = []
-    for flag, option, value in option_values(settings):
-        if option in CODE and value not in ("", CODE[option]):
-            found.append(Setting(flag, option, value))
-    return found
+    found = itertools.starmap(Setting, option_values(settings))
+    return [x for x in found if x.option in CODE and x.value not in ("", CODE[x.option])]
 
 
 def check_code(run: str | Path, settings: Mapping[str, Value], taken: Collection[str]) -> None:

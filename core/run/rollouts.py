@@ -21,16 +21,12 @@ Row: TypeAlias = dict[str, object]
 
 
 def rollout_rows(
-    episodes: Episodes,
-    group_size: int,
-    tokenizer: Tokenizer | None = None,
-    batch: Batch | None = None,
-    num_groups: int = NUM_GROUPS,
+    episodes: Episodes, group_size: int, tokenizer: Tokenizer, batch: Batch | None = None, num_groups: int = NUM_GROUPS
 ) -> list[Row]:
     """Returns the fields of each rollout in rollouts/step_N.jsonl.
 
-    With a tokenizer, rows of the first `num_groups` also hold what report.html colours: prompt, tokens and their
-    log-probabilities, and for rows of `batch` their advantages and what else it knows of them.
+    Rows of the first `num_groups` also hold what report.html colours: prompt, tokens and their log-probabilities, and
+    for rows of `batch` their advantages and what else it knows of them.
     """
     completions = episodes.completions
     batch_rows = [] if batch is None else np.asarray(batch.row).tolist()
@@ -46,7 +42,7 @@ def rollout_rows(
             row["stop_reason"] = episodes.stops[i]
         if episodes.failed[i]:
             row["reward_failed"] = True
-        if tokenizer and row["group"] < num_groups:
+        if row["group"] < num_groups:
             row |= token_fields(episodes, i, tokenizer, batch, batch_row.get(i))
         rows.append(row)
     return rows

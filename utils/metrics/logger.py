@@ -1,6 +1,6 @@
 """Log of a run: metrics.jsonl and events.jsonl, one line a step and completions on the terminal, sinks when asked.
 
-Only the main process logs. The files belong to the run, so a full disk stops it; a sink never stops it.
+The files belong to the run, so a full disk stops it; a sink never stops it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self, TextIO
+from typing import TextIO
 
 from utils.files import open_log, replacing
 from utils.metrics.health import HealthChecks
@@ -53,12 +53,12 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn")  # control, format and unassigned codes
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # removed whole; of other sequences, harmless text is left
 
 
-class Logger:
+class Logger(contextlib.AbstractContextManager):
     """Records the metrics of a run in `directory`, and in the `sinks`.
 
     `resume_step` is the step that a resumed run continues from: later lines of both files are dropped, since those
     steps will be run again. `num_steps`: of the run, 0 where it may end before. `test_interval`: steps from one
-    evaluation to the next. With `enabled` false (every process but the main one) all methods do nothing.
+    evaluation to the next.
 
     Raises: OSError when a file cannot be written.
     """
@@ -67,13 +67,11 @@ class Logger:
         self,
         directory: str | Path,
         *,
-        enabled: bool = True,
         resume_step: int | None = None,
         num_steps: int = 0,
         test_interval: int = 0,
         sinks: Sequence[Sink] = (),
     ):
-        self.enabled = enabled
         self.num_steps = num_steps
         self.test_interval = test_interval
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
@@ -84,8 +82,6 @@ class Logger:
         self.health_checks = HealthChecks()
         self.step = 0  # last one that was logged
         self.files: dict[str, TextIO] = {}
-        if not enabled:
-            return
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
@@ -97,8 +93,6 @@ class Logger:
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
-        if not self.enabled:
-            return
         self.step = int(step)
         record = {"global_step": self.step}
         record |= {name: json_value(value) for name, value in metrics.items()}
@@ -117,20 +111,11 @@ class Logger:
 
     def warn(self, step: int, metric: str, text: str) -> None:
         """Prints a warning about a metric, and keeps it in events.jsonl."""
-        if not self.enabled:
-            return
         print(paint(f"warning: {text}", "33"), flush=True)
         self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
 
-    def say(self, *lines: str) -> None:
-        """Prints lines as they are."""
-        if self.enabled and lines:
-            print(*lines, sep="\n", flush=True)
-
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints a line of the step, one of the held-out problems where they were evaluated, and warnings."""
-        if not self.enabled:
-            return
         place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
         training = summary(f"step {place}", TRAINING, metrics)
         held_out = summary(f"test {place}", HELD_OUT, metrics)
@@ -164,8 +149,6 @@ class Logger:
 
     def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: the prompt, the completion, and its reward."""
-        if not self.enabled:
-            return
         colour = "32" if reward > 0 else "31"
         lines = [
             paint(f"--- step {step}: prompt", "2"),
@@ -178,7 +161,7 @@ class Logger:
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Value]]) -> None:
         """Sends example rollouts to the sinks."""
-        for sink in self.sinks if self.enabled else ():
+        for sink in self.sinks:
             sink.log_rollouts(step, rows)
 
     def close(self) -> None:
@@ -188,9 +171,6 @@ class Logger:
                 file.close()
         for sink in self.sinks:
             sink.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -249,11 +229,11 @@ def paint(text: str, colour: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if has_colours else text
 
 
-class LossyWriter(io.RawIOBase):
+class LossyWriter(io.FileIO):
     """Writes to a descriptor, and drops output that it does not take: reader gone, disk full, pipe stuck."""
 
     def __init__(self, fd: int):
-        self.fd = fd
+        super().__init__(fd, "w", closefd=False)
         self.is_stuck = False
         self.poll = select.poll()
         self.poll.register(fd, select.POLLOUT)
@@ -267,18 +247,9 @@ class LossyWriter(io.RawIOBase):
                 data = data[: select.PIPE_BUF]  # so much never blocks once the pipe is ready
             if self.is_stuck:
                 return len(data)
-            return os.write(self.fd, data)
+            return os.write(self.fileno(), data)
         except OSError:
             return len(data)
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.fd
-
-    def isatty(self) -> bool:
-        return os.isatty(self.fd)
 
 
 @contextlib.contextmanager

@@ -44,12 +44,6 @@ Interval = tuple[float, float]  # its ends
 WINDOW = 5  # last steps of a running mean: fixed, so that runs of different lengths are smoothed alike
 
 
-def plot_run(metrics_jsonl: str | Path, out_png: str | Path) -> None:
-    """Draws one run (1200 x 600 pixels); panels of metrics that were never logged are left out."""
-    label = Path(metrics_jsonl).resolve().parent.name
-    plot_runs({label: read_metrics(metrics_jsonl)}, out_png)
-
-
 def read_metrics(metrics_jsonl: str | Path) -> Metrics:
     """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped.
 
@@ -75,7 +69,6 @@ def read_metrics(metrics_jsonl: str | Path) -> Metrics:
 
 
 def is_held_out(name: str) -> bool:
-    """True for metrics of held-out problems."""
     return name.startswith(("test_", "valid_"))
 
 
@@ -116,7 +109,10 @@ def is_share(name: str) -> bool:
 
 
 def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
-    """Draws one large panel for the score and small ones for other metrics; runs have colours, one alone a title."""
+    """Draws one large panel for the score and small ones for other metrics; runs have colours, one alone a title.
+
+    1200 x 600 pixels; panels of metrics that were never logged are left out.
+    """
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where HOME cannot be written
     from matplotlib.figure import Figure
 

@@ -1,6 +1,5 @@
 """Checks before training that the run can write to its folder."""
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -21,16 +20,6 @@ def check_name(save_dir: str) -> None:
         str(Path(save_dir).absolute()).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"--save_dir: its path {error.object!a} is not UTF-8: name another folder") from None
-
-
-@contextlib.contextmanager
-def folder_errors() -> Iterator[None]:
-    """Raises UserError where the run folder cannot be made."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"{error.filename} cannot be made ({error.strerror})"
-        raise UserError(f"--save_dir: {reason}: name another folder") from error
 
 
 def check_folder(directory: Path) -> None:

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from envs.base import Env
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.runs.resume import read_before, refuse_changes
@@ -16,21 +16,7 @@ from utils.settings.errors import UserError
 NUM_SAMPLED = 64  # problems of a generated environment that are compared; of rows, all are
 
 
-class Problem(Protocol):
-    messages: Sequence[Mapping[str, str]]
-    answer: object
-
-
-class Environment(Protocol):
-    num_tasks: int
-    is_generated: bool
-    code: Sequence[Path]
-
-    def problem(self, index: int) -> Problem:
-        """Returns the problem with this number."""
-
-
-def fingerprint_env(env: Environment) -> str:
+def fingerprint_env(env: Env) -> str:
     """Returns the number of problems and a digest of their messages and answers."""
     count = min(env.num_tasks, NUM_SAMPLED) if env.is_generated else env.num_tasks
     digest = hashlib.blake2b(digest_size=8)
@@ -40,7 +26,7 @@ def fingerprint_env(env: Environment) -> str:
     return f"{env.num_tasks:,} problems, digest {digest.hexdigest()}"
 
 
-def fingerprint_code(env: Environment) -> dict[str, str]:
+def fingerprint_code(env: Env) -> dict[str, str]:
     """Returns a digest of each file of the user's code that an environment runs."""
     digests = {file: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in env.code}
     return {str(file): f"code, digest {digest}" for file, digest in digests.items()}
