@@ -21,22 +21,15 @@ ENDS = ("/quit", "/exit", "exit", "quit")
 
 
 class Model(Protocol):
-    """A model to chat with."""
+    """A model to chat with: ChatModel of core/sampling.py says what its methods do."""
 
     name: str
     has_one_turn: bool  # trained on single replies: the page begins each conversation anew
 
-    def reply(self, messages: list[Message], show_text: ShowText) -> str:
-        """Returns the reply to a conversation. Raises: UserError where it is too long."""
-
-    def grade(self, messages: list[Message], reply: str) -> bool | None:
-        """Returns True where the environment calls a reply right; None where it has not set this problem."""
-
-    def change(self, name: str, value: str) -> None:
-        """Changes a setting of sampling. Raises: UserError."""
-
-    def describe(self) -> str:
-        """Returns the settings of sampling, in words."""
+    def reply(self, messages: list[Message], show_text: ShowText) -> str: ...
+    def grade(self, messages: list[Message], reply: str) -> bool | None: ...
+    def change(self, name: str, value: str) -> None: ...
+    def describe(self) -> str: ...
 
 
 class Stopped(Exception):
@@ -74,7 +67,6 @@ class Interrupts:
         signal.signal(signal.SIGINT, self.previous)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Receives the signal."""
         if self.is_reading:
             self.is_reading = False
             raise KeyboardInterrupt

@@ -69,7 +69,6 @@ class Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT
 
     def do_GET(self) -> None:
-        """Sends the page."""
         if self.headers["Host"] not in self.server.hosts or self.path != "/":
             return self.send_error(404)
         text, policy = self.server.page

@@ -112,7 +112,7 @@ class Layout:
     @property
     def is_main(self) -> bool:
         """True if this process is the one that writes files."""
-        return is_main_process()
+        return jax.process_index() == 0
 
     def sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...], rollout: bool = False) -> NamedSharding:
         """Returns the sharding of a parameter with these logical axes; a dimension that does not divide stays whole.
@@ -155,12 +155,8 @@ class Layout:
     def fetch_array(self, x: ArrayLike) -> np.ndarray:
         """Returns an array as a whole host array, on every process."""
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            x = copy_to_all(x, self.replicated).addressable_data(0)
+            return multihost_utils.process_allgather(x, tiled=True)
         return np.asarray(x)
-
-    @property
-    def num_processes(self) -> int:
-        return jax.process_count()
 
     def process_share(self, num_items: int) -> range:
         """Returns the items that this process works on."""
@@ -181,28 +177,17 @@ class Layout:
             results += json.loads(row.tobytes())
         return results
 
-    def gather_values(self, value: int) -> list[int]:
-        """Returns the numbers (or truth values) of all processes, each at least once."""
-        return self.share(lambda share: [value] * len(share), self.mesh.size)
+    def gather_values(self, value: JSON) -> list[JSON]:
+        """Returns the values of all processes, in their order."""
+        return self.share(lambda _: [value], jax.process_count())
 
     def sum_over_processes(self, value: int) -> int:
         """Returns the sum of the processes' numbers."""
-        if jax.process_count() == 1:
-            return value
-        return int(multihost_utils.process_allgather(np.int64(value)).sum())
+        return sum(self.gather_values(value))
 
     def broadcast(self, value: str) -> str:
         """Returns the text of process 0, on every process."""
-        if jax.process_count() == 1:
-            return value
-        padded = np.frombuffer(value.encode().ljust(4096), np.uint8)
-        received = multihost_utils.broadcast_one_to_all(padded)
-        return received.tobytes().decode().rstrip()
-
-
-def is_main_process() -> bool:
-    """True if this is the one process that prints and writes files."""
-    return jax.process_index() == 0
+        return self.gather_values(value)[0]
 
 
 def bytes_on_device(tree: PyTree) -> int:
@@ -348,11 +333,6 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, sharding_of(mesh, x.shape, axes))
-
-
-@partial(jax.jit, static_argnums=1)
-def copy_to_all(x: jax.Array, replicated: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, replicated)
 
 
 def single_device(platform: str | None = None) -> Layout:

@@ -114,8 +114,7 @@ def join_devices() -> list[jax.Device]:
 
 def arrange_mesh(config: DeviceConfig, devices: Sequence[jax.Device]) -> Layout:
     """Returns these devices as a mesh. Raises: UserError when it does not fit them."""
-    num_slices = len(group_by_slice(devices))
-    sizes = mesh_sizes(config, len(devices), num_slices)
+    sizes = mesh_sizes(config, len(devices), count_slices(devices))
     mesh = Mesh(arrange_devices(sizes, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     return Layout(mesh)
 
@@ -242,13 +241,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def group_by_slice(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
-    """Returns the devices of each slice."""
-    slices = {}
-    for device in devices:
-        index = getattr(device, "slice_index", 0)
-        slices.setdefault(index, []).append(device)
-    return slices
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """Returns the number of slices that the devices are of."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def arrange_devices(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
@@ -256,7 +251,7 @@ def arrange_devices(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.
 
     Raises: UserError when an axis would have to cross slices unevenly.
     """
-    count = len(group_by_slice(devices))
+    count = count_slices(devices)
     across = next((axis for axis, size in sizes.items() if size % count == 0), None)
     if across is None:
         raise UserError(f"--mesh {sizes}: one of its sizes must be a multiple of the {count} slices or hosts")

@@ -20,7 +20,6 @@ STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student
 
 TaskValues = Float[np.ndarray, "N"]
 SampleValues = Float[np.ndarray, "N G"]
-SampleFlags = Bool[np.ndarray, "N G"]
 Groups = tuple[tuple[int, float], ...]  # for each answer of a task: its votes, and the share of them that is right
 
 
@@ -95,10 +94,9 @@ def task_estimates(
     scores: Mapping[str, SampleValues],
     answers: Sequence[str | None],
 ) -> dict[str, TaskValues]:
-    """Returns estimates of each task: the mean of each score, then pass@k, best_of_k and maj@k for several k.
+    """Returns estimates of each task: the mean of each score, then pass@k, best_of_k and maj@k.
 
     k is each number from 2 to 8, then 16, 32, ..., and G.
-
     `answers` are those of all N G samples, None where there is none; without a single one maj@k is left out.
     """
     correct = scores["correct_answer"] > 0
@@ -109,23 +107,13 @@ def task_estimates(
     estimates |= {f"best_of_{k}": best_of_k(scores["return"], k) for k in ks}
     has_votes = any(answer is not None for answer in answers)
     if has_votes and num_samples <= MAX_VOTERS:
-        shares = majority_shares(answers, correct, ks)
+        votes = [answers[start : start + num_samples] for start in range(0, correct.size, num_samples)]
+        shares = np.array([majority_at_k(*sample, tuple(ks)) for sample in zip(votes, correct, strict=True)])
         estimates |= {f"maj@{k}": shares[:, column] for column, k in enumerate(ks)}
     return estimates
 
 
-def majority_shares(
-    answers: Sequence[str | None],
-    correct: SampleFlags,
-    ks: Sequence[int],
-) -> Float[np.ndarray, "N K"]:
-    """Returns maj@k of each task, for each k."""
-    num_samples = correct.shape[1]
-    votes = [answers[start : start + num_samples] for start in range(0, correct.size, num_samples)]
-    return np.array([majority_at_k(*sample, tuple(ks)) for sample in zip(votes, correct, strict=True)])
-
-
-def pass_at_k(correct: SampleFlags, k: int) -> TaskValues:
+def pass_at_k(correct: Bool[np.ndarray, "N G"], k: int) -> TaskValues:
     """Returns the unbiased chance that one of k samples is right, from G >= k samples.
 
     Source: arXiv 2107.03374, eq. 1.

@@ -56,9 +56,8 @@ MISLEADING = ("env/groups_without_signal", "env/finished")  # what they advise d
 class HealthChecks:
     """Looks for symptoms in the metrics of each step; the steps come in order."""
 
-    def __init__(self, symptoms: Sequence[Symptom] = SYMPTOMS):
-        self.symptoms = symptoms
-        self.history: dict[str, list[float]] = {symptom.metric: [] for symptom in symptoms}
+    def __init__(self):
+        self.history: dict[str, list[float]] = {symptom.metric: [] for symptom in SYMPTOMS}
         self.last_seen: dict[str, int] = {}
         self.collapse = Collapse()
 
@@ -79,7 +78,7 @@ class HealthChecks:
         """Returns a sentence for each symptom of a step, by its metric."""
         present = {}
         same = describe_same(metrics.get("env/return"), metrics.get("env/return_spread"))
-        for metric, is_present, words in self.symptoms:
+        for metric, is_present, words in SYMPTOMS:
             if metrics.get(metric) is None:
                 continue
             now = float(metrics[metric])

@@ -16,8 +16,6 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from utils.devices.sharding import is_main_process
-
 COMPILED = "/jax/core/compile/backend_compile_duration"  # of a program, also one from the cache
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # reported just before XLA compiles a program
 DELAY = 0.7  # seconds until a wait is drawn
@@ -143,7 +141,7 @@ def lowered_program(event: str, fun_name: str) -> str:
 @functools.cache
 def main_terminal() -> Terminal | None:
     """Returns the terminal of the main process, or what writes lines in its place; None in the other processes."""
-    return Terminal(sys.stderr.isatty()) if is_main_process() else None
+    return Terminal(sys.stderr.isatty()) if jax.process_index() == 0 else None
 
 
 @contextlib.contextmanager

@@ -312,8 +312,6 @@ def pair_rows(first: Sequence[Row], last: Sequence[Row]) -> list[Row]:
 def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[str, JSON]:
     """Returns rollouts of steps evenly spread over the run and of these `steps`, and a note on those left out.
 
-    They are about `budget` bytes.
-
     A row has `text`, `return` and other scores, `group`, `task`, `length`, `finished`; and, where they were written,
     `prompt`, `advantage` (one, or one for each token) and the lists `tokens` (text), `logprobs` (of the sampler),
     `old_logprobs` (before the update) or `ratios` of the two, and `entropies`.

@@ -50,10 +50,8 @@ def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     held_out += [name for name in LOSS if name in run][:1]
     if made_no_update(run):
         verdicts = [{"kind": "same", "text": explain_no_update(run)}]
-    elif held_out:
-        verdicts = [judge_points(name, points_of(run, name, scores)) for name in held_out]
     else:
-        verdicts = [judge_points("env/return", points_of(run, "env/return", scores))]
+        verdicts = [judge_points(name, points_of(run, name, scores)) for name in held_out or ["env/return"]]
     verdict = next((verdict for verdict in verdicts if verdict["kind"] in ("better", "worse")), verdicts[0])
     is_known = held_out or made_no_update(run) and num_failed(run)
     return verdict if is_known else verdict | {"text": f"{verdict['text']} {HINT}"}
@@ -135,7 +133,6 @@ def points_of(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
 
 
 def held_out_points(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
-    """Returns the held-out scores of a metric."""
     ends = intervals(run, name)
     points = []
     for step, x in zip(*run[name], strict=True):

@@ -9,10 +9,8 @@ from etils import epath
 from utils.runs.checkpoints import write_errors
 from utils.settings.errors import UserError
 
-NEEDED = (  # to resume on another machine
-    *("config.json", "data.json", "metrics.jsonl", "events.jsonl"),
-    *("wandb_id", "mlflow_run_id"),
-)
+# Needed to resume on another machine.
+NEEDED = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "wandb_id", "mlflow_run_id")
 
 
 class Bucket:

@@ -16,7 +16,7 @@ from utils.devices.compilation import shapes_of
 from utils.devices.memory import fingerprint
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, describe_error
 
 Progress = dict[str, JSON]  # of a run: step, cursor and the like
 NUM_STATES = 2  # kept, the latest
@@ -62,7 +62,6 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for the writes in the background, and ends."""
-        self.wait()
         with write_errors():
             self.manager.close()
 
@@ -99,7 +98,7 @@ class CheckpointManager:
         try:
             restored = self.manager.restore(step, args=args)
         except Exception as error:  # noqa: BLE001 (tensorstore, JSON and the file system raise for damage)
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = describe_error(error)
         if not all(self.layout.gather_values(restored is not None)):
             return None, reason
         progress = dict(restored.progress)

@@ -44,7 +44,6 @@ class Origin:
 
 
 def find_cpu() -> str:
-    """Returns the name of the CPU."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

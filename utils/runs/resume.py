@@ -1,10 +1,9 @@
 """Comparison of a run's settings with those of the run that it resumes."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, parse_json
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
 from utils.settings.removed import REMOVED, check_removed
@@ -40,12 +39,12 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
 def read_before(file: Path, noun: str) -> dict[str, JSON]:
     """Returns what the run before has written into a file; empty, with a warning, where that cannot be read."""
     try:
-        before = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        before = error
-    if isinstance(before, dict):
-        return before
-    reason = before if isinstance(before, Exception) else f"{file} holds no names and values"
+        before = parse_json(file.read_bytes())
+        if isinstance(before, dict):
+            return before
+        reason = f"{file} holds no names and values"
+    except (OSError, ValueError) as error:
+        reason = error
     print(f"warning: the {noun} are not compared with those of the run before ({reason})")
     return {}
 
