@@ -218,7 +218,8 @@ def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
 
     The folders that all names share are the corner.
     """
-    corner = common_folder(names)
+    shared = os.path.commonprefix(list(names)) if len(names) > 1 else ""
+    corner = shared[: shared.rfind("/") + 1]
     shortened = [name.removeprefix(corner) for name in names]
     left = align_cells(["", corner, *shortened])
     lines = []
@@ -245,15 +246,6 @@ def fold(columns: Sequence[Sequence[str]], room: int) -> list[list[Sequence[str]
             used = 2 + len(column[0])
         parts[-1].append(column)
     return parts
-
-
-def common_folder(names: Sequence[str]) -> str:
-    """Returns the folder that several names begin with, a slash at its end; empty for a single name."""
-    if len(names) < 2:
-        return ""
-    prefix = os.path.commonprefix(list(names))
-    folder, slash, _ = prefix.rpartition("/")
-    return folder + slash
 
 
 def align_cells(cells: Sequence[str]) -> list[str]:

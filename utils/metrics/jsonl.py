@@ -40,8 +40,11 @@ def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, J
     rows: list[tuple[bytes, dict[str, JSON]]] = []
     damaged: list[int] = []
     for number, line in enumerate(lines, 1):
-        value = parse_line(line, key)
-        if value is not None:
+        try:
+            value = parse_json(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and (not key or type(value.get(key)) is int):
             rows.append((line, value))
         elif number < len(lines) or line.endswith(b"\n"):
             damaged.append(number)
@@ -49,18 +52,6 @@ def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, J
         count = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"
         print(f"warning: {path}: {count} skipped (line {damaged[0]})", file=sys.stderr)
     return rows
-
-
-def parse_line(line: bytes, key: str) -> dict[str, JSON] | None:
-    """Returns the object in a line, None where there is none or it has no integer under `key`."""
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    has_key = not key or type(value.get(key)) is int
-    return value if has_key else None
 
 
 def json_value(value: Value) -> JSON:

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from utils.settings.errors import UserError
@@ -27,19 +26,14 @@ def check_folder(directory: Path) -> None:
 
     Links are, since what the run writes would go through them; Orbax takes states beside a link for another format's.
     """
-    for path in links(directory):
-        raise UserError(obstacle_message(path, "is a link"))
+    for path in directory.rglob("*"):
+        is_kept_by_wandb = "wandb" in path.relative_to(directory).parts[:-1]
+        if path.is_symlink() and not is_kept_by_wandb:
+            raise UserError(obstacle_message(path, "is a link"))
     for path in (directory / name for name in (*FOLDERS, *FILES)):
         is_right = path.is_dir() if path.name in FOLDERS else path.is_file()
         if os.path.lexists(path) and not is_right:
             raise UserError(obstacle_message(path, f"is not a {'folder' if path.name in FOLDERS else 'file'}"))
-
-
-def links(directory: Path) -> Iterator[Path]:
-    """Yields the symbolic links in a folder, at any depth, but for those that wandb keeps."""
-    for folder, folders, files in os.walk(directory):
-        yield from filter(Path.is_symlink, [Path(folder, name) for name in (*folders, *files)])
-        folders[:] = [name for name in folders if name != "wandb"]
 
 
 def check_models(directory: Path, resume_step: int) -> None:

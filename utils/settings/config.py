@@ -108,15 +108,11 @@ def make_option(holder: type, field: dataclasses.Field, group_name: str) -> Opti
     """Describes a field of `holder`; a subclass that changes the default only keeps help, choices and marks."""
     name = field.name
     assert field.type in PARSERS, f"{name}: an option is a bool, int, float or str, not {field.type}"
-    owners = [cls for cls in holder.__mro__ if name in fields_of(cls)]
-    metadata = [fields_of(cls)[name].metadata for cls in owners]
+    classes = filter(dataclasses.is_dataclass, holder.__mro__)
+    owners = [cls for cls in classes if name in cls.__dataclass_fields__]
+    metadata = [cls.__dataclass_fields__[name].metadata for cls in owners]
     documentation = next(filter(None, metadata), {})
     return OptionField(name, group_name, owners[-1], field.type, field.default, **documentation)
-
-
-def fields_of(cls: type) -> dict[str, dataclasses.Field]:
-    """Returns the fields of a dataclass, inherited ones included, and none of any other class."""
-    return vars(cls).get("__dataclass_fields__", {})
 
 
 def groups_of(config_class: type) -> dict[str, type]:
