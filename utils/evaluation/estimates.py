@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 
 MAX_VOTERS = 1000  # samples of a task; for more the numbers of subsets leave float64
 RESAMPLES = 10_000
-RESAMPLES_AT_ONCE = 100  # bounds memory, however many tasks
+RESAMPLES_AT_ONCE = 100  # a divisor; bounds memory, however many tasks
 FEW_TASKS = 30  # with fewer, resampled intervals are too narrow
 Z = 1.96  # 97.5% quantile of the normal distribution
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's, by degrees of freedom from 2 on
@@ -225,12 +225,7 @@ def multiply_rows(rows: Float[np.ndarray, "W T"], polynomial: Float[np.ndarray, 
     return np.array([np.convolve(row, polynomial)[:num_powers] for row in rows])
 
 
-def paired_bootstrap(
-    x: TaskValues,
-    y: TaskValues,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> dict[str, float | None]:
+def paired_bootstrap(x: TaskValues, y: TaskValues, seed: int = 0) -> dict[str, float | None]:
     """Returns how much larger y is than x on the same tasks: "mean", its 95% interval "low" to "high", and "p".
 
     Tasks are drawn N times with replacement, both values of a task together; the interval holds the 2.5% to 97.5%
@@ -244,13 +239,12 @@ def paired_bootstrap(
     rng = np.random.default_rng(seed)
     num_tasks = len(difference)
     chunks = []
-    for start in range(0, resamples, RESAMPLES_AT_ONCE):
-        count = min(RESAMPLES_AT_ONCE, resamples - start)
-        tasks = rng.integers(num_tasks, size=(count, num_tasks))
+    for _ in range(0, RESAMPLES, RESAMPLES_AT_ONCE):
+        tasks = rng.integers(num_tasks, size=(RESAMPLES_AT_ONCE, num_tasks))
         chunks.append(difference[tasks].mean(axis=1))
     means = np.concatenate(chunks)
     num_not_above = np.sum(means <= 1e-12)  # a sum that is 0 but for rounding is 0
-    share = (1 + num_not_above) / (1 + resamples)
+    share = (1 + num_not_above) / (1 + RESAMPLES)
     p = max(share, 0.5**num_tasks)
     low = None
     high = None

@@ -204,9 +204,7 @@ def read_events(events_jsonl: Path) -> list[dict[str, JSON]]:
     return [{"step": line["global_step"], "metric": line.get("metric"), "text": line.get("warning")} for line in lines]
 
 
-def curve_data(
-    steps: Values, values: Values, ends: Mapping[float, Interval] = MappingProxyType({})
-) -> dict[str, list[float | None]]:
+def curve_data(steps: Values, values: Values, ends: Mapping[float, Interval]) -> dict[str, list[float | None]]:
     """Returns a metric as it is drawn: `x`, `y`, its running `mean`, the ends of its intervals, `low` and `high`."""
     chosen = thin(values, POINTS)
     columns = {"x": steps[chosen], "y": values[chosen], "mean": running_mean(values)[chosen]}
@@ -369,7 +367,7 @@ def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
     return rows
 
 
-def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str, JSON]] = ()) -> str:
+def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str, JSON]]) -> str:
     """Returns the page: template, data and scripts, and a policy that names the two scripts by their hashes.
 
     `groups`: verdicts on runs together, each with a name.
