@@ -28,7 +28,7 @@ from core.records import Batch, Episodes, Progress
 from core.run.card import GRPO, ModelCard, generation_settings
 from core.run.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
 from core.run.foreign import remember_code
-from core.run.rollouts import NUM_GROUPS, example, rollout_arrays, rollout_rows, score_arrays
+from core.run.rollouts import NUM_GROUPS, rollout_arrays, rollout_rows, score_arrays, transcript
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
@@ -429,7 +429,9 @@ class Run:
         rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
         first_rows = [row for row in rows if row["group"] < NUM_GROUPS]
         if is_last or self.num_steps == 0 or is_due(step, self.settings["test_interval"]):
-            self.logger.sample(step, *example(episodes, self.tokenizer))
+            prompt = episodes.completions.tokens[0, : episodes.completions.prompt_lengths[0]]
+            completion, reward = transcript(episodes, 0), episodes.scores["return"][0]
+            self.logger.sample(step, self.tokenizer.decode(prompt), completion, reward)
             self.logger.rollouts(step, first_rows)
         if self.config.save_rollouts == "none":
             return

@@ -120,13 +120,6 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def example(episodes: Episodes, tokenizer: Tokenizer) -> tuple[str, str, float]:
-    """Returns prompt, completion and return of the first rollout."""
-    completions = episodes.completions
-    prompt = completions.tokens[0, : completions.prompt_lengths[0]]
-    return tokenizer.decode(prompt), transcript(episodes, 0), episodes.scores["return"][0]
-
-
 def transcript(episodes: Episodes, row: int, from_turn: int = 0) -> str:
     """Returns the messages of a conversation as text, with a line before turn `from_turn`, or a single reply."""
     if not episodes.conversations:
