@@ -84,21 +84,25 @@ def coloured_row(i: int) -> dict:
 # Without a browser
 
 
-@pytest.mark.parametrize("updates", [1, 0])
-def test_a_run_ends_with_the_verdict_of_its_report(updates, tmp_path, capsys):
+@pytest.mark.parametrize(("updates", "env_name"), [(1, "poem"), (0, "")])
+def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, capsys):
+    """And with commands; one that played no environment, as core/sft.py without --env_name, has none to score it."""
     folder = write_run(tmp_path / "run")
     with Logger(folder, resume_step=30) as logger:
         logger.log(31, {"num_updates": updates})
-        Run.print_summary(SimpleNamespace(layout=SimpleNamespace(is_main=True), directory=folder, model_dir="base",
-                                          print=partial(print, sep="\n")), Progress(step=31))  # fmt: skip
+        layout, settings = SimpleNamespace(is_main=True), {"env_name": env_name}
+        run = SimpleNamespace(layout=layout, directory=folder, model_dir="base", settings=settings)
+        run.print = partial(print, sep="\n")
+        Run.print_summary(run, Progress(step=31))
     verdict, *lines = capsys.readouterr().out.splitlines()
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
     assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")
     assert any("the saved model is base, unchanged" in line for line in lines) == (not updates)
-    chat, both, scores = lines[-3:]
+    chat, both, *scores = lines[-3 if env_name else -2 :]
     assert chat.startswith("chat:") and chat.endswith(f"core/sampling.py --ckpt_dir {folder}/step31")
     assert both.endswith(f"core/sampling.py --ckpt_dir base,{folder}/step31 --web 8000")
-    assert scores.startswith("evaluate:") and scores.endswith(f"core/eval.py --model_dir {folder}/step31")
+    assert [line.split()[-1] for line in scores] == ([f"{folder}/step31"] if env_name else [])
+    assert all(line.startswith("evaluate:") and "core/eval.py --model_dir" in line for line in scores)
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())

@@ -30,6 +30,7 @@ METHODS = {  # of each: its name in the title, and tags
 }
 SCORES = ("correct_answer", "return")
 COUNTS = ("num_tasks", "num_samples")
+LOSS = "test_data/loss"  # of core/sft.py
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 LICENSE = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -121,11 +122,19 @@ class ModelCard:
                 continue
             steps, _ = run[name]
             counts = [by_steps(run, f"test_env/{count}").get(steps[-1], math.nan) for count in COUNTS]
-            points = [(format_point(run, name, index), steps[index]) for index in (0, -1)]
-            estimates = [f"{point} (step {step:.0f})" for point, step in points]
-            cells = [played.name, *(f"{count:.0f}" for count in counts), score, *estimates]
+            cells = [played.name, *(f"{count:.0f}" for count in counts), score, *both_ends(run, name)]
             rows.append(f"| {' | '.join(cells)} |")
-        return TABLE + "\n".join(rows) if rows else NO_SCORES
+        parts = [TABLE + "\n".join(rows)] if rows else []
+        if LOSS in run:
+            before, after = both_ends(run, LOSS)
+            parts.append(f"Loss of held-out replies, nats a token, with its 95% interval: {before}, then {after}.")
+        return "\n\n".join(parts) or NO_SCORES
+
+
+def both_ends(run: Metrics, name: str) -> list[str]:
+    """Returns the first and the last value of a metric as text, with their steps."""
+    steps, _ = run[name]
+    return [f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1)]
 
 
 def training_command(config_class: type, settings: Mapping[str, Value], script: str = GRPO) -> str:

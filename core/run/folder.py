@@ -487,17 +487,21 @@ class Run:
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         model = str(self.directory / f"step{progress.step}")
         self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
-        self.print(*next_commands(self.model_dir, model))
+        self.print(*next_commands(self.model_dir, model, is_played=bool(self.settings["env_name"])))
 
 
-def next_commands(base: str, model: str) -> list[str]:
-    """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores."""
+def next_commands(base: str, model: str, is_played: bool) -> list[str]:
+    """Returns commands for a trained model: a chat, a chat beside the model it was made of, its scores.
+
+    A run that played no environment has none to be scored on: core/eval.py would take its default.
+    """
     folder = Path(os.path.relpath(Path(__file__).parents[1]))
     commands = {
         "chat:": ("sampling.py", "--ckpt_dir", model),
         "side by side:": ("sampling.py", "--ckpt_dir", f"{base},{model}", "--web", "8000"),
-        "evaluate:": ("eval.py", "--model_dir", model),
     }
+    if is_played:
+        commands["evaluate:"] = ("eval.py", "--model_dir", model)
     lines = {name: [python_command(), str(folder / file), *rest] for name, (file, *rest) in commands.items()}
     return [f"{name:<14}{shlex.join(line)}" for name, line in lines.items()]
 
