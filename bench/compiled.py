@@ -8,6 +8,7 @@
     python bench/compiled.py --target v5p --models Qwen3-30B-A3B --mesh fsdp=4,tp=2
     python bench/compiled.py --target v5e --models 1.7B --devices 32 --slices 2
     python bench/compiled.py --config configs/lora_8b.py --memory 23.7 --models 8B --devices 1 --layers 2,4
+    python bench/compiled.py --target h200 --models 1.7B --devices 1 --teacher Qwen3-8B    # a shape too
 
 The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
 needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
@@ -44,15 +45,32 @@ from bench.common import Figure, report, shape, write_figures
 from core import learner
 from core import sampler as sampling
 from core.config import Config
+from core.extensions import teacher as teachers
+from core.extensions.distill import COEFFICIENTS
 from core.extensions.programs import sampler_programs, update_programs
+from core.extensions.teacher import TaughtLearner
 from core.learner import Learner
+from core.records import Batch
 from core.sampler import Sampler, SamplingConfig
 from models import architecture
 from models.architecture import Decoder, Spec
 from models.checkpoint import is_merged
+from models.decoder import head_name
 from models.lora import adapter_table, make_policy, quantize_layer
 from models.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
-from models.names import EMBED, EXPERT, FLOAT32, LAYERS, SCALE, Adapters, LayerParams, Params, Policy, Weights
+from models.names import (
+    EMBED,
+    EXPERT,
+    FLOAT32,
+    LAYERS,
+    SCALE,
+    TEACHER,
+    Adapters,
+    LayerParams,
+    Params,
+    Policy,
+    Weights,
+)
 from models.optimizers import make_optimizer
 from models.speed import PEAKS, training_flops
 from models.state import TrainState
@@ -225,6 +243,10 @@ class ImaginedLearner(Learner):
         return grads, self.layout.put(np.float32(0))
 
 
+class TaughtShapes(ImaginedLearner, TaughtLearner):
+    """The same with a teacher."""
+
+
 def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int) -> Imagined:
     """Returns accelerators of hosts or slices as a mesh of these sizes, for example fsdp=4, tp=2.
 
@@ -325,11 +347,11 @@ def compile_until(programs: Programs, function: Callable) -> Iterator[Program]:
         results = with_shardings(program.compiled.out_info, program.compiled.output_shardings)
 
 
-def parameter_shapes(model: Decoder, layout: Layout) -> Params:
+def parameter_shapes(model: Decoder, layout: Layout, dtype: str = "float32") -> Params:
     """Returns the parameters of a model, as shapes laid out on the devices."""
 
     def lay_out(spec: Spec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, "float32", sharding=layout.sharding(*spec))
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.sharding(*spec))
 
     return jax.tree.map(lay_out, model.parameter_table(), is_leaf=architecture.is_spec)
 
@@ -367,6 +389,31 @@ def quantized_shapes(layout: Layout, layer: LayerParams) -> LayerParams:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return {name: lay_out(name, x) for name, x in jax.eval_shape(quantize_layer, layer).items()}
+
+
+class Teacher(NamedTuple):
+    """A teacher's model, its weights, and its head as updates of the policy read it."""
+
+    model: Decoder
+    params: Params
+    head: jax.ShapeDtypeStruct
+
+    @property
+    def arrays(self) -> PyTree:
+        return self.params, self.head
+
+
+def teacher_of(model: Decoder, layout: Layout, config: Config) -> Teacher | None:
+    """Returns the teacher as shapes laid out on the devices; None: there is none."""
+    if not config.distill.teacher:
+        return None
+    teacher = shape(config.distill.teacher, dtype=model.dtype, mesh=layout.mesh)
+    params = parameter_shapes(teacher, layout, model.dtype)
+    head, size = params[head_name(teacher)], (model.vocab_size, teacher.hidden_size)
+    whole = layout.sharding(size, ("vocab", "embed"), rollout=True)
+    if head.shape != size or not whole.is_equivalent_to(head.sharding, 2):
+        head = jax.ShapeDtypeStruct(size, head.dtype, sharding=whole)
+    return Teacher(teacher, params, head)
 
 
 def policy_shapes(model: Decoder, layout: Layout, config: Config) -> Policy:
@@ -426,8 +473,26 @@ def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, 
     base = base_shapes(model, layout, config)
     num_tokens = width - config.sampling.prompt_length  # so that rows have this width
     settings = model, optimizer, layout, config, num_tokens, num_rows * width
-    imagined = ImaginedLearner(*settings, base=base)
-    return update_programs(imagined, state, width)
+    teacher = teacher_of(model, layout, config)
+    if not teacher:
+        return update_programs(ImaginedLearner(*settings, base=base), state, width)
+    learner = TaughtShapes(*settings, base=base, beside={TEACHER: teacher.head})
+    return with_states(update_programs(learner, state, width), teacher)
+
+
+def with_states(programs: Programs, teacher: Teacher) -> Programs:
+    """Yields programs whose micro-batches have a teacher's states and coefficients."""
+
+    def add(x: PyTree) -> PyTree:
+        if not isinstance(x, Batch):
+            return x
+        place, size = x.tokens.sharding, (*x.tokens.shape, teacher.model.hidden_size)
+        states = jax.ShapeDtypeStruct(size, teacher.model.dtype, sharding=place)
+        coefficients = jax.ShapeDtypeStruct(size[:1], "float32", sharding=place)
+        return replace(x, extras=x.extras | {TEACHER: states, COEFFICIENTS: coefficients})
+
+    for function, arguments in programs:
+        yield function, tuple(map(add, arguments))
 
 
 def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
@@ -475,6 +540,7 @@ class Training(NamedTuple):
     optimiser: float
     flops: float  # of a micro-batch without recomputation, not bytes
     communication: Communication
+    teacher: float = 0.0  # while it scores a micro-batch, with all that is held
 
 
 class Rollout(NamedTuple):
@@ -493,19 +559,26 @@ class Rollout(NamedTuple):
 def measure_training(config: Command, model: Decoder, layout: Imagined, num_tokens: int) -> Training:
     """Compiles an update with micro-batches of `num_tokens`."""
     state = state_shapes(model, layout, config)
-    base = base_shapes(model, layout, config)
+    base, teacher = base_shapes(model, layout, config), teacher_of(model, layout, config)
     width = row_length(config)
     update = train_step(model, layout, max(1, num_tokens // width), width, config)
-    *_, batch, _, _, _ = update.arguments
+    *_, batch, packing, _, beside = update.arguments
     num_rows = len(batch.tokens) // layout.row_shards
-    sizes = measure_sizes(config.memory, model, layout, state, base, width)
+    sizes = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.arrays), width)
+    of_teacher, scoring = 0, 0.0
+    if teacher:
+        of_teacher = bytes_on_device(teacher.arrays)
+        arguments = teacher.model, teacher.params, batch.tokens, packing
+        scoring = sizes.held + compile_for(teachers.hidden_states, *arguments).added
+    held = bytes_on_device(held_state(state, config)) - bytes_on_device(state.params)
     return Training(
         sizes.held,
-        bytes_on_device(held_state(state, config)) - bytes_on_device(state.params) + update.peak,
+        held + of_teacher - bytes_on_device(beside) + update.peak,
         update_bytes(sizes, model, model.remat, num_rows * width, width),
-        bytes_on_device(base) + apply_gradients(model, layout, config).peak,
+        bytes_on_device(base) + of_teacher + apply_gradients(model, layout, config).peak,
         training_flops(model, np.full(num_rows, width), num_rows * width) / layout.mesh.shape["tp"],
         measure_communication(model, layout, update.hlo),
+        scoring,
     )
 
 
@@ -628,7 +701,9 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     base = base_shapes(model, layout, config)
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))
     num_asked = config.sampling.inference_batch_per_device
-    plan = fit_memory(config.memory, model, layout, state, base, row_length(config), num_asked)
+    teacher = teacher_of(model, layout, config)
+    held = base, teacher and teacher.arrays
+    plan = fit_memory(config.memory, model, layout, state, held, row_length(config), num_asked)
     print(*plan.notes, sep="\n")
     most_rows = rows_that_fit(plan.sampling_room, model, layout, row_length(config))
     whole_groups = most_rows // config.update.group_size * config.update.group_size
@@ -641,7 +716,7 @@ def table_row(config: Command, target: str, name: str, num_devices: int) -> dict
     run = plan_run(config, target, name, num_devices)
     mesh = [f"{axis}={size}" for axis, size in run.layout.mesh.shape.items() if size > 1]
     row = {
-        "model": name,
+        "model": " from ".join(filter(None, (name, config.distill.teacher))),
         "devices": f"{num_devices} {target}",
         "mesh": ",".join(mesh),
         "--remat": run.model.remat,
@@ -688,6 +763,8 @@ def training_figures(training: Training, run: Run) -> dict[str, Figure]:
         "to other slices": sent.crossing / GB,
         "their minimum": sent.least_crossing / GB,
     }
+    if training.teacher:
+        figures["teacher scores"] = training.teacher / GB
     if not run.base:
         figures["MFU at most"] = largest_mfu(training.flops, total, run)
     return figures | {"sent / minimum": total / sent.least} if sent.least else figures
@@ -711,6 +788,8 @@ def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]
     beside = bytes_on_device(held_state(run.state, config))
     if run.model.merges_adapters:
         beside += bytes_on_device(run.base)
+    if teacher := teacher_of(run.model, run.layout, config):
+        beside += bytes_on_device(teacher.arrays)
     return {
         "making weights": (held + rollout.copying) / GB,
         "sampling": (beside + rollout.peak) / GB,
@@ -726,7 +805,9 @@ def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]
 
 
 SETTING = ("model", "devices", "mesh", "--remat", "tokens")
-MEMORY = ("rows", "held", "update", "estimated", "optimiser", "making weights", "sampling", "there are")
+MEMORY = (
+    "rows", "held", "teacher scores", "update", "estimated", "optimiser", "making weights", "sampling", "there are",
+)  # fmt: skip
 DECODE = (
     "rows", "decode step", "at least", "ratio", "of experts", "experts at least", "collectives", "they return",
     "tokens/s at most",

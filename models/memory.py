@@ -83,6 +83,16 @@ def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
         )
 
 
+def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
+    """Raises UserError for arrays that wait on the host for updates, and do not fit into its memory."""
+    room = int(USABLE * layout.host_memory)
+    if num_bytes > room:
+        raise UserError(
+            f"{what} take {gigabytes(num_bytes)} GB of the host, which has {gigabytes(room)}: lower "
+            "--groups_per_batch, --group_size or --num_generation_tokens, or take --distill sampled, which needs none"
+        )
+
+
 # When rollouts are drawn: between updates, by --ahead 1 beside them, or with --rollout_devices elsewhere.
 BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
 

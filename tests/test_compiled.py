@@ -20,6 +20,7 @@ from models import decoder
 from models.architecture import Decoder
 from models.names import Params
 from utils.devices.sharding import gather, on_each, single_device
+from utils.settings.config import with_options
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
@@ -242,21 +243,25 @@ def test_moments_lie_where_their_parameters_do():
     assert len(moments) == 2 and all(x.sharding == o.sharding for x in moments)
 
 
-def train_step(model: Decoder, layout: compiled.Imagined, num_rows: int, num_columns: int) -> compiled.Program:
+def train_step(
+    model: Decoder, layout: compiled.Imagined, num_rows: int, num_columns: int, **options
+) -> compiled.Program:
     """Compiles an update of rows on each device."""
     jaxtyping.config.update("jaxtyping_disable", True)  # a batch of shapes is no batch of arrays
     try:
-        return compiled.train_step(replace(model, mesh=layout.mesh), layout, num_rows, num_columns)
+        config = with_options(compiled.CONFIG, **options)
+        return compiled.train_step(replace(model, mesh=layout.mesh), layout, num_rows, num_columns, config)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @needs_h200
+@pytest.mark.parametrize("teacher", ["", "Qwen3-0.6B"])
 @pytest.mark.parametrize("sizes", [{}, *MESHES.values()], ids=["one", *MESHES])
-def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes):
+def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes, teacher):
     """Nor of more than a chunk of them; and eight devices send each other no logits, and the head's weight once."""
     model = replace(FEW, remat="dots", attention="plain")
-    program = train_step(model, compiled.imagine("h200", **sizes), ROWS, T)
+    program = train_step(model, compiled.imagine("h200", **sizes), ROWS, T, teacher=teacher)
     num_devices, vocabulary = math.prod(sizes.values()), MODEL.vocab_size
     largest = max(
         each.elements for lines in hlo.computations(program.hlo).values() for each in lines if each.op not in hlo.FREE

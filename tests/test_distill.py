@@ -36,10 +36,11 @@ from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy
 from models.lora import make_policy
 from models.memory import check_room
-from models.names import EMBED, LAYERS, TEACHER
+from models.names import ADAPTERS, EMBED, LAYERS, TEACHER
+from models.speed import training_flops
 from models.tokenizer import load_tokenizer
 from utils.batching import select_rows
-from utils.devices.sharding import Layout, single_device
+from utils.devices.sharding import Layout, bytes_on_device, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.metrics.health import HealthChecks
 from utils.settings.config import make_config, parse, with_options
@@ -190,7 +191,8 @@ def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
     prefix = "rule" if kind in ("forward", SAMPLED) else SIBLING
     beta = {"jsd": 0.3}.get(kind, 0.5)
     coef = 20.0 if kind == "jsd" else 0.5  # far apart, models have a JSD of nearly its maximum: small gradients
-    gradient, metrics = taught_gradient(taught(prefix=prefix, distill=kind, distill_beta=beta, distill_coef=coef))
+    learner = taught(prefix=prefix, distill=kind, distill_beta=beta, distill_coef=coef)
+    gradient, metrics = taught_gradient(learner)
     is_taught = np.array(SIBLINGS) >= 0 if prefix == SIBLING else np.ones(8)
     prefixes = sibling_prompts(fresh_batch()) if prefix == SIBLING else PROMPTS
     expected, told = whole_gradient(kind, BETAS.get(kind, beta), prefixes, is_taught)
@@ -199,6 +201,11 @@ def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
         assert_close(metrics["distill/divergence"], told["distill/divergence"], 2000, 20)
         assert metrics["loss"] == pytest.approx(coef * metrics["distill/divergence"], rel=1e-5), "and nothing else"
     assert_close(metrics["distill/teacher_logprob"], told["distill/teacher_logprob"], 2000, 20)
+    batch = fresh_batch()
+    num_tokens = sum(packing.num_tokens for chain in learner.chains(batch, 8) for *_, packing in chain)
+    of_teacher = 0 if kind == SAMPLED else 2 * OTHER.vocab_size * OTHER.hidden_size * batch.mask.sum()
+    expected = training_flops(MODEL, batch.lengths, num_tokens) + of_teacher
+    assert metrics["speed/flops"] == pytest.approx(expected), "with the teacher's logits"
 
 
 def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
@@ -306,6 +313,8 @@ def test_adapters_over_the_base_of_the_policy_are_no_second_copy(tmp_path):
     learner, state = SimpleNamespace(base=base, layout=layout, reference=None), SimpleNamespace(params=adapters)
     model, policy, _ = load_teacher(config, learner, state)
     assert policy[LAYERS] is base[LAYERS]
+    sizes = bytes_on_device(base) + bytes_on_device(policy[ADAPTERS])
+    assert bytes_on_device((base, {TEACHER: base[EMBED]}, policy)) == sizes, "what the plan at the start counts"
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12) + 10
     merged_model, merged, _ = load_model(folder)
     expected = scores_of(merged_model, merged, tokens).logprobs
@@ -357,6 +366,18 @@ def test_a_teacher_larger_than_memory_is_refused():
     large = Decoder(152_000, 8192, 32_768, 80, 64, 8, 128)
     with pytest.raises(UserError, match="--teacher x has 311 GB on each device, and beside the policy .* are free"):
         check_room("--teacher x", large, single_device(), {})
+
+
+@pytest.mark.parametrize(("memory", "words"), [
+    ("device_memory", "qwen3-wide-heads has .* GB on each device, and beside the policy 0 GB are free"),
+    ("host_memory", "its states of a batch take 0.000147 GB of the host, which has 9e-06: lower --groups_per_batch"),
+])  # fmt: skip
+def test_what_a_teacher_needs_is_compared_with_memory_before_training(memory, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Layout, "device_memory", 1 << 30)
+    monkeypatch.setattr(Layout, memory, 10_000)
+    assert train_here(tmp_path / "run", **RUN | {"teacher": FIXTURES / "qwen3-wide-heads"}) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_prefix_is_a_system_message_whose_signs_stay_text():

@@ -176,7 +176,7 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 def update_programs(learner: Learner, state: TrainState, width: int) -> Programs:
     """Yields the programs that rows of `width` columns can need."""
     config, model = learner.config, learner.model
-    distribution = config.sampling.distribution
+    distribution = learner.distribution
     params = shapes_of(state.params)
     batch, packing = zero_batch(learner, width, config.batch_size)
     arguments = batch.tokens, batch.support, batch.routes

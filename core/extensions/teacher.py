@@ -35,12 +35,13 @@ from models.architecture import Decoder
 from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir
 from models.decoder import head_name, scored_hidden
 from models.lora import LoraConfig, make_policy
-from models.memory import check_room
-from models.names import CRITIC, LAYERS, TEACHER, Adapters, Array, Extras, Params, Policy
+from models.memory import check_host_room, check_room, gigabytes
+from models.names import CRITIC, TEACHER, Adapters, Array, Extras, Params, Policy
 from models.packing import Packing
 from models.peft import read_adapters
 from models.state import TrainState
 from models.tokenizer import Tokenizer
+from utils.batching import bucket
 from utils.settings.errors import UserError, counted
 
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
@@ -176,14 +177,18 @@ class TaughtLearner(Learner):
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
         """Makes one optimiser step: see `Learner.update`. Advantages are whitened by now; what is added is not."""
-        learner, is_sampled = self, self.config.distill.distill == SAMPLED
-        if TEACHER in state.extra and not (self.base or is_sampled):
-            learner = replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
-        if is_sampled:
+        if self.config.distill.distill == SAMPLED:
             old = minibatch.sample_logprobs if minibatch.old_logprobs is None else minibatch.old_logprobs
             gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
             minibatch = replace(minibatch, advantages=minibatch.advantages + np.where(minibatch.mask, gain, 0))
-        return Learner.update(learner, state, minibatch, fraction_done)
+            return super().update(state, minibatch, fraction_done)
+        learner = self
+        if TEACHER in state.extra and not self.base:
+            learner = replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
+        state, update = Learner.update(learner, state, minibatch, fraction_done)
+        # The teacher's logits. Its states were computed before, by `score`, in times/logprobs.
+        update.metrics["speed/flops"] += 2 * learner.beside[TEACHER].size * int(minibatch.mask.sum())
+        return state, update
 
     def metrics(self, updates: Sequence[Update]) -> dict[str, float | list[float]]:
         """Returns the metrics of a step: see `Learner.metrics`."""
@@ -230,12 +235,16 @@ def attach_teacher(
             f"the {model.max_position_embeddings} of the teacher's context: shorten it, or --num_generation_tokens"
         )
     beside = {}
-    if options.distill != SAMPLED and (policy or learner.base):
-        beside[TEACHER] = whole_head(model, policy or learner.base, learner)
-    learner = learner.planned(state, (beside, policy if policy and not shares_base(policy, learner) else None))
+    if options.distill != SAMPLED:
+        num_bytes = states_bytes(config, model, num_columns)
+        check_host_room(f"--teacher {options.teacher}: its states of a batch", num_bytes, learner.layout)
+        if policy or learner.base:
+            beside[TEACHER] = whole_head(model, policy or learner.base, learner)
+    learner = learner.planned(state, (beside, policy))
     teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
     teacher = replace(teacher, model=model, num_generation_tokens=teacher.num_generation_tokens + prefix.longest)
-    own = {"config": config, "beside": beside, "notes": (*learner.notes, *notes, describe(config, model, prefix))}
+    notes = *learner.notes, *notes, describe(config, model, prefix, num_columns)
+    own = {"config": config, "beside": beside, "notes": notes}
     own |= {"teacher": teacher, "policy_of_teacher": policy, "prefix": prefix}
     return config, TaughtLearner(**vars(learner) | own), state
 
@@ -251,16 +260,20 @@ def kept_of_policy(options: DistillConfig, learner: Learner, state: TrainState) 
     return {name: jax.tree.map(jnp.copy, state.params[name]) for name in names}
 
 
-def shares_base(policy: Policy, learner: Learner) -> bool:
-    """True if a teacher is adapters over the base of the policy."""
-    return bool(learner.base) and policy.get(LAYERS) is learner.base[LAYERS]
+def states_bytes(config: Config, model: Decoder, num_columns: int) -> int:
+    """Returns the bytes that a teacher's states of a batch take on the host, with a second copy.
+
+    That is by micro-batches at first, then by minibatches.
+    """
+    item = jnp.dtype(model.dtype).itemsize
+    return 2 * config.batch_size * bucket(num_columns) * model.hidden_size * item
 
 
 def whole_head(model: Decoder, policy: Policy, learner: Learner) -> Array:
     """Returns the teacher's head for the ids of the policy, on the devices as sampling reads it: cut along tp only."""
     head = policy[head_name(model)]
     sharding = learner.layout.sharding((learner.model.vocab_size, model.hidden_size), ("vocab", "embed"), rollout=True)
-    if head.shape[0] == learner.model.vocab_size and head.sharding == sharding:
+    if head.shape[0] == learner.model.vocab_size and head.sharding.is_equivalent_to(sharding, head.ndim):
         return head
     cut = jax.jit(lambda x: x[: learner.model.vocab_size], out_shardings=sharding)
     return cut(head)
@@ -347,8 +360,8 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
     return Prefix(tokenizer, text, tokenizer.encode(opening), tokenizer.encode(closing), limit)
 
 
-def describe(config: Config, model: Decoder, prefix: Prefix) -> str:
-    """Returns in one line who teaches, and what is minimised."""
+def describe(config: Config, model: Decoder, prefix: Prefix, num_columns: int) -> str:
+    """Returns in one line who teaches, what is minimised, and what waits on the host."""
     options = config.distill
     who = f"{options.teacher}, {model.num_parameters:,} parameters"
     if options.teacher_decay:
@@ -356,7 +369,11 @@ def describe(config: Config, model: Decoder, prefix: Prefix) -> str:
     if options.teacher_prefix:
         what = "a successful sibling" if prefix.text == SIBLING else f"{prefix.longest} tokens of its own"
         who += f", which reads {what} before the prompt"
-    loss = f"+ {options.distill_coef:g} x {options.distill} divergence of each token's distribution"
+    size = gigabytes(states_bytes(config, model, num_columns))
+    loss = (
+        f"+ {options.distill_coef:g} x {options.distill} divergence of each token's distribution, for which the host "
+        f"keeps up to {size} GB"
+    )
     if options.distill == SAMPLED:
         loss = f"A + {options.distill_coef:g} (log q - log p) of each drawn token"
     return f"teacher q: {who}; {loss}; groups of equal rewards stay"

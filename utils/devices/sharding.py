@@ -97,9 +97,13 @@ class Layout:
     def device_memory(self) -> int:
         """Returns the bytes that JAX may use on each device; on CPU, each device's share of the machine's."""
         stats = self.mesh.local_devices[0].memory_stats() or {}
-        machine_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        share = machine_memory // len(self.mesh.local_devices)
+        share = self.host_memory // len(self.mesh.local_devices)
         return stats.get("bytes_limit", share)
+
+    @property
+    def host_memory(self) -> int:
+        """Returns the bytes of this machine's memory."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     @property
     def peak_memory(self) -> int:
@@ -191,9 +195,12 @@ class Layout:
 
 
 def bytes_on_device(tree: PyTree) -> int:
-    """Returns the bytes that each device holds of the arrays of a pytree, or would hold of shapes with shardings."""
+    """Returns the bytes that each device holds of the arrays of a pytree, or would hold of shapes with shardings.
+
+    An array that stands there twice is held once.
+    """
     total = 0
-    for x in jax.tree.leaves(tree):
+    for x in {id(x): x for x in jax.tree.leaves(tree)}.values():
         shard = x.sharding.shard_shape(x.shape)
         total += math.prod(shard) * x.dtype.itemsize
     return total
