@@ -57,7 +57,7 @@ from models.architecture import Decoder, Spec
 from models.checkpoint import is_merged
 from models.decoder import head_name
 from models.lora import adapter_table, make_policy, quantize_layer
-from models.memory import fit_memory, measure_sizes, rows_that_fit, update_bytes
+from models.memory import fit_memory, measure_sizes, rows_that_fit, second_layout, update_bytes
 from models.names import (
     EMBED,
     EXPERT,
@@ -402,6 +402,11 @@ class Teacher(NamedTuple):
     def arrays(self) -> PyTree:
         return self.params, self.head
 
+    @property
+    def planned(self) -> PyTree:
+        """Returns what the plan at the start counts."""
+        return self.arrays, second_layout(self.model, self.head)
+
 
 def teacher_of(model: Decoder, layout: Layout, config: Config) -> Teacher | None:
     """Returns the teacher as shapes laid out on the devices; None: there is none."""
@@ -565,6 +570,7 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     *_, batch, packing, _, beside = update.arguments
     num_rows = len(batch.tokens) // layout.row_shards
     sizes = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.arrays), width)
+    planned = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.planned), width)
     of_teacher, scoring = 0, 0.0
     if teacher:
         of_teacher = bytes_on_device(teacher.arrays)
@@ -574,7 +580,7 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     return Training(
         sizes.held,
         held + of_teacher - bytes_on_device(beside) + update.peak,
-        update_bytes(sizes, model, model.remat, num_rows * width, width),
+        update_bytes(planned, model, model.remat, num_rows * width, width),
         bytes_on_device(base) + of_teacher + apply_gradients(model, layout, config).peak,
         training_flops(model, np.full(num_rows, width), num_rows * width) / layout.mesh.shape["tp"],
         measure_communication(model, layout, update.hlo),
@@ -702,7 +708,7 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     model = replace(model, merges_adapters=bool(base) and is_merged(config.lora, base, layout))
     num_asked = config.sampling.inference_batch_per_device
     teacher = teacher_of(model, layout, config)
-    held = base, teacher and teacher.arrays
+    held = base, teacher and teacher.planned
     plan = fit_memory(config.memory, model, layout, state, held, row_length(config), num_asked)
     print(*plan.notes, sep="\n")
     most_rows = rows_that_fit(plan.sampling_room, model, layout, row_length(config))

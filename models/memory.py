@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from models.architecture import LINEAR, Decoder
 from models.deltanet import CHUNK
-from models.names import LAYERS
+from models.names import LAYERS, Array
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, fail
 from utils.settings.options import option
@@ -91,6 +91,11 @@ def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
             f"{what} take {gigabytes(num_bytes)} GB of the host, which has {gigabytes(room)}: lower "
             "--groups_per_batch, --group_size or --num_generation_tokens, or take --distill sampled, which needs none"
         )
+
+
+def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape of the copy that an update on TPU makes of a teacher's head, in another layout; else None."""
+    return jax.ShapeDtypeStruct(head.shape, head.dtype, sharding=head.sharding) if runs_on_tpu(model) else None
 
 
 # When rollouts are drawn: between updates, by --ahead 1 beside them, or with --rollout_devices elsewhere.

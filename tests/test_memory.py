@@ -22,12 +22,13 @@ from models.memory import (
     measure_sizes,
     out_of_memory,
     rows_that_fit,
+    second_layout,
     update_bytes,
 )
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.state import TrainState
 from utils.batching import bucket
-from utils.devices.sharding import MESH_AXES, Layout, single_device
+from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device, single_device
 from utils.settings.config import make_config
 
 GB = 10**9
@@ -124,6 +125,13 @@ def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, 
     sizes = measure_sizes(config.memory, model, layout, state_shapes(model, layout, config), None, 1536)
     estimate = update_bytes(sizes, model, remat, num_tokens, 1536) / GB
     assert 0.92 < estimate / COMPILED_FOR_TPUS[name, num_devices, remat, num_tokens] < 1.08
+
+
+def test_the_plan_counts_the_copy_of_a_teachers_head_that_xla_makes_for_tpus(monkeypatch):
+    model, head = Decoder(64, 16, 32, 1, 2, 1, 8), jnp.ones((64, 24), "bfloat16")
+    assert second_layout(model, head) is None
+    monkeypatch.setattr("models.memory.runs_on_tpu", lambda model: True)
+    assert bytes_on_device((head, second_layout(model, head))) == 2 * head.nbytes
 
 
 def test_the_more_memory_the_less_is_recomputed():

@@ -35,7 +35,7 @@ from models.architecture import Decoder
 from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir
 from models.decoder import head_name, scored_hidden
 from models.lora import LoraConfig, make_policy
-from models.memory import check_host_room, check_room, gigabytes
+from models.memory import check_host_room, check_room, gigabytes, second_layout
 from models.names import CRITIC, TEACHER, Adapters, Array, Extras, Params, Policy
 from models.packing import Packing
 from models.peft import read_adapters
@@ -240,7 +240,8 @@ def attach_teacher(
         check_host_room(f"--teacher {options.teacher}: its states of a batch", num_bytes, learner.layout)
         if policy or learner.base:
             beside[TEACHER] = whole_head(model, policy or learner.base, learner)
-    learner = learner.planned(state, (beside, policy))
+    copies = [second_layout(model, head) for head in beside.values()]
+    learner = learner.planned(state, (beside, policy, copies))
     teacher = (Learner if options.distill == SAMPLED else StateLearner)(**vars(learner) | {"config": config})
     teacher = replace(teacher, model=model, num_generation_tokens=teacher.num_generation_tokens + prefix.longest)
     notes = *learner.notes, *notes, describe(config, model, prefix, num_columns)
