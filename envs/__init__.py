@@ -56,6 +56,8 @@ def make_env(name: str, **options: Value) -> Env:
     check_options(base_name, env_class, options)
     check_options(base_name, Style, style)
     env = env_class(split=split, **{**preset, **options})
+    if env.tokens_per_turn < 0:
+        raise UserError(f"environment {base_name} needs tokens_per_turn >= 0 (0: no limit of its own)")
     return Styled(env, Style(**style)) if style else env
 
 

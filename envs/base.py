@@ -1,12 +1,13 @@
 """Base of environments: a numbered set of problems, and rewards for the text that answers one, or for episodes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from envs.grading.answers import final_answer
+from utils.settings.errors import UserError
 
 MAX_OBSERVED = 100_000  # characters that an environment says at once; what is longer is cut
 ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form
@@ -108,6 +109,7 @@ class Episode:
     """
 
     opening: Sequence[Mapping[str, str]] = ()  # the prompt, where the environment `opens` its episodes
+
     def step(self, reply: str) -> Step:
         """Returns what follows a turn of the policy. An exception ends the episode, which is not trained on."""
         raise NotImplementedError
@@ -139,8 +141,9 @@ class Env:
 
     A subclass writes `score` for problems with one reply, or `episode` and `max_turns` for conversations.
 
-    The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default.
-    Each process that scores makes its own environment from the same name and options: keep that quick.
+    The constructor takes `split` (one of `splits`: disjoint sets of problems) and its options, each with a default;
+    those of a dataclass are its fields. Each process that scores makes its own environment from the same name and
+    options: keep that quick.
     """
 
     splits: tuple[str, ...] = ("train", "test")  # and "valid" where there is room for one
@@ -185,3 +188,9 @@ class Env:
     def examples(self, problem: Problem) -> dict[str, str]:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; else the reference itself."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
+
+
+def check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    """Raises UserError for the value of an option that is none of its choices."""
+    if value not in choices:
+        raise UserError(f"{option}={value}: choose one of {', '.join(choices)}")

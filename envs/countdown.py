@@ -8,11 +8,11 @@ github.com/open-thought/reasoning-gym, whose expressions are "chain".
 
 import random
 import re
-from copy import copy
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
 
-from envs.base import Env, Problem
+from envs.base import Env, Problem, check_choice
 from envs.data.rows import RawRow, Row, Source, find_file, load_rows
 from envs.data.splits import choose_split
 from envs.grading.answers import extract_answer, parse_arithmetic
@@ -57,6 +57,7 @@ STEP = re.compile(  # "a op b = c", neither the end of a longer sum (1+2+3=6) no
 MAX_STEPS_TEXT = 200_000  # characters that are searched for steps; more than any completion has
 
 
+@dataclass
 class Countdown(Env):
     """Reward 1.0 for an expression that uses each number once and makes the target, `partial` for one that misses it.
 
@@ -70,44 +71,30 @@ class Countdown(Env):
     tokens_per_action = 1024
     force_answer_at = 50
 
-    def __init__(
-        self,
-        split: str = "train",
-        numbers: int = 4,
-        min_number: int = 0,
-        max_number: int = 99,
-        max_target: int = 1000,
-        expression: str = "chain",  # that a problem is made from: chain as in lmpo, tree with positive results only
-        max_value: int = 1000,  # of the intermediate results of a tree
-        prompt: str = "full",
-        partial: float = 0.1,  # return of an answer that uses the numbers and misses the target
-        truncation_penalty: float = 0.05,  # subtracted from a positive return where the token limit cut the reply off
-        num_tasks: int = 0,  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
-    ):
-        if prompt not in PROMPTS:
-            raise UserError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
-        if numbers < 1 or not 0 <= min_number <= max_number or max_target < 1:
+    split: str = "train"
+    numbers: int = 4
+    min_number: int = 0
+    max_number: int = 99
+    max_target: int = 1000
+    expression: str = "chain"  # that a problem is made from: chain as in lmpo, tree with positive results only
+    max_value: int = 1000  # of the intermediate results of a tree
+    prompt: str = "full"
+    partial: float = 0.1  # return of an answer that uses the numbers and misses the target
+    truncation_penalty: float = 0.05  # subtracted from a positive return where the token limit cut the reply off
+    num_tasks: int = 0  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
+
+    def __post_init__(self):
+        check_choice("prompt", self.prompt, PROMPTS)
+        check_choice("expression", self.expression, ("chain", "tree"))
+        if self.numbers < 1 or not 0 <= self.min_number <= self.max_number or self.max_target < 1:
             raise UserError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
-        if expression not in ("chain", "tree"):
-            raise UserError(f"Countdown has no expression {expression!r}: choose chain or tree")
-        self.split = split
-        self.numbers = numbers
-        self.range = (min_number, max_number)
-        self.max_target = max_target
-        self.expression = expression
-        self.max_value = max_value
-        self.prompt = prompt
-        self.partial = partial
-        self.truncation_penalty = truncation_penalty
-        self.num_tasks = num_tasks if num_tasks > 0 else NUM_TASKS[split]
+        self.num_tasks = self.num_tasks if self.num_tasks > 0 else NUM_TASKS[self.split]
         self.test_sets = set()  # numbers, sorted, of the problems of the test split that has the same options
-        if split == "valid":
-            test = copy(self)
-            test.split = "test"
-            instances = test.distinct_instances(max(self.num_tasks, NUM_TASKS["test"]))
-            self.test_sets = {tuple(sorted(numbers)) for numbers, _ in instances}
+        if self.split == "valid":
+            test = replace(self, split="test", num_tasks=max(self.num_tasks, NUM_TASKS["test"]))
+            self.test_sets = {tuple(sorted(numbers)) for numbers, _ in test.instances}
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
-        if split != "train":
+        if self.split != "train":
             self.instances = self.distinct_instances(self.num_tasks)
             self.num_tasks = len(self.instances)
 
@@ -115,7 +102,7 @@ class Countdown(Env):
         """Returns the numbers and the target of this index: numbers of this split, and a target they can make."""
         rng = random.Random(f"countdown {self.split} {index}")  # seeded by the text's digest: the same in every process
         for _ in range(100_000):
-            numbers = tuple(rng.randint(*self.range) for _ in range(self.numbers))
+            numbers = tuple(rng.randint(self.min_number, self.max_number) for _ in range(self.numbers))
             if self.expression == "chain":
                 numbers, target = chain_randomly(numbers, rng)
             if not self.is_of_split(numbers):
@@ -203,6 +190,7 @@ class CountdownData(Countdown):
     """
 
     is_generated = False
+    truncation_penalty = 0.0
 
     def __init__(
         self,
@@ -213,8 +201,7 @@ class CountdownData(Countdown):
         num_tasks: int = 0,  # 0: all
         skip_bad_rows: bool = False,
     ):
-        if prompt not in PROMPTS:
-            raise UserError(f"Countdown has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
+        check_choice("prompt", prompt, PROMPTS)
         self.prompt, self.partial = prompt, partial
         has_test_file = find_file(SOURCES["test"], data_dir)
         source = SOURCES["test" if split == "test" and has_test_file else "train"]

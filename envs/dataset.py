@@ -15,11 +15,11 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
-from envs.base import Env, Episode, Problem
-from envs.data.questions import check_form, written_answers
+from envs.base import Env, Episode, Problem, check_choice
+from envs.data.questions import written_answers
 from envs.data.rows import JSON, RawRow, Row, Source, load_rows
 from envs.data.splits import select_split
-from envs.grading.answers import final_answer, same_math
+from envs.grading.answers import FORMS, final_answer, same_math
 from envs.grading.functions import RewardFunction
 from envs.tools.adapters import Adapter, Played, Resettable
 from envs.tools.episode import ToolSettings
@@ -64,7 +64,7 @@ class Dataset(Env):
     ):
         if not path:
             raise UserError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
-        check_form(form)
+        check_choice("form", form, FORMS)
         self.form = form
         self.prompt_column, self.answer_column = prompt, answer
         self.tokens_per_action = tokens_per_action

@@ -7,9 +7,10 @@ optimum.
 import random
 import re
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from envs.base import Env, Episode, Problem, Step
+from envs.base import Env, Episode, Problem, Step, check_choice
 from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
@@ -34,6 +35,7 @@ class Lake(NamedTuple):
     holes: frozenset[int]
 
 
+@dataclass
 class Gridworld(Env):
     """Pays 1 at the goal, less `cost` for each step beyond the shortest path; 0 in a hole and after `max_turns`.
 
@@ -43,38 +45,24 @@ class Gridworld(Env):
     is_generated = True
     tokens_per_action = 640
 
-    def __init__(
-        self,
-        split: str = "train",
-        size: int = 4,  # rows, and columns
-        num_holes: int = 4,
-        min_steps: int = 2,  # of the shortest path
-        max_turns: int = 12,
-        moves_per_turn: int = 1,  # the last ones of a reply
-        slip: float = 0.0,  # probability that a step goes aside
-        cost: float = 0.05,
-        prompt: str = "full",
-        tokens_per_turn: int = 8,
-    ):
-        if prompt not in PROMPTS:
-            raise UserError(f"Gridworld has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
-        if not 2 <= size <= 20 or not 0 <= num_holes <= size * size - 2:
+    split: str = "train"
+    size: int = 4  # rows, and columns
+    num_holes: int = 4
+    min_steps: int = 2  # of the shortest path
+    max_turns: int = 12
+    moves_per_turn: int = 1  # the last ones of a reply
+    slip: float = 0.0  # probability that a step goes aside
+    cost: float = 0.05
+    prompt: str = "full"
+    tokens_per_turn: int = 8
+
+    def __post_init__(self):
+        check_choice("prompt", self.prompt, PROMPTS)
+        if not 2 <= self.size <= 20 or not 0 <= self.num_holes <= self.size**2 - 2:
             raise UserError("Gridworld needs size from 2 to 20, and num_holes from 0 to size * size - 2")
-        if min_steps < 1 or max_turns < 2 or moves_per_turn < 1:
-            raise UserError("Gridworld needs min_steps >= 1, max_turns >= 2 and moves_per_turn >= 1")
-        if not 0 <= slip <= 1 or tokens_per_turn < 0:
-            raise UserError("Gridworld needs slip from 0 to 1, and tokens_per_turn >= 0 (0: no limit of its own)")
-        self.split = split
-        self.size = size
-        self.num_holes = num_holes
-        self.min_steps = min_steps
-        self.max_turns = max_turns
-        self.moves_per_turn = moves_per_turn
-        self.slip = slip
-        self.cost = cost
-        self.prompt = prompt
-        self.tokens_per_turn = tokens_per_turn
-        self.num_tasks = NUM_TASKS[split]
+        if self.min_steps < 1 or self.max_turns < 2 or self.moves_per_turn < 1 or not 0 <= self.slip <= 1:
+            raise UserError("Gridworld needs min_steps >= 1, max_turns >= 2, moves_per_turn >= 1, and slip from 0 to 1")
+        self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a map fail here
 
     def problem(self, index: int) -> Problem:

@@ -5,9 +5,10 @@ The best policy halves the range: its longest game takes log2(size + 1) guesses,
 
 import random
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from envs.base import Env, Episode, Problem, Step
+from envs.base import Env, Episode, Problem, Step, check_choice
 from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
@@ -28,6 +29,7 @@ class Secret(NamedTuple):
     number: int
 
 
+@dataclass
 class Guess(Env):
     """Pays 1 for the number, less `cost` for each guess before the one that hits it; nothing after `max_turns`.
 
@@ -36,39 +38,27 @@ class Guess(Env):
 
     is_generated = True
     tokens_per_action = 256
-    tokens_per_turn = 8
 
-    def __init__(
-        self,
-        split: str = "train",
-        max_number: int = 99,
-        min_size: int = 10,
-        max_size: int = 31,  # of a range; 31 numbers take at most 5 guesses
-        max_turns: int = 5,
-        cost: float = 0.05,
-        prompt: str = "full",
-        tokens_per_turn: int = 8,
-    ):
-        if prompt not in PROMPTS:
-            raise UserError(f"Guess has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
-        if not 2 <= min_size <= max_size <= max_number or max_turns < 2:
+    split: str = "train"
+    max_number: int = 99
+    min_size: int = 10
+    max_size: int = 31  # of a range; 31 numbers take at most 5 guesses
+    max_turns: int = 5
+    cost: float = 0.05
+    prompt: str = "full"
+    tokens_per_turn: int = 8
+
+    def __post_init__(self):
+        check_choice("prompt", self.prompt, PROMPTS)
+        if not 2 <= self.min_size <= self.max_size <= self.max_number or self.max_turns < 2:
             raise UserError("Guess needs 2 <= min_size <= max_size <= max_number, and max_turns >= 2")
-        if tokens_per_turn < 0:
-            raise UserError("Guess needs tokens_per_turn >= 0 (0: no limit of its own)")
-        self.split = split
-        self.max_number = max_number
-        self.sizes = (min_size, max_size)
-        self.max_turns = max_turns
-        self.cost = cost
-        self.prompt = prompt
-        self.tokens_per_turn = tokens_per_turn
-        self.num_tasks = NUM_TASKS[split]
+        self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a range fail here
 
     def problem(self, index: int) -> Problem:
         rng = random.Random(f"guess {self.split} {index}")  # seeded by the text's digest: the same in every process
         for _ in range(10_000):
-            size = rng.randint(*self.sizes)
+            size = rng.randint(self.min_size, self.max_size)
             low = rng.randint(1, self.max_number - size + 1)
             high = low + size - 1
             if (choose_split(f"{low} {high}", 5) == "test") == (self.split == "test"):
@@ -78,7 +68,8 @@ class Guess(Env):
         raise UserError(f"Guess: no range is left for the {self.split} split: raise max_number or max_size")
 
     def episode(self, problem: Problem, seed: int) -> Episode:
-        return GuessEpisode(problem.answer, self.cost)
+        secret = problem.answer
+        return GuessEpisode(secret.low, secret.high, secret.number, self.cost)
 
     def examples(self, problem: Problem) -> dict[str, str]:
         number = problem.answer.number
@@ -89,15 +80,15 @@ class Guess(Env):
         return numbers[-1] if numbers else None
 
 
+@dataclass
 class GuessEpisode(Episode):
     """A game: the last number of a reply is the guess. The number is still from `low` to `high`."""
 
-    def __init__(self, secret: Secret, cost: float):
-        self.low = secret.low
-        self.high = secret.high
-        self.number = secret.number
-        self.cost = cost
-        self.num_guesses = 0
+    low: int
+    high: int
+    number: int
+    cost: float
+    num_guesses: int = 0
 
     def step(self, reply: str) -> Step:
         self.num_guesses += 1

@@ -3,6 +3,7 @@ r"""Competition mathematics with short answers, numbers or LaTeX: DeepScaleR to 
 Source: github.com/agentica-project/deepscaler (training set, AMC, MATH-500), the MAA's AIME 2024 and 2025.
 """
 
+from envs.base import check_choice
 from envs.data.questions import PROMPTS, TAGS_PROMPT, Questions
 from envs.data.rows import RawRow, Row, Source, find_file, load_rows, text_answer, text_prompt
 from envs.data.splits import remove_overlap, select_split
@@ -49,8 +50,7 @@ class Mathematics(Questions):
         partial: float = 0.1,
         skip_bad_rows: bool = False,
     ):
-        if data_set not in SOURCES:
-            raise UserError(f"data_set={data_set}: choose one of {', '.join(SOURCES)}")
+        check_choice("data_set", data_set, SOURCES)
         if split == "valid" and data_set not in TRAINING:
             raise UserError(f"{data_set} has no -valid: it is a benchmark, with test problems only")
         rows, note = load_rows(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)

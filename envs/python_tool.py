@@ -4,11 +4,11 @@ A call is a new process: nothing is left of it but its output. So an episode can
 unless the code reads a clock, or draws random numbers without a seed.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from envs import make_env
-from envs.base import DIALECTS, Env, Episode, Problem, Reply, Step
+from envs.base import DIALECTS, Env, Episode, Problem, Reply, Step, check_choice
 from envs.tools.episode import ToolEpisode, ToolSettings
 from envs.tools.interpreter import Interpreter
 from utils.settings.errors import UserError
@@ -18,6 +18,7 @@ INLINE_PROMPT = "\nCode between {opening} and {closing} is run, and what it prin
 MAX_SECONDS = 3600
 
 
+@dataclass
 class Python(Env):
     """Asks the questions of another environment, `problems`, which grades the last reply; pays less for each call.
 
@@ -26,38 +27,32 @@ class Python(Env):
 
     splits = ("train", "valid", "test")
 
-    def __init__(
-        self,
-        split: str = "train",
-        problems: str = "gsm8k",  # one of PROBLEMS
-        data_dir: str = "",
-        form: str = "boxed",  # in which the answer is asked for: tags, boxed, hash or any
-        partial: float = 0.0,
-        dialect: str = "qwen",  # of calls: qwen or python
-        max_turns: int = 6,
-        max_tool_calls: int = 8,
-        call_cost: float = 0.0,
-        tool_error_reward: float = 0.0,  # for each call that fails
-        seconds: float = 5.0,  # for all calls of a turn; less than --score_timeout
-        memory: int = 1024,  # MiB of address space
-        sandbox: str = "on",  # off: limits of time, memory and files only
-        skip_bad_rows: bool = False,
-    ):
-        if dialect not in DIALECTS or sandbox not in ("on", "off"):
-            raise UserError(f"Python has the dialects {', '.join(DIALECTS)}, and sandbox=on or off")
-        if problems not in PROBLEMS:
-            raise UserError(f"problems={problems}: choose one of {', '.join(PROBLEMS)}")
-        if max_turns < 2 or not 0 < seconds <= MAX_SECONDS or memory < 64:
+    split: str = "train"
+    problems: str = "gsm8k"  # one of PROBLEMS
+    data_dir: str = ""
+    form: str = "boxed"  # in which the answer is asked for: tags, boxed, hash or any
+    partial: float = 0.0
+    dialect: str = "qwen"  # of calls: qwen or python
+    max_turns: int = 6
+    max_tool_calls: int = 8
+    call_cost: float = 0.0
+    tool_error_reward: float = 0.0  # for each call that fails
+    seconds: float = 5.0  # for all calls of a turn; less than --score_timeout
+    memory: int = 1024  # MiB of address space
+    sandbox: str = "on"  # off: limits of time, memory and files only
+    skip_bad_rows: bool = False
+
+    def __post_init__(self):
+        check_choice("dialect", self.dialect, DIALECTS)
+        check_choice("sandbox", self.sandbox, ("on", "off"))
+        check_choice("problems", self.problems, PROBLEMS)
+        if self.max_turns < 2 or not 0 < self.seconds <= MAX_SECONDS or self.memory < 64:
             raise UserError(f"Python needs max_turns >= 2, 0 < seconds <= {MAX_SECONDS}, and memory >= 64 (MiB)")
-        options = {"data_dir": data_dir, "form": form, "partial": partial, "skip_bad_rows": skip_bad_rows}
-        name = problems if split == "train" else f"{problems}-{split}"
+        options = {name: getattr(self, name) for name in ("data_dir", "form", "partial", "skip_bad_rows")}
+        name = self.problems if self.split == "train" else f"{self.problems}-{self.split}"
         self.questions = make_env(name, **options)
-        self.interpreter = Interpreter(seconds, memory << 20, sandbox == "on")
+        self.interpreter = Interpreter(self.seconds, self.memory << 20, self.sandbox == "on")
         self.interpreter.check()
-        self.settings = ToolSettings(dialect, max_tool_calls, error_reward=tool_error_reward, call_cost=call_cost)
-        self.dialect = dialect
-        self.max_turns = max_turns
-        self.form = form
         self.note = self.questions.note
         self.num_tasks = self.questions.num_tasks
         self.num_eval_tasks = self.questions.num_eval_tasks
@@ -84,13 +79,10 @@ class PythonEpisode(ToolEpisode):
 
     def __init__(self, problem: Problem, env: Python):
         self.interpreter = replace(env.interpreter)
-        super().__init__([self.interpreter.python], env.settings)
-        self.problem = problem
-        self.questions = env.questions
+        prices = {"error_reward": env.tool_error_reward, "call_cost": env.call_cost}
+        settings = ToolSettings(env.dialect, env.max_tool_calls, **prices)
+        super().__init__([self.interpreter.python], settings, partial(env.questions.score, problem))
 
     def act(self, reply: Reply) -> Step:
         self.interpreter.renew()
         return super().act(reply)
-
-    def final_reward(self, text: str) -> Mapping[str, float]:
-        return self.questions.score(self.problem, text)

@@ -10,7 +10,8 @@ import re
 import string
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from envs.base import Env, Episode, Problem
-from envs.data.questions import check_form, written_answers
+from envs.base import Episode, Problem, check_choice
+from envs.data.questions import Questions, written_answers
 from envs.data.rows import RawRow, Row, Source, load_rows, read_file, read_lines, text_prompt
 from envs.data.splits import select_split
-from envs.grading.answers import final_answer
 from envs.tools.episode import ToolEpisode, ToolSettings
 from utils.settings.errors import UserError
 
@@ -51,7 +51,7 @@ class Passage(NamedTuple):
         return f"{self.title}: {self.text}" if self.title else self.text
 
 
-class Search(Env):
+class Search(Questions):
     """Pays 1 for one of the right answers, as SQuAD compares them, in the last reply; less `call_cost` for each call.
 
     One in ten questions is for the test split, one in twenty for the valid split. All share the corpus.
@@ -59,6 +59,7 @@ class Search(Env):
 
     splits = ("train", "valid", "test")
     tokens_per_action = 1024
+    force_answer_at = -1
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class Search(Env):
         tool_error_reward: float = 0.0,  # for each call that fails
         skip_bad_rows: bool = False,
     ):
-        check_form(form)
-        if form not in FORMS or top_k < 1 or max_turns < 2:
-            raise UserError(f"Search needs top_k >= 1, max_turns >= 2, and one of the forms {', '.join(FORMS)}")
+        check_choice("form", form, FORMS)
+        if top_k < 1 or max_turns < 2:
+            raise UserError("Search needs top_k >= 1 and max_turns >= 2")
         if bool(corpus) != bool(questions):
             raise UserError("Search needs both files, corpus=FILE and questions=FILE, or none for made-up ones")
         if corpus:
@@ -85,14 +86,12 @@ class Search(Env):
         else:
             passages, rows = make_world()
             note = f"search: {len(rows)} made-up questions"
-        self.rows, selected = select_split(rows, split, 10)
-        self.note = f"{note}{selected}; {len(passages):,} passages"
+        rows, selected = select_split(rows, split, 10)
+        super().__init__(rows, f"{note}{selected}; {len(passages):,} passages", form, partial=0.0)
         self.index = Index(passages, top_k)
-        self.form = form
         self.max_turns = max_turns
         self.dialect = "qwen"
         self.settings = ToolSettings("qwen", max_tool_calls, error_reward=tool_error_reward, call_cost=call_cost)
-        self.num_tasks = len(self.rows)
 
     def problem(self, index: int) -> Problem:
         question, answers = self.rows[index]
@@ -100,24 +99,13 @@ class Search(Env):
         return Problem([{"role": "user", "content": content}], answers, tools=(self.index.search,))
 
     def episode(self, problem: Problem, seed: int) -> Episode:
-        return SearchEpisode(self.index, problem.answer, self.form, self.settings)
+        return ToolEpisode([self.index.search], self.settings, partial(self.score, problem))
+
+    def is_equal(self, reference: list[str], answer: str) -> bool:
+        return is_exact_match(answer, reference)
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, problem.answer[0])
-
-
-class SearchEpisode(ToolEpisode):
-    """A question, whose last reply is compared with the right answers."""
-
-    def __init__(self, index: "Index", answers: list[str], form: str, settings: ToolSettings):
-        super().__init__([index.search], settings)
-        self.answers = answers
-        self.form = form
-
-    def final_reward(self, text: str) -> Mapping[str, float]:
-        answer = final_answer(text, self.form)
-        is_right = answer is not None and is_exact_match(answer, self.answers)
-        return {"return": float(is_right), "correct_answer": float(is_right), "format": float(answer is not None)}
 
 
 def is_exact_match(answer: str, references: Iterable[str]) -> bool:
@@ -238,28 +226,10 @@ def read_row(row: RawRow) -> Row:
 # a made-up world
 
 SYLLABLES = "ba bel dor dra el fen gar hal il ka kes lo mar mi nor o pa rin sa tar ul ven wi zo".split()
-WORKS = "baker, carpenter, doctor, engineer, farmer, glassblower, lawyer, painter, sailor, tailor, teacher, weaver"
-FAMES = "bridges, castle, cheese, festival, fountains, gardens, harbour, library, market, mines, museum, towers"
+WORKS = "baker carpenter doctor engineer farmer glassblower lawyer painter sailor tailor teacher weaver".split()
+FAMES = "bridges castle cheese festival fountains gardens harbour library market mines museum towers".split()
 NUM_TOWNS = 40
 NUM_PEOPLE = 400
-
-
-class Person(NamedTuple):
-    """An inhabitant."""
-
-    name: str
-    work: str
-    town: str
-    year: int
-
-
-class Town(NamedTuple):
-    """A town; its mayor is not among the people."""
-
-    name: str
-    region: str
-    fame: str
-    mayor: str
 
 
 def make_world() -> tuple[list[Passage], list[Row]]:
@@ -267,27 +237,29 @@ def make_world() -> tuple[list[Passage], list[Row]]:
     rng = random.Random("search")
     names = make_names(rng, NUM_TOWNS + 2 * NUM_PEOPLE)
     regions = make_names(rng, 8)
-    towns = []
+    towns, people = {}, {}
     for i in range(NUM_TOWNS):
-        mayor = f"{names.pop()} {names.pop()}"
-        towns.append(Town(names.pop(), regions[i % 8], rng.choice(FAMES.split(", ")), mayor))
-    people = []
+        mayor = f"{names.pop()} {names.pop()}"  # not among the people
+        towns[names.pop()] = regions[i % 8], rng.choice(FAMES), mayor
     for _ in range(NUM_PEOPLE):
         name = f"{rng.choice(names)} {rng.choice(names)}"
-        work = rng.choice(WORKS.split(", "))
-        people.append(Person(name, work, rng.choice(towns).name, rng.randint(1850, 1999)))
-    people = list({person.name: person for person in people}.values())
-    passages = []
-    for name, region, fame, mayor in towns:
+        people[name] = rng.choice(WORKS), rng.choice(list(towns)), rng.randint(1850, 1999)
+    passages, rows = [], []
+    for name, (region, fame, mayor) in towns.items():
         text = f"a town in the region of {region}, known for its {fame}. Its mayor is {mayor}."
         passages.append(Passage(name, text))
-    for name, work, town, year in people:
+    for name, (work, town, year) in people.items():
         passages.append(Passage(name, f"by occupation {work}, born in {town} in {year}."))
+        region, fame, mayor = towns[town]
+        birthplace = f"the town where {name} was born"
+        rows += [
+            Row(f"What is the occupation of {name}?", [work]),
+            Row(f"In which year was {name} born?", [str(year)]),
+            Row(f"In which region is {birthplace}?", [region]),
+            Row(f"Who is the mayor of {birthplace}?", [mayor]),
+            Row(f"For what is {birthplace} known?", [f"its {fame}", fame]),
+        ]
     rng.shuffle(passages)
-    by_name = {town.name: town for town in towns}
-    rows = []
-    for person in people:
-        rows += ask_about(person, by_name[person.town])
     rng.shuffle(rows)
     return passages, rows
 
@@ -299,15 +271,3 @@ def make_names(rng: random.Random, num_names: int) -> list[str]:
         syllables = rng.choices(SYLLABLES, k=rng.randint(2, 4))
         names["".join(syllables).capitalize()] = None
     return list(names)
-
-
-def ask_about(person: Person, town: Town) -> list[Row]:
-    """Returns questions that take one search, and such that take two."""
-    birthplace = f"the town where {person.name} was born"
-    return [
-        Row(f"What is the occupation of {person.name}?", [person.work]),
-        Row(f"In which year was {person.name} born?", [str(person.year)]),
-        Row(f"In which region is {birthplace}?", [town.region]),
-        Row(f"Who is the mayor of {birthplace}?", [town.mayor]),
-        Row(f"For what is {birthplace} known?", [f"its {town.fame}", town.fame]),
-    ]

@@ -6,9 +6,10 @@ right. Perfect play wins or draws every game; from the empty board it draws agai
 
 import random
 import re
+from dataclasses import dataclass
 from functools import cache
 
-from envs.base import Env, Episode, Problem, Step
+from envs.base import Env, Episode, Problem, Step, check_choice
 from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
@@ -32,6 +33,7 @@ PROMPTS = {
 NUM_TASKS = {"train": 100_000, "test": 512}
 
 
+@dataclass
 class TicTacToe(Env):
     """Pays 1 for a win, 0.5 for a draw; a result that perfect play cannot exceed against perfect play is correct.
 
@@ -42,30 +44,19 @@ class TicTacToe(Env):
     is_generated = True
     tokens_per_action = 256
 
-    def __init__(
-        self,
-        split: str = "train",
-        opponent: str = "random",  # or minimax: a random one of its best moves
-        max_plies: int = 5,
-        max_turns: int = 7,  # the five moves of x on an empty board, and two that are illegal
-        prompt: str = "full",
-        tokens_per_turn: int = 8,
-    ):
-        if opponent not in OPPONENTS:
-            raise UserError(f"TicTacToe has no opponent {opponent!r}: choose one of {', '.join(OPPONENTS)}")
-        if prompt not in PROMPTS:
-            raise UserError(f"TicTacToe has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
-        if not 0 <= max_plies <= 8 or max_turns < 5:
+    split: str = "train"
+    opponent: str = "random"  # or minimax: a random one of its best moves
+    max_plies: int = 5
+    max_turns: int = 7  # the five moves of x on an empty board, and two that are illegal
+    prompt: str = "full"
+    tokens_per_turn: int = 8
+
+    def __post_init__(self):
+        check_choice("opponent", self.opponent, OPPONENTS)
+        check_choice("prompt", self.prompt, PROMPTS)
+        if not 0 <= self.max_plies <= 8 or self.max_turns < 5:
             raise UserError("TicTacToe needs max_plies from 0 to 8, and max_turns >= 5")
-        if tokens_per_turn < 0:
-            raise UserError("TicTacToe needs tokens_per_turn >= 0 (0: no limit of its own)")
-        self.split = split
-        self.opponent = opponent
-        self.max_plies = max_plies
-        self.max_turns = max_turns
-        self.prompt = prompt
-        self.tokens_per_turn = tokens_per_turn
-        self.num_tasks = NUM_TASKS[split]
+        self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a position fail here
 
     def problem(self, index: int) -> Problem:
@@ -172,11 +163,6 @@ def canonical(board: str) -> str:
     board = re.sub("[1-9]", ".", board)
     images = []
     for _ in range(4):
-        board = permute(board, ROTATED)
-        images += [board, permute(board, MIRRORED)]
+        board = "".join(board[i] for i in ROTATED)
+        images += [board, "".join(board[i] for i in MIRRORED)]
     return min(images)
-
-
-def permute(board: str, order: tuple[int, ...]) -> str:
-    """Returns a board whose cells come from these indices."""
-    return "".join(board[i] for i in order)

@@ -6,9 +6,10 @@ Source of the rules: Josh Wardle's game of 2021. The words are a selection of co
 import os
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-from envs.base import Env, Episode, Problem, Step
+from envs.base import Env, Episode, Problem, Step, check_choice
 from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
@@ -41,10 +42,9 @@ class Wordle(Env):
         prompt: str = "full",
         tokens_per_turn: int = 16,
     ):
-        if prompt not in PROMPTS:
-            raise UserError(f"Wordle has no prompt {prompt!r}: choose one of {', '.join(PROMPTS)}")
-        if max_turns < 2 or tokens_per_turn < 0:
-            raise UserError("Wordle needs max_turns >= 2 and tokens_per_turn >= 0 (0: no limit of its own)")
+        check_choice("prompt", prompt, PROMPTS)
+        if max_turns < 2:
+            raise UserError("Wordle needs max_turns >= 2")
         all_words = read_words(Path(os.path.expanduser(words)) if words else WORDS)
         self.words = [word for word in all_words if choose_split(word, 5) == split]
         if not self.words:
@@ -68,13 +68,13 @@ class Wordle(Env):
         return find_guess(text)
 
 
+@dataclass
 class WordleEpisode(Episode):
     """A game: the last word of five letters in a reply is the guess. Other replies use up a turn, too."""
 
-    def __init__(self, word: str, cost: float):
-        self.word = word
-        self.cost = cost
-        self.num_guesses = 0
+    word: str
+    cost: float
+    num_guesses: int = 0
 
     def step(self, reply: str) -> Step:
         self.num_guesses += 1

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from envs import calculator, gridworld, guess, tictactoe
 from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step
+from envs.tools.episode import ToolEpisode
 from models.tokenizer import Tokenizer
 from runs.pretraining import SPLIT, Document, make_muon, make_tokenizer, pretrain
 
@@ -68,9 +69,7 @@ def play_guess(problem: Problem, episode: guess.GuessEpisode, is_expert: bool, r
     return seen + str(rng.randint(low, high))
 
 
-def play_calculator(
-    problem: Problem, episode: calculator.CalculatorEpisode, is_expert: bool, rng: random.Random
-) -> str:
+def play_calculator(problem: Problem, episode: ToolEpisode, is_expert: bool, rng: random.Random) -> str:
     """Returns a call, an answer behind one, or an answer without one (often wrong)."""
     expression = problem.messages[0]["content"].removesuffix(" = ?")
     if is_expert and not episode.num_calls:
@@ -81,9 +80,7 @@ def play_calculator(
     return str(value)
 
 
-def play_tictactoe(
-    problem: Problem, episode: tictactoe.TicTacToeEpisode, is_expert: bool, rng: random.Random
-) -> str:
+def play_tictactoe(problem: Problem, episode: tictactoe.TicTacToeEpisode, is_expert: bool, rng: random.Random) -> str:
     """Returns the cells that complete a line, of x and of o, and a free cell: a best one, or any."""
     board = episode.board
     cells = tictactoe.free_cells(board)
@@ -100,9 +97,7 @@ def completes_line(board: str, cell: str, player: str) -> bool:
     return tictactoe.final_reward(board.replace(cell, player)) in (tictactoe.WIN, tictactoe.LOSS)
 
 
-def play_gridworld(
-    problem: Problem, episode: gridworld.GridworldEpisode, is_expert: bool, rng: random.Random
-) -> str:
+def play_gridworld(problem: Problem, episode: gridworld.GridworldEpisode, is_expert: bool, rng: random.Random) -> str:
     """Returns a direction: one that leads nearer to the goal, or any."""
     moves = gridworld.best_moves(episode.lake, episode.cell) if is_expert else list(gridworld.MOVES)
     return rng.choice(moves)

@@ -439,16 +439,13 @@ class HostileTools(Env):
 
 class HostileEpisode(ToolEpisode):
     def __init__(self, problem: Problem):
-        super().__init__([self.misbehave], ToolSettings())
+        super().__init__([self.misbehave], ToolSettings(), lambda text: {"return": 1.0, "correct_answer": 1.0})
         self.problem = problem
 
     def misbehave(self, way: str) -> dict:
         if way == "half":
             return "\ud800"
         return Hostile().score(self.problem, way)
-
-    def final_reward(self, text):
-        return {"return": 1.0, "correct_answer": 1.0}
 
 
 def make() -> Env:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -72,14 +72,6 @@ class GameEpisode(Episode):
         return Step([{"role": "user", "content": said}], reward_of(reply), is_done, {"correct_answer": float(is_done)})
 
 
-class LookingEpisode(ToolEpisode):
-    def __init__(self):
-        super().__init__([look], ToolSettings(call_cost=COST))
-
-    def final_reward(self, text: str) -> Mapping[str, float]:
-        return {"return": reward_of(text), "correct_answer": 1.0}
-
-
 class MadeUp(Env):
     """Games, tools or single replies."""
 
@@ -97,7 +89,9 @@ class MadeUp(Env):
         return {"return": reward_of(text), "correct_answer": 1.0}
 
     def episode(self, problem: Problem, seed: int) -> Episode:
-        return LookingEpisode() if self.kind == "tools" else GameEpisode()
+        if self.kind == "tools":
+            return ToolEpisode([look], ToolSettings(call_cost=COST), partial(self.score, problem))
+        return GameEpisode()
 
 
 class PlayingScorer(HereScorer):

@@ -544,7 +544,7 @@ def test_countdown_is_lmpos():
     ours = envs.make_env("countdown", **DEMO, truncation_penalty=0)
     assert ours.truncation_penalty == 0 and len(ours.problem(0).messages) == 1
     assert envs.make_env("countdown", system="none", truncation_penalty=0.1).truncation_penalty == 0.1
-    with pytest.raises(ValueError, match="choose chain or tree"):
+    with pytest.raises(ValueError, match="choose one of chain, tree"):
         envs.make_env("countdown", expression="bush")
 
 

@@ -479,7 +479,7 @@ def test_slips_go_aside():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tictactoe", {"opponent": "perfect"}, "no opponent 'perfect': choose one of random, minimax"),
+        ("tictactoe", {"opponent": "perfect"}, "opponent=perfect: choose one of random, minimax"),
         ("tictactoe-test", {"max_plies": 2}, "no position is left for the test split: raise max_plies"),
         ("tictactoe", {"max_turns": 4}, "max_turns >= 5"),
         ("gridworld", {"num_holes": 14}, "no map is left for the train split"),

@@ -742,11 +742,11 @@ def test_machines_that_cannot_confine_are_refused(monkeypatch):
     ("options", "message"),
     [
         ({"problems": "countdown"}, "choose one of gsm8k"),
-        ({"sandbox": "maybe"}, "sandbox=on or off"),
+        ({"sandbox": "maybe"}, "sandbox=maybe: choose one of on, off"),
         ({"memory": 1}, "memory >= 64"),
         ({"seconds": 0.0}, "0 < seconds <= 3600"),
         ({"seconds": 1e30}, "0 < seconds <= 3600"),
-        ({"dialect": "lisp"}, "dialects qwen, python"),
+        ({"dialect": "lisp"}, "dialect=lisp: choose one of qwen, python"),
     ],
     ids=str,
 )

@@ -205,7 +205,7 @@ def test_mistakes_are_named(tmp_path, questions):
         ({"corpus": write(tmp_path / "c.jsonl", "{"), "questions": questions}, "c.jsonl:1 is malformed: not JSON"),
         ({"corpus": write(tmp_path / "c.txt"), "questions": questions}, "holds no passage"),
         ({"top_k": 0}, "top_k >= 1"),
-        ({"form": "any"}, "forms tags, boxed, hash"),
+        ({"form": "any"}, "form=any: choose one of tags, boxed, hash"),
     ):
         with pytest.raises(UserError, match=message):
             make_env("search", **options)

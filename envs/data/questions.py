@@ -3,10 +3,9 @@
 Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the form of nanochat and of GSM8K itself.
 """
 
-from envs.base import Env, Problem
+from envs.base import Env, Problem, check_choice
 from envs.data.rows import Row
 from envs.grading.answers import FORMS, final_answer
-from utils.settings.errors import UserError
 
 TAGS_PROMPT = """
 Respond in the following format. {task} the <answer> tag{note}.
@@ -36,7 +35,7 @@ class Questions(Env):
     prompts = PROMPTS
 
     def __init__(self, rows: list[Row], note: str, form: str, partial: float):
-        check_form(form)
+        check_choice("form", form, FORMS)
         self.rows = rows
         self.note = note
         self.form = form
@@ -63,11 +62,6 @@ class Questions(Env):
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, problem.answer)
-
-
-def check_form(form: str) -> None:
-    if form not in FORMS:
-        raise UserError(f"form={form}: choose one of {', '.join(FORMS)}")
 
 
 def written_answers(form: str, answer: str) -> dict[str, str]:

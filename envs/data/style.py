@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envs.base import Env, Problem
+from envs.base import Env, Problem, check_choice
 from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
@@ -23,10 +23,10 @@ class Style:
     format_weight: float = 0.1
 
     def __post_init__(self):
-        if self.thinking not in ("", "on", "off"):
-            raise UserError(f"thinking={self.thinking}: choose on or off")
-        if self.format_reward and self.format_reward not in FORMAT_REWARDS:
-            raise UserError(f"format_reward={self.format_reward}: choose one of {', '.join(FORMAT_REWARDS)}")
+        if self.thinking:
+            check_choice("thinking", self.thinking, ("on", "off"))
+        if self.format_reward:
+            check_choice("format_reward", self.format_reward, FORMAT_REWARDS)
         if self.system.startswith("@") and not Path(os.path.expanduser(self.system[1:])).is_file():
             raise UserError(f"system={self.system}: there is no file {self.system[1:]}")
 

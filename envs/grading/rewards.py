@@ -3,22 +3,16 @@
 Source of the form: the prompt of DeepSeek-R1-Zero, arXiv 2501.12948, table 1.
 """
 
+import re
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_answer(text: str) -> float:
     """Returns 1.0 for "<think> ... </think> <answer> ... </answer>", each tag once and nothing outside, else 0.0."""
-    starts = [text.find(tag) for tag in TAGS]
-    has_each_once = all(text.count(tag) == 1 for tag in TAGS)
-    if not has_each_once or starts != sorted(starts):
-        return 0.0
-    end_of_think = starts[1] + len("</think>")
-    end_of_answer = starts[3] + len("</answer>")
-    before = text[: starts[0]]
-    between = text[end_of_think : starts[2]]
-    after = text[end_of_answer:]
-    outside = before + between + after
-    return float(not outside.strip())
+    has_each_once = all(text.count(tag) == 1 for tag in TAGS)  # else a search for the last end would take n^2
+    blocks = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+    return float(has_each_once and re.fullmatch(blocks, text, re.DOTALL) is not None)
 
 
 def quarter_per_tag(text: str) -> float:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, Self
 
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.rows import JSON, RawRow
-from envs.tools.episode import CallError, Tool, ToolEpisode, ToolSettings, completed, parse_call
+from envs.tools.episode import CallError, LastGrade, Tool, ToolEpisode, ToolSettings, completed, parse_call
 from envs.tools.gyms import call
 
 Messages = list[dict[str, JSON]]
@@ -42,7 +42,6 @@ class Played(NamedTuple):
 
 
 Grade = Callable[[Played], Mapping[str, float]]  # "return", "correct_answer" and others
-LastGrade = Callable[[str], Mapping[str, float]]  # of the last reply
 
 
 def has_steps(environment: Resettable) -> bool:
@@ -63,22 +62,15 @@ def tool_methods(environment: Resettable) -> list[Tool]:
     return [method for name, method in methods if not name.startswith("_") and name not in hidden]
 
 
-class MethodEpisode(ToolEpisode):
-    """An object whose methods are tools. Its `get_reward`, if it has one, is added to the grade of the last reply."""
-
-    def __init__(self, environment: Resettable, settings: ToolSettings, grade: LastGrade):
-        super().__init__(tool_methods(environment), settings)
-        self.environment = environment
-        self.grade = grade
-
-    def final_reward(self, text: str) -> Mapping[str, float]:
-        scores = dict(self.grade(text))
-        if hasattr(self.environment, "get_reward"):
-            reward = float(completed(self.environment.get_reward()))
-            scores["get_reward"] = reward
-            scores["return"] += reward
-            scores["correct_answer"] = float(scores["return"] >= 1)
-        return scores
+def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mapping[str, float]:
+    """Returns the grade of the last reply; the object's own `get_reward`, if it has one, is added."""
+    scores = dict(grade(text))
+    if hasattr(environment, "get_reward"):
+        reward = float(completed(environment.get_reward()))
+        scores["get_reward"] = reward
+        scores["return"] += reward
+        scores["correct_answer"] = float(scores["return"] >= 1)
+    return scores
 
 
 # reset and step
@@ -168,7 +160,8 @@ class ObjectEpisode(Episode):
         else:
             text = completed(environment.reset(**row))
             said = [] if text is None else as_messages(text)
-            separator, self.player = "", MethodEpisode(environment, adapter.settings, grade_last)
+            grade_last = partial(grade_by_both, environment, grade_last)
+            separator, self.player = "", ToolEpisode(tool_methods(environment), adapter.settings, grade_last)
         self.opening = extended(problem.messages, limited(Step(said)).messages, separator)
 
     def grade(self, grade: Grade, text: str) -> Mapping[str, float]:

@@ -16,6 +16,7 @@ from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
 from envs.data.rows import JSON
 
 Tool = Callable[..., object]
+LastGrade = Callable[[str], Mapping[str, float]]  # of the last reply: "return", "correct_answer" and what else to log
 MAX_CALL = 100_000  # characters of a call
 MAX_ERROR = 200  # characters of the reason of an error
 
@@ -37,20 +38,17 @@ class CallError(ValueError):
 class ToolEpisode(Episode):
     """A conversation in which the policy calls tools, and which ends with its first reply without a call.
 
-    A subclass writes `final_reward`. Tools may be coroutine functions.
+    That reply, or the last one before a limit, is graded. Tools may be coroutine functions.
     """
 
-    def __init__(self, tools: Sequence[Tool], settings: ToolSettings):
+    def __init__(self, tools: Sequence[Tool], settings: ToolSettings, grade: LastGrade):
         self.tools = {tool.__name__: tool for tool in tools}
         self.settings = settings
+        self.grade = grade
         self.dialect = DIALECTS[settings.dialect]
         self.num_calls = 0  # that were run, with and without an error
         self.num_errors = 0  # of calls, run or not
         self.text = ""  # of the last reply
-
-    def final_reward(self, text: str) -> Mapping[str, float]:
-        """Returns "return", "correct_answer" and what else to log, for the last reply; called once."""
-        raise NotImplementedError
 
     def act(self, reply: Reply) -> Step:
         self.text = reply.text
@@ -64,7 +62,7 @@ class ToolEpisode(Episode):
         return Step(messages, reward, info={"tool_calls": num_calls, "tool_errors": num_errors})
 
     def truncate(self) -> Step:
-        scores = {"tool_calls": 0.0, "tool_errors": 0.0, **self.final_reward(self.text)}
+        scores = {"tool_calls": 0.0, "tool_errors": 0.0, **self.grade(self.text)}
         reward = scores.pop("return")
         return Step([], reward, done=True, info=scores)
 
