@@ -296,7 +296,7 @@ def test_style():
     assert before.thinking and not before.plain
     bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
     assert (len(bare.messages), bare.prefix) == (1, "")
-    for options, message in [({"thinking": "maybe"}, "on or off"), ({"system": "@absent"}, "no file absent")]:
+    for options, message in [({"thinking": "maybe"}, "one of on, off"), ({"system": "@absent"}, "no file absent")]:
         with pytest.raises(ValueError, match=message):
             envs.make_env("countdown", **options)
 
