@@ -21,7 +21,7 @@ OPERATORS = "+-*/"
 NUM_TASKS = {"train": 100_000, "test": 512}
 
 
-@dataclass
+@dataclass(eq=False)
 class Calculator(Env):
     """Pays 1 for the exact value as the last number of a reply without a call, less `call_cost` for each call.
 

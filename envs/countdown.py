@@ -8,7 +8,8 @@ github.com/open-thought/reasoning-gym, whose expressions are "chain".
 
 import random
 import re
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 
@@ -57,7 +58,7 @@ STEP = re.compile(  # "a op b = c", neither the end of a longer sum (1+2+3=6) no
 MAX_STEPS_TEXT = 200_000  # characters that are searched for steps; more than any completion has
 
 
-@dataclass
+@dataclass(eq=False)
 class Countdown(Env):
     """Reward 1.0 for an expression that uses each number once and makes the target, `partial` for one that misses it.
 
@@ -91,8 +92,10 @@ class Countdown(Env):
         self.num_tasks = self.num_tasks if self.num_tasks > 0 else NUM_TASKS[self.split]
         self.test_sets = set()  # numbers, sorted, of the problems of the test split that has the same options
         if self.split == "valid":
-            test = replace(self, split="test", num_tasks=max(self.num_tasks, NUM_TASKS["test"]))
-            self.test_sets = {tuple(sorted(numbers)) for numbers, _ in test.instances}
+            test = copy(self)  # of any subclass, whatever its constructor takes
+            test.split = "test"
+            instances = test.distinct_instances(max(self.num_tasks, NUM_TASKS["test"]))
+            self.test_sets = {tuple(sorted(numbers)) for numbers, _ in instances}
         self.instance(0)  # options that leave no problem at all fail here, not in the middle of a run
         if self.split != "train":
             self.instances = self.distinct_instances(self.num_tasks)
@@ -190,7 +193,7 @@ class CountdownData(Countdown):
     """
 
     is_generated = False
-    truncation_penalty = 0.0
+    truncation_penalty = 0.0  # in place of the field of Countdown
 
     def __init__(
         self,

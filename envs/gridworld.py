@@ -35,7 +35,7 @@ class Lake(NamedTuple):
     holes: frozenset[int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Gridworld(Env):
     """Pays 1 at the goal, less `cost` for each step beyond the shortest path; 0 in a hole and after `max_turns`.
 

@@ -29,7 +29,7 @@ class Secret(NamedTuple):
     number: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Guess(Env):
     """Pays 1 for the number, less `cost` for each guess before the one that hits it; nothing after `max_turns`.
 
@@ -80,7 +80,7 @@ class Guess(Env):
         return numbers[-1] if numbers else None
 
 
-@dataclass
+@dataclass(eq=False)
 class GuessEpisode(Episode):
     """A game: the last number of a reply is the guess. The number is still from `low` to `high`."""
 

@@ -18,7 +18,7 @@ INLINE_PROMPT = "\nCode between {opening} and {closing} is run, and what it prin
 MAX_SECONDS = 3600
 
 
-@dataclass
+@dataclass(eq=False)
 class Python(Env):
     """Asks the questions of another environment, `problems`, which grades the last reply; pays less for each call.
 

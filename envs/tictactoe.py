@@ -33,7 +33,7 @@ PROMPTS = {
 NUM_TASKS = {"train": 100_000, "test": 512}
 
 
-@dataclass
+@dataclass(eq=False)
 class TicTacToe(Env):
     """Pays 1 for a win, 0.5 for a draw; a result that perfect play cannot exceed against perfect play is correct.
 

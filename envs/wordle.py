@@ -68,7 +68,7 @@ class Wordle(Env):
         return find_guess(text)
 
 
-@dataclass
+@dataclass(eq=False)
 class WordleEpisode(Episode):
     """A game: the last word of five letters in a reply is the guess. Other replies use up a turn, too."""
 

@@ -576,6 +576,17 @@ def test_countdown_splits_share_no_numbers(options):
     assert Countdown("test", **options, num_tasks=512).instances == test.instances[:512]
 
 
+def test_countdown_can_be_subclassed_with_a_constructor_of_ones_own():
+    class Short(Countdown):
+        def __init__(self, split: str = "train", bonus: float = 1.0):
+            super().__init__(split, numbers=3)
+            self.bonus = bonus
+
+    valid, expected = Short("valid"), Countdown("valid", numbers=3)
+    assert valid.test_sets == expected.test_sets and valid.instances == expected.instances
+    assert len({valid, expected}) == 2, "environments are told apart, as keys of caches"
+
+
 def test_countdown_problems_are_those_the_base_model_was_made_with():
     env = Countdown(**DEMO)
     assert [env.instance(i) for i in range(3)] == [((12, 7, 5), 10), ((8, 2, 5), 9), ((11, 5, 1), 7)]
