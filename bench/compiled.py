@@ -414,10 +414,9 @@ def teacher_of(model: Decoder, layout: Layout, config: Config) -> Teacher | None
         return None
     teacher = shape(config.distill.teacher, dtype=model.dtype, mesh=layout.mesh)
     params = parameter_shapes(teacher, layout, model.dtype)
-    head, size = params[head_name(teacher)], (model.vocab_size, teacher.hidden_size)
-    whole = layout.sharding(size, ("vocab", "embed"), rollout=True)
-    if head.shape != size or not whole.is_equivalent_to(head.sharding, 2):
-        head = jax.ShapeDtypeStruct(size, head.dtype, sharding=whole)
+    head = params[head_name(teacher)]
+    copied = teachers.copied_head(head, model.vocab_size, layout)
+    head = head if copied is None else copied
     return Teacher(teacher, params, head)
 
 

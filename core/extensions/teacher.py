@@ -42,6 +42,7 @@ from models.peft import read_adapters
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.batching import bucket
+from utils.devices.sharding import Layout
 from utils.settings.errors import UserError, counted
 
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
@@ -270,13 +271,25 @@ def states_bytes(config: Config, model: Decoder, num_columns: int) -> int:
     return 2 * config.batch_size * bucket(num_columns) * model.hidden_size * item
 
 
+def copied_head(head: Array | jax.ShapeDtypeStruct, num_ids: int, layout: Layout) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape of the copy of a teacher's head that updates read; None: they read the head itself.
+
+    The copy has the ids of the policy, and lies as sampling reads it: cut along tp only.
+    """
+    size = num_ids, head.shape[1]
+    sharding = layout.sharding(size, ("vocab", "embed"), rollout=True)
+    if head.shape == size and head.sharding.is_equivalent_to(sharding, head.ndim):
+        return None
+    return jax.ShapeDtypeStruct(size, head.dtype, sharding=sharding)
+
+
 def whole_head(model: Decoder, policy: Policy, learner: Learner) -> Array:
-    """Returns the teacher's head for the ids of the policy, on the devices as sampling reads it: cut along tp only."""
+    """Returns the teacher's head as updates read it: see `copied_head`."""
     head = policy[head_name(model)]
-    sharding = learner.layout.sharding((learner.model.vocab_size, model.hidden_size), ("vocab", "embed"), rollout=True)
-    if head.shape[0] == learner.model.vocab_size and head.sharding.is_equivalent_to(sharding, head.ndim):
+    copied = copied_head(head, learner.model.vocab_size, learner.layout)
+    if copied is None:
         return head
-    cut = jax.jit(lambda x: x[: learner.model.vocab_size], out_shardings=sharding)
+    cut = jax.jit(lambda x: x[: copied.shape[0]], out_shardings=copied.sharding)
     return cut(head)
 
 
