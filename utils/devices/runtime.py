@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -21,25 +22,34 @@ LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for 
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
 
 
+@functools.cache
 def prepare() -> None:
     """Keeps compiled programs in the user's cache, and, where there is no accelerator, freed memory in the process.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing.
+    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. Once: a preset may
+    ask for the devices before the command.
 
     Raises: UserError where the process may open too few files.
     """
     open_closed_streams()
     raise_file_limit()
-    if not jax.config.jax_compilation_cache_dir:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo"
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):  # else JAX warns of each program
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir:
+        keep_programs(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo")
     set_tpu_options()
     if sys.platform == "linux" and runs_on_cpu():
         keep_memory()
+
+
+def keep_programs(folder: Path) -> None:
+    """Makes `folder` the cache of compiled programs; one that cannot be written is named, and there is none."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK):  # else JAX warns of each program
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    else:
+        advice = "name a folder for compiled programs in JAX_COMPILATION_CACHE_DIR"
+        print(f"warning: {folder} cannot be written, so each start compiles anew: {advice}", file=sys.stderr)
 
 
 def set_tpu_options() -> None:
