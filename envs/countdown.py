@@ -77,7 +77,7 @@ class Countdown(Env):
     min_number: int = 0
     max_number: int = 99
     max_target: int = 1000
-    expression: str = "chain"  # that a problem is made from: chain as in lmpo, tree with positive results only
+    expression: str = "chain"  # that a problem is made from: chain as in kvfrans/lmpo, tree with positive results only
     max_value: int = 1000  # of the intermediate results of a tree
     prompt: str = "full"
     partial: float = 0.1  # return of an answer that uses the numbers and misses the target

@@ -259,7 +259,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         remedy = "download the weights"
-        for pickle in (*folder.glob("params.pkl"), *folder.glob("*.bin")):  # lmpo's, torch's
+        for pickle in (*folder.glob("params.pkl"), *folder.glob("*.bin")):  # of kvfrans/lmpo, of torch
             remedy = f"{pickle.name} is a pickle, which could run code: name a folder with safetensors of this model"
         raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {remedy}")
     weight_map = read_json(folder / INDEX).get("weight_map")

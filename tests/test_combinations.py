@@ -252,7 +252,7 @@ FLAGS = {
 COMPARISONS = (
     {"advantage": "group_mean"},
     {"advantage": "turn_mean"},
-    {"advantage": "reinforce"},  # against 0: lmpo's --do_group_normalization 0
+    {"advantage": "reinforce"},  # against 0: --do_group_normalization 0 of kvfrans/lmpo
 )
 
 

@@ -109,6 +109,35 @@ def test_the_drawing_of_the_loop_is_of_today(tmp_path):
     assert len(files) == 6 and all((ROOT / file).exists() for file in files)
 
 
+def test_each_picture_is_on_a_page():
+    shown = {Path(file).name for page in PAGES for file in re.findall(r"!\[[^]]*\]\((.*?)\)", read(page))}
+    assert shown == {path.name for path in (ROOT / "imgs").iterdir()} - {"make.py", "__pycache__"}
+
+
+def test_sizes_that_pages_tell_are_those_of_the_files():
+    """Within 5%, in the pages' order: the book of eight files, all of core/, minimal.py."""
+
+    def num_lines(*files: Path) -> int:
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+    book = "grpo", "objectives", "advantages", "sampler", "rollout", "learner", "records", "config"
+    minimal, core = ROOT / "core/minimal.py", ROOT / "core"
+    sizes = num_lines(*(core / f"{name}.py" for name in book)), num_lines(*core.rglob("*.py")), num_lines(minimal)
+    (row,) = re.findall(r"^\| code of the loop \| (.*?) \|", read("docs/lab/comparison.md"), re.MULTILINE)
+    (of_book,) = re.findall(r"eight files, has\s([\d,]+) lines", read("README.md"))
+    (of_minimal,) = re.findall(r"`core/minimal.py` first: (\d+) lines", read("README.md"))
+    told = [*re.findall(r"\d[\d,]+", row), of_book, of_minimal]
+    found = [int(number.replace(",", "")) for number in told]
+    assert found == pytest.approx([*sizes, sizes[0], sizes[2]], rel=0.05)
+
+
+def test_the_other_lmpo_has_its_owner_before_its_name():
+    """`lmpo` alone is this repository; kvfrans/lmpo is the one whose commands it keeps."""
+    files = [ROOT / page for page in PAGES]
+    files += [path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.[ps][yh]")]
+    assert not [file for file in files if re.search(r"(?<!kvfrans/)\blmpo's\b", file.read_text(encoding="utf-8"))]
+
+
 def test_the_table_of_packages_is_true():
     """A file that a row names imports the package, and what is nowhere is imported by no file of the program."""
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", read("CONTRIBUTING.md").partition("## Packages")[2], re.MULTILINE)

@@ -539,7 +539,7 @@ def test_countdown_is_lmpos():
     assert user["content"].startswith("Using the numbers [") and env.truncation_penalty == 0.05
     targets = [env.instance(i)[1] for i in range(2000)]
     share = sum(target > 100 for target in targets) / 2000
-    assert 0.36 < share < 0.54, "of 300 targets of lmpo 45% are above 100: within three standard errors"
+    assert 0.36 < share < 0.54, "of 300 targets of kvfrans/lmpo 45% are above 100: within three standard errors"
     assert min(targets) >= 1 and 900 < max(targets) <= 1000
     ours = envs.make_env("countdown", **DEMO, truncation_penalty=0)
     assert ours.truncation_penalty == 0 and len(ours.problem(0).messages) == 1

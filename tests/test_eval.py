@@ -276,7 +276,7 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     assert np.mean([x["finished"] for x in completions]) == pytest.approx(found[0]["finished"])
     assert rows[3]["env_name"] == "countdown3-test" and len(rows[3]["reference"][0]) == 3
     assert "truncation" in found[1]
-    assert "truncation" not in found[0], "lmpo's Countdown alone takes 0.05 off at the limit"
+    assert "truncation" not in found[0], "Countdown of kvfrans/lmpo alone takes 0.05 off at the limit"
 
     evaluation.main(command(**flags | {"env_name": "poem", "save_samples": ""}, model_dir=run / "step2"))
     assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"

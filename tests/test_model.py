@@ -431,7 +431,7 @@ DAMAGES = {
     "config without a field": ("qwen3-tied", edit_config(hidden_size=None), "hidden_size"),
     "tokenizer": ("qwen3-tied", remove("tokenizer.json"), "tokenizer.json"),
     "weights": ("qwen3-tied", remove("model.safetensors"), "model.safetensors"),
-    "weights of lmpo": ("qwen3-tied", rename_weights("params.pkl"), "params.pkl is a pickle"),
+    "weights of kvfrans/lmpo": ("qwen3-tied", rename_weights("params.pkl"), "params.pkl is a pickle"),
     "weights of torch": ("qwen3-tied", rename_weights("pytorch_model.bin"), "pytorch_model.bin is a pickle"),
     "shard": ("qwen3-sharded", remove("model-00003-of-00005.safetensors"), "model-00003-of-00005.safetensors"),
     "end of a file": ("qwen3-tied", truncate, "model.safetensors is not a whole"),

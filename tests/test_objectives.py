@@ -677,7 +677,7 @@ def test_without_old_logprobs_the_ratio_is_one(objective):
 
 
 def test_the_countdown_recipe_has_the_gradient_of_lmpo_times_a_factor():
-    """lmpo averages over all columns, its entropy bonus too: the token mean times the share of trained columns."""
+    """kvfrans/lmpo: means over all columns, also of the entropy: the token mean times the share of trained columns."""
     script = (ROOT / "runs" / "countdown.sh").read_text().replace("\\\n", " ")
     flags = shlex.split(script.partition("core/grpo.py")[2])
     config = parse(Config, flags[: flags.index("$@")]).objective

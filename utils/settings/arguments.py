@@ -63,7 +63,7 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
 def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapping[str, str]) -> list[tuple[str, str]]:
     """Splits a command line into names and values.
 
-    absl could, but accepts neither lmpo's `--do_group_filter 0` for a boolean nor dashes for underscores.
+    absl could, but accepts neither `--do_group_filter 0` of kvfrans/lmpo for a boolean nor dashes for underscores.
     """
     arguments, words = [], deque(argv)
     while words:

@@ -12,7 +12,7 @@ LMPO: Mapping[str, Spelling] = {
     "do_ppo_all_clip": ("objective", "ppo_all_clip", "ppo"),
     "do_save_rollouts": ("save_rollouts", "all", "none"),
     "use_remat": ("remat", "full", "none"),
-    # These did nothing in lmpo, or would do something else here.
+    # These did nothing in kvfrans/lmpo, or would do something else here.
     "prefill_batch_split": "each prompt is prefilled once",
     "use_flash_attn": "attention is chosen by platform",
     "use_xla_flags": "set XLA_FLAGS in the environment",
