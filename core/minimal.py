@@ -201,6 +201,9 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+    elif sys.argv[1:]:
         sys.exit("error: core/minimal.py has no options: change its constants, or run core/grpo.py")
-    main()
+    else:
+        main()

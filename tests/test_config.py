@@ -432,6 +432,7 @@ def test_help_lists_each_option_once_under_the_class_that_introduces_it(settings
     order = [
         "Trains.", "Options needed most often", "--group_size int = 8", "The training", "--lr float = 1e-06",
         "How replies", "--temperature", "--sharding str = 'dp'", "kvfrans/lmpo's spellings", "--greedy",
+        "Presets in configs/", "--config configs/rloo.py", "each completion against the mean of the others",
     ]  # fmt: skip
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
     assert all(text.count(f"\n  --{name} ") == 1 for name in options_of(settings))

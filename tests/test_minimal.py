@@ -1,5 +1,6 @@
 """core/minimal.py against the real thing: its sampler's greedy tokens and the gradient of one of its steps."""
 
+import runpy
 from dataclasses import replace
 
 import jax
@@ -98,3 +99,12 @@ def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
     for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, num_operations, size)
     assert_close(metrics["loss"], sum(np.asarray(part["loss"]) for part in update.parts), num_operations, 1)
+
+
+def test_a_page_without_options_has_a_help(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["core/minimal.py", "--help"])
+    runpy.run_path(minimal.__file__, run_name="__main__")
+    assert capsys.readouterr().out.startswith("GRPO on one page")
+    monkeypatch.setattr("sys.argv", ["core/minimal.py", "--lr"])
+    with pytest.raises(SystemExit, match="has no options"):
+        runpy.run_path(minimal.__file__, run_name="__main__")

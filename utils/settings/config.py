@@ -42,7 +42,7 @@ HELP_WIDTH = 79  # columns of --help
 SYNTAX = "Options are written --name value or --name=value, bool ones also --name and --noname."
 CONFIG_HELP = (
     "a preset: Python with get_config(), or YAML; of several the later one wins, and options win over presets; "
-    "in configs/: "
+    "in configs/ (--help all: what each is): "
 )
 
 
@@ -223,8 +223,8 @@ def help_text(config_class: type, description: str, spellings: Mapping[str, Spel
     is_complete: the others in full, too, and flags of another program.
     """
     lines = [*fit(description), *textwrap.wrap(SYNTAX, HELP_WIDTH), ""]
-    presets = ", ".join(list_presets())
-    lines += describe_flag("config FILE", CONFIG_HELP + presets)
+    presets = list_presets()
+    lines += describe_flag("config FILE", CONFIG_HELP + ", ".join(presets))
     options = options_of(config_class).values()
     essential = [known for known in options if known.essential]
     lines += help_section("Options needed most often", essential)
@@ -241,6 +241,10 @@ def help_text(config_class: type, description: str, spellings: Mapping[str, Spel
         lines += ["", "kvfrans/lmpo's spellings"]
         for flag, (name, on, off) in rewrites.items():
             lines += describe_flag(f"{flag} 0 or 1", f"1: --{name} {on}, 0: --{name} {off}")
+    if is_complete:
+        lines += ["", "Presets in configs/"]
+        for name, line in presets.items():
+            lines += describe_flag(f"config configs/{name}", line)
     return "\n".join(lines).strip()
 
 

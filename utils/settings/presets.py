@@ -17,8 +17,10 @@ TINY = "models/tiny"  # the model of the demo, and the default
 Preset: TypeAlias = dict[str, object]  # values by name of option, as the file has them
 
 
-def list_presets() -> list[str]:
-    return sorted(path.name for path in FOLDER.glob("*.py"))
+def list_presets() -> dict[str, str]:
+    """Returns the first line of each preset in configs/, which says what it is, by the name of its file."""
+    lines = {path.name: path.read_text(encoding="utf-8").partition("\n")[0] for path in sorted(FOLDER.glob("*.py"))}
+    return {name: line.strip('"') for name, line in lines.items()}
 
 
 def read_preset(path: str) -> Preset:
