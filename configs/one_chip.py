@@ -19,7 +19,7 @@ CHIPS = {
     "Tesla T4": ("full", 9.2, 14.4, 39),  # without bfloat16: --dtype is float32 there by itself
     "NVIDIA L4": ("full", 9.7, 21.7, 7),
     "TPU v5 lite": ("full", 8.1, 16.9, 3),
-    "TPU v6 lite": ("dots", 21.4, 33.6, 1),
+    "TPU v6 lite": ("dots", 10.9, 33.6, 1),
 }
 
 
