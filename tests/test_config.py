@@ -490,3 +490,9 @@ def test_ctrl_c_ends_a_command_in_one_line(capsys):
     with pytest.raises(SystemExit) as end, user_errors():
         raise KeyboardInterrupt
     assert end.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_a_file_that_is_not_there_is_named_without_the_number_of_the_error(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end, user_errors():
+        sampling.read_prompts(str(tmp_path / "x.jsonl"))
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: {tmp_path}/x.jsonl: No such file or directory\n"

@@ -74,8 +74,10 @@ def user_errors() -> Iterator[None]:
     """Ends the program with one sentence on a UserError, on an OSError (of reading or writing a file) or on Ctrl-C."""
     try:
         yield
-    except (UserError, OSError) as error:
+    except UserError as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
