@@ -37,6 +37,8 @@ from utils.settings.options import option
 from utils.threefry import threefry
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
+FEWEST_SLOTS = 8
+WORTH_A_PROGRAM = 5_000_000_000  # FLOPs, a tenth of a second of a CPU: fewer slots that save less keep the program
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Sampler:
     stop_strings: tuple[str, ...] = ()
     force_answer_at: int = 0  # tokens before the limit: a segment begins there. See core/extensions/forced.py
     max_prompt_tokens: int = 1 << 30
-    compact: bool = True
+    fewest_slots: int = FEWEST_SLOTS  # that compaction leaves
     segment: int = SEGMENT
     prompt_columns: int = 0  # least width to which prompts are padded
     prompt_slots: int = 0  # least number of prompts in a chain, with padding
@@ -294,6 +296,7 @@ class Chain:
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
         self.starts = np.int32(num_columns + 1 - lengths[padded])
         self.width = 0  # columns of the cache for completions
+        self.fewest_slots = sampler.fewest_slots
 
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are done, and returns what they hold."""
@@ -324,8 +327,7 @@ class Chain:
         for steps in self.sampler.segments():
             if self.drawn.done.all() or cancelled.is_set():
                 return
-            if self.sampler.compact:
-                self.compact()
+            self.compact()
             yield start, steps
             start += steps
 
@@ -348,9 +350,10 @@ class Chain:
         self.cache = prefill(self.sampler.model, weights, *self.layout.put((tokens, self.starts)))
         self.prompt_cache = decoder.without_states(self.cache)
 
-    def compact(self, fewest: int = 8) -> None:
-        """Gives up the slots of rows that are done, as long as half of them hold the others; `fewest` stay."""
-        while (kept := live_slots(self.slots, self.drawn.done, self.layout.row_shards, fewest)) is not None:
+    def compact(self) -> None:
+        """Gives up the slots of rows that are done, as long as half of them hold the others; a fewest stay."""
+        settings = self.layout.row_shards, self.fewest_slots
+        while (kept := live_slots(self.slots, self.drawn.done, *settings)) is not None:
             # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
             slots_per_prompt = len(self.slots) // len(self.starts)
             owner = kept // slots_per_prompt
@@ -472,7 +475,9 @@ def make_sampler(
 ) -> Sampler:
     """Returns the sampler that these settings ask for, without what core/extensions/attach.py adds."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
+    slot_flops = 2 * model.num_parameters * max_new_tokens
+    fewest_slots = max(FEWEST_SLOTS, WORTH_A_PROGRAM // slot_flops if layout.is_single_cpu else 0)
     return Sampler(
         model, max_new_tokens, stop_ids, config.distribution, stop_strings, max_prompt_tokens=config.prompt_length,
-        tokenizer=tokenizer, layout=layout,
+        fewest_slots=fewest_slots, tokenizer=tokenizer, layout=layout,
     )  # fmt: skip

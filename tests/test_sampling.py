@@ -286,7 +286,7 @@ def test_nor_on_the_batch_nor_on_the_size_of_the_group():
 
 
 def test_nor_on_compaction():
-    assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), compact=False))), completions(stopped()))
+    assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), fewest_slots=1 << 20))), completions(stopped()))
 
 
 HYBRID_SAMPLER = GrowingSampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
@@ -305,7 +305,7 @@ def test_states_of_linear_attention_follow_their_rows():
     assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY: compaction comes before growth"
     expected, *_ = teacher_forced(HYBRID, random_params(HYBRID), r.tokens, Distribution())
     assert_close(r.logprobs, np.where(r.mask, expected, 0.0), depth(HYBRID, 2 * LIMIT), LOGIT)
-    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, compact=False))), completions(r))
+    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, fewest_slots=1 << 20))), completions(r))
     ids = [99, *IDS[::-1]]
     found = completions(draw_all(HYBRID_SAMPLER, [[1] * 40, *PROMPTS[::-1]], ids), ids)
     assert_same({row: found[row] for row in ROWS}, completions(r))

@@ -77,7 +77,7 @@ def test_what_is_drawn_does_not_depend_on_drafts(name, model, distribution, ever
     is_compacted, num_drafted = "compacted" in case, int(case[0])
     if not is_compacted:
         monkeypatch.setattr(speculation.SpeculativeChain, "compact", lambda chain: None)
-    sampler = Sampler(model, 3 * LIMIT, stops(model, every), distribution, compact=is_compacted)
+    sampler = Sampler(model, 3 * LIMIT, stops(model, every), distribution, fewest_slots=8 if is_compacted else 1 << 20)
     alone, found = draw_all(sampler), draw_all(with_options(sampler, num_drafted))
     assert_same(completions(found), completions(alone))
     np.testing.assert_array_equal(found.mask, alone.mask)

@@ -205,7 +205,7 @@ def test_nor_on_the_prompts_beside_it():
     assert_same({name: found[name] for name in rows_of(conversations())}, rows_of(conversations()))
 
 
-@pytest.mark.parametrize("settings", [{"compact": False}, {"segment": 1}, {"segment": 32}], ids=str)
+@pytest.mark.parametrize("settings", [{"fewest_slots": 1 << 20}, {"segment": 1}, {"segment": 32}], ids=str)
 def test_nor_on_compaction_or_segments(settings):
     assert_same(rows_of(draw_all(**settings)), rows_of(conversations()))
 

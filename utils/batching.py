@@ -79,7 +79,7 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
 
 
 def live_slots(
-    slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int, fewest: int = 8
+    slots: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"], shards: int, fewest: int
 ) -> Int[np.ndarray, "K"] | None:
     """Returns the slots to continue with after compaction, -1 for an empty one; None while too many rows are live.
 

@@ -161,7 +161,7 @@ def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:
 def num_slots_after(sampler: Sampler, num_slots: int) -> int:
     """Returns the number of slots after the next compaction; 0: it cannot shrink."""
     all_done = np.ones(num_slots, bool)
-    kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards) if sampler.compact else None
+    kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards, sampler.fewest_slots)
     return 0 if kept is None else len(kept)
 
 

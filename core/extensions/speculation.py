@@ -46,6 +46,7 @@ class SpeculativeChain(RaggedChain):
         self.draft_tokens = num_drafted  # of a row in a pass
         of_shard = TAIL_SLOTS_ON_CPU if self.layout.is_cpu else TAIL_SLOTS
         self.tail_slots = of_shard * self.layout.row_shards
+        self.fewest_slots = 1
         num_rows = len(self.keys)
         self.reached_limit = np.zeros(num_rows, bool)
         self.num_drafted = np.zeros(num_rows, int)
@@ -66,10 +67,6 @@ class SpeculativeChain(RaggedChain):
                 self.draw_tail(start, cancelled)
                 return
             yield start, steps
-
-    def compact(self) -> None:
-        """Gives up the slots of rows that are done, down to the last one."""
-        super().compact(fewest=1)
 
     def draw_tail(self, start: int, cancelled: Event) -> None:
         """Draws the rows that are left, all of `start` tokens by now."""

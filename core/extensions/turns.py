@@ -64,8 +64,7 @@ class TurnChain(RaggedChain):
         steps = min(longest, self.environment.tokens_per_turn or longest)
         self.prefill()
         while not (drawn.done.all() or cancelled.is_set()):
-            if self.sampler.compact:
-                self.compact()
+            self.compact()
             if self.is_drawing.any():
                 self.draw_segment(steps)
             self.observe()
