@@ -86,7 +86,7 @@ class Decoder:
     dtype: str = "float32"  # of the matmuls; parameters stay as they were loaded
     remat: str = "full"  # none | dots | full: what the backward pass of a layer recomputes
     unroll: bool | None = None  # layers of the training pass as straight code; None: see `is_unrolled`
-    attention: str = "auto"  # auto | plain | cudnn | splash: of training rows
+    attention: str = "auto"  # auto | plain: kernel for training rows
     kv_dtype: str = ""  # of the cache: int8, or empty for that of the matmuls
     lora_rank: int = 0  # of the adapters that are trained: see models/lora.py; 0: all parameters are
     lora_alpha: float = 32.0
@@ -216,7 +216,7 @@ class Decoder:
 
     @property
     def kernel(self) -> str:
-        """The kernel for attention of training rows. Raises UserError where it cannot run."""
+        """The kernel for attention of training rows."""
         dtype = jnp.dtype(self.dtype)
         return choose_kernel(self.attention, self.mesh, dtype, self.head_dim, self.num_key_value_heads)
 

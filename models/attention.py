@@ -19,7 +19,6 @@ from models.names import Array
 from utils.batching import round_up
 from utils.devices.runtime import cuda_capability
 from utils.devices.sharding import ROWS, on_devices
-from utils.settings.errors import UserError
 
 
 class QuantizedKV(NamedTuple):
@@ -121,31 +120,18 @@ def plain_attention(
 def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels: int, num_key_heads: int) -> str:
     """Returns the kernel for attention of training rows; auto: cuDNN on NVIDIA, splash on TPU, else plain.
 
-    Raises: UserError for a kernel that cannot run on these devices, or with this model.
+    cuDNN's needs Ampere or later, bfloat16 and heads of at most 128 channels; splash needs heads of 128 channels.
     """
-    device = mesh.devices.flat[0] if mesh else None
-    device_kind = device.device_kind.lower() if mesh else ""
-    is_divisible = not mesh or num_key_heads % mesh.shape["tp"] == 0
-    requirements = {
-        "cudnn": {
-            "an NVIDIA GPU of Ampere or later": "nvidia" in device_kind and cuda_capability(device) >= 8,
-            "--dtype bfloat16": dtype == jnp.bfloat16,
-            "heads of at most 128 channels": num_channels <= 128 and num_channels % 8 == 0,
-            "key heads that --mesh tp divides": is_divisible,
-        },
-        "splash": {
-            "a TPU": "tpu" in device_kind,
-            "heads of 128 channels": num_channels % 128 == 0,
-            "key heads that --mesh tp divides": is_divisible,
-        },
-        "plain": {},
-    }
-    if kernel == "auto":
-        return next(name for name, needs in requirements.items() if all(needs.values()))
-    missing = [need for need, is_met in requirements[kernel].items() if not is_met]
-    if missing:
-        raise UserError(f"attention by {kernel} needs {', '.join(missing)}")
-    return kernel
+    if kernel != "auto":
+        return kernel
+    if mesh is None or num_key_heads % mesh.shape["tp"]:
+        return "plain"
+    device = mesh.devices.flat[0]
+    device_kind = device.device_kind.lower()
+    has_cudnn = "nvidia" in device_kind and cuda_capability(device) >= 8
+    if has_cudnn and dtype == jnp.bfloat16 and num_channels <= 128 and num_channels % 8 == 0:
+        return "cudnn"
+    return "splash" if "tpu" in device_kind and num_channels % 128 == 0 else "plain"
 
 
 def cudnn(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> RowHeads:

@@ -97,7 +97,6 @@ def open_model(
     settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
     architecture = read_config(config, folder / CONFIG)
     model = Decoder(**(architecture | settings))
-    assert model.kernel  # raises UserError where it cannot run
     set_matmul_precision(model.dtype)
     readers = open_tensors(folder, model)
     has_own = adapters and any((adapters.folder / name).is_file() for name in VOCABULARIES)

@@ -284,8 +284,6 @@ def test_kernels_are_chosen_by_device_and_heads():
     assert choose("auto", "NVIDIA B200", capability="10.0") == "cudnn"
     assert choose("auto", "NVIDIA H200", tp=16) == "plain", "heads are not cut that finely"
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
-    with pytest.raises(ValueError, match="attention by cudnn needs an NVIDIA GPU of Ampere or later, --dtype bfloat16"):
-        choose("cudnn", "cpu", jnp.float32)
 
 
 @pytest.mark.parametrize(("platform", "capability", "dtype"), [
