@@ -29,11 +29,12 @@ from helpers import (
 
 from core.extensions.attach import with_options
 from core.records import Completions
-from core.sampler import Sampler, prefill, row_keys
+from core.sampler import Sampler, SamplingConfig, make_sampler, prefill, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
 from utils.devices.compile_log import Compilations
+from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.devices.threads import between_turns, take_turns
 from utils.threefry import make_key
@@ -287,6 +288,13 @@ def test_nor_on_the_batch_nor_on_the_size_of_the_group():
 
 def test_nor_on_compaction():
     assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), fewest_slots=1 << 20))), completions(stopped()))
+
+
+@pytest.mark.parametrize(("times", "fewest"), [(1, 20), (2, 10), (100, 8)])
+def test_a_cpu_gets_no_programs_for_slots_that_save_little(times, fewest):
+    """20 completions of the shorter limit are 5 GFLOP."""
+    limit = times * int(5e9 / 20.5 / (2 * sum(x.size for x in jax.tree.leaves(random_params(MODEL)))))
+    assert make_sampler(SamplingConfig(), MODEL, Letters(), single_device(), limit).fewest_slots == fewest
 
 
 HYBRID_SAMPLER = GrowingSampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
