@@ -6,7 +6,7 @@
 Quantised weights become the numbers that they stand for, in float32 unless --dtype says otherwise. The tokenizer, its
 chat template and its stop ids come from the file's metadata.
 
-To add an architecture: a row of ARCHITECTURES, and the names of its tensors. To add a tokenizer: a row of PATTERNS.
+To add an architecture: a row of ARCHITECTURES. To add a tokenizer: a row of PATTERNS.
 """
 
 import os
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import tempfile
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -34,7 +34,6 @@ from tokenizers.models import BPE
 from models.architecture import Decoder
 from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
-from models.names import EMBED, HEAD, LAYERS, NORM
 from models.rotary import Rotary, Scaling, frequencies
 from models.templates import limited
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
@@ -54,20 +53,7 @@ FIELDS = {  # of config.json: of the metadata, behind the name of the architectu
     "max_position_embeddings": "context_length",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta")
-TENSORS = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
-LAYER_TENSORS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"  # by which the frequencies of Llama 3.1 and later are divided
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -134,16 +120,16 @@ def plain_value(value: Value) -> Value:
 
 def read_model(gguf: Gguf) -> Decoder:
     """Returns the model that the metadata describes. Raises UserError for one that is malformed or not supported."""
-    embedding = gguf.tensors.get(TENSORS[EMBED])
+    embedding = gguf.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise UserError(f"{gguf.path} has no matrix {TENSORS[EMBED]}: download it again")
+        raise UserError(f"{gguf.path} has no matrix {EMBEDDING}: download it again")
     config = {"architectures": [ARCHITECTURES[gguf.architecture]], "vocab_size": int(embedding.shape[1])}
     for field, name in FIELDS.items():
         value = gguf.metadata.get(f"{gguf.architecture}.{name}")
         if value is None and field not in OPTIONAL:
             raise UserError(f"{gguf.path} has no {gguf.architecture}.{name}: download it again")
         config[field] = value
-    config["tie_word_embeddings"] = TENSORS[HEAD] not in gguf.tensors
+    config["tie_word_embeddings"] = OUTPUT not in gguf.tensors
     model = Decoder(**read_config(config, gguf.path))
     # Rotary embeddings of a part of each head, or scaled by another rule, are not converted.
     for name, supported in (("rope.dimension_count", model.head_dim), ("rope.scaling.type", "none")):
@@ -181,18 +167,24 @@ def dequantize(gguf: Gguf, name: str) -> Float[np.ndarray, "..."]:
         raise UserError(f"{message}: take a file with another quantisation") from error
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(model: Decoder, name: str) -> str:
     """Returns the name in a GGUF file of a tensor of a Hugging Face folder."""
-    if name in TENSORS:
-        return TENSORS[name]
-    number, name = name.removeprefix(f"{LAYERS}.").split(".", 1)
-    name, kind = name.rsplit(".", 1)
-    return f"blk.{number}.{LAYER_TENSORS[name]}.{kind}"
+    names = tensor_names(model.family, model.num_hidden_layers)
+    return names.get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+@cache
+def tensor_names(family: str, num_layers: int) -> Any:
+    """Returns the package's TensorNameMap of an architecture."""
+    import gguf
+
+    architecture = next(name for name, of_family in ARCHITECTURES.items() if of_family == family)
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], num_layers)
 
 
 def check_tensors(gguf: Gguf, model: Decoder) -> None:
     """Raises UserError if the tensors of a file are not those of its model, by name and by shape."""
-    shapes = {gguf_name(name): shape for name, shape in tensor_shapes(model).items()}
+    shapes = {gguf_name(model, name): shape for name, shape in tensor_shapes(model).items()}
     missing = shapes.keys() - gguf.tensors
     unknown = gguf.tensors.keys() - shapes - {ROPE_FACTORS}
     if missing:
@@ -212,13 +204,13 @@ def read_weights(gguf: Gguf, model: Decoder, dtype: np.dtype, name: str) -> np.n
     queries and keys are put back in the order of halves.
     Source: `permute` in convert_hf_to_gguf.py of llama.cpp.
     """
-    array = dequantize(gguf, gguf_name(name))
+    array = dequantize(gguf, gguf_name(model, name))
     if gguf.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
         array = rearrange(array, "(H C two) ... -> (H two C) ...", two=2, C=model.head_dim // 2)
     with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused
         array = array.astype(dtype, copy=False)
     if not is_finite(np.ascontiguousarray(array)):
-        raise UserError(f"{gguf.path}: {gguf_name(name)} holds NaN or infinity as {dtype.name}: it is damaged")
+        raise UserError(f"{gguf.path}: {gguf_name(model, name)} holds NaN or infinity as {dtype.name}: it is damaged")
     return array
 
 
