@@ -74,25 +74,20 @@ UNREAD = (  # tensors of images, and of the prediction of several tokens at once
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours: safetensors'
 
 
+def write_full(model: Decoder) -> dict[str, Any]:
+    """Returns the fields of config.json of a model without windows."""
+    return {"attention_bias": False, "hidden_act": model.hidden_act, "use_sliding_window": False}
+
+
 class Family(NamedTuple):
     """A class of transformers: the fields of Decoder that all its models have, and those to read and write."""
 
     model_type: str
     fields: dict[str, bool | float | str]
     defaults: dict[str, bool | float]  # of its config.json, where they are not those of DEFAULTS
-    read: Callable[[Fields], dict[str, Any]]  # further fields of Decoder
-    write: Callable[[Decoder], dict[str, Any]]  # further fields of config.json
+    read: Callable[[Fields], dict[str, Any]] = lambda fields: {}  # further fields of Decoder
+    write: Callable[[Decoder], dict[str, Any]] = write_full  # further fields of config.json
     kinds: tuple[str, ...] = (FULL,)  # of layers, as config.json may name them
-
-
-def read_nothing(fields: Fields) -> dict[str, Any]:
-    """Returns no further fields of Decoder."""
-    return {}
-
-
-def write_full(model: Decoder) -> dict[str, Any]:
-    """Returns the fields of config.json of a model without windows."""
-    return {"attention_bias": False, "hidden_act": model.hidden_act, "use_sliding_window": False}
 
 
 def read_smollm3(fields: Fields) -> dict[str, Any]:
@@ -206,9 +201,7 @@ DEFAULTS = {  # of a field that config.json leaves out, as transformers has them
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768, "rope_theta": 10_000,
 }  # fmt: skip
 FAMILIES = {
-    "Qwen3ForCausalLM": Family(
-        "qwen3", {"qk_norm": "head"}, {"num_key_value_heads": 32, "head_dim": 128}, read_nothing, write_full
-    ),
+    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {"num_key_value_heads": 32, "head_dim": 128}),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         {"qk_norm": "head"},
@@ -216,10 +209,8 @@ FAMILIES = {
         read_qwen3_moe,
         write_qwen3_moe,
     ),
-    "Qwen2ForCausalLM": Family(
-        "qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}, read_nothing, write_full
-    ),
-    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {"max_position_embeddings": 2048}, read_nothing, write_full),
+    "Qwen2ForCausalLM": Family("qwen2", {"qk_norm": "", "qkv_bias": True}, {"num_key_value_heads": 32}),
+    "LlamaForCausalLM": Family("llama", {"qk_norm": ""}, {"max_position_embeddings": 2048}),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         {"qk_norm": ""},
