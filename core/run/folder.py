@@ -56,7 +56,7 @@ from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
 from utils.settings.config import changed_options, options_of, to_dict
-from utils.settings.errors import UserError, counted
+from utils.settings.errors import UserError, counted, describe_file_error
 from utils.settings.groups import RunConfig
 from utils.settings.presets import Preset, demo_of_tiny
 
@@ -211,7 +211,7 @@ class Run:
         steps = self.checkpoints.steps
         saved = f"step {steps[0]} is saved: {self.resuming_command} goes on from there" if steps else "no step is saved"
         if isinstance(error, OSError):
-            print(f"error: {str(error).rstrip('.')}; {saved}", file=sys.stderr)
+            print(f"error: {describe_file_error(error).rstrip('.')}; {saved}", file=sys.stderr)
             raise SystemExit(1) from error
         if isinstance(error, UserError) and steps:
             raise UserError(f"{str(error).rstrip('.')}; {saved}") from error

@@ -61,6 +61,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
+def describe_file_error(error: OSError) -> str:
+    """Returns the file and what is wrong with it, without the number of the system's error."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
 def shorten(value: object, width: int = 160) -> str:
     """Returns the repr of a value, cut to `width` characters."""
     text = repr(value)
@@ -77,7 +82,7 @@ def user_errors() -> Iterator[None]:
     except UserError as error:
         fail(str(error))
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        fail(describe_file_error(error))
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
