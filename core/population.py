@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.config import Config
+from core.extensions.checks import refuse
 from core.extensions.members import MemberSampler, SharedSampler, settings_of
 from core.extensions.notes import training_notes
 from core.grpo import Rollouts, make_workers, train
@@ -212,7 +213,7 @@ def check_members(configs: Mapping[str, Config]) -> None:
                     f"--{known.name} is {theirs[known.name]!r} of {first_name} and {mine[known.name]!r} of {name}: "
                     "members share the base and the sampler, so it must be one"
                 )
-        mistakes = [
+        refuse([
             (not config.lora.lora_rank, "--population trains adapters over one base: give --lora_rank"),
             (config.lora.lora_merge == "always", "--lora_merge always: a copy holds the adapters of one member only"),
             (config.ahead, "--ahead draws for a run alone: leave it out of a population"),
@@ -220,10 +221,7 @@ def check_members(configs: Mapping[str, Config]) -> None:
             (config.distill.teacher, "--teacher teaches a run alone: leave it out of a population"),
             (config.run.profile, "--profile traces a run alone: leave it out of a population"),
             (asks_for_wandb(config.run), "wandb logs one run of a process: leave out its options"),
-        ]
-        for is_wrong, message in mistakes:
-            if is_wrong:
-                raise UserError(message)
+        ])  # fmt: skip
 
 
 def make_members(configs: Mapping[str, Config], layout: Layout, shared: SharedSampler) -> list[Member]:
