@@ -38,7 +38,7 @@ from envs.settings import EnvConfig
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
-from models.names import Key, Params, Weights
+from models.names import Key, Params
 from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
@@ -177,25 +177,6 @@ def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) ->
     }
 
 
-def stream_reply(
-    sampler: Sampler, weights: Weights, prompt: list[int], number: int, key: Key, show_text: ShowText
-) -> list[int]:
-    """Returns the tokens of a reply; `show_text` gets its text so far after each segment, and all of it at the end."""
-    tokenizer = sampler.tokenizer
-
-    def on_segment(
-        row_offset: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
-    ) -> None:
-        end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
-        show_text(tokenizer.decode(tokens[0, :end]))
-
-    streaming = replace(sampler, on_segment=on_segment)
-    completions = streaming.generate(weights, [prompt], np.array([number]), 1, key)
-    reply = completions.tokens[0, len(prompt) : completions.lengths[0]].tolist()
-    show_text(tokenizer.decode(reply))
-    return reply
-
-
 class Examples:
     """Held-out problems of an environment, by their text, and its grader; for episodes of several turns it has none."""
 
@@ -246,12 +227,22 @@ class ChatModel:
         self.numbers = count()
 
     def reply(self, messages: list[Message], show_text: ShowText) -> str:
-        """Returns the reply to a conversation; `show_text` gets what there is of it after each segment."""
+        """Returns the reply to a conversation; `show_text` gets it so far after each segment, and whole at the end."""
         check_text([message["content"] for message in messages])
-        tokenizer = self.sampler.tokenizer
+        sampler, tokenizer = self.sampler, self.sampler.tokenizer
         prompt = tokenizer.chat(messages, *self.style)
-        number = next(self.numbers)
-        return tokenizer.decode(stream_reply(self.sampler, self.weights, prompt, number, self.key, show_text))
+
+        def on_segment(
+            row_offset: int, tokens: Int[np.ndarray, "B A"], num_drawn: int, lengths: Int[np.ndarray, "B"]
+        ) -> None:
+            end = sampler.completion_end(tokens[0], 0, num_drawn) or num_drawn
+            show_text(tokenizer.decode(tokens[0, :end]))
+
+        streaming = replace(sampler, on_segment=on_segment)
+        completions = streaming.generate(self.weights, [prompt], np.array([next(self.numbers)]), 1, self.key)
+        reply = tokenizer.decode(completions.tokens[0, len(prompt) : completions.lengths[0]].tolist())
+        show_text(reply)
+        return reply
 
     def grade(self, messages: list[Message], reply: str) -> bool | None:
         """Returns True where the environment calls a reply right; None where it has not set this problem."""
