@@ -429,7 +429,7 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     drawn = page.run(count)
     assert len(drawn) >= 10 and min(drawn) >= 2, "a trace for each run in each panel"
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
-    assert page.texts("#curves h3")[0] == "Return" and all(page.texts("#curves .note"))
+    assert page.texts("#curves h3")[:2] == ["Loss of written replies", "Return"] and all(page.texts("#curves .note"))
     assert page.texts("#runs .run") == ["a", "<b>b"] and len(page.texts("#summary tbody tr")) == 2
     assert page.texts("#settings .differs th") == ["lr"] and page.texts("#settings summary") == ["1 equal in all runs"]
     assert page.texts("#tasks") == []
