@@ -326,25 +326,16 @@ def forward(
     model: Decoder,
     params: Policy,
     tokens: Int[Array, "B T"],
-    routes: Routes | None = None,
     packing: Packing | None = None,
 ) -> Float[Array, "S M D"]:
     """Computes hidden states, before the final norm, of right-padded rows: causal attention, positions from 0.
 
-    `routes` are experts that were recorded; None: routers are free to choose. With a packing, only its tokens are
-    computed, and returned in its order [S, M, D].
+    With a packing, only its tokens are computed, and returned in its order [S, M, D].
     """
     params = with_adapters(model, params)
-    inputs = layer_inputs(tokens, routes, packing)
+    inputs = LayerInputs(pack_ids(tokens, packing), None, packing)
     weights, table = weights_of(model, params, EMBED, LAYERS)
     return on_each(model.mesh, partial(apply_layers, model), weights, inputs, table)
-
-
-def layer_inputs(tokens: Int[Array, "B T"], routes: Routes | None, packing: Packing | None) -> LayerInputs:
-    """Returns the inputs of the layers: packed tokens and experts."""
-    if routes is not None:
-        routes = pack_ids(routes, packing)
-    return LayerInputs(pack_ids(tokens, packing), routes, packing)
 
 
 def weights_of(model: Decoder, params: Params | Weights, *names: str) -> tuple[Params | Weights, PyTree]:
@@ -656,6 +647,7 @@ def score_tokens(
     """
     if routes is not None:
         routes = jnp.roll(routes, -1, axis=1)  # the last token gets the first one's, which are 0
+        routes = pack_ids(routes, packing)
     if support is not None:
         support = scored_columns(support, packing)
     values = None
@@ -666,7 +658,8 @@ def score_tokens(
     for name, x in (extras or {}).items():
         of_tokens = jnp.broadcast_to(x.reshape(len(x), -1), tokens.shape) if x.ndim < 3 else x
         columns[name] = scored_columns(of_tokens, packing, padding_value=1)
-    rows = ScoreInputs(layer_inputs(tokens, routes, packing), scored_columns(tokens, packing), support, columns)
+    inputs = LayerInputs(pack_ids(tokens, packing), routes, packing)
+    rows = ScoreInputs(inputs, scored_columns(tokens, packing), support, columns)
     names = [name for name in (EMBED, LAYERS, NORM, head_name(model), TEACHER) if name in params]
     weights, table = weights_of(model, params, *names)
     scores = on_each(model.mesh, partial(score_rows, model, distribution), weights, rows, table)
