@@ -351,7 +351,7 @@ class Chain:
         self.prompt_cache = decoder.without_states(self.cache)
 
     def compact(self) -> None:
-        """Gives up the slots of rows that are done, as long as half of them hold the others; a fewest stay."""
+        """Gives up the slots of rows that are done, as long as half hold the others and the fewest are left."""
         settings = self.layout.row_shards, self.fewest_slots
         while (kept := live_slots(self.slots, self.drawn.done, *settings)) is not None:
             # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
