@@ -195,11 +195,11 @@ def test_after_precompile_steps_compile_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_tokens", "num_widths", "resampling", "rank"),
-    [(12, 1, 1, 0), (12, 1, 1, 2), (80, 2, 3, 0)],
+    ("num_devices", "num_tokens", "num_widths", "resampling", "rank"),
+    [(1, 12, 1, 1, 0), (2, 12, 1, 1, 2), (2, 80, 2, 3, 0)],
 )
 def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
-    num_tokens, num_widths, resampling, rank, tmp_path
+    num_devices, num_tokens, num_widths, resampling, rank, tmp_path
 ):
     flags = FLAGS | {
         "groups_per_batch": 8, "num_generation_tokens": num_tokens, "precompile": 1, "max_steps": 3,
@@ -207,13 +207,15 @@ def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
         "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
         "lora_rank": rank,
     }  # fmt: skip
-    run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0"})
+    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
+    run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_FLAGS": devices})
     assert not run.wait(), run.stdout.read()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [step["compile/num_programs"] for step in steps if "compile/num_programs" in step] == [0, 0, 0]
+    counts = [step["compile/num_programs"] for step in steps if "compile/num_programs" in step]
+    assert counts == [0, 0, 0] if num_devices == 1 else counts[:2] == [0, 0]  # saving a mesh's model slices it
     rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
     segments = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(decode_segment)"]
-    num_sizes = 2 if os.cpu_count() > 1 else 3  # two chains of 16 slots, or one of 32; and smaller ones, down to 8
+    num_sizes = 3 if num_devices > 1 else 1  # 32 slots, and fewer: a CPU keeps those of a small model
     assert len(segments) == len(set(segments)) >= num_widths * num_sizes  # of 64 and of 96 columns; refills
     learning = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(accumulate)"]
     assert len(learning) == len(set(learning)) == num_widths  # rows of 96 and of 192 columns
