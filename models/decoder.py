@@ -9,12 +9,11 @@ a head, D width.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax.extend.core import Primitive
 from jaxtyping import Bool, Float, Int, PyTree
 
 from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
@@ -67,6 +66,9 @@ from models.packing import (
 from models.rotary import Angles, Rotary, apply_rotary, rotary_angles
 from utils.batching import padding_of
 from utils.devices.sharding import constrain, gather, is_on_each, look_up, on_each
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive  # imports Pallas
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]
@@ -300,7 +302,7 @@ OF_GATHERED = ("custom_vjp_call", "reduce_precision", "convert_element_type", "t
 def keep_all(layer: Callable[..., Hidden]) -> Callable[..., Hidden]:
     """Returns a layer that recomputes hardly anything in the backward pass, but gathers its weights again."""
 
-    def is_kept(primitive: Primitive, *_, **__) -> bool:
+    def is_kept(primitive: "Primitive", *_, **__) -> bool:
         return primitive.name not in OF_GATHERED
 
     return jax.checkpoint(layer, policy=is_kept) if is_on_each() else layer
