@@ -18,7 +18,6 @@ FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and p
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
-ARENAS = 4  # heaps of a process; in one, threads that compile wait for its lock
 LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an option that it does not know
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
 
@@ -120,7 +119,7 @@ def keep_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in every C library
-        libc.mallopt(M_ARENA_MAX, ARENAS)
+        libc.mallopt(M_ARENA_MAX, 1)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         if not libc.mallopt(M_MMAP_THRESHOLD, LARGE):  # which older releases of glibc refuse
             libc.mallopt(M_MMAP_MAX, 0)
