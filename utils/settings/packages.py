@@ -1,4 +1,7 @@
-"""Ends a command in one sentence where packages are missing, when it is imported: before any of them."""
+"""Ends a command in one sentence where packages are missing; settings of NumPy, which it reads when it is imported.
+
+Imported before any package.
+"""
 
 import os
 from importlib.util import find_spec
@@ -11,5 +14,5 @@ if find_spec("jax") is None:
         "after `make demo`, `source .venv/bin/activate`"
     )
 
-# Products of NumPy are small here, and OpenBLAS's threads spin for as long as it is imported.
+# Products of NumPy are small here, and threads of OpenBLAS spin during its import. Processes of rewards inherit this.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
