@@ -175,7 +175,7 @@ def training_note(folder: Path, env: EnvConfig) -> str:
 
 
 def main(config: Command) -> None:
-    layout = make_layout(config.devices)
+    layout = make_layout(config.devices, config.output.model_dir)
     if config.replay.replay:
         from core.replay import replay
 

@@ -57,7 +57,7 @@ from utils.threefry import make_key
 
 
 def main(config: Config) -> None:
-    layout, rollout_layout = make_layouts(config.devices, is_ahead=config.ahead > 0)
+    layout, rollout_layout = make_layouts(config.devices, config.ahead > 0, config.model_dir)
     environments = resolve_environments(config.env, config.held_out, config.sampling)
     run = Run(config, layout, environments)  # locks its folder, and checks what it resumes, before a model is loaded
     arguments = config.lora, config.seed, layout

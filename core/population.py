@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> None:
     check_members(configs)
     os.environ["WANDB_MODE"] = "disabled"  # whoever is logged in: it logs one run of a process
     first = next(iter(configs.values()))
-    layout = make_layout(first.devices)
+    layout = make_layout(first.devices, first.model_dir)
     if layout.mesh.size > 1:
         raise UserError(
             f"a population trains on one device, and there are {layout.mesh.size}: hide the others, for example by "

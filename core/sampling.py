@@ -265,7 +265,7 @@ class ChatModel:
 
 
 def main(config: Command) -> None:
-    layout = make_layout(config.devices)
+    layout = make_layout(config.devices, config.prompts.ckpt_dir)
     rows = read_prompts(config.prompts.prompts)
     if config.prompts.web:
         return serve_chat(config, layout)

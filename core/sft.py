@@ -61,7 +61,7 @@ class SftRun(Run):
 
 
 def main(config: Config) -> None:
-    layout = make_layout(config.devices)
+    layout = make_layout(config.devices, config.model_dir)
     data, tests = read_written(config.data)
     played = {}
     if config.env.env_name:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -18,16 +19,18 @@ FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and p
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
+SMALL = 1 << 24  # bytes of a model's file, whose temporaries take less than the 64 MiB that arenas keep
 LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an option that it does not know
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
+CPU_OPTIONS = ("--xla_backend_optimization_level=1",)
 
 
 @functools.cache
-def prepare() -> None:
+def prepare(model_dir: str = "") -> None:
     """Keeps compiled programs in the user's cache, and, where there is no accelerator, freed memory in the process.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. Once: a preset may
-    ask for the devices before the command.
+    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. A preset may ask for
+    the devices before the command does, which knows the model.
 
     Raises: UserError where the process may open too few files.
     """
@@ -36,8 +39,10 @@ def prepare() -> None:
     if jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir:
         keep_programs(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo")
     set_tpu_options()
-    if sys.platform == "linux" and runs_on_cpu():
-        keep_memory()
+    if runs_on_cpu():
+        add_options("XLA_FLAGS", CPU_OPTIONS)
+        if sys.platform == "linux":
+            keep_memory(Path(model_dir).expanduser())
 
 
 def keep_programs(folder: Path) -> None:
@@ -56,16 +61,21 @@ def set_tpu_options() -> None:
     """Gives fusions up to 32 MiB of a TPU's VMEM, and keeps only arrays there that are read more than copied.
 
     Without the second one, on v5e, each decode step brings the KV cache of a layer to VMEM, adds a token, and writes
-    all of it back. Options in LIBTPU_INIT_ARGS are those of the user, and win.
+    all of it back.
     """
     try:
         is_known = importlib.metadata.version("libtpu").startswith(LIBTPU)
     except importlib.metadata.PackageNotFoundError:
         return
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    missing = [option for option in TPU_OPTIONS if option.split("=")[0] not in given]
-    if is_known and missing:
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join([*missing, given]).strip()
+    if is_known:
+        add_options("LIBTPU_INIT_ARGS", TPU_OPTIONS)
+
+
+def add_options(variable: str, options: Sequence[str]) -> None:
+    """Adds options to a variable of the environment; those that the user has set there win."""
+    given = os.environ.get(variable, "")
+    missing = [option for option in options if option.split("=")[0] not in given]
+    os.environ[variable] = " ".join([*missing, given]).strip()
 
 
 def runs_on_cpu(devices: Path = Path("/dev")) -> bool:
@@ -110,16 +120,20 @@ def raise_file_limit() -> None:
         raise UserError(f"this process may open only {soft} files: raise that limit, as by `ulimit -n {MANY_FILES}`")
 
 
-def keep_memory() -> None:
+def keep_memory(model_dir: Path) -> None:
     """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
     LARGE ones are excepted: smaller arrays end up in the place of one that was freed, so that the next one does not fit
     there and the heap grows (with 135M parameters an update peaked at 9 GB, now at 5). Their pages are zeroed each
     time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
+
+    Threads that compile wait for the lock of a single arena, a fifth of the CPU time of a cold start, and only a small
+    model gets several: temporaries of larger ones do not fit into the others.
     """
+    num_bytes = sum(path.stat().st_size for path in model_dir.glob("model*.safetensors"))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in every C library
-        libc.mallopt(M_ARENA_MAX, 1)
+        libc.mallopt(M_ARENA_MAX, 4 if 0 < num_bytes < SMALL else 1)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         if not libc.mallopt(M_MMAP_THRESHOLD, LARGE):  # which older releases of glibc refuse
             libc.mallopt(M_MMAP_MAX, 0)

@@ -60,20 +60,20 @@ class TrainDeviceConfig(DeviceConfig):
     )
 
 
-def make_layout(config: DeviceConfig) -> Layout:
-    """Joins the other processes, where there are some, and lays all devices out as a mesh.
+def make_layout(config: DeviceConfig, model_dir: str = "") -> Layout:
+    """Joins the other processes, where there are some, and lays all devices out as a mesh, for this model.
 
     Raises: UserError when there is no device of JAX_PLATFORMS, or the mesh does not fit the devices.
     """
-    return arrange_mesh(config, join_devices())
+    return arrange_mesh(config, join_devices(model_dir))
 
 
-def make_layouts(config: TrainDeviceConfig, is_ahead: bool) -> tuple[Layout, Layout]:
+def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "") -> tuple[Layout, Layout]:
     """Returns the meshes that train and that draw rollouts: with --rollout_devices two, else twice the same.
 
     Raises: UserError, as `make_layout`, and where rollouts cannot be drawn ahead on these devices.
     """
-    devices = join_devices()
+    devices = join_devices(model_dir)
     num_rollout = config.rollout_devices
     if is_ahead:
         check_ahead(num_rollout, len(devices))
@@ -105,9 +105,9 @@ def check_ahead(num_rollout: int, num_devices: int) -> None:
         raise UserError("--rollout_devices needs several devices, and there is one: leave it out")
 
 
-def join_devices() -> list[jax.Device]:
+def join_devices(model_dir: str = "") -> list[jax.Device]:
     """Joins the other processes, where there are some, and returns all devices."""
-    prepare()
+    prepare(model_dir)
     join_processes()
     return find_devices()
 
