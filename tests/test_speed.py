@@ -1,5 +1,6 @@
 """Rates, against counts by loops and by the compiler; compiled programs, against a second process."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -163,7 +164,7 @@ def test_a_second_process_compiles_nothing_where_the_cache_can_be_written(tmp_pa
     program = (
         "import json, jax, jax.numpy as jnp\n"
         "from utils.devices.compile_log import Compilations; from utils.devices.runtime import prepare\n"
-        "prepare(), prepare()  # a preset that asks for the devices, the command\n"
+        "prepare(), prepare('models/tiny')  # a preset that asks for the devices, the command\n"
         "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))\n"
         "print(json.dumps(c.take_metrics()))"
     )
@@ -184,6 +185,27 @@ def test_a_second_process_compiles_nothing_where_the_cache_can_be_written(tmp_pa
     assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
     assert second["compile/num_programs"] == 0
     assert second["compile/num_from_cache"] == first["compile/num_programs"]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library is not glibc")
+def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
+    program = (
+        "import ctypes, sys, threading; from utils.devices.runtime import prepare; prepare(sys.argv[1])\n"
+        "together = threading.Barrier(8)\n"
+        "threads = [threading.Thread(target=together.wait) for _ in range(8)]\n"
+        "[thread.start() for thread in threads], [thread.join() for thread in threads]\n"
+        "libc = ctypes.CDLL(None); libc.fdopen.restype = ctypes.c_void_p\n"
+        "libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b'w'))), libc.fflush(None)"
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**24))
+
+    def num_arenas(model_dir: str) -> int:
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", program, model_dir]
+        process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, text=True)
+        return process.stdout.count("<heap nr")
+
+    assert [num_arenas(folder) for folder in ("models/tiny", str(tmp_path), "")] == [4, 1, 1]
 
 
 def test_after_precompile_steps_compile_nothing(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -19,18 +20,17 @@ FEW_FILES, MANY_FILES = 64, 1024  # open at a time: needed by a small run, and p
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
-SMALL = 1 << 24  # bytes of a model's file, whose temporaries take less than the 64 MiB that arenas keep
+SMALL = 1 << 24  # bytes of a model whose temporaries take less than the 64 MiB that any arena of malloc can keep
 LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an option that it does not know
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
-CPU_OPTIONS = ("--xla_backend_optimization_level=1",)
+CPU_OPTIONS = ("--xla_backend_optimization_level=1",)  # of LLVM: programs are as fast, and compile a tenth faster
 
 
-@functools.cache
 def prepare(model_dir: str = "") -> None:
     """Keeps compiled programs in the user's cache, and, where there is no accelerator, freed memory in the process.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. A preset may ask for
-    the devices before the command does, which knows the model.
+    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing. A small model in
+    `model_dir` is compiled faster. A preset may call this before the command does.
 
     Raises: UserError where the process may open too few files.
     """
@@ -42,9 +42,10 @@ def prepare(model_dir: str = "") -> None:
     if runs_on_cpu():
         add_options("XLA_FLAGS", CPU_OPTIONS)
         if sys.platform == "linux":
-            keep_memory(Path(model_dir).expanduser())
+            keep_memory(model_dir)
 
 
+@functools.cache  # so that it warns once
 def keep_programs(folder: Path) -> None:
     """Makes `folder` the cache of compiled programs; one that cannot be written is named, and there is none."""
     with contextlib.suppress(OSError):
@@ -120,17 +121,18 @@ def raise_file_limit() -> None:
         raise UserError(f"this process may open only {soft} files: raise that limit, as by `ulimit -n {MANY_FILES}`")
 
 
-def keep_memory(model_dir: Path) -> None:
+def keep_memory(model_dir: str) -> None:
     """Keeps freed memory for temporaries of the next program: zeroing fresh pages took 40% of an update on two cores.
 
     LARGE ones are excepted: smaller arrays end up in the place of one that was freed, so that the next one does not fit
     there and the heap grows (with 135M parameters an update peaked at 9 GB, now at 5). Their pages are zeroed each
     time, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes cheap.
 
-    Threads that compile wait for the lock of a single arena, a fifth of the CPU time of a cold start, and only a small
-    model gets several: temporaries of larger ones do not fit into the others.
+    Threads that compile wait for one another at the lock of a single arena, a fifth of the CPU time of a cold start.
+    Only a SMALL model gets several: larger temporaries would be fresh pages in all but the first.
     """
-    num_bytes = sum(path.stat().st_size for path in model_dir.glob("model*.safetensors"))
+    files = glob.glob(f"{glob.escape(os.path.expanduser(model_dir))}/model*.safetensors")
+    num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in every C library
         libc.mallopt(M_ARENA_MAX, 4 if 0 < num_bytes < SMALL else 1)
