@@ -205,7 +205,7 @@ def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
         process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, text=True)
         return process.stdout.count("<heap nr")
 
-    assert [num_arenas(folder) for folder in ("models/tiny", str(tmp_path), "")] == [4, 1, 1]
+    assert num_arenas("models/tiny") > 4 and num_arenas(str(tmp_path)) == num_arenas("") == 1
 
 
 def test_after_precompile_steps_compile_nothing(tmp_path):

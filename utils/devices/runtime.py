@@ -135,7 +135,7 @@ def keep_memory(model_dir: str) -> None:
     num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in every C library
-        libc.mallopt(M_ARENA_MAX, 4 if 0 < num_bytes < SMALL else 1)
+        libc.mallopt(M_ARENA_MAX, 16 if 0 < num_bytes < SMALL else 1)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         if not libc.mallopt(M_MMAP_THRESHOLD, LARGE):  # which older releases of glibc refuse
             libc.mallopt(M_MMAP_MAX, 0)
