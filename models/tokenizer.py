@@ -423,7 +423,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
     Raises: UserError when the folder holds none, or one that is malformed or of another model.
     """
-    import transformers
+    from transformers import AutoTokenizer
 
     folder = Path(os.path.expanduser(folder))
     names = [name for name in FILES if (folder / name).is_file()]
@@ -432,11 +432,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     for name in names:
         check_file(folder, name)
     files = {name: (folder / name).read_bytes() for name in names}
-    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    is_general = config.get("tokenizer_class") == "TokenizersBackend"  # whose file says all: AutoTokenizer imports more
-    loader = transformers.TokenizersBackend if is_general else transformers.AutoTokenizer
     try:
-        hf = loader.from_pretrained(folder, trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise

@@ -21,6 +21,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # 
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg", "kfd")  # in /dev: TPU, NVIDIA (WSL: dxg), AMD
 LARGE = 1 << 30  # bytes: what is larger goes back to the system when it is freed
 SMALL = 1 << 24  # bytes of a model whose temporaries take less than the 64 MiB that any arena of malloc can keep
+NUM_ARENAS = 16  # of a SMALL model, at most: enough that no two threads that compile share one
 LIBTPU = "0.0.42."  # that JAX 0.10.2 pins; another one may end the process for an option that it does not know
 TPU_OPTIONS = ("--xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_msa_inefficient_use_to_copy_ratio=0.9")
 CPU_OPTIONS = ("--xla_backend_optimization_level=1",)  # of LLVM: programs are as fast, and compile a tenth faster
@@ -135,7 +136,7 @@ def keep_memory(model_dir: str) -> None:
     num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not in every C library
-        libc.mallopt(M_ARENA_MAX, 16 if 0 < num_bytes < SMALL else 1)
+        libc.mallopt(M_ARENA_MAX, NUM_ARENAS if 0 < num_bytes < SMALL else 1)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         if not libc.mallopt(M_MMAP_THRESHOLD, LARGE):  # which older releases of glibc refuse
             libc.mallopt(M_MMAP_MAX, 0)
