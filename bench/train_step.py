@@ -130,7 +130,7 @@ def make_update(
     """
     base = None
     if config.lora.lora_rank:
-        base = decode_weights(model, layout, params)
+        base = decode_weights(model, layout, params, model.layer_numbers)
         adapters = init_adapters(model, config.lora.lora_rank, jax.random.key(0))
         params = lay_out_adapters(model, adapters, layout)
     learner, state = make_learner(config, model, params, layout, config.num_generation_tokens, base=base)

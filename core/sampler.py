@@ -26,7 +26,7 @@ from models.architecture import Decoder, is_spec
 from models.cache import Cache, resize_cache
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy
-from models.names import ADAPTERS, Array, Key, Params, Policy, Weights
+from models.names import ADAPTERS, Array, Key, LayerNumbers, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate, few_widths, live_slots, round_up
 from utils.devices.sharding import Layout, single_device
@@ -184,7 +184,7 @@ class Sampler:
         """
         if ADAPTERS not in params:
             policy = {name: params[name] for name in self.model.parameter_table()}  # without a critic
-            return decode_weights(self.model, self.layout, policy)
+            return decode_weights(self.model, self.layout, policy, self.model.layer_numbers)
         base, adapters = split_policy(params)
         weights = attach(base, layer_adapters(self.model, adapters))
         return merge(weights) if self.model.merges_adapters else weights
@@ -391,12 +391,12 @@ def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"])
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def decode_weights(model: Decoder, layout: Layout, params: Params) -> Weights:
+def decode_weights(model: Decoder, layout: Layout, params: Params, numbers: LayerNumbers) -> Weights:
     """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it."""
     shardings = jax.tree.map(
         lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=is_spec
     )
-    return jax.lax.with_sharding_constraint(decoder.decode_weights(model, params), shardings)
+    return jax.lax.with_sharding_constraint(decoder.decode_weights(model, params, numbers), shardings)
 
 
 layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from models.attention import choose_kernel
 from models.deltanet import DeltaShape
 from models.experts import choose_product
-from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, decode_axes, is_matrix
+from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, LayerNumbers, decode_axes, is_matrix
 from models.rotary import Scaling
 
 
@@ -117,6 +117,11 @@ class Decoder:
         if not self.tie_word_embeddings:
             table[HEAD] = vocabulary
         return table
+
+    @property
+    def layer_numbers(self) -> LayerNumbers:
+        """The numbers of the layers."""
+        return tuple(range(self.num_hidden_layers))
 
     def layers_with(self) -> dict[str, list[int]]:
         """Returns the numbers of the layers that have each parameter: those whose arrays are stacked."""

@@ -45,6 +45,7 @@ from models.names import (
     Array,
     Extras,
     Key,
+    LayerNumbers,
     LayerParams,
     Params,
     Policy,
@@ -457,12 +458,13 @@ def view_of(model: Decoder, kind: str) -> View:
     return View(scale, model.sliding_window if kind == SLIDING else 0)
 
 
-def select_layer(model: Decoder, stacked: Layers, i: int) -> LayerParams:
+def select_layer(model: Decoder, stacked: Layers, i: int, numbers: LayerNumbers = ()) -> LayerParams:
     """Returns the arrays of layer number `i` from those stacked over layers, or from a list of layers."""
     if isinstance(stacked, list):
         return stacked[i]
+    numbers = numbers or model.layer_numbers
     layers_with = model.layers_with()
-    return {name: stacked[name][layers.index(i)] for name, layers in layers_with.items() if i in layers}
+    return {name: stacked[name][numbers[layers.index(i)]] for name, layers in layers_with.items() if i in layers}
 
 
 def stack_periods(model: Decoder, stacked: LayerParams, num_periods: int) -> LayerParams:
@@ -481,13 +483,14 @@ def logits(model: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[A
     return head(model, params, hidden)
 
 
-def decode_weights(model: Decoder, params: Params) -> Weights:
+def decode_weights(model: Decoder, params: Params, numbers: LayerNumbers = ()) -> Weights:
     """Returns the weights that sampling reads: cast once, layers as a list, since slicing a stack in the loop copies.
 
-    Matrices are [in, out]: products of few rows are 10 to 20% faster so on a CPU.
+    Matrices are [in, out]: products of few rows are 10 to 20% faster so on a CPU. `numbers`, the model's layer_numbers
+    as arguments of jit, let all layers share kernels: slices at constants would be compiled one by one.
     """
     cast = cast_params(model, params)
-    layers = [transpose_matrices(select_layer(model, cast[LAYERS], i)) for i in range(model.num_hidden_layers)]
+    layers = [transpose_matrices(select_layer(model, cast[LAYERS], i, numbers)) for i in model.layer_numbers]
     return cast | {LAYERS: layers}
 
 

@@ -33,6 +33,7 @@ def decode_axes(name: str) -> tuple[int, ...]:
 
 Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is
 Key = jax.Array  # of jax.random
+LayerNumbers = tuple[int | Array, ...]  # traced where they are arguments of jit
 Extras = dict[str, Array]  # of rows or their tokens, by name: see EXTRAS in core/records.py
 
 # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}

@@ -34,10 +34,15 @@ def init_state(params: Params | Adapters, optimizer: optax.GradientTransformatio
 
     With other shardings than those of an update's results, the second update would compile anew.
     """
-    # Outside of jit, which would put the moments of all parameters on one device.
-    opt_state = optimizer.init(params)
-    state = TrainState(params, opt_state, step=jnp.zeros((), jnp.int32), num_skipped=jnp.zeros((), jnp.int32))
     mesh = getattr(jax.tree.leaves(params)[0].sharding, "mesh", None)
+
+    def begin(params: Params | Adapters) -> TrainState:
+        step, num_skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return TrainState({}, optimizer.init(params), step, num_skipped)
+
+    # With several devices outside of jit, which would put the moments of all parameters on one of them.
+    state = jax.jit(begin)(params) if mesh is None or mesh.size == 1 else begin(params)
+    state = replace(state, params=params)
     if mesh is None:
         return state
 

@@ -135,7 +135,7 @@ def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
     model = sampler.model
     if ADAPTERS not in params:
         policy = {name: params[name] for name in model.parameter_table()}
-        return (yield sampling.decode_weights, (model, sampler.layout, policy))
+        return (yield sampling.decode_weights, (model, sampler.layout, policy, model.layer_numbers))
     base, adapters = split_policy(params)
     weights = attach(base, (yield sampling.layer_adapters, (model, adapters)))
     if model.merges_adapters:

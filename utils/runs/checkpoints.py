@@ -7,6 +7,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 from etils import epath
@@ -17,6 +18,9 @@ from utils.devices.memory import fingerprint
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.settings.errors import UserError, describe_error
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 Progress = dict[str, JSON]  # of a run: step, cursor and the like
 NUM_STATES = 2  # kept, the latest
@@ -29,17 +33,26 @@ class CheckpointManager:
     """
 
     def __init__(self, folder: epath.PathLike, layout: Layout):
-        import orbax.checkpoint as ocp  # here: an error of the options does not wait for it
+        self.folder = epath.Path(folder)
+        self.layout = layout
+        self.manager: ocp.CheckpointManager | None = None
+        if self.folder.exists() or layout.mesh.is_multi_process:
+            self.open()
+
+    def open(self) -> None:
+        """Makes Orbax's manager and the folder, if there is none yet; processes wait for one another."""
+        if self.manager:
+            return
+        import orbax.checkpoint as ocp  # here: neither an error of the options nor the first step waits for it
 
         silence_orbax()
         options = ocp.CheckpointManagerOptions(max_to_keep=NUM_STATES, create=True, cleanup_tmp_directories=True)
-        self.manager = ocp.CheckpointManager(folder, options=options)
-        self.layout = layout
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     @property
     def steps(self) -> list[int]:
         """Returns the steps whose states were written completely, newest first."""
-        return sorted(self.manager.all_steps(), reverse=True)
+        return sorted(self.manager.all_steps(), reverse=True) if self.manager else []
 
     def save(self, step: int, state: PyTree, progress: Progress) -> None:
         """Starts to write a state and its progress."""
@@ -48,22 +61,26 @@ class CheckpointManager:
         progress = progress | {"checksum": self.checksum(state, progress)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
         with write_errors():
+            self.open()
             self.manager.save(step, args=args)
 
     def check_errors(self) -> None:
         """Raises the OSError of a write in the background that has failed."""
         with write_errors():
-            self.manager.check_for_errors()
+            if self.manager:
+                self.manager.check_for_errors()
 
     def wait(self) -> None:
         """Waits for the writes in the background."""
         with write_errors():
-            self.manager.wait_until_finished()
+            if self.manager:
+                self.manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the writes in the background, and ends."""
         with write_errors():
-            self.manager.close()
+            if self.manager:
+                self.manager.close()
 
     def restore(self, state: PyTree) -> tuple[PyTree, Progress]:
         """Returns the newest whole state, laid out as `state`, and its progress; `state` and {} where there is none.
