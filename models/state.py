@@ -36,13 +36,12 @@ def init_state(params: Params | Adapters, optimizer: optax.GradientTransformatio
     """
     mesh = getattr(jax.tree.leaves(params)[0].sharding, "mesh", None)
 
-    def begin(params: Params | Adapters) -> TrainState:
-        step, num_skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return TrainState({}, optimizer.init(params), step, num_skipped)
+    def begin(params: Params | Adapters) -> tuple[PyTree, Int[Array, ""], Int[Array, ""]]:
+        return optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
 
     # With several devices outside of jit, which would put the moments of all parameters on one of them.
-    state = jax.jit(begin)(params) if mesh is None or mesh.size == 1 else begin(params)
-    state = replace(state, params=params)
+    init = jax.jit(begin) if mesh is None or mesh.size == 1 else begin
+    state = TrainState(params, *init(params))
     if mesh is None:
         return state
 
