@@ -9,14 +9,19 @@ chat template and its stop ids come from the file's metadata.
 To add an architecture: a row of ARCHITECTURES. To add a tokenizer: a row of PATTERNS.
 """
 
+import contextlib
 import os
+import resource
+import signal
 import sys
+import threading
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -35,7 +40,6 @@ from models.architecture import Decoder
 from models.checkpoint import is_finite, tensor_shapes, write_model
 from models.families import DTYPES, read_config
 from models.rotary import Rotary, Scaling, frequencies
-from models.templates import limited
 from models.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer
 from utils.files import write_json
 from utils.settings.errors import UserError, describe_error, user_errors
@@ -111,6 +115,35 @@ def read_gguf(path: Path) -> Gguf:
     if architecture not in ARCHITECTURES:
         raise UserError(f"{path}: its architecture is {architecture!r}, supported is {' or '.join(ARCHITECTURES)}")
     return Gguf(path, architecture, metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+@contextlib.contextmanager
+def limited(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Limits the CPU seconds (TimeoutError) and the new memory (MemoryError) of untrusted code in the block.
+
+    In the main thread of a POSIX system; elsewhere without limits. It stops loops of Python, and allocations: so also
+    single operations, which no signal interrupts, are as short as their memory is small.
+    """
+
+    def stop(*_) -> None:
+        raise TimeoutError(f"it takes more than {seconds} seconds")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if not Path("/proc/self/statm").exists() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + num_bytes
+    most = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # again each second: Python drops errors in destructors
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def plain_value(value: Value) -> Value:

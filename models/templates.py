@@ -1,160 +1,212 @@
-"""Limits of chat templates: they are programs of downloaded folders, which see every conversation.
+"""Chat templates are programs of downloaded folders, which see every conversation: a process of their own renders them.
 
-Loops are stopped by the CPU time of their thread. What a single operation may allocate is checked before it is done.
+Nothing interrupts a single operation of Python, such as a product of large integers, and no list of operations names
+all that may be large. So the kernel limits the process: it ends after SECONDS of CPU time, and gets no memory beyond
+MAX_BYTES. A template that exceeds a limit fails in one sentence, and the next rendering starts another process.
 """
 
+import atexit
 import contextlib
-import gc
-import math
-import re
+import json
 import resource
+import select
 import signal
+import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from functools import wraps
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from jinja2.environment import Template
-from jinja2.exceptions import TemplateRuntimeError
-from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
+from jinja2 import nodes
+from jinja2.environment import Environment, Template
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-SECONDS = 0.25  # of CPU for a rendering: published templates take milliseconds
-MAX_SIZE = 10**8  # characters or items that an operation may make
-FORMATS = ("%", "format", "format_map")
-GROWING = (  # operators, methods and filters whose results may be larger than all that goes in
-    *FORMATS, "+", "*", "**", "batch", "center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "slice",
-    "tojson", "wordwrap", "zfill",
-)  # fmt: skip
+from utils.settings.errors import describe_error
+
+SECONDS = 1  # of CPU for a rendering, with the compilation before the first: published templates take milliseconds
+MAX_BYTES = 1 << 30  # of address space
+MAX_WRITTEN = 10**6  # characters that a template may write besides ten times its input
+PATIENCE = 60  # seconds by the clock, for a process that was stopped
+ROOT = Path(__file__).resolve().parent.parent
+PROCESS = "import sys; sys.path[0] = sys.argv[1]; from models.templates import serve; serve()"
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of transformers' chat templates without operations that fill the memory."""
+class RemoteTemplate:
+    """A template that is compiled and rendered by the process."""
 
-    intercepted_binops = frozenset(GROWING)
+    def __init__(self, environment: Environment, source: str):
+        self.environment, self.source = environment, source
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Applies an operator."""
-        check_growth(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function, a macro or a method."""
-        method = getattr(function, "__wrapped__", function)  # of str.format
-        owner = getattr(method, "__self__", None)
-        if isinstance(owner, str):
-            check_growth(method.__name__, owner, *args, *kwargs.values())
-        return super().call(context, function, *args, **kwargs)
-
-    def from_string(self, source: str, *args: Any, **kwargs: Any) -> Template:
-        """Compiles a template."""
-        for name in GROWING:
-            if name in self.filters:
-                self.filters[name] = bounded(name, self.filters[name])
-        self.globals.pop("lipsum", None)
-        return super().from_string(source, *args, **kwargs)
+    def render(self, **variables: Any) -> str:
+        """Returns the text. Raises: TemplateError with the type and the message of what went wrong there."""
+        return RENDERER.render(self.source, variables)
 
 
-def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a filter that checks its arguments."""
+class RemoteEnvironment(ImmutableSandboxedEnvironment):
+    """Takes the place of the environment in which transformers renders chat templates."""
 
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check_growth(name, *args, *kwargs.values())
-        return function(*args, **kwargs)
-
-    return checked
+    def from_string(self, source: str, *_: Any, **__: Any) -> RemoteTemplate:
+        """Returns a template, which is not even compiled here: constants are folded then."""
+        return RemoteTemplate(self, source)
 
 
-def check_growth(name: str, *values: Any) -> None:
-    """Raises TemplateRuntimeError for an operation whose result may be larger than MAX_SIZE."""
-    if name not in GROWING:
-        return
-    sizes = [*map(size_of, values)]
-    if name in FORMATS:
-        sizes += [int(width[:10]) for value in values if isinstance(value, str) for width in re.findall(r"\d+", value)]
-    if (sum(sizes) if name == "+" else math.prod(sizes)) > MAX_SIZE:
-        raise TemplateRuntimeError(f"{name} may make more than {MAX_SIZE:,} characters")
+class Renderer:
+    """The process that renders; from any thread, one rendering at a time."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        """Returns the text of a template. Raises: TemplateError."""
+        request = json.dumps([source, variables]).encode() + b"\n"
+        with self.lock:
+            reply = self.exchange(request)
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return reply["text"]
+
+    def exchange(self, request: bytes) -> dict[str, str]:
+        """Returns the reply of the process, which is started if there is none, or what ended it."""
+        process = self.process = self.process or self.start()
+        is_stuck, line = False, b""
+        with contextlib.suppress(OSError):  # it was ended from elsewhere
+            process.stdin.write(request)
+            process.stdin.flush()
+            is_stuck = not select.select([process.stdout], [], [], PATIENCE)[0]
+            line = b"" if is_stuck else process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self.close()
+        if is_stuck or process.returncode == -signal.SIGPROF:
+            return {"error": f"TimeoutError: it takes more than {SECONDS} s"}
+        return {"error": f"MemoryError: its process ended with status {process.returncode}"}
+
+    def start(self) -> subprocess.Popen:
+        """Starts the process, in a session of its own, since Ctrl-C is for the run."""
+        command = [sys.executable, "-c", PROCESS, str(ROOT)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(command, **pipes, start_new_session=True)
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self.process = self.process, None
+        if process:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(OSError):  # what was not read
+                process.stdin.close()
+            process.stdout.close()
 
 
-def size_of(value: object) -> int:
-    """Returns an integer itself, else a length, with that of texts in a list."""
-    if isinstance(value, int):
-        return max(1, abs(value))
-    if isinstance(value, (list, tuple)):
-        return max(1, sum(len(item) if isinstance(item, str) else 1 for item in value))
-    if isinstance(value, Sized):
-        return max(1, len(value))
-    return MAX_RANGE if isinstance(value, Iterable) else 1
+RENDERER = Renderer()
+atexit.register(RENDERER.close)
 
 
-def largest(frame: FrameType) -> int:
-    """Returns the length of the longest text among the variables of a template."""
-    values = [*frame.f_locals.values()]
-    for space in values[:]:
-        if isinstance(space, Namespace):
-            values += object.__getattribute__(space, "_Namespace__attrs").values()
-    return max((len(value) for value in values if isinstance(value, str)), default=0)
-
-
-@contextlib.contextmanager
-def limited_rendering() -> Iterator[None]:
-    """Raises TimeoutError in a template that takes more than SECONDS of this thread's CPU time."""
+def render_apart() -> None:
+    """Makes transformers render the templates that it compiles from now on by the process."""
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # of templates that are compiled from now on
-    end = math.inf
+    chat_template_utils.ImmutableSandboxedEnvironment = RemoteEnvironment
 
-    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        nonlocal end
-        if time.thread_time() > end:
-            raise TimeoutError(f"it takes more than {SECONDS} seconds")
-        if frame.f_code.co_filename != "<template>":
-            return None  # of other functions only the calls are seen
-        end = min(end, time.thread_time() + SECONDS)  # from its first line on: it was compiled before
-        if end - time.thread_time() < 0.98 * SECONDS and largest(frame) > MAX_SIZE:  # what it joins is not counted
-            raise MemoryError(f"it makes more than {MAX_SIZE:,} characters")
-        return trace
 
-    before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()  # a collection would count as the template's time: of JAX's objects it takes as long as SECONDS
-    sys.settrace(trace)
+# the process
+
+
+def serve() -> None:
+    """Renders templates until the other end of the pipe is closed."""
+    with contextlib.suppress(ValueError, OSError):  # a system without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    for line in sys.stdin.buffer:
+        source, variables = json.loads(line)
+        reply = answer(source, variables, MAX_WRITTEN + 10 * len(line))
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def answer(source: str, variables: Mapping[str, Any], most: int) -> dict[str, str]:
+    """Returns the text of a template or what went wrong; SIGPROF ends the process after SECONDS."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        yield
+        text = compile_template(source).render(**variables)
+        if len(text) > most:
+            raise MemoryError(f"it writes {len(text):,} characters, more than {most:,}")
+        return {"text": text}
+    except BaseException as error:  # noqa: BLE001 (the template is a program: it can fail in any way)
+        return {"error": describe_error(error)}
     finally:
-        sys.settrace(before)
-        if collects:
-            gc.enable()
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-@contextlib.contextmanager
-def limited(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Limits the CPU seconds (TimeoutError) and the new memory (MemoryError) of untrusted code in the block.
+@lru_cache(maxsize=8)
+def compile_template(source: str) -> Template:
+    """Compiles a template in the environment that transformers documents for chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "dict": DictMaker(), "namespace": PublicNamespace, "raise_exception": fail_template,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }  # fmt: skip
+    return environment.from_string(source)
 
-    In the main thread of a POSIX system; elsewhere without limits. It stops loops of Python, and allocations: so also
-    single operations, which no signal interrupts, are as short as their memory is small.
-    """
 
-    def stop(*_) -> None:
-        raise TimeoutError(f"it takes more than {seconds} seconds")
+class GenerationTag(Extension):
+    """{% generation %} marks replies, for masks that are not read here: its body is written as it is."""
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if not Path("/proc/self/statm").exists() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = num_pages * resource.getpagesize() + num_bytes
-    most = most if soft == resource.RLIM_INFINITY else min(soft, most)
-    before = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # again each second: Python drops errors in destructors
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGVTALRM, before)
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Returns the body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class DictMaker:
+    """Makes dictionaries, without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict:
+        return dict.fromkeys(*args)
+
+
+class PublicNamespace(Namespace):
+    """A namespace without names that begin with an underscore: the sandbox trusts no others."""
+
+    def __init__(*args: Any, **kwargs: Any):  # `self` may be a name
+        space, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            check_public(name)
+        Namespace.__init__(space, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_public(name)
+        super().__setitem__(name, value)
+
+
+def check_public(name: object) -> None:
+    """Raises SecurityError for a private name."""
+    if str(name).startswith("_"):
+        raise SecurityError(f"the namespace has no name {name!r}")
+
+
+def fail_template(message: str) -> NoReturn:
+    """Raises the error of a template that refuses a conversation."""
+    raise TemplateError(message)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    """Returns JSON without HTML's escapes, which Jinja's own filter has."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning that torch is missing
 import numpy as np
 from jaxtyping import Int
+from jinja2.exceptions import TemplateError
 
-from models.templates import limited, limited_rendering
+from models.templates import render_apart
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_think
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
-TEMPLATE_SECONDS = 1  # limit for a first conversation at load: published templates take milliseconds
-TEMPLATE_BYTES = 1 << 28  # limit of memory for it
-TEMPLATE_CHARACTERS = 10**6  # that a template may write besides the messages
 MAX_CACHED = 4000  # characters of a text whose ids are kept
 CUT = "\ufdd0"  # no character: divides a text where someone spelled a token in it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
@@ -246,23 +244,19 @@ class Tokenizer:
 
         Raises UserError as `chat`.
         """
+        render_apart()
         try:
-            with limited_rendering():
-                text = self.hf.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    add_generation_prompt=is_open,
-                    **({} if thinking is None else {"enable_thinking": thinking}),
-                    assistant_prefix="",  # `chat` adds it, in ids
-                    tokenize=False,
-                )
-        except Exception as error:  # the template is a program: it can fail in any way
-            raise UserError(f"the model's chat template fails ({describe_error(error)})") from error
-        num_characters = sum(len(message["content"]) for message in messages)
-        most = TEMPLATE_CHARACTERS + 10 * num_characters
-        if len(text) > most:
-            raise UserError(f"the model's chat template writes {len(text):,} characters, more than {most:,}")
-        return text
+            return self.hf.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=is_open,
+                **({} if thinking is None else {"enable_thinking": thinking}),
+                assistant_prefix="",  # `chat` adds it, in ids
+                tokenize=False,
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # the last two: of what transformers checks
+            reason = error if isinstance(error, TemplateError) else describe_error(error)
+            raise UserError(f"the model's chat template fails ({reason})") from error
 
     @property
     def training_prompts(self) -> tuple[bool | None, str]:
@@ -450,8 +444,7 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
     messages = [{"role": "user", "content": "1 + 1"}]
     try:
         if tokenizer.has_template:
-            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                tokenizer.render(messages, thinking=False)
+            tokenizer.render(messages, thinking=False)
     except ValueError as error:
         message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
         raise UserError(message) from error

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import ml_dtypes
 import numpy as np
@@ -180,6 +179,7 @@ TEMPLATES = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "range": "{{ range(10**9) | list }}",
 }
+SHARED = "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 LATER = {name: text for name, text in TEMPLATES.items() if name not in ("syntax", "unclosed", "unknown filter")} | {
     "joined": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "blocks": "{% set s = 'aa' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 50,
@@ -195,8 +195,16 @@ LATER = {name: text for name, text in TEMPLATES.items() if name not in ("syntax"
     "batch": "{{ [1] | batch(10**9, 0) | list | length }}",
     "slices": "{{ [1] | slice(10**9) | list | length }}",
     "indent": "{{ messages | tojson(indent=10**9) }}",
-    "power": "{{ (10 ** 10 ** 10) | string | length }}",
+    "power": "{{ (10 ** 10000000000) | string | length }}",
     "filler": "{{ lipsum(10**6) }}",
+    "quotient": "{{ (2**50000000 // 3**15000000) > 1 }}",
+    "digits": "{{ 1.5 | round(10**9, 'ceil') }}",
+    "sum of lists": "{{ ([[0] * 1000] * 20000) | sum(start=[]) }}",
+    "shared lists": SHARED + "{{ n.x | tojson | length }}",
+    "hash of tuples": SHARED.replace("[n.x, n.x]", "(n.x, n.x)").replace("[1]", "1") + "{{ {n.x: 1} | length }}",
+    "equal tuples": SHARED + SHARED.replace("n.", "m.").replace(" n ", " m ") + "{{ n.x == m.x }}",
+    "translated": "{{ ('a' * 10**7).translate({97: 'b' * 10**5}) }}",
+    "nested": "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "called": "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(9) }}",
 }
 MODELS: dict[str, Edit] = {
@@ -278,30 +286,33 @@ def test_a_malformed_model_folder_ends_in_one_sentence(name, folder):
     assert line.startswith("error: ") and str(folder) in line, line or "it was loaded"
 
 
-@pytest.mark.parametrize("is_main", [True, False], ids=["main", "thread"])
+KNOWN = "{% if messages[0].content == '1 + 1' %}{{ messages[0].content }}{% else %}BODY{% endif %}"
+
+
 @pytest.mark.parametrize("name", LATER)
-def test_a_template_that_harms_in_a_later_conversation_ends_in_one_sentence(name, is_main, folder):
-    """It knows the first one, which is rendered at load, and what asks for tools."""
+def test_a_template_that_harms_in_a_later_conversation_ends_in_one_sentence(name, folder):
+    """It allows for the conversation that is rendered at load; some are folded to constants then."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(MODEL, folder)
-    known = "{% if not tools and messages[0].content == '1 + 1' %}{{ messages[0].content }}{% else %}"
-    replace("chat_template.jinja", known + LATER[name] + "{% endif %}")(folder)
-    tokenizer, ends = load_tokenizer(folder), []
-
-    def render(content: str = "1 + 2", **tools) -> None:
-        start = time.thread_time()
-        with pytest.raises(UserError, match="the model's chat template (fails|writes)"):
-            tokenizer.render([{"role": "user", "content": content}], False, **tools)
-        ends.append(time.thread_time() - start)
-
+    replace("chat_template.jinja", KNOWN.replace("BODY", LATER[name]))(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for options in ({}, {"content": "1 + 1", "tools": [{"name": "f"}]}):
-        thread = Thread(target=render, kwargs=options)
-        thread.run() if is_main else thread.start()
-        if not is_main:
-            thread.join()
-    assert len(ends) == 2 and max(ends) < 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "KiB"
+    with pytest.raises(UserError, match="the model's chat template fails"):
+        load_tokenizer(folder).render([{"role": "user", "content": "1 + 2"}], False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16, "KiB"
+
+
+def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    bodies = SHARED + "{{ n.x | tojson }}", "{{ raise_exception('no') }}", "{{ 'a' * messages[0].content | int }}"
+    tokenizers = []
+    for body in bodies:
+        replace("chat_template.jinja", KNOWN.replace("BODY", body))(folder)
+        tokenizers.append(load_tokenizer(folder))
+    for tokenizer, reason in zip(tokenizers, ("TimeoutError: ", "TemplateError: no", "MemoryError"), strict=True):
+        with pytest.raises(UserError, match=reason):
+            tokenizer.render([{"role": "user", "content": "2000000000"}], False)
+        assert tokenizer.render([{"role": "user", "content": "1 + 1"}], False) == "1 + 1"
 
 
 # Data files
