@@ -31,7 +31,8 @@ from core.run.foreign import find_run, settings_with_code
 from core.sampler import Sampler, SamplingConfig, make_sampler
 from envs import make_env, test_name
 from envs.base import Env
-from envs.data.rows import check_text, read_file
+from envs.data.files import read_file
+from envs.data.rows import check_text
 from envs.dataset import check_prompt
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig

@@ -20,8 +20,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from envs.base import Episode, Problem, check_choice
+from envs.data.files import RawRow, read_file, read_lines
 from envs.data.questions import Questions, written_answers
-from envs.data.rows import RawRow, Row, Source, load_rows, read_file, read_lines, text_prompt
+from envs.data.rows import Row, Source, load_rows, text_prompt
 from envs.data.splits import select_split
 from envs.tools.episode import ToolEpisode, ToolSettings
 from utils.settings.errors import UserError

@@ -469,7 +469,8 @@ def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name,
     monkeypatch.setitem(sys.modules, package, None)
     rows = {"math500": {"problem": "1+1?", "answer": "2"}, "dataset": {"prompt": "1+1?", "answer": "2"}}
     file = tmp_path / ("rows.parquet" if package == "pyarrow" else "math500.jsonl")
-    file.write_text("".join(json.dumps(rows.get(name, {})) + "\n" for _ in range(20)))
+    start = "PAR1" if package == "pyarrow" else ""
+    file.write_text(start + "".join(json.dumps(rows.get(name, {})) + "\n" for _ in range(20)))
     options = {"math500": {"data_dir": str(tmp_path)}, "dataset": {"path": str(file)}}
     with pytest.raises(UserError, match=f"`pip install {install}"):
         envs.make_env(name, **options.get(name, {}))

@@ -1,31 +1,20 @@
 """Rows of data sets: from local files in the formats of the public repositories, or from the Hugging Face hub."""
 
-import codecs
-import csv
-import gzip
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from utils.settings.errors import UserError, check_installed, counted, is_installed
+from envs.data.files import JSON, NOT_UTF8, RawRow, read_file
+from utils.settings.errors import UserError, counted, is_installed
 
-READERS = ".jsonl, .json, .csv and .parquet; the first three also .gz"
-MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
-MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
-MIN_EXPANDED = 1 << 24  # ... and as much in any case
-NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
 ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
 SKIP = "or leave such rows out with --env_options skip_bad_rows=true"
 QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
-
-JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
-RawRow = dict[str, JSON]  # of a file, by column
 
 
 @dataclass(frozen=True)
@@ -94,12 +83,12 @@ def load_rows(
                 raise raw
             check_text(raw)
             row = convert(raw)
+            key = json.dumps(row.prompt)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
                 raise UserError(explain_bad_row(location, error, raw, skip)) from error
             left_out["malformed"] += 1
             continue
-        key = json.dumps(row.prompt)
         is_repeated = key in seen and not may_repeat
         why = "empty" if not row.prompt or row.answer in ("", None) else "repeated" if is_repeated else ""
         seen.add(key)
@@ -109,7 +98,8 @@ def load_rows(
             rows.append(row)
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
-        raise UserError(f"{name}: {path or source.hub} holds no usable row" + (f", but {reasons}" if reasons else ""))
+        found = f"no usable row, but {reasons}" if total else "no row"
+        raise UserError(f"{name}: {path or source.hub} holds {found}: write rows into it")
     rest = f" of {counted(total, 'row')} (left out: {reasons})" if reasons else ""
     return rows, f"{name}: {counted(len(rows), noun)}{rest}"
 
@@ -156,164 +146,6 @@ def find_file(source: Source, data_dir: str) -> Path | None:
     """Returns the first file of a source that is in the folder; None if none is, or there is no folder but a hub."""
     paths = [Path(os.path.expanduser(data_dir)) / name for name in source.files if data_dir or not source.hub]
     return next(filter(Path.is_file, paths), None)
-
-
-def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields each row of a file with its location (file:line), or the reason why there is none.
-
-    Raises: UserError where the file, or the rest of it, cannot be read; OSError.
-    """
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    readers = {".parquet": read_parquet, ".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv}
-    if kind not in readers or (kind == ".parquet" and path.suffix == ".gz"):
-        raise UserError(f"{path}: a file of rows is one of {READERS}")
-    if path.suffix == ".gz":
-        check_compressed(path)
-    with open_file(path) as file:
-        begins_as_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    if begins_as_utf16:
-        raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {path} > NEW` converts it")
-    yield from readers[kind](path)
-
-
-def check_compressed(path: Path) -> None:
-    """Raises UserError for a .gz file that is damaged, cut off, or a bomb. It keeps nothing of it in memory."""
-    most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
-    try:
-        with gzip.open(path) as file:
-            while block := file.read(1 << 20):
-                size += len(block)
-                if size > most:
-                    raise UserError(f"{path} expands to more than {most:,} bytes, which no file of rows does")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Opens a file to read, decompressed where it ends in .gz."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and the content of each line, cut after MAX_ROW_BYTES + 1 bytes."""
-    with open_file(path) as file:
-        number = 0
-        while line := file.readline(MAX_ROW_BYTES + 1):
-            number += 1
-            rest = line
-            while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
-                rest = file.readline(MAX_ROW_BYTES + 1)
-            yield number, line
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    yield from ((f"{path}:{i}", parse_json(line)) for i, line in read_lines(path) if line.strip())
-
-
-def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the objects of a list, also of one that is the only value of an object: {"data": [...]}."""
-    with open_file(path) as file:
-        try:
-            rows = json.loads(file.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is {NOT_UTF8}") from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not JSON ({error})") from error
-    if isinstance(rows, dict) and len(rows) == 1:
-        rows = next(iter(rows.values()))
-    if not isinstance(rows, list):
-        raise UserError(f"{path} must hold a list of objects")
-    yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
-
-
-def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the rows below a line of names. After a line that cannot be parsed, the next one begins a new row."""
-    csv.field_size_limit(MAX_ROW_BYTES)
-    rows = csv.reader(csv_lines(path), strict=True)
-    names = None
-    while True:
-        first = rows.line_num + 1
-        try:
-            values = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if rows.line_num > first:  # a quote that is closed elsewhere, or never
-                message = f"{path}:{first} begins a quote that does not end well ({error}): correct it"
-                raise UserError(message) from error
-            yield f"{path}:{first}", ValueError(f"it is not CSV ({error})")
-            continue
-        if names is None:
-            names = values
-            check_names(path, names)
-        elif len(values) == len(names):
-            yield f"{path}:{first}", dict(zip(names, values, strict=True))
-        elif values:
-            error = f"it has {len(values)} columns, where the first line names {len(names)}"
-            yield f"{path}:{first}", ValueError(error)
-
-
-def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError where the line of names has other separators than commas, or names a column twice."""
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
-    separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
-    if separator:
-        try:
-            path.read_text("utf-8")
-            encoding = "utf-8"
-        except UnicodeDecodeError:
-            encoding = "latin-1"
-        arguments = f"{str(path)!r}, sep={separator!r}, encoding={encoding!r}"
-        convert = f"pandas.read_csv({arguments}).to_csv('commas.csv', index=False)"
-        raise UserError(
-            f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c \"import "
-            f'pandas; {convert}"`, and take commas.csv'
-        )
-
-
-def csv_lines(path: Path) -> Iterator[str]:
-    """Yields the lines as text, with half a surrogate pair for each byte that is not UTF-8.
-
-    Raises: UserError for a line that is too long.
-    """
-    for i, line in read_lines(path):
-        if len(line) > MAX_ROW_BYTES:
-            raise UserError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
-        yield line.decode("utf-8-sig", "surrogateescape")
-
-
-def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:
-    check_installed("pyarrow", f"a Parquet file ({path})")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        if file.metadata.num_rows > path.stat().st_size:
-            raise UserError(f"it claims {file.metadata.num_rows:,} rows")
-        rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-        yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, 1))
-    except (ValueError, OSError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
-
-
-def parse_json(line: bytes) -> RawRow | Exception:
-    """Returns the object in a line, or an error where there is none."""
-    if len(line) > MAX_ROW_BYTES:
-        return ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
-    try:
-        return check_row(json.loads(line.decode("utf-8-sig")))
-    except UnicodeDecodeError as error:
-        return ValueError(f"it is {NOT_UTF8} ({error.reason} at byte {error.start})")
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"not JSON ({error})")
-
-
-def check_row(row: JSON) -> RawRow | Exception:
-    return row if isinstance(row, dict) else ValueError("it is not an object with named columns")
 
 
 def read_hub(name: str, source: Source) -> Iterator[tuple[str, RawRow]]:

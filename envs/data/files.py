@@ -1,0 +1,293 @@
+"""Files of rows: JSON, JSON lines, CSV and Parquet, told apart by what is in them, not by their names."""
+
+import codecs
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import BinaryIO
+
+from utils.settings.errors import UserError, check_installed
+
+JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
+RawRow = dict[str, JSON]  # of a file, by column
+
+READ = "a file of rows holds JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
+MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
+MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
+MIN_EXPANDED = 1 << 24  # ... and as much in any case
+NUM_START = 1 << 12  # bytes by which formats are told apart
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # how such files begin
+NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
+FOREIGN = {  # how files of other formats begin, what they are, and what to do
+    b"version https://git-lfs": "a pointer of Git LFS to a file: `git lfs pull` fetches it",
+    b"PK\x03\x04": "a ZIP archive, as Excel files are: unpack it, or save the table as CSV",
+    b"\x28\xb5\x2f\xfd": "compressed by Zstandard: `unzstd FILE` unpacks it",
+    b"BZh": "compressed by bzip2: `bunzip2 FILE` unpacks it",
+    b"\xfd7zXZ": "compressed by xz: `unxz FILE` unpacks it",
+    b"ARROW1": "an Arrow file: write it as Parquet, by `pyarrow.parquet.write_table`",
+    b"\xff\xff\xff\xff": "an Arrow stream, as the cache of datasets has them: write it by its `to_parquet`",
+    b"SQLite format": "a SQLite database: export the table as CSV",
+    b"\x80": "a pickle, which can run code: write the rows as JSON lines",
+    b"<": "a web page or XML: download the file itself",
+}
+LISTS = ("data", "rows", "train", "test", "examples", "instances", "questions", "problems", "samples")
+SPEAKERS = ("role", "from")  # keys of a message that name who speaks
+SPACE = re.compile(r"\s*")
+
+
+def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields each row of a file with its location (file:line), or the reason why there is none.
+
+    Raises: UserError where the file, or the rest of it, cannot be read; OSError.
+    """
+    is_compressed = begins_with(path, GZIP)
+    if is_compressed:
+        check_compressed(path)
+    with open_file(path) as file:
+        start = file.read(NUM_START)
+    text = start.removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.startswith(PARQUET) and not is_compressed:
+        yield from read_parquet(path)
+        return
+    if not text:
+        raise UserError(f"{path} is empty: write rows into it")
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {path} > NEW` converts it")
+    if other := next((what for sign, what in FOREIGN.items() if text.startswith(sign)), ""):
+        raise UserError(f"{path} is {other}")
+    if b"\0" in start:
+        raise UserError(f"{path} holds a zero byte, and is of no known format: {READ}")
+    yield from read_json(path) if looks_like_json(path) else read_csv(path)
+
+
+def begins_with(path: Path, sign: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(sign)) == sign
+
+
+def looks_like_json(path: Path) -> bool:
+    """True for JSON and JSON lines, whose first line may be broken; False for CSV. Raises: UserError for neither."""
+    first, second = islice(chain((line for _, line in full_lines(path)), [b"", b""]), 2)
+    is_named_csv = ".csv" in path.suffixes
+    if first.startswith((b"{", b"[")) or (second.startswith(b"{") and not is_named_csv):
+        return True
+    if not is_named_csv and not any(sign in first for sign in (b",", b";", b"\t")):
+        raise UserError(f"{path} begins with {first[:40]!r}, which is neither JSON nor a line of names: {READ}")
+    return False
+
+
+def check_compressed(path: Path) -> None:
+    """Raises UserError for a file of gzip that is damaged, cut off, or a bomb. It keeps nothing of it in memory."""
+    most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
+    try:
+        with gzip.open(path) as file:
+            while block := file.read(1 << 20):
+                size += len(block)
+                if size > most:
+                    raise UserError(f"{path} expands to more than {most:,} bytes, which no file of rows does")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file to read, decompressed where it is of gzip."""
+    return gzip.open(path) if begins_with(path, GZIP) else path.open("rb")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the content of each line, cut after MAX_ROW_BYTES + 1 bytes."""
+    with open_file(path) as file:
+        number = 0
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            number += 1
+            rest = line
+            while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_ROW_BYTES + 1)
+            yield number, line
+
+
+def full_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the content of each line that is not blank, stripped, and without a mark of UTF-8."""
+    for number, line in read_lines(path):
+        if content := line.removeprefix(codecs.BOM_UTF8).strip():
+            yield number, content
+
+
+# JSON
+
+
+def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the objects of a file with one on each line, of a list, or of objects behind each other.
+
+    A list may also be in an object: {"data": [...]}.
+    """
+    first, second = islice(chain((line for _, line in full_lines(path)), [b"", b""]), 2)
+    row, is_next_row = parse_json(first), isinstance(parse_json(second), dict)
+    if isinstance(row, dict):
+        is_by_lines = bool(second) or find_rows(path, [row]) == [row]
+    else:  # the first line is broken, or a part of a value
+        is_broken = len(first) <= MAX_ROW_BYTES and (is_next_row or not second)
+        is_by_lines = is_broken and not first.startswith(b"[")
+    if is_by_lines:
+        yield from ((f"{path}:{number}", parse_json(line)) for number, line in full_lines(path))
+    else:
+        rows = find_rows(path, read_values(path))
+        yield from ((f"{path}, row {i}", check_row(row)) for i, row in enumerate(rows, 1))
+
+
+def read_values(path: Path) -> list[JSON]:
+    """Returns the values of a file, one or several behind each other. Raises: UserError where it is not JSON."""
+    decoder, values = json.JSONDecoder(), []
+    with open_file(path) as file:
+        try:
+            text = file.read().decode("utf-8-sig")
+            end = SPACE.match(text).end()
+            while end < len(text):
+                value, end = decoder.raw_decode(text, end)
+                values.append(value)
+                end = SPACE.match(text, end).end()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is {NOT_UTF8}") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not JSON ({error}): correct it, or copy it again") from error
+    return values
+
+
+def find_rows(path: Path, values: list[JSON]) -> list[JSON]:
+    """Returns the rows among the values of a file. Raises: UserError where there are none."""
+    match values:
+        case [list(rows)]:
+            return rows
+        case [dict(value)]:
+            lists = [name for name, x in value.items() if (name in LISTS or len(value) == 1) and is_list_of_rows(x)]
+            if len(lists) > 1:
+                names = ", ".join(lists)
+                raise UserError(f"{path} has several lists of rows, {names}: write each to a file of its own")
+            if not lists and value and all(isinstance(x, dict) and "0" in x for x in value.values()):
+                advice = "pandas writes rows by to_json(FILE, orient='records', lines=True)"
+                raise UserError(f"{path} holds columns, not rows: {advice}")
+            return value[lists[0]] if lists else [value]
+        case [_]:
+            raise UserError(f"{path} must hold a list of objects")
+    return values
+
+
+def is_list_of_rows(value: JSON) -> bool:
+    """True for a list of objects, none of which is a message."""
+    return isinstance(value, list) and all(isinstance(x, dict) for x in value) and not is_conversation(value)
+
+
+def is_conversation(value: JSON) -> bool:
+    """True for a list of objects that say who speaks."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(x, dict) and any(key in x for key in SPEAKERS) for x in value)
+
+
+def parse_json(line: bytes) -> RawRow | Exception:
+    """Returns the object in a line, or an error where there is none."""
+    if len(line) > MAX_ROW_BYTES:
+        return ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
+    try:
+        return check_row(json.loads(line.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        return ValueError(f"it is {NOT_UTF8} ({error.reason} at byte {error.start})")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"not JSON ({error})")
+
+
+def check_row(row: JSON) -> RawRow | Exception:
+    return row if isinstance(row, dict) else ValueError("it is not an object with named columns")
+
+
+# CSV
+
+
+def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the rows below a line of names. After a line that cannot be parsed, the next one begins a new row."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    rows = csv.reader(csv_lines(path), strict=True)
+    names = None
+    while True:
+        first = rows.line_num + 1
+        try:
+            values = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if rows.line_num > first:  # a quote that is closed elsewhere, or never
+                message = f"{path}:{first} begins a quote that does not end well ({error}): correct it"
+                raise UserError(message) from error
+            yield f"{path}:{first}", ValueError(f"it is not CSV ({error})")
+            continue
+        if names is None:
+            names = values
+            check_names(path, names)
+        elif len(values) == len(names):
+            yield f"{path}:{first}", dict(zip(names, values, strict=True))
+        elif values:
+            error = f"it has {len(values)} columns, where the first line names {len(names)}"
+            yield f"{path}:{first}", ValueError(error)
+
+
+def check_names(path: Path, names: list[str]) -> None:
+    """Raises UserError where the line of names has other separators than commas, or names a column twice."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
+    separator = next((sign for sign in ";\t|" if sign in names[0]), "") if len(names) == 1 else ""
+    if separator:
+        try:
+            path.read_text("utf-8")
+            encoding = "utf-8"
+        except UnicodeDecodeError:
+            encoding = "latin-1"
+        arguments = f"{str(path)!r}, sep={separator!r}, encoding={encoding!r}"
+        convert = f"pandas.read_csv({arguments}).to_csv('commas.csv', index=False)"
+        raise UserError(
+            f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c \"import "
+            f'pandas; {convert}"`, and take commas.csv'
+        )
+
+
+def csv_lines(path: Path) -> Iterator[str]:
+    """Yields the lines as text, with half a surrogate pair for each byte that is not UTF-8.
+
+    Raises: UserError for a line that is too long.
+    """
+    for i, line in read_lines(path):
+        if len(line) > MAX_ROW_BYTES:
+            raise UserError(f"{path}:{i} is longer than {MAX_ROW_BYTES:,} bytes")
+        yield line.decode("utf-8-sig", "surrogateescape")
+
+
+# Parquet
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:
+    check_installed("pyarrow", f"a Parquet file ({path})")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        if file.metadata.num_rows > path.stat().st_size:
+            raise UserError(f"it claims {file.metadata.num_rows:,} rows")
+        rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+        yield from ((f"{path}, row {i}", without_nulls(row)) for i, row in enumerate(rows, 1))
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
+
+
+def without_nulls(value: JSON, is_within: bool = False) -> JSON:
+    """Returns a value without the keys of messages and tools that are null: Parquet adds those that others have."""
+    if isinstance(value, dict):
+        kept = {key: x for key, x in value.items() if x is not None or not is_within}
+        return {key: without_nulls(x, is_within or key == "tools" or is_conversation(x)) for key, x in kept.items()}
+    return [without_nulls(x, True) for x in value] if is_within and isinstance(value, list) else value
