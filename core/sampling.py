@@ -32,8 +32,8 @@ from core.sampler import Sampler, SamplingConfig, make_sampler
 from envs import make_env, test_name
 from envs.base import Env
 from envs.data.files import read_file
+from envs.data.messages import Columns, Messages, as_messages, read_exchange
 from envs.data.rows import check_text
-from envs.dataset import check_prompt
 from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig
 from models.architecture import Decoder
@@ -113,11 +113,14 @@ def read_prompts(path: str) -> list[Row]:
             if isinstance(row, Exception):
                 raise row
             check_text(row)
-            check_prompt(row.get("messages") or row["prompt"])
+            exchange = read_exchange(row, Columns(needs_answer=False, begins_with_messages=True))
         except KeyError:
             raise UserError(f'{location} has neither "prompt" nor "messages"') from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{location}: {error}") from error
+        if exchange.prompt != row.get("prompt"):
+            messages = [*as_messages(exchange.prompt, "user"), *exchange.reply]
+            row = {**row, "messages": Messages.of(messages, exchange.tools)}
         rows.append(row)
     if not rows:
         raise UserError(f"--prompts {path} holds no row")
@@ -130,7 +133,7 @@ def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int
         return tokenizer.encode(row["prompt"])
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
     (style,) = prompt_styles([tokenizer], config.thinking)
-    return tokenizer.chat(messages, *style)
+    return tokenizer.chat(messages, *style, tools=getattr(messages, "tools", ()))
 
 
 def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[Style]:

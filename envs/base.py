@@ -39,12 +39,12 @@ class Problem:
     (for example "<think>"). The prefix is part of the text that is scored. `plain` leaves the chat template out.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]  # role and content, and what else a chat template reads
     answer: Any = None
     thinking: bool = False
     prefix: str = ""
     plain: bool = False
-    tools: tuple[Callable[..., object], ...] = ()  # announced to the model, by their type hints and docstrings
+    tools: tuple[Callable[..., object] | Mapping[str, object], ...] = ()  # announced: functions, or JSON schemas
     seed: int = 0  # of what an episode draws before the first turn: that of all samples of a group
 
 

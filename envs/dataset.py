@@ -11,32 +11,45 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
 from envs.base import Env, Episode, Problem, check_choice
+from envs.data.files import RawRow
+from envs.data.messages import (
+    CONVERSATIONS,
+    PROMPTS,
+    WEIGHTS,
+    Columns,
+    Messages,
+    as_messages,
+    get_column,
+    has_column,
+    read_exchange,
+    read_references,
+    unweighted,
+)
 from envs.data.questions import written_answers
-from envs.data.rows import JSON, RawRow, Row, Source, load_rows
+from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
-from envs.grading.answers import FORMS, final_answer, same_math
+from envs.grading.answers import FORMS, final_answer, final_reference, same_math
 from envs.grading.functions import RewardFunction
 from envs.tools.adapters import Adapter, Played, Resettable
 from envs.tools.episode import ToolSettings
 from envs.tools.gyms import as_gym
 from utils.settings.errors import UserError, check_installed, describe_error
 
-PROMPTS = ("prompt", "question", "messages")  # columns that hold the prompt, if the option names none
-ROLES = ("system", "user", "assistant", "tool")
-
 
 class Dataset(Env):
     """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
 
     The column `prompt` (else `question`) holds text or a list of messages; of `messages`, the last one of the assistant
-    is the answer. Without a `reward`, replies are compared with the column `answer` as mathematics, 1.0 or 0.0. One in
-    twenty rows is kept for the valid split and, without a `test_path`, one in ten for the test split. Rows of `path`
-    whose prompt stands in a held-out split are removed.
+    is the answer. Other forms of rows, and what a row says of itself: see envs/data/messages.py. Without a `reward`,
+    replies are compared with the column `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid
+    split and, without a `test_path`, one in ten for the test split. Rows of `path` whose prompt stands in a held-out
+    split are removed.
 
     With an `episode` a row is a conversation with an object of that class, which may pay rewards itself. Such rows may
     repeat, and need no prompt.
@@ -51,8 +64,9 @@ class Dataset(Env):
         test_path: str = "",
         hub_split: str = "train",
         test_hub_split: str = "test",  # of test_path
-        prompt: str = "",  # column; "": prompt, question or messages
-        answer: str = "answer",  # column; need not be there when a reward is given
+        prompt: str = "",  # column, as all three with dots before nested names; "": prompt, question or messages
+        answer: str = "",  # column; need not be there when a reward is given; "": answer, or verl's or Alpaca's
+        messages: str = "",  # column of a conversation, whose last reply is the answer where there is no other
         form: str = "any",  # in which the answer stands: tags, boxed, hash or any
         reward: str = "",  # FILE.py:FUNCTION, or several with commas between
         episode: str = "",  # FILE.py:CLASS, of TRL's environment_factory or with reset and step
@@ -66,7 +80,8 @@ class Dataset(Env):
             raise UserError("the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)")
         check_choice("form", form, FORMS)
         self.form = form
-        self.prompt_column, self.answer_column = prompt, answer
+        self.columns = Columns(prompt, answer, messages)
+        self.answer_column = answer or "answer"
         self.tokens_per_action = tokens_per_action
         file, _, names = reward.rpartition(":")
         found = [load_object(f"{file}:{name}", "--reward", "function") for name in names.split(",") if reward]
@@ -118,24 +133,39 @@ class Dataset(Env):
         self.has_reward = self.has_reward or traits.pays
 
     def read_row(self, row: RawRow) -> Row:
-        column, answer = self.find_prompt(row), self.answer_column
-        says_all = self.opens and column not in row and not self.prompt_column  # the first words of an episode
-        prompt = [{"role": "user", "content": ""}] if says_all else check_prompt(row[column])
-        if isinstance(prompt, list) and column == "messages" and prompt[-1]["role"] == "assistant":
-            row = {answer: prompt[-1]["content"], **row, column: prompt[:-1]}
-            prompt = row[column]
-        if not self.has_reward and row[answer] in (None, ""):
-            return Row(prompt, None)
-        return Row(prompt, row)
+        """Returns a row whose answer is the row itself, with its prompt and its reference in their columns.
+
+        Raises: as `read_exchange`; ValueError for what a reply cannot be compared with.
+        """
+        says_all = self.opens and self.columns == Columns() and not first_of((*PROMPTS, *CONVERSATIONS), row)
+        if says_all:  # the first words of an episode
+            return Row([{"role": "user", "content": ""}], row)
+        exchange = read_exchange(row, replace(self.columns, needs_answer=not self.has_reward))
+        prompt = unweighted(exchange.prompt)
+        if exchange.tools and self.tools:
+            raise ValueError("it has a column tools, and --episode has tools of its own: leave one out")
+        if exchange.tools:
+            prompt = Messages.of(as_messages(prompt, "user"), exchange.tools)
+        given = exchange.answer
+        for message in exchange.reply:
+            given = message["content"] if given is None else given
+        row = {**row, exchange.column: prompt}
+        if not has_column(row, self.answer_column) or get_column(row, self.answer_column) is None:
+            row[self.answer_column] = given
+        if self.has_reward:
+            return Row(prompt, row)
+        if mark := next((name for name in WEIGHTS if row.get(name) not in (None, 1)), ""):
+            raise ValueError(f"its column {mark} is not used without a --reward: leave the column out")
+        return Row(prompt, row if read_references(given) else None)
 
     def find_prompt(self, row: RawRow) -> str:
         """Returns the name of the column that holds the prompt."""
-        return self.prompt_column or next((name for name in PROMPTS if name in row), PROMPTS[0])
+        named = self.columns.messages or self.columns.prompt
+        return named or first_of((*PROMPTS, *CONVERSATIONS), row) or PROMPTS[0]
 
     def problem(self, index: int) -> Problem:
         prompt, row = self.rows[index]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Problem(messages, row, tools=self.tools)
+        return Problem(as_messages(prompt, "user"), row, tools=getattr(prompt, "tools", ()) or self.tools)
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return self.adapter.episode(problem, seed, partial(self.grade, problem))
@@ -157,7 +187,7 @@ class Dataset(Env):
         if not self.rewards:
             answer = final_answer(played.text, self.form)
             has_answer = answer is not None
-            correct = float(has_answer and same_math(self.reference(problem), answer))
+            correct = float(has_answer and any(same_math(one, answer) for one in self.references(problem)))
             return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
         prompt_column = self.find_prompt(problem.answer)
         total, scores = 0.0, {}
@@ -170,26 +200,22 @@ class Dataset(Env):
                 scores[function.name] = value
         return {"correct_answer": float(total >= 1)} | scores | {"return": total}
 
+    def references(self, problem: Problem) -> list[str]:
+        """Returns the answers that are right; none where those of a reward are no texts and numbers."""
+        if not has_column(problem.answer, self.answer_column):
+            return []
+        try:
+            return read_references(get_column(problem.answer, self.answer_column))
+        except ValueError:
+            return []
+
     def reference(self, problem: Problem) -> str:
-        return str(problem.answer.get(self.answer_column, ""))
+        """Returns the first of the answers that are right, "" where there is none."""
+        return next(iter(self.references(problem)), "")
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        reference = self.reference(problem)
+        reference = final_reference(self.reference(problem))
         return {"reference": reference, **written_answers(self.form, reference)} if reference else {}
-
-
-def check_prompt(value: JSON) -> str | list[dict[str, str]]:
-    """Returns text or chat messages. Raises UserError for anything else."""
-    if isinstance(value, str):
-        return value
-    messages = []
-    for message in value if isinstance(value, list) else [None]:
-        match message:
-            case {"role": str(role), "content": str(content)} if role in ROLES:
-                messages.append({"role": role, "content": content})
-            case _:
-                raise UserError("its prompt is neither text nor a list of messages with role and content")
-    return messages
 
 
 def find_source(path: str, hub_split: str) -> Source:

@@ -1,6 +1,7 @@
 """Prompts of an environment in tokens: their lengths, and which are short enough."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +67,8 @@ class TokenBound:
     """An upper bound on the tokens of a prompt, in about 10 microseconds where tokenising takes 400.
 
     Byte-level tokenizers split a text before each space and merge within these pieces only. So a text has at most the
-    tokens of its pieces, each tokenised once at most. The chat template's own tokens are measured once, too.
+    tokens of its pieces, each tokenised once at most. The chat template's own tokens are measured once, too. Messages
+    with other keys than role and content have no bound.
     """
 
     def __init__(self, encode: Encode):
@@ -74,7 +76,10 @@ class TokenBound:
         self.word_tokens = WordTokens(encode)
         self.template_tokens: dict[tuple[tuple[str, ...], bool, bool], int] = {}  # by roles, thinking and plain
 
-    def __call__(self, problem: Problem) -> int:
+    def __call__(self, problem: Problem) -> float:
+        is_plain = all(message.keys() <= {"role", "content"} for message in problem.messages)
+        if not is_plain or any(isinstance(tool, Mapping) for tool in problem.tools):  # calls, schemas of a row
+            return math.inf
         roles = tuple(message["role"] for message in problem.messages)
         style = (roles, problem.thinking, problem.plain)
         if style not in self.template_tokens:

@@ -45,7 +45,7 @@ def show(env: Env, encode: Encode, decode: Callable[[list[int]], str], count: in
 def example_calls(env: Env, problem: Problem) -> list[Reply]:
     """Returns a call of each tool that is announced, made from its schema: with the arguments that it requires."""
     calls = []
-    for tool in problem.tools:
+    for tool in problem.tools if env.dialect else ():  # else they are shown, and not called
         function = tool_schema(tool)["function"]
         schema = function["parameters"]
         arguments = {name: example_argument(schema["properties"][name]) for name in schema.get("required", [])}

@@ -1,6 +1,7 @@
 """Files of rows: JSON, JSON lines, CSV and Parquet, told apart by what is in them, not by their names."""
 
 import codecs
+import contextlib
 import csv
 import gzip
 import json
@@ -279,10 +280,19 @@ def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:
         if file.metadata.num_rows > path.stat().st_size:
             raise UserError(f"it claims {file.metadata.num_rows:,} rows")
         rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-        yield from ((f"{path}, row {i}", without_nulls(row)) for i, row in enumerate(rows, 1))
+        yield from ((f"{path}, row {i}", without_nulls(decoded(row))) for i, row in enumerate(rows, 1))
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
+
+
+def decoded(row: RawRow) -> RawRow:
+    """Returns a row whose bytes are text where they are UTF-8, as some programs write it into Parquet."""
+    texts = {}
+    for name, value in row.items():
+        with contextlib.suppress(UnicodeDecodeError):
+            texts |= {name: value.decode()} if isinstance(value, bytes) else {}
+    return row | texts
 
 
 def without_nulls(value: JSON, is_within: bool = False) -> JSON:

@@ -17,6 +17,10 @@ QUESTIONS = ("prompt", "question", "messages", "problem", "query", "instruction"
 ANSWERS = ("answer", "solution", "response", "output", "completion", "label", "target")
 
 
+class LeftOut(ValueError):
+    """Raised for a row that is left out, and counted under this reason."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Location of the rows of one split.
@@ -44,7 +48,7 @@ class Source:
 class Row(NamedTuple):
     """A problem of a data set: the prompt (text, or chat messages), and the reference that grades the reply."""
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     answer: Any
 
 
@@ -84,6 +88,9 @@ def load_rows(
             check_text(raw)
             row = convert(raw)
             key = json.dumps(row.prompt)
+        except LeftOut as reason:
+            left_out[str(reason)] += 1
+            continue
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             if not skip_bad_rows:
                 raise UserError(explain_bad_row(location, error, raw, skip)) from error

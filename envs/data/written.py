@@ -1,21 +1,22 @@
 """Conversations whose replies somebody has written, from files or the hub: what core/sft.py trains on."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from envs.base import Env, ForcedAnswer, Problem
-from envs.data.rows import RawRow, Row, load_rows
+from envs.data.files import RawRow
+from envs.data.messages import REPLY, Columns, Messages, as_messages, read_exchange, unweighted, weighted
+from envs.data.rows import Row, load_rows
 from envs.data.splits import remove_overlap, split_rows
-from envs.dataset import check_prompt, find_source
+from envs.dataset import find_source
 from envs.settings import RolloutSettings, system_prompt
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
-REPLY = "assistant"  # role of what is trained on
 THINK_END = "</think>"
-UNSUPPORTED = ("tools", "chat_template_kwargs", "images", "videos")  # columns that others render with the messages
+USUAL = Columns(usual_answers=("completion",), begins_with_messages=True)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class DataConfig:
         0.1, "Share of --data that is held out where there is no --test_data, as dataset-test holds it out; 0: none"
     )
     train_on: str = option("all", "Replies of a conversation that are trained on", ["all", "last"])
+    columns: str = option(
+        "",
+        "Names of columns, as prompt=COLUMN,completion=COLUMN or messages=COLUMN, with dots before nested names; "
+        "empty: these, or those of ShareGPT and Alpaca",
+    )
     max_length: int = option(1024, "Most tokens of a row: a conversation up to its last reply")
     long_rows: str = option(
         "error", "Treatment of longer rows; cut: to that length, drop: left out", ["error", "cut", "drop"]
@@ -43,6 +49,16 @@ class DataConfig:
             raise UserError("--data names the replies to train on: a file of rows, or owner/name on the hub")
         if self.max_length < 2 or not 0 <= self.test_fraction <= 0.5:
             raise UserError("--max_length must be at least 2, and --test_fraction goes from 0 to 0.5")
+        self.named_columns  # noqa: B018 (raises)
+
+    @property
+    def named_columns(self) -> Columns:
+        """Returns the columns that --columns names. Raises: UserError for another form."""
+        pairs = [item.partition("=")[::2] for item in filter(None, map(str.strip, self.columns.split(",")))]
+        names = {"completion": "answer"} | {name: name for name in ("prompt", "answer", "messages")}
+        if not all(name in names and column for name, column in pairs):
+            raise UserError(f"--columns {self.columns}: write prompt=COLUMN,completion=COLUMN or messages=COLUMN")
+        return replace(USUAL, **{names[name]: column for name, column in pairs})
 
     @property
     def encoding(self) -> dict[str, str | int]:
@@ -57,17 +73,17 @@ class Written(Env):
 
     def __init__(self, rows: list[Row], note: str):
         self.rows, self.note, self.num_tasks = rows, note, len(rows)
-        replies = (message["content"] for row in rows for message in row.answer if message["role"] == REPLY)
-        self.thinking = any(THINK_END in reply for reply in replies)
+        replies = [message for row in rows for message in row.answer if message["role"] == REPLY]
+        self.thinking = any(THINK_END in reply["content"] or "reasoning_content" in reply for reply in replies)
 
     @property
-    def conversations(self) -> list[list[dict[str, str]]]:
+    def conversations(self) -> list[Messages]:
         return [row.answer for row in self.rows]
 
     def problem(self, index: int) -> Problem:
         messages = self.rows[index].answer
         first = [message["role"] for message in messages].index(REPLY)
-        return Problem(messages[:first], messages[first:], thinking=self.thinking)
+        return Problem(messages[:first], messages[first:], thinking=self.thinking, tools=messages.tools)
 
 
 class WrittenSettings(RolloutSettings):
@@ -81,13 +97,14 @@ class WrittenSettings(RolloutSettings):
         return f"rows of at most {self.max_new_tokens} tokens, {self.options['train_on']} replies trained{shown}"
 
 
-def read_written(config: DataConfig) -> tuple[WrittenSettings, list[list[dict[str, str]]]]:
+def read_written(config: DataConfig) -> tuple[WrittenSettings, list[Messages]]:
     """Returns the data to train on, and the held-out conversations.
 
     Raises: UserError where a file cannot be read, or a row holds no reply or what would be left out.
     """
     style = {"skip_bad_rows": False, "may_repeat": True, "noun": "conversation", "skip": "or remove it"}
-    load = partial(load_rows, data_dir="", convert=read_conversation, **style)
+    convert = partial(read_conversation, columns=config.named_columns)
+    load = partial(load_rows, data_dir="", convert=convert, **style)
     rows, note = load("data", find_source(config.data, "train"))
     tests = [] if config.test_fraction == 0 else None
     if config.test_data:
@@ -101,43 +118,34 @@ def read_written(config: DataConfig) -> tuple[WrittenSettings, list[list[dict[st
     if not rows:
         raise UserError(f"{config.data} leaves no row to train on{note}: add rows")
     options = {"data": config.data, "train_on": config.train_on}
+    options |= {"columns": config.columns} if config.columns else {}
     name = re.sub(r"[^\w-]", "-", Path(config.data).name.partition(".")[0]) or "sft"
     settings = WrittenSettings(name, options, Written(rows, note), config.max_length, 0, ForcedAnswer())
     return settings, Written(tests, "").conversations
 
 
-def read_conversation(row: RawRow) -> Row:
+def read_conversation(row: RawRow, columns: Columns = USUAL) -> Row:
     """Returns a row of data: its prompt, by which it is held out, and all messages.
 
     Raises: ValueError for what cannot be trained on as it is.
     """
-    if wrong := next((name for name in UNSUPPORTED if row.get(name)), ""):
-        raise ValueError(f"its column {wrong} is not rendered: write what the model is to see into the messages")
-    if "messages" in row:
-        messages = read_messages(row["messages"], "user")
-        prompt = messages[:-1]
-    elif "prompt" in row and "completion" in row:
-        messages = read_messages(row["prompt"], "user") + read_messages(row["completion"], REPLY)
-        prompt = check_prompt(row["prompt"])
-    else:
-        raise ValueError(f"it has neither messages nor prompt and completion, only {', '.join(map(repr, row))[:200]}")
+    try:
+        exchange = read_exchange(row, columns)
+    except KeyError as error:
+        found = f"it has neither messages nor prompt and completion, only {', '.join(map(repr, row))[:200]}"
+        advice = "name them by --columns prompt=COLUMN,completion=COLUMN or messages=COLUMN"
+        raise ValueError(f"{found}: {advice}") from error
+    if isinstance(row.get("label"), bool):  # KTO's
+        raise ValueError("its column label says whether its reply is wanted: keep rows with true, without the column")
+    messages = as_messages(exchange.prompt, "user")
+    answer = [] if exchange.answer is None else as_messages(exchange.answer, REPLY)
+    messages = [*messages, *(exchange.reply or answer)]
     roles = [message["role"] for message in messages]
     if REPLY not in roles:
         raise ValueError("it has no turn of the assistant")
     if roles[0] == REPLY or (REPLY, REPLY) in zip(roles, roles[1:], strict=False):
         raise ValueError("a turn of the assistant needs one of another role before it")
-    if not all(message["content"].strip() for message in messages if message["role"] == REPLY):
+    replies = (message for message in messages if message["role"] == REPLY)
+    if not all(reply["content"].strip() or "tool_calls" in reply for reply in replies):
         raise ValueError("a turn of the assistant is empty")
-    return Row(prompt, messages)
-
-
-def read_messages(value: object, role: str) -> list[dict[str, str]]:
-    """Returns messages, or a text as one message of this role. Raises: ValueError for anything else, and other keys."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    messages = check_prompt(value)
-    extra = {key for message in value for key, x in message.items() if key not in ("role", "content") and x}
-    if extra:
-        keys = ", ".join(sorted(extra))
-        raise ValueError(f"its messages have {keys}, which is not rendered: write it into their content")
-    return messages
+    return Row(unweighted(exchange.prompt), Messages.of(weighted(row, messages), exchange.tools))

@@ -121,6 +121,13 @@ def final_answer(text: str, form: str) -> str | None:
     return answer if boxed is None else boxed
 
 
+def final_reference(text: str) -> str:
+    r"""Returns the answer that a reference gives between tags, in a box or behind ####; else the text itself."""
+    answers = (extract(text) for extract in (extract_answer, extract_boxed, extract_hash))
+    answer = next((answer for answer in answers if answer), text)
+    return (extract_boxed(answer) if "\\boxed" in answer else None) or answer
+
+
 # arithmetic
 
 
@@ -169,11 +176,12 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 def same_math(reference: str, answer: str) -> bool:
     """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, else math-verify.
 
+    Of a reference that is a worked solution, what it gives as its answer counts: see `final_reference`.
     False for what does not parse and for what is too long, too deeply nested or too large to be computed, unless both
     are written alike. It never raises.
     """
     try:
-        return _same_math(reference, answer)
+        return _same_math(final_reference(reference), answer)
     except Exception:  # of the parser or of sympy: OverflowError, RecursionError, MemoryError and others
         return False
 

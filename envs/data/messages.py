@@ -1,0 +1,359 @@
+"""What a row says: its prompt, its reply or references, tools, and which replies are trained; in the forms of others.
+
+Read are columns by name, lists of messages as OpenAI and TRL have them, ShareGPT's conversations, Alpaca's columns and
+verl's. What the model would have to see or to learn by is used, or refused by name; other columns are data of rewards.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import NamedTuple
+
+from envs.data.files import JSON, SPEAKERS, RawRow
+from envs.data.rows import LeftOut, first_of
+
+Message = dict[str, JSON]  # role, content and perhaps keys of KEPT; weight 0 of a reply that is not trained
+Schema = dict[str, JSON]  # JSON schema of a tool
+
+REPLY, CALL = "assistant", "function_call"
+ROLES = dict.fromkeys(("system", "user", REPLY, "tool")) | {
+    "human": "user", "gpt": REPLY, "chatgpt": REPLY, "bot": REPLY, "model": REPLY, CALL: REPLY,
+    "function": "tool", "function_response": "tool", "observation": "tool",
+}  # fmt: skip
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # keys of a message that are rendered
+WEIGHTS = ("weight", "loss", "train", "trainable", "loss_mask")  # keys of a message that say whether it is trained
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PROMPTS = ("prompt", "question")
+SYSTEM = ("system", "system_prompt")
+REFUSED = ("images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
+
+
+class Messages(list[Message]):
+    """Messages, with the JSON schemas of the tools that the assistant may call."""
+
+    tools: tuple[Schema, ...] = ()
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: tuple[Schema, ...]) -> "Messages":
+        new = cls(messages)
+        new.tools = tools
+        return new
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns of a prompt and its answer, or of a conversation; empty: the usual ones.
+
+    Dots stand before the name of a nested column: reward_model.ground_truth.
+    """
+
+    prompt: str = ""
+    answer: str = ""
+    messages: str = ""
+    usual_answers: tuple[str, ...] = ("answer", "reward_model.ground_truth")
+    needs_answer: bool = True
+    begins_with_messages: bool = False  # where a row has both a conversation, and a prompt with its answer
+
+
+class Exchange(NamedTuple):
+    """A prompt, and what is said to it."""
+
+    prompt: str | list[Message]
+    answer: JSON  # of the answer's column: a text, messages, a reference of any type; None: there is none
+    reply: Sequence[Message]  # the last message of a conversation, where it is the assistant's
+    tools: tuple[Schema, ...]
+    column: str  # that holds the prompt
+
+
+def read_exchange(row: RawRow, columns: Columns) -> Exchange:
+    """Returns what a row says. Raises: KeyError for a missing column; ValueError for what is malformed or not used."""
+    check_columns(row)
+    tools = read_tools(row.get("tools"))
+    given = {name: x for name, x in row.items() if x is not None}
+    is_alpaca = "instruction" in row and "output" in row
+    answers = [columns.answer] if columns.answer else [*columns.usual_answers, *["output"] * is_alpaca]
+    found = [name for name in answers if has_column(row, name)]
+    answer = next((name for name in found if get_column(row, name) is not None), "".join(found[:1]))
+    if not answer and columns.answer and columns.needs_answer:
+        raise KeyError(columns.answer)
+    conversation = columns.messages or ("" if columns.prompt else first_of(CONVERSATIONS, given))
+    prompt = columns.prompt or first_of(PROMPTS, given) or first_of(PROMPTS, row) or "instruction" * is_alpaca
+    is_pair = bool(prompt) and bool(answer or not columns.needs_answer)
+    if columns.messages or (conversation and (columns.begins_with_messages or not is_pair)):
+        messages = read_messages(get_column(row, conversation))
+        reply = messages[-1:] if messages and messages[-1]["role"] == REPLY else []
+        before = messages[: len(messages) - len(reply)]
+        value = get_column(row, answer) if answer else None
+        return Exchange(with_system(row, before), value, reply, tools, conversation)
+    if prompt == "instruction" and not columns.prompt:
+        said, column = read_alpaca(row), PROMPTS[0]
+    else:
+        column = prompt or PROMPTS[0]
+        said = read_prompt(get_column(row, column))
+    value = get_column(row, answer or answers[0]) if answer or columns.needs_answer else None
+    return Exchange(with_system(row, said), value, [], tools, column)
+
+
+def has_column(row: RawRow, name: str) -> bool:
+    try:
+        get_column(row, name)
+    except KeyError:
+        return False
+    return True
+
+
+def get_column(row: RawRow, name: str) -> JSON:
+    """Returns the value of a column; dots lead to nested ones. Raises: KeyError where there is none."""
+    if name in row:
+        return row[name]
+    value = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise KeyError(name)
+        value = value[part]
+    return value
+
+
+def is_nothing(value: JSON) -> bool:
+    """True for null, and for a list or an object without anything in it."""
+    return value is None or value in ([], {})
+
+
+def check_columns(row: RawRow) -> None:
+    """Raises ValueError for a column that the model would have to see, and does not."""
+    if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
+        advice = "give --env_options thinking=on or off" if wrong == REFUSED[-1] else "write it into the messages"
+        raise ValueError(f"its column {wrong} is not rendered: {advice}, and leave the column out")
+
+
+# messages
+
+
+def read_prompt(value: JSON) -> str | list[Message]:
+    """Returns text or chat messages. Raises: ValueError for anything else."""
+    if isinstance(value, str):
+        return read_messages(value) if is_list_of_messages(value) else value
+    return read_messages(value)
+
+
+def is_list_of_messages(text: str) -> bool:
+    """True for a text that is a list of messages, as tables of text have them."""
+    return bool(re.match(rf"\s*\[\s*\{{.*[\"'](?:{'|'.join(SPEAKERS)})[\"']\s*:", text, re.DOTALL))
+
+
+def as_messages(value: JSON, role: str) -> list[Message]:
+    """Returns messages, or a text as one message of this role."""
+    value = read_prompt(value)
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def with_system(row: RawRow, prompt: str | list[Message]) -> str | list[Message]:
+    """Returns a prompt with the system message of its column, if there is one. Raises: ValueError for two of them."""
+    name = first_of(SYSTEM, row)
+    text = row.get(name)
+    if not text:
+        return prompt
+    if not isinstance(text, str):
+        raise ValueError(f"its column {name} is a {type(text).__name__}, not text")
+    messages = as_messages(prompt, "user")
+    if messages and messages[0]["role"] == "system":
+        raise ValueError(f"its column {name} and its first message are both system messages: leave one out")
+    return [{"role": "system", "content": text}, *messages]
+
+
+def read_alpaca(row: RawRow) -> str | list[Message]:
+    """Returns the prompt of Alpaca's columns: instruction, a new line and input; behind the pairs of history."""
+    texts = [row.get(name) or "" for name in ("instruction", "input")]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("its instruction or its input is no text")
+    prompt = "\n".join(filter(None, texts))
+    if is_nothing(row.get("history")):
+        return prompt
+    match row["history"]:
+        case [*turns] if all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+            roles = ("user", REPLY)
+            pairs = [pair for turn in turns for pair in zip(roles, turn, strict=True)]
+            messages = [{"role": role, "content": text} for role, text in (*pairs, ("user", prompt))]
+            return read_messages(messages)
+    raise ValueError("its history is no list of pairs of texts")
+
+
+def read_messages(value: JSON) -> list[Message]:
+    """Returns the messages of a list, or of its JSON, with the roles and keys of chat templates.
+
+    Raises: ValueError for anything else, and for what is not rendered, by its key or part.
+    """
+    if isinstance(value, str):
+        value = read_json(value, "its list of messages")
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError("its prompt is neither text nor a list of messages with role and content")
+    return [read_message(f"its message {number}", message) for number, message in enumerate(value, 1)]
+
+
+def read_message(what: str, message: Message) -> Message:
+    """Returns a message in the form of chat templates. Raises: ValueError by `what`, its name."""
+    left = {key: x for key, x in message.items() if x is not None}
+    named = left.pop("role" if "role" in left else "from", None)
+    if not isinstance(named, str) or named not in ROLES:
+        known = ", ".join(name for name, other in ROLES.items() if not other)
+        advice = "write system" if named == "developer" else f"roles are {known}"
+        raise ValueError(f"{what} has the role {named!r:.40}: {advice}")
+    content = left.pop("content" if "content" in left else "value", None)
+    role = ROLES[named] or named
+    weights = [read_weight(what, role, key, left.pop(key)) for key in WEIGHTS if key in left]
+    kept = {key: left.pop(key) for key in KEPT if not is_nothing(left.get(key))}
+    if named == CALL:
+        content, kept["tool_calls"] = "", as_calls(what, content)
+    if "tool_calls" in kept:
+        kept["tool_calls"] = read_calls(what, kept["tool_calls"])
+        content = content or ""
+    left = {key: x for key, x in left.items() if not is_nothing(x)}
+    if left:
+        raise ValueError(f"{what} has {', '.join(map(str, left))}, which is not rendered: write it into its content")
+    if len(set(weights)) > 1:
+        raise ValueError(f"{what} says of itself that it is trained, and that it is not")
+    read = {"role": role, "content": read_content(what, content), **kept}
+    return read | {"weight": 0} if role == REPLY and weights and not weights[0] else read
+
+
+def read_content(what: str, content: JSON) -> str:
+    """Returns the text of a message, or of its parts, which must all be text."""
+    if isinstance(content, list):
+        for number, part in enumerate(content, 1):
+            match part:
+                case {"type": "text", "text": str(), **rest} if all(map(is_nothing, rest.values())):
+                    continue
+                case {"type": kind}:
+                    raise ValueError(f"part {number} of {what.removeprefix('its ')} is {kind!r:.40}: only text is read")
+            raise ValueError(f"part {number} of {what.removeprefix('its ')} is no part of the type text")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"the content of {what.removeprefix('its ')} is {kind}: write text, or parts of text")
+    return content
+
+
+def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
+    """Returns whether a message is trained. Raises: ValueError for weights between, and where it is not a reply."""
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        raise ValueError(f"{what} has {key}={value!r:.40}: a reply is trained (1) or not (0)")
+    if value and role != REPLY:
+        raise ValueError(f"{what} has {key}={value!r}: only what the assistant says is trained")
+    return bool(value)
+
+
+# references
+
+MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write where there is no value
+
+
+def read_references(value: JSON) -> list[str]:
+    """Returns the texts of an answer, or of a list of answers that are all right; none where it is empty.
+
+    Raises: ValueError for anything but texts and numbers.
+    """
+    if isinstance(value, dict) and "ground_truth" in value:  # verl's
+        value = value["ground_truth"]
+    return list(filter(None, map(read_reference, value if isinstance(value, list) else [value])))
+
+
+def read_reference(value: JSON) -> str:
+    """Returns an answer as text, empty for null. Raises: ValueError for anything but a text or a number."""
+    if value is None or isinstance(value, str):
+        text = (value or "").strip()
+        if text in MISSING:
+            raise ValueError(f"its answer is the text {text!r}, which programs write where there is none")
+        return text
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        key = next(iter(value), "KEY") if isinstance(value, dict) else ""
+        advice = f"; name one of its keys, as answer=COLUMN.{key}" if key else ""
+        raise ValueError(f"its answer is a {type(value).__name__}, not text, a number or a list of these{advice}")
+    if not math.isfinite(value):
+        raise ValueError(f"its answer is {value}, which is no number")
+    return str(int(value)) if value == int(value) else str(value)
+
+
+# tools
+
+
+def read_tools(value: JSON) -> tuple[Schema, ...]:
+    """Returns the schemas of a column `tools`: a list of objects, or of their JSON, or the JSON of the list."""
+    tools = read_json(value, "its column tools") if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(tools, list):
+        raise ValueError("its column tools is no list of JSON schemas")
+    tools = [read_json(tool, "its column tools") if isinstance(tool, str) else tool for tool in tools]
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise ValueError("its column tools is no list of JSON schemas with a name each")
+    return tuple(tools)
+
+
+def as_calls(what: str, content: JSON) -> list[JSON]:
+    """Returns the calls in a message of the role function_call, whose content is their JSON."""
+    calls = read_json(content, f"the call in {what.removeprefix('its ')}") if isinstance(content, str) else content
+    calls = calls if isinstance(calls, list) else [calls]
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def read_calls(what: str, calls: JSON) -> list[JSON]:
+    """Returns the calls of a message with their arguments as objects, as chat templates want them."""
+    read = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise ValueError(f"{what} has tool_calls that are no list of calls with a name each")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = read_json(arguments, f"the arguments in {what.removeprefix('its ')}")
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{what} has a call of {function['name']!r:.40} whose arguments are no object")
+        function = function | {"arguments": arguments}
+        read.append(call | {"function": function} if "function" in call else function)
+    return read
+
+
+def read_json(text: str, what: str) -> JSON:
+    """Returns the value of a text of JSON. Raises: ValueError by `what`, its name."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is text, and not JSON ({error})") from error
+
+
+# what is trained
+
+
+def weighted(row: RawRow, messages: list[Message]) -> list[Message]:
+    """Returns messages with the weights that their row gives: a number for all, or a list with one for each.
+
+    Raises: ValueError for other weights, LeftOut where nothing is left to be trained.
+    """
+    replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
+    weights = {i: messages[i].get("weight", 1) for i in replies}
+    for name in WEIGHTS:
+        value = row.get(name)
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value] * len(replies)
+        places = range(len(messages)) if len(values) == len(messages) else replies
+        if len(values) != len(places):
+            count = f"{len(values)} values for {len(messages)} messages and {len(replies)} replies"
+            raise ValueError(f"its column {name} has {count}: give one for each, 0 or 1")
+        for i, x in zip(places, values, strict=True):
+            is_trained = read_weight(f"the column {name} at message {i + 1}", messages[i]["role"], name, x)
+            if not is_trained and i in weights:
+                weights[i] = 0
+    if not any(weights.values()):
+        raise LeftOut("marked as not to be trained")
+    return [message | {"weight": 0} if weights.get(i) == 0 else message for i, message in enumerate(messages)]
+
+
+def unweighted(prompt: str | list[Message]) -> str | list[Message]:
+    """Returns a prompt without weights: it is the same, whatever of it is trained."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{key: x for key, x in message.items() if key != "weight"} for message in prompt]
