@@ -112,7 +112,7 @@ def train(
 
         # Old log-probabilities, the reference's, the critic's values, as far as the settings need them.
         with run.phase("logprobs"):
-            state, batch = learner.score(state, make_batch(episodes, config))
+            state, batch = learner.score(state, make_batch(episodes, config), episodes)
 
         # Advantages; drops failed rewards and, by the filters, groups without signal and truncated completions.
         batch = compute_advantages(batch, config.objective)

@@ -18,8 +18,9 @@ from jaxtyping import Float, Int, PyTree
 
 from core.advantages import ObjectiveConfig
 from core.extensions.critic import value_loss
+from core.extensions.reference import copy_policy
 from core.objectives import LossConfig, policy_loss, set_loss_denominators
-from core.records import Batch
+from core.records import Batch, Episodes
 from core.run.ratios import reduce_metrics
 from models.architecture import Decoder
 from models.decoder import make_critic, score_tokens
@@ -125,8 +126,13 @@ class Learner:
         """Returns the most columns of a row."""
         return self.config.sampling.prompt_length + self.num_generation_tokens
 
-    def score(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """Computes old log-probabilities, the reference's and the critic's values, before the first update."""
+    def score(
+        self, state: TrainState, batch: Batch, episodes: Episodes | None = None
+    ) -> tuple[TrainState, Batch]:
+        """Computes old log-probabilities, the reference's and the critic's values, before the first update.
+
+        `episodes`: those of the rows, whose texts a teacher reads.
+        """
         objective = self.config.objective
         if not len(batch):
             return state, batch
@@ -239,7 +245,7 @@ class Learner:
         """Returns a learner whose micro-batches fit into memory with this state, and other arrays that are held."""
         config, model = self.config, self.model
         row_length = bucket(self.row_length)
-        held, num_rows = (self.base or self.reference, beside), config.sampling.inference_batch_per_device
+        held, num_rows = (self.reference or self.base, beside), config.sampling.inference_batch_per_device
         settings = row_length, num_rows, config.place_of_sampling
         plan = fit_memory(config.memory, model, self.layout, state, held, *settings)
         chosen = {name: getattr(plan, name) for name in ("tokens_per_microbatch", "sampling_room", "notes")}
@@ -398,7 +404,7 @@ def make_learner(
         check_offload(layout.mesh)
     reference = None
     if objective.kl_coef:
-        reference = base or jax.tree.map(lambda x: x.astype(model.dtype, copy=True), params)
+        reference = copy_policy(base, params, model.dtype)
     if objective.has_critic:
         params = params | {CRITIC: make_critic(model, params)}
     state = init_state(params, optimizer)

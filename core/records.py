@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from envs.base import Problem
 from models.names import Array, Extras
 from utils.batching import concatenate
 from utils.metrics.jsonl import JSON
@@ -56,6 +57,7 @@ class Episodes:
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
+    problems: list[Problem] = field(default_factory=list)  # of the rows, as their prompts show them
     stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens where not `finished`
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
     turn_rewards: list[list[float]] = field(default_factory=list)  # of conversations
@@ -90,7 +92,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     arrays, lists = {}, {}
     for name in ("task_ids", "failed", "positions", "has_signal"):
         arrays[name] = np.concatenate([getattr(part, name) for part in parts])
-    for name in ("texts", "stops", "conversations", "turn_rewards"):
+    for name in ("texts", "problems", "stops", "conversations", "turn_rewards"):
         lists[name] = [x for part in parts for x in getattr(part, name)]
     return Episodes(
         completions=concatenate([part.completions for part in parts]),

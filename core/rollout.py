@@ -240,7 +240,9 @@ class Replies:
 
     def records(self) -> dict[str, list]:
         """Returns the fields of Episodes that replies fill; conversations have more."""
-        return {"texts": [self.texts_by_row[row] for row in range(self.num_rows)]}
+        rows = range(self.num_rows)
+        problems = [self.problems[row // self.num_samples] for row in rows]
+        return {"texts": [self.texts_by_row[row] for row in rows], "problems": problems}
 
 
 def collect_scores(rewards: Sequence[Mapping[str, float] | None]) -> dict[str, np.ndarray]:

@@ -31,12 +31,13 @@ from core.extensions.teacher import (
 )
 from core.learner import Learner, accumulate
 from core.records import Batch
+from envs.base import Problem
 from models import decoder
 from models.architecture import Decoder
 from models.checkpoint import load_model, load_policy
 from models.lora import make_policy
 from models.memory import check_room
-from models.names import ADAPTERS, EMBED, LAYERS, TEACHER
+from models.names import ADAPTERS, EMBED, HEAD, LAYERS, TEACHER
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
 from utils.batching import select_rows
@@ -112,9 +113,11 @@ def test_the_mean_of_sampled_gradients_is_the_whole_one():
 
 
 class Spelled(Letters):
-    """Letters, none of them special."""
+    """Letters, with a system message between the ids 5, 6 and 7."""
 
-    encode_plain = Letters.encode
+    def chat(self, messages, *options) -> list[int]:
+        start = [5, 6, *self.encode(messages[0]["content"]), 7] if len(messages) > 1 else []
+        return start + self.encode(messages[-1]["content"])
 
 
 def taught(layout: Layout | None = None, prefix: str = "", tokens: int = 128, **options) -> TaughtLearner:
@@ -125,17 +128,26 @@ def taught(layout: Layout | None = None, prefix: str = "", tokens: int = 128, **
     teacher = (Learner if is_sampled else StateLearner)(**own | {"model": replace(OTHER, mesh=own["model"].mesh)})
     params = random_params(OTHER)
     beside = {} if is_sampled else {TEACHER: params[EMBED]}
-    shown = Prefix(Spelled(), prefix, (5, 6), (7,), 40)
+    shown = Prefix(Spelled(), prefix)
     return TaughtLearner(**own | {"beside": beside}, teacher=teacher, policy_of_teacher=params, prefix=shown)
 
 
 def fresh_batch() -> Batch:
-    return replace(random_batch(), old_logprobs=None, advantages=None)
+    return replace(random_batch(), old_logprobs=None, advantages=None, row=np.arange(8))
+
+
+def episodes() -> SimpleNamespace:
+    """What a teacher reads of the episodes of `fresh_batch`."""
+    batch, letters = random_batch(), Letters()
+    prompts = [letters.decode(row[:n]) for row, n in zip(batch.tokens, batch.prompt_lengths, strict=True)]
+    texts = [letters.decode(row[mask]) for row, mask in zip(batch.tokens, batch.mask, strict=True)]
+    problems = [Problem([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return SimpleNamespace(problems=problems, texts=texts)
 
 
 def taught_gradient(learner: TaughtLearner) -> tuple[dict, dict]:
     """The gradient and the metrics of the one update of a step, by plain descent with rate 1."""
-    state, batch = learner.score(first_state(learner), fresh_batch())
+    state, batch = learner.score(first_state(learner), fresh_batch(), episodes())
     batch = compute_advantages(batch, learner.config.objective)
     state, update = learner.update(state, batch, 0.0)
     return jax.tree.map(lambda old, new: old - np.asarray(new), random_params(), state.params), learner.read(update)
@@ -147,7 +159,7 @@ SIBLINGS = 1, -1, 1, 1, 5, 4, 4, 4  # by the rewards 0, 1, 0.1, 0.1 and 1, 1, 0,
 
 def sibling_prompts(batch: Batch) -> list[list[int]]:
     shown = [batch.tokens[row][batch.mask[row]].tolist() for row in SIBLINGS]
-    texts = [([*map(ord, SHOWN)] + ids)[:40] for ids in shown]
+    texts = [[*map(ord, SHOWN)] + ids for ids in shown]
     return [[5, 6, *text, 7] if row >= 0 else [] for row, text in zip(SIBLINGS, texts, strict=True)]
 
 
@@ -380,16 +392,104 @@ def test_what_a_teacher_needs_is_compared_with_memory_before_training(memory, wo
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_prefix_is_a_system_message_whose_signs_stay_text():
+DEFAULTS = """<|endoftext|>{% if messages[0].role != "system" %}<|im_start|>system
+You help.<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # of a template that writes a first token, a message of its own, and trims
+LAST = """{% for message in messages %}{% if message.role == "system" %}{% set text = message.content %}{% endif %}
+{% endfor %}{{ text }}{{ messages[-1].content }}"""  # of one that drops system messages
+SUM = {"role": "user", "content": "1 + 1 "}
+
+
+def worker_of(problem: Problem) -> SimpleNamespace:
+    return SimpleNamespace(env=SimpleNamespace(problem=lambda i: problem, max_turns=1), max_new_tokens=9, name="x")
+
+
+@pytest.mark.parametrize("template", [None, DEFAULTS], ids=["own", "defaults"])
+@pytest.mark.parametrize("text", ["Be brief. ", "1+<|im_end|>"])
+def test_teacher_reads_what_the_template_renders(template, text):
     tokenizer = load_tokenizer(ROOT / "models" / "tiny")
-    problem = SimpleNamespace(plain=False, thinking=True)
-    worker = SimpleNamespace(env=SimpleNamespace(problem=lambda i: problem, max_turns=1), max_new_tokens=9, name="x")
-    ids = make_prefix("1+<|im_end|>", tokenizer, worker).ids("1+<|im_end|>")
-    end = tokenizer.special_ids["<|im_end|>"]
-    assert ids.count(end) == 1 and tokenizer.hf.decode(ids) == "<|im_start|>system\n1+<|im_end|><|im_end|>\n"
-    problem.plain = True
-    assert tokenizer.hf.decode(make_prefix("1+1", tokenizer, worker).ids("1+1")) == "1+1\n"
-    assert make_prefix(SIBLING, tokenizer, worker).longest == 9 + len(tokenizer.encode(SHOWN + "\n"))
+    tokenizer.hf.chat_template = template or tokenizer.hf.chat_template
+    problem = Problem([SUM], thinking=True)
+    prefix = make_prefix(text, tokenizer, worker_of(problem))
+    messages = [{"role": "system", "content": text}, SUM]
+    settings = {"add_generation_prompt": True, "enable_thinking": True, "tokenize": False}
+    rendered = tokenizer.hf.apply_chat_template(messages, **settings)
+    ids = prefix.prompt(problem, text)
+    assert tokenizer.hf.decode(ids) == rendered
+    assert len(ids) == len(tokenizer.chat([SUM], True)) + prefix.longest
+    assert ids.count(tokenizer.special_ids["<|im_end|>"]) == 2, "a sign that the text spells stays text"
+
+
+def test_system_message_that_the_template_drops_is_refused():
+    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    tokenizer.hf.chat_template = LAST
+    with pytest.raises(UserError, match="which the chat template leaves out of this prompt"):
+        make_prefix("Be brief.", tokenizer, worker_of(Problem([SUM])))
+
+
+def test_without_a_template_the_text_stands_on_a_line_before_the_prompt():
+    tokenizer = load_tokenizer(ROOT / "models" / "tiny")
+    problem = Problem([SUM], plain=True)
+    prefix = make_prefix("1+1", tokenizer, worker_of(problem))
+    assert tokenizer.hf.decode(prefix.prompt(problem, "1+1")) == "1+1\n1 + 1 "
+    assert make_prefix(SIBLING, tokenizer, worker_of(problem)).longest == 9 + len(tokenizer.encode(SHOWN + "\n"))
+
+
+def test_rows_with_a_longer_and_a_shorter_prompt_keep_their_completions():
+    tokens = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
+    mask = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 1]], bool)
+    batch = Batch(tokens, mask, np.zeros((2, 6)), np.zeros(2), np.array([4, 6]), np.array([2, 3]))
+    shown, columns = teachers.with_prompts([[50, 51, 52], [60]], batch)
+    assert shown.tokens.tolist() == [[50, 51, 52, 3, 4, 0, 0], [60, 10, 11, 12, 0, 0, 0]]
+    assert shown.lengths.tolist() == [5, 4] and shown.prompt_lengths.tolist() == [3, 1]
+    for row in range(2):
+        np.testing.assert_array_equal(shown.tokens[row, columns[row, mask[row]]], tokens[row, mask[row]])
+    assert (shown.mask.sum(axis=1) == mask.sum(axis=1)).all()
+    kept, _ = teachers.with_prompts([[], []], batch)
+    np.testing.assert_array_equal(kept.tokens[0, :4], tokens[0, :4])
+    np.testing.assert_array_equal(kept.mask, mask)
+
+
+def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatch):
+    """The text that was scored, not the tokens that are trained on."""
+    seen = []
+    original = Prefix.of_rows
+
+    def of_rows(self, batch: Batch) -> list[list[int]]:
+        seen.append((self, batch, original(self, batch)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(Prefix, "of_rows", of_rows)
+    monkeypatch.setattr(teachers, "SUCCESS", 0.1)  # what a wrong answer in the right form earns
+    options = "numbers=3,min_number=1,max_number=15,max_target=30,prompt=bare,prefix=<think>"
+    flags = {"env_name": "countdown", "env_options": options, "num_generation_tokens": 112, "force_answer_at": 88}
+    flags |= {"model_dir": "models/tiny", "teacher": "self", "teacher_prefix": SIBLING, "groups_per_batch": 4}
+    flags |= {"group_size": 8, "max_steps": 1, "advantage": "none", "max_resampling": 1, "prompt_length": 200}
+    assert train_here(tmp_path / "run", **RUN | flags) == 0
+    ((prefix, batch, prompts),) = seen
+    siblings, num_forced = successful_siblings(batch.rewards, 8), 0
+    for prompt, sibling in zip(prompts, siblings, strict=True):
+        assert bool(prompt) == (sibling >= 0)
+        if prompt:
+            text = prefix.episodes.texts[sibling]
+            assert text.startswith("<think>") and SHOWN + text in prefix.tokenizer.decode(prompt)
+            num_forced += bool((~batch.mask[sibling])[batch.prompt_lengths[sibling] : batch.lengths[sibling]].any())
+    assert num_forced
+
+
+def test_ids_that_only_pad_the_teacher_get_no_probability():
+    """For whole distributions and for sampled tokens alike, for tied heads and others."""
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12) + 10
+    for model in (MODEL, replace(MODEL, tie_word_embeddings=True)):
+        params, layout = random_params(model), single_device()
+        heads = {name: params[name] for name in (EMBED, HEAD) if name in params}
+        padded = params | {name: np.pad(x, [(0, 8), (0, 0)], constant_values=9) for name, x in heads.items()}
+        found = teachers.without_padding(replace(model, vocab_size=208), padded, 200, layout)
+        assert found[0] == model
+        np.testing.assert_array_equal(scores_of(*found, tokens).logprobs, scores_of(model, params, tokens).logprobs)
 
 
 def test_completions_that_are_cut_off_are_warned_of_with_a_remedy():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_close, assert_trees_all_equal
 from helpers import on_four_devices, train_here
-from kill_runs import FLAGS
+from kill_runs import FLAGS, records
 from safetensors.numpy import load_file, save_file
 
 from core.config import Config
@@ -357,6 +357,18 @@ def test_training_goes_on_with_the_adapters_of_a_folder(tmp_path):
     for wrong in ("--lora_rank 4", "--lora_alpha 32", "--lora_merge always"):  # 32 is the default
         with pytest.raises(SystemExit):
             read([*flags[:2], *wrong.split()])
+
+
+def test_reference_of_the_kl_has_the_adapters_that_the_run_began_with(tmp_path):
+    """Also after the run was stopped, when the saved adapters are others."""
+    flags = FLAGS | {"model_dir": FIXTURES / "lora-qwen3", "kl_coef": 0.1, "ppo_minibatch": 0, "test_env_name": ""}
+    flags |= settings_of_model({"model_dir": str(flags["model_dir"])}) | {"save_interval": 1}
+    for name, stops in {"whole": [2], "stopped": [1, 2]}.items():
+        for num_steps in stops:
+            assert train_here(tmp_path / name, **flags | {"max_steps": num_steps}) == 0
+    whole, stopped = ([row["kl"] for row in records(tmp_path / name)] for name in ("whole", "stopped"))
+    assert whole[0] == pytest.approx(0, abs=1e-6) and whole == stopped
+    assert whole[1] > 1e-5
 
 
 DAMAGES = {

@@ -1,17 +1,20 @@
-"""KL divergence from the reference model, the initial one: a term of the loss, or a penalty on the reward.
+"""KL divergence from the reference model, the policy that the run began with: a term of the loss, or of the reward.
 
 B rows, T row length.
 """
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from core.records import Batch, sum_over_rows, token_mean, zero_outside_mask
 from models.distribution import TokenScores
-from models.names import Array
+from models.lora import LORA_B, make_policy
+from models.names import Adapters, Array, Params, Policy, Weights
 from utils.settings.options import option
 
 KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-approx.html
@@ -23,11 +26,12 @@ KL = {  # estimators from x = log p - log p_ref. Source: joschu.net/blog/kl-appr
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """KL divergence from the initial model."""
+    """KL divergence from the policy that the run began with."""
 
     kl_coef: float = option(
         0.0,
-        "Coefficient of the KL divergence from the initial model; above 0, a copy of that is kept in memory; 0: off",
+        "Coefficient of the KL divergence from the policy that the run began with, adapters included; above 0, a copy "
+        "of its trained parameters is kept in memory; 0: off",
     )
     kl_estimator: str = option(
         "", "Estimator of the KL divergence of --kl_coef; empty: k3 in the loss, k1 in the reward", ["", *KL]
@@ -41,6 +45,18 @@ class ReferenceConfig:
     @property
     def has_kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
+
+
+def copy_policy(base: Weights, trained: Params | Adapters, dtype: DTypeLike) -> Policy:
+    """Returns the policy that a run begins with, of which updates change nothing; it shares the `base`.
+
+    New adapters add nothing to the base, which then is the policy.
+    """
+    if not base:
+        return jax.tree.map(lambda x: x.astype(dtype, copy=True), trained)
+    if not any(x.any() for name, x in trained.items() if name.endswith(LORA_B)):
+        return base
+    return make_policy(base, jax.tree.map(jnp.copy, trained))
 
 
 def reference_kl(

@@ -5,7 +5,6 @@ of both models are made in the chunks of the head: see `score_chunk` in models/d
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,25 +28,26 @@ from core.extensions.distill import (
     DistillConfig,
 )
 from core.learner import Learner, Update
-from core.records import Batch
+from core.records import Batch, Episodes
 from core.rollout import RolloutWorker, encode_prompt
+from envs.base import Problem
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir
 from models.decoder import head_name, scored_hidden
 from models.lora import LoraConfig, make_policy
 from models.memory import check_host_room, check_room, gigabytes, second_layout
-from models.names import CRITIC, TEACHER, Adapters, Array, Extras, Params, Policy
+from models.names import CRITIC, EMBED, TEACHER, Adapters, Array, Extras, Params, Policy
 from models.packing import Packing
 from models.peft import read_adapters
 from models.state import TrainState
-from models.tokenizer import Tokenizer
+from models.tokenizer import Message, Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.settings.errors import UserError, counted
 
 SUCCESS = 1.0  # least reward of a sibling that is shown. Source: SDPO, arXiv 2601.20802
 SHOWN = "A correct answer to the question that follows:\n\n"  # and a sibling's completion
-MARK = "lmpocontent"  # in the place of a system message's text, to find what a template writes around it
+MARK = "lmpocontent"  # in the place of a system message's text, to see that a template shows it
 
 
 class TokenStates(NamedTuple):
@@ -75,34 +75,39 @@ def hidden_states(
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the teacher alone reads, before the prompt: a text, or the completion of a row's sibling."""
+    """A system message that the teacher alone reads, before the prompt: a text, or the reply of a row's sibling."""
 
     tokenizer: Tokenizer
-    text: str = ""  # SIBLING: what each row's sibling wrote
-    opening: Sequence[int] = ()  # ids that begin a system message
-    closing: Sequence[int] = ()
-    max_tokens: int = 0  # of the text
+    text: str = ""  # SIBLING: the reply of each row's sibling
+    longest: int = 0  # tokens that it may add to a prompt
+    episodes: Episodes | None = None  # of the step
 
-    @property
-    def longest(self) -> int:
-        """Returns the most ids of a prefix."""
-        if self.text == SIBLING:
-            return len(self.opening) + self.max_tokens + len(self.closing)
-        return len(self.ids(self.text))
-
-    def ids(self, text: str) -> list[int]:
-        """Returns the ids of a system message; of no text none. Special tokens that it spells stay text."""
-        return [*self.opening, *self.tokenizer.encode_plain(text)[: self.max_tokens], *self.closing] if text else []
+    def prompt(self, problem: Problem, text: str) -> list[int]:
+        """Returns the ids of a problem's prompt with this system message before it, rendered as one conversation."""
+        return encode_prompt(self.tokenizer, replace(problem, messages=[system(text), *problem.messages]))
 
     def of_rows(self, batch: Batch) -> list[list[int]]:
-        """Returns the prefix of each row, which is empty where there is none to show."""
-        if self.text != SIBLING:
-            return [self.ids(self.text)] * len(batch)
-        texts = []
-        for sibling in successful_siblings(batch.rewards, batch.group_size):
-            completion = batch.tokens[sibling][batch.mask[sibling]]
-            texts.append(SHOWN + self.tokenizer.decode(completion) if sibling >= 0 else "")
-        return [self.ids(text) for text in texts]
+        """Returns the teacher's prompt of each row; empty if the teacher reads that of the policy."""
+        if not self.text:
+            return [[]] * len(batch)
+        rows, texts = batch.row.tolist(), [self.text] * len(batch)
+        if self.text == SIBLING:
+            siblings = successful_siblings(batch.rewards, batch.group_size)
+            texts = [SHOWN + self.episodes.texts[rows[i]] if i >= 0 else "" for i in siblings]
+        prompts: dict[tuple[int, str], list[int]] = {}  # rows of a group are of one problem
+        shown = []
+        for row, text in zip(rows, texts, strict=True):
+            problem = self.episodes.problems[row]
+            key = id(problem), text
+            if key not in prompts:
+                prompts[key] = self.prompt(problem, text) if text else []
+            shown.append(prompts[key])
+        return shown
+
+
+def system(text: str) -> Message:
+    """Returns a system message."""
+    return {"role": "system", "content": text}
 
 
 def successful_siblings(rewards: Float[np.ndarray, "B"], group_size: int) -> Int[np.ndarray, "B"]:
@@ -115,17 +120,23 @@ def successful_siblings(rewards: Float[np.ndarray, "B"], group_size: int) -> Int
     return found.ravel()
 
 
-def behind(prefixes: Sequence[Sequence[int]], batch: Batch) -> tuple[Batch, Int[np.ndarray, "B T"]]:
-    """Returns the rows with a prefix before each, no part of what is scored, and the columns that they are then in."""
-    sizes = np.array([len(prefix) for prefix in prefixes])
-    columns = sizes[:, None] + np.arange(batch.tokens.shape[1])
-    shape = len(batch), batch.tokens.shape[1] + sizes.max()
+def with_prompts(prompts: Sequence[Sequence[int]], batch: Batch) -> tuple[Batch, Int[np.ndarray, "B T"]]:
+    """Returns the rows with these prompts, and the new column of each old token; empty: a row keeps its prompt.
+
+    Nothing else of a row changes. Tokens of prompts are not scored.
+    """
+    pairs = zip(prompts, batch.prompt_lengths.tolist(), strict=True)
+    shifts = np.array([len(prompt) - length if prompt else 0 for prompt, length in pairs])
+    old = np.arange(batch.tokens.shape[1])
+    columns = np.maximum(old + shifts[:, None], 0)
+    shape = len(batch), len(old) + max(0, *shifts)
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    np.put_along_axis(tokens, columns, batch.tokens, axis=1)
-    np.put_along_axis(mask, columns, batch.mask, axis=1)
-    for row, prefix in zip(tokens, prefixes, strict=True):
-        row[: len(prefix)] = prefix
-    lengths, prompt_lengths = batch.lengths + sizes, batch.prompt_lengths + sizes
+    kept = np.nonzero((old < batch.lengths[:, None]) & (old + shifts[:, None] >= 0))
+    tokens[kept[0], columns[kept]] = batch.tokens[kept]
+    mask[kept[0], columns[kept]] = batch.mask[kept]
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths, prompt_lengths = batch.lengths + shifts, batch.prompt_lengths + shifts
     sampled = np.zeros(shape, np.float32)
     return Batch(tokens, mask, sampled, batch.rewards, lengths, prompt_lengths), columns
 
@@ -146,7 +157,9 @@ class TaughtLearner(Learner):
         beta = BETAS.get(options.distill, options.distill_beta)
         return ComparedDistribution(**vars(self.config.sampling.distribution), beta=beta)
 
-    def score(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+    def score(
+        self, state: TrainState, batch: Batch, episodes: Episodes | None = None
+    ) -> tuple[TrainState, Batch]:
         """Computes what `Learner.score` does and, once an average of policies has moved, what the teacher says."""
         state, batch = super().score(state, batch)
         if TEACHER in state.extra:
@@ -155,23 +168,29 @@ class TaughtLearner(Learner):
             kept = move_average(kept, params, np.float32(self.config.distill.teacher_decay))
             state = replace(state, extra=state.extra | {TEACHER: kept})
         if len(batch):
+            reader = replace(self, prefix=replace(self.prefix, episodes=episodes))
             with self.out_of_memory():
-                batch = replace(batch, extras=batch.extras | self.ask(state, batch))
+                batch = replace(batch, extras=batch.extras | reader.ask(state, batch))
         if self.config.objective.advantage == "none":
             batch = replace(batch, rewards=np.nan_to_num(batch.rewards))  # one that failed drops no row
         return state, batch
 
     def ask(self, state: TrainState, batch: Batch) -> Extras:
-        """Returns what the teacher says of a batch, and the coefficients of its rows: 0 where it had none to show."""
+        """Returns what the teacher computes for a batch, and the coefficients of its rows.
+
+        These are 0 for rows without a prompt to show, and if prompt and completion are longer than the memory plan.
+        """
         options = self.config.distill
         policy = self.policy_of_teacher
         if policy is None:
             policy = self.policy(state.extra[TEACHER] if options.teacher_decay else state.params)
-        prefixes = self.prefix.of_rows(batch)
-        is_taught = [bool(prefix) or options.teacher_prefix != SIBLING for prefix in prefixes]
-        shown, columns = behind(prefixes, batch)
+        most = self.teacher.row_length - (batch.lengths - batch.prompt_lengths)
+        prompts = self.prefix.of_rows(batch)
+        prompts = [prompt if len(prompt) <= room else [] for prompt, room in zip(prompts, most, strict=True)]
+        is_taught = [bool(prompt) or not self.prefix.text for prompt in prompts]
+        shown, columns = with_prompts(prompts, batch)
         said = self.teacher.token_scores(policy, shown)[0]
-        if shown.tokens.shape != batch.tokens.shape:
+        if any(prompts):
             said = said[np.arange(len(batch))[:, None], columns]
         coefficients = options.distill_coef * np.float32(is_taught)
         return {COEFFICIENTS: coefficients, LOGPROBS if options.distill == SAMPLED else TEACHER: said}
@@ -226,9 +245,10 @@ def attach_teacher(
         model, policy, tokenizer = load_teacher(config, learner, state)
         notes = compare_tokenizers(options.teacher, tokenizer, worker)
         check_size(options.teacher, model, learner.model)
+        model, policy = without_padding(model, policy, learner.model.vocab_size, learner.layout)
     elif options.teacher_decay or not (learner.base or options.distill == SAMPLED):
         state = replace(state, extra=state.extra | {TEACHER: kept_of_policy(options, learner, state)})
-    prefix = make_prefix(options.teacher_prefix, tokenizer, worker)
+    prefix = make_prefix(options.teacher_prefix, worker.tokenizer, worker)
     num_columns = prefix.longest + learner.row_length
     if num_columns > model.max_position_embeddings:
         raise UserError(
@@ -293,6 +313,17 @@ def whole_head(model: Decoder, policy: Policy, learner: Learner) -> Array:
     return cut(head)
 
 
+def without_padding(model: Decoder, policy: Policy, num_ids: int, layout: Layout) -> tuple[Decoder, Policy]:
+    """Returns the teacher over the first ids: those that the policy lacks only pad, and get no probability."""
+    if model.vocab_size == num_ids:
+        return model, policy
+    rows = {}
+    for name in {EMBED, head_name(model)}:
+        sharding = layout.sharding((num_ids, policy[name].shape[1]), ("vocab", "embed"))
+        rows[name] = jax.jit(lambda x: x[:num_ids], out_shardings=sharding)(policy[name])
+    return replace(model, vocab_size=num_ids), policy | rows
+
+
 def load_teacher(config: Config, learner: Learner, state: TrainState) -> tuple[Decoder, Policy, Tokenizer]:
     """Loads the teacher's model, in the dtype of matmuls; of adapters over the base of the policy only these.
 
@@ -307,7 +338,7 @@ def load_teacher(config: Config, learner: Learner, state: TrainState) -> tuple[D
         return model, make_policy(base, trained), tokenizer
     arguments["param_dtype"] = arguments["dtype"] or default_dtype()
     source = open_model(name, layout, **arguments)
-    check_room(f"--teacher {name}", source.model, layout, (state, learner.base or learner.reference))
+    check_room(f"--teacher {name}", source.model, layout, (state, learner.reference or learner.base))
     return load_model(name, layout, **arguments)
 
 
@@ -348,13 +379,13 @@ def check_size(name: str, teacher: Decoder, model: Decoder) -> None:
 def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefix:
     """Returns what --teacher_prefix names.
 
-    Raises: UserError where there is no such file, and where the chat template shows no system message.
+    Raises: UserError if there is no such file, and if the chat template refuses or drops the system message.
     """
+    prefix, problem, num_written = Prefix(tokenizer, text), worker.env.problem(0), 0
     if not text:
-        return Prefix(tokenizer)
-    problem, limit = worker.env.problem(0), sys.maxsize
+        return prefix
     if text == SIBLING:
-        limit = worker.max_new_tokens + len(tokenizer.encode_plain(SHOWN))
+        num_written = worker.max_new_tokens + len(tokenizer.encode(problem.prefix))
         if worker.env.max_turns > 1:
             raise UserError(f"--teacher_prefix {SIBLING} shows single replies, and {worker.name} has several turns")
     elif text.startswith("@"):
@@ -362,16 +393,18 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
         text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
         if not text:
             raise UserError(f"--teacher_prefix @{file}: there is no such file with a text")
-    if problem.plain or not tokenizer.has_template:
-        return Prefix(tokenizer, text, (), tokenizer.encode("\n"), limit)
     try:
-        rendered = tokenizer.render([{"role": "system", "content": MARK}], problem.thinking, is_open=False)
+        marked = tokenizer.decode(prefix.prompt(problem, MARK))
     except UserError as error:
         raise UserError(f"--teacher_prefix is a system message, and {error}") from error
-    opening, mark, closing = rendered.partition(MARK)
-    if not mark:
-        raise UserError("--teacher_prefix is a system message, which the teacher's chat template does not show")
-    return Prefix(tokenizer, text, tokenizer.encode(opening), tokenizer.encode(closing), limit)
+    if MARK not in marked:
+        raise UserError(
+            "--teacher_prefix is a system message, which the chat template leaves out of this prompt: leave out "
+            "--teacher_prefix, or the system message of the environment"
+        )
+    shown = prefix.prompt(problem, SHOWN if text == SIBLING else text)
+    num_added = len(shown) - len(encode_prompt(tokenizer, problem)) + num_written
+    return replace(prefix, text=text, longest=max(0, num_added))
 
 
 def describe(config: Config, model: Decoder, prefix: Prefix, num_columns: int) -> str:

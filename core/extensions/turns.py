@@ -403,10 +403,11 @@ class Conversations:
         return self.stream.scorer.check_failures(jobs, outcomes)
 
     def records(self) -> dict[str, list]:
-        """Returns fields of Episodes: last reply, why it ended, messages, and the rewards of turns if none failed."""
+        """Returns fields of Episodes: problem, last reply, why it ended, messages, rewards of turns if none failed."""
         rewards = [[] if row in self.failures else episode.turn_rewards for row, episode in enumerate(self.episodes)]
         return {
             "texts": [episode.replies[-1].text for episode in self.episodes],
+            "problems": self.problems,
             "stops": [episode.stop for episode in self.episodes],
             "conversations": [episode.conversation() for episode in self.episodes],
             "turn_rewards": rewards,
