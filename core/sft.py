@@ -56,8 +56,8 @@ class SftRun(Run):
         return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], 'row')}"]
 
     def saved_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of saved models, by which others prompt as training did."""
-        return self.tokenizer.with_training_prompts(self.environments["env"].env.thinking, "")
+        """Returns the tokenizer of saved models, by which others prompt, and stop, as training did."""
+        return self.tokenizer.with_generation({}).with_training_prompts(self.environments["env"].env.thinking, "")
 
 
 def main(config: Config) -> None:

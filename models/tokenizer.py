@@ -29,6 +29,7 @@ FILES = (
     *VOCABULARIES, TOKENIZER_CONFIG, "merges.txt", "added_tokens.json", "special_tokens_map.json", CHAT_TEMPLATE,
     GENERATION_CONFIG,
 )  # fmt: skip
+KEPT = ("bos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")  # of a base's generation_config.json
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
@@ -294,12 +295,18 @@ class Tokenizer:
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         return replace(self, files={**self.files, TOKENIZER_CONFIG: text.encode()})
 
-    def with_generation(self, settings: Mapping[str, object]) -> Self:
-        """Returns a tokenizer that saves these settings of sampling in generation_config.json."""
+    def with_generation(self, settings: Mapping[str, object], stop_strings: str = "") -> Self:
+        """Returns a tokenizer that saves how training sampled in generation_config.json.
+
+        `settings`: of sampling; `stop_strings`: --stop_strings, whose special tokens are stop ids. Of the base's file
+        only KEPT stays, so that no penalty or constraint is saved that training did not apply.
+        """
         if not self.files:
             return self
-        ids = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
-        generation = ids | json.loads(self.files.get(GENERATION_CONFIG, b"{}")) | settings
+        base = json.loads(self.files.get(GENERATION_CONFIG, b"{}"))
+        kept = {name: base[name] for name in KEPT if name in base}
+        stop_ids, _ = self.read_stops(stop_strings)
+        generation = kept | {"eos_token_id": list(stop_ids), "pad_token_id": self.pad_id} | settings
         text = json.dumps(generation, indent=2) + "\n"
         return replace(self, files={**self.files, GENERATION_CONFIG: text.encode()})
 

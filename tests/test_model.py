@@ -786,14 +786,36 @@ def test_the_pipeline_of_transformers_prompts_a_saved_model_as_training_did(temp
 
 def test_generation_config_holds_the_sampling_of_the_run(tmp_path):
     tokenizer = load_tokenizer(folder_with_template(tmp_path, SMOLLM2, [5, 6]))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20}')
+    base = {"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(base))
     settings = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
     load_tokenizer(tmp_path).with_generation(generation_settings(settings, 64)).save(tmp_path)
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 0, 0.9)
-    assert (saved.max_new_tokens, saved.eos_token_id) == (64, [5, 6])
+    assert (saved.max_new_tokens, saved.eos_token_id) == (64, [5, 6, tokenizer.hf.eos_token_id])
     assert generation_settings(settings | {"temperature": 0}, 64) == {"max_new_tokens": 64, "do_sample": False}
     assert tokenizer.with_generation({}).files.keys() >= tokenizer.files.keys()
+
+
+@pytest.mark.parametrize("is_rl", [True, False], ids=["rl", "sft"])
+def test_generation_config_has_all_stops_of_training_and_no_penalty_of_the_base(is_rl, tmp_path):
+    """Read by transformers: what is not said here, or is the default, is not applied."""
+    folder_with_template(tmp_path, QWEN3, [5])
+    penalties = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "min_new_tokens": 3, "suppress_tokens": [9]}
+    penalties |= {"typical_p": 0.5, "num_beams": 4, "bad_words_ids": [[3]], "begin_suppress_tokens": [4], "new": 1}
+    penalties |= {"max_length": 20, "penalty_alpha": 0.6, "forced_eos_token_id": 5}
+    base = penalties | {"eos_token_id": 5, "pad_token_id": 7, "bos_token_id": 1, "do_sample": True, "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(base))
+    tokenizer = load_tokenizer(tmp_path)
+    special = next(iter(set(tokenizer.special_ids) - {tokenizer.hf.eos_token}))
+    settings = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+    sampling = generation_settings(settings, 64) if is_rl else {}
+    tokenizer.with_generation(sampling, f"\n\n,{special}").save(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    ids = [5, tokenizer.hf.eos_token_id, tokenizer.special_ids[special]]
+    assert saved.pop("eos_token_id") == ids and saved.pop("pad_token_id") == tokenizer.pad_id
+    assert saved == {"bos_token_id": 1, "do_sample": True} | (sampling or {"top_k": 20})
+    assert load_tokenizer(tmp_path).stop_ids == tuple(ids)
 
 
 def test_every_id_of_generation_config_ends_a_completion(tmp_path):

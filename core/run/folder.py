@@ -288,7 +288,8 @@ class Run:
         """Returns the tokenizer of saved models, by which others prompt and sample as training did."""
         played = self.environments["env"]
         problem = played.env.problem(0)
-        tokenizer = self.tokenizer.with_generation(generation_settings(self.settings, played.max_new_tokens))
+        sampling = generation_settings(self.settings, played.max_new_tokens)
+        tokenizer = self.tokenizer.with_generation(sampling, self.settings["stop_strings"])
         return tokenizer if problem.plain else tokenizer.with_training_prompts(problem.thinking, problem.prefix)
 
     @property
