@@ -4,7 +4,7 @@
     python bench/clients.py peft
 
 Each kind is made by peft, given random numbers, saved, and loaded again by peft and by us; what we save of it in turn
-is loaded by peft. Equal: within 1e-5 of the largest logit. CorDA, which needs texts, and LoftQ, which needs
+is loaded by peft, in float64. Equal: within 1e-5 of the largest logit. CorDA, which needs texts, and LoftQ, which needs
 bitsandbytes, are tried by their names in tests/test_lora.py.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import peft
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
 from bench.clients import EQUAL, REFUSED, WRONG, Row
@@ -35,6 +35,7 @@ from utils.settings.errors import UserError
 PACKAGES = ("peft", "transformers", "torch")
 FIXTURES = Path(__file__).resolve().parent.parent / "tests/fixtures"
 LLAMA, MIXTURE, HYBRID = "llama-untied", "qwen3moe-untied", "qwen3_5-tied"
+WITH_IMAGES = " with images"  # behind a base: it is loaded with its images, not as AutoModelForCausalLM loads it
 ALL = {"target_modules": "all-linear", "r": 4, "lora_alpha": 6}
 SOME = ALL | {"target_modules": ["q_proj", "v_proj"]}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -49,6 +50,11 @@ KINDS = {  # name: base, config of peft
     "all-linear, SmolLM3": ("smollm3-tied", ALL),
     "all-linear, Qwen3.5": (HYBRID, ALL),
     "all-linear, Qwen3-MoE": (MIXTURE, ALL),
+    "all-linear, Gemma 3 inside": ("gemma3-wrapped", ALL),
+    "all-linear, Gemma 3 with images": (f"gemma3-wrapped{WITH_IMAGES}", ALL),
+    "q and v, Gemma 3 with images": (f"gemma3-wrapped{WITH_IMAGES}", SOME),
+    "all-linear, Qwen3.5 inside": ("qwen3_5-images", ALL),
+    "all-linear, Qwen3.5 with images": (f"qwen3_5-images{WITH_IMAGES}", ALL),
     "attention, Qwen3-MoE": (MIXTURE, ALL | {"target_modules": ATTENTION}),
     "default modules, Llama": (LLAMA, {"r": 4}),
     "default modules, Qwen2": ("qwen2-untied", {"r": 4}),
@@ -135,7 +141,8 @@ def try_kind(name: str, folder: Path) -> Row:
 
 
 def load_base(name: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FIXTURES / name, dtype=torch.float32)
+    loader = AutoModelForImageTextToText if name.endswith(WITH_IMAGES) else AutoModelForCausalLM
+    return loader.from_pretrained(FIXTURES / name.removesuffix(WITH_IMAGES), dtype=torch.float32)
 
 
 def logits(model: torch.nn.Module) -> np.ndarray:
@@ -144,7 +151,8 @@ def logits(model: torch.nn.Module) -> np.ndarray:
 
 
 def peft_logits(base: str, folder: Path) -> np.ndarray:
-    return logits(PeftModel.from_pretrained(load_base(base), folder))
+    model = PeftModel.from_pretrained(load_base(base), folder)
+    return logits(model if base == MIXTURE else model.double())  # torch has no grouped product in float64
 
 
 def our_logits(folder: Path) -> np.ndarray:

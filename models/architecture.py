@@ -5,7 +5,7 @@ E experts.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -93,6 +93,7 @@ class Decoder:
     adapts_experts: bool = True
     base_dtype: str = ""  # of the matrices below adapters: int8, or empty for that of the matmuls
     merges_adapters: bool = False  # for sampling, into a copy of their base
+    has_images: bool = field(default=False, compare=False)  # the model's file does, whose names saved adapters have
     mesh: Mesh | None = None  # on which kernels run that XLA cannot partition by itself; None: no kernels
 
     @property

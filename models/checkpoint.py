@@ -92,9 +92,10 @@ def open_model(
             raise UserError(f"{message}; it is base_model_name_or_path in {ADAPTER_CONFIG}") from error
         fixed = {"lora_alpha": adapters.alpha, "adapts_experts": adapters.has_experts}
         overrides = {"base_dtype": adapters.base_dtype} | overrides | fixed
-    config = text_config(read_json(folder / CONFIG), folder / CONFIG)
+    whole_config = read_json(folder / CONFIG)
+    config = text_config(whole_config, folder / CONFIG)
     mesh = layout.mesh if layout else None
-    settings = {"dtype": dtype or default_dtype(), "mesh": mesh} | overrides
+    settings = {"dtype": dtype or default_dtype(), "mesh": mesh, "has_images": config is not whole_config} | overrides
     architecture = read_config(config, folder / CONFIG)
     model = Decoder(**(architecture | settings))
     set_matmul_precision(model.dtype)

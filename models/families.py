@@ -67,6 +67,10 @@ WRAPPED_PREFIXES = {  # of the names of its tensors: those of the text model
     "language_model.model.": "model.",  # the published files of Gemma 3
     "language_model.lm_head.": "lm_head.",
 }
+MODULES = {  # of the text model inside, as transformers names them: AutoModelForCausalLM takes Qwen3.5's out
+    "Gemma3ForCausalLM": ("model.language_model.",),
+    "Qwen3_5ForCausalLM": ("model.language_model.", "model."),
+}
 UNREAD = (  # tensors of images, and of the prediction of several tokens at once
     "model.visual.", "mtp.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.",
     "model.multi_modal_projector.",
@@ -283,6 +287,12 @@ def tensor_name(model: Decoder, name: str) -> str | None:
         if name.startswith(prefix):
             return text_prefix + name.removeprefix(prefix)
     return name
+
+
+def module_names(model: Decoder, name: str) -> list[str]:
+    """Returns the names that the classes of transformers give a tensor of the text model, in its published form."""
+    prefixes = MODULES[model.family] if model.has_images else ["model."]
+    return [prefix + name.removeprefix("model.") for prefix in prefixes]
 
 
 def read_config(config: Fields, file: Path) -> dict[str, Any]:

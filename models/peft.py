@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.architecture import Decoder
+from models.families import module_names, tensor_name
 from models.files import (
     ADAPTER_CONFIG,
     Shape,
@@ -58,6 +59,7 @@ REMEDIES = {
     "alora_invocation_tokens": "it is for some of the tokens only, and cannot be merged",
     "arrow_config": "it chooses among adapters for each token, and cannot be merged",
 }
+IMAGES = r"\b(vision_tower|visual|multi_modal_projector)\b"  # modules that compute them
 PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
 MAX_PATTERNS, MAX_PATTERN, MAX_CHOICES = 10_000, 1000, 3
 REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -207,7 +209,9 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     All have one rank and one scale: smaller ranks are padded with zeros, and B is multiplied by the matrix's factor.
     Raises: UserError where a tensor is unknown, lacks its other half, has another shape, or is not finite.
     """
-    folder, shapes = config.folder, config.shapes
+    folder = config.folder
+    stored = stored_names(config, model)
+    shapes = {name: config.shapes[tensor] for name, tensor in stored.items()}
     table = adapter_table(model, config.rank)
     names = {name: peft_names(model, layers, name) for name, layers in adapter_layers(model).items()}
     every = {tensor for stacked in names.values() for tensor in stacked}
@@ -227,11 +231,38 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
                 own = matrix_of_layer[:rank] if is_A else matrix_of_layer[:, :rank]
                 if shapes[tensor] != own.shape:
                     raise UserError(f"{folder}: {tensor} has shape {shapes[tensor]}, the base makes it {own.shape}")
-                own[:] = tensors.get_tensor(tensor).astype(np.float32) * (1.0 if is_A else config.factors[matrix])
+                factor = 1.0 if is_A else config.factors[stored[matrix + LORA_A].removesuffix(LORA_A)]
+                own[:] = tensors.get_tensor(stored[tensor]).astype(np.float32) * factor
             if not np.isfinite(adapters[name]).all():
                 problem = "holds NaN or infinity: the file is damaged, or its training diverged"
                 raise UserError(f"{folder}: {name} {problem}")
     return adapters
+
+
+def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:
+    """Returns the names of the file's tensors by those of the text model; a line says if some are of images.
+
+    A tensor may have two names, for two classes of transformers: see `module_names`. Raises: UserError if they differ.
+    """
+    stored: dict[str, str] = {}
+    twice = []
+    of_images = False
+    for tensor in config.shapes:
+        start = PREFIX if tensor.startswith(PREFIX) else ""
+        name = tensor_name(model, tensor.removeprefix(start))
+        if name is None:
+            of_images = True
+            continue
+        if start + name in stored:
+            twice.append((stored[start + name], tensor))
+        stored[start + name] = tensor
+    with safe_open(config.folder / WEIGHTS, "np") as tensors:
+        for pair in twice:
+            if not np.array_equal(*map(tensors.get_tensor, pair)):
+                raise UserError(f"{config.folder}: {' and '.join(pair)} are one matrix, but differ: leave one out")
+    if of_images and jax.process_index() == 0:
+        print(f"{config.folder}: adapters of images are neither read nor saved again, since only text is computed")
+    return stored
 
 
 def adapter_layers(model: Decoder) -> dict[str, list[int]]:
@@ -240,7 +271,7 @@ def adapter_layers(model: Decoder) -> dict[str, list[int]]:
 
 
 def peft_name(i: int, name: str) -> str:
-    """Returns the name in PEFT's file of the adapter of layer number `i`."""
+    """Returns the name in PEFT's file of the adapter of layer number `i`, over a model without images."""
     return PREFIX + layer_tensor(i, name)
 
 
@@ -280,12 +311,15 @@ def save_adapters(
     every = {name.removesuffix(LORA_A) for name in arrays if name.endswith(LORA_A)}
     matrices = {name for name in every if arrays[name + LORA_A].any() or arrays[name + LORA_B].any()} or every
     arrays = {name: x for name, x in arrays.items() if name.removesuffix(LORA_A).removesuffix(LORA_B) in matrices}
+    modules = target_modules(matrices, every - matrices)
     config = FIXED | {
         "base_model_name_or_path": base,
         "r": next(x.shape[0] for name, x in arrays.items() if name.endswith(LORA_A)),
         "lora_alpha": model.lora_alpha,
-        "target_modules": target_modules(matrices, every - matrices),
+        "target_modules": text_modules(modules) if model.has_images else modules,
     }
+    names = {name: module_names(model, name.removeprefix(PREFIX)) for name in arrays}
+    arrays = {PREFIX + stored: arrays[name] for name, every_name in names.items() for stored in every_name}
     with new_folder(directory, tokenizer, card) as new:
         write_json(new / ADAPTER_CONFIG, config | ({"base_dtype": model.base_dtype} if model.base_dtype else {}))
         shapes = {name: x.shape for name, x in arrays.items()}
@@ -296,3 +330,9 @@ def target_modules(matrices: set[str], others: set[str]) -> list[str]:
     """Returns PEFT's `target_modules`: the ends of the matrices' names, or whole names where others end alike."""
     ends, other_ends = ({name.rpartition(".")[2] for name in names} for names in (matrices, others))
     return sorted({name.removeprefix(PREFIX) for name in matrices} if ends & other_ends else ends)
+
+
+def text_modules(modules: Sequence[str]) -> str:
+    """Returns PEFT's pattern for modules with these names or ends of names that are not of images."""
+    ends = "|".join(re.escape(module.removeprefix("model.")) for module in modules)
+    return rf"(?!.*{IMAGES})(.*\.)?({ends})"

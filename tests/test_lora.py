@@ -130,6 +130,53 @@ def test_saved_adapters_are_those_of_peft(name, tmp_path):
     assert config | found == config
 
 
+WRAPPED = {  # base: modules of its text and of its images in the classes that transformers 5.24 makes of it
+    "gemma3-wrapped": (
+        ["model.language_model.layers.3.self_attn.q_proj"], ["model.vision_tower.encoder.layers.0.self_attn.q_proj"]
+    ),
+    "qwen3_5-images": (
+        ["model.language_model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.q_proj"],
+        ["model.visual.blocks.0.attn.qkv"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", WRAPPED)
+@pytest.mark.parametrize("part", ["", "q_proj"], ids=["all matrices", "some of them"])
+def test_adapters_over_a_model_with_images_have_the_names_of_peft(base, part, tmp_path, capsys):
+    """As bench/clients_peft.py shows with peft itself, also from here on: its names are read, too."""
+    texts, images = WRAPPED[base]
+    model, _, adapters, tokenizer = load(base)
+    kept = {name: np.full(x.shape, 0.1 if part in name else 0, np.float32) for name, x in adapters.items()}
+    save_adapters(tmp_path / "new", model, kept, tokenizer, str(FIXTURES / base))
+    stored = load_file(tmp_path / "new" / WEIGHTS)
+    assert {f"{PREFIX}{module}{end}" for module in texts for end in (LORA_A, LORA_B)} <= stored.keys()
+    starts = {name.removeprefix(PREFIX).partition("layers.")[0] for name in stored}
+    assert starts == {module.partition("layers.")[0] for module in texts}
+    pattern = json.loads((tmp_path / "new/adapter_config.json").read_text())["target_modules"]
+    modules = {name.removeprefix(PREFIX).rpartition(".lora")[0] for name in stored}
+    assert all(re.fullmatch(pattern, module) for module in modules)
+    assert not any(re.fullmatch(pattern, module) for module in images)
+    for start in (texts[0].partition("layers.")[0], "language_model.model."):  # of peft now, and with transformers 4
+        one = {name: x for name, x in stored.items() if name.startswith(PREFIX + texts[0].partition("layers.")[0])}
+        one = {name.replace(texts[0].partition("layers.")[0], start): x for name, x in one.items()}
+        one |= {f"{PREFIX}{images[0]}{end}": np.ones((2, 2), np.float32) for end in (LORA_A, LORA_B)}
+        save_file(one, tmp_path / "new" / WEIGHTS)
+        _, _, again, _ = load_policy(tmp_path / "new", LoraConfig(lora_rank=2), 0, single_device(), "float32")
+        assert_trees_all_equal(dict(again), kept)
+        assert capsys.readouterr().out.count("adapters of images are neither read nor saved again") == 1
+
+
+def test_a_matrix_under_two_names_must_be_one(tmp_path):
+    model, _, adapters, tokenizer = load("qwen3_5-images")
+    save_adapters(tmp_path, model, adapters, tokenizer, str(FIXTURES / "qwen3_5-images"))
+    tensors = load_file(tmp_path / WEIGHTS)
+    next(iter(tensors.values()))[:] += 1
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match="layers.0.* and .*layers.0.* are one matrix, but differ: leave one out"):
+        load_model(tmp_path)
+
+
 def read_config(folder: Path) -> dict:
     config = json.loads((folder / "adapter_config.json").read_text())
     return config | {"base_model_name_or_path": "", "target_modules": []}  # names there, or ends of names
