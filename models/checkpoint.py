@@ -289,7 +289,12 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
         except SafetensorError as error:
             raise UserError(f"{file} is not a whole safetensors file ({error}): download it again") from error
     head = readers.pop(HEAD, None) if model.tie_word_embeddings else None  # some writers store the tied weight twice
+    if head is not None:
+        readers.setdefault(EMBED, head)  # or under this name only
     expected = tensor_shapes(model)
+    if expected.keys() - readers == {HEAD}:
+        message = f"{folder} lacks tensor {HEAD}, and {CONFIG} does not say that its head is the embedding"
+        raise UserError(f"{message}: set tie_word_embeddings to true there if it is, else copy the weights again")
     check_names(folder, "lacks tensor", expected.keys() - readers)
     check_names(folder, "has the unknown tensor", readers.keys() - expected)
     for name, expected_shape in expected.items():

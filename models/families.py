@@ -66,7 +66,9 @@ WRAPPED_PREFIXES = {  # of the names of its tensors: those of the text model
     "model.language_model.": "model.",
     "language_model.model.": "model.",  # the published files of Gemma 3
     "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",  # of a file without "model." before its names
 }
+BARE = ("embed_tokens.", "layers.", "norm.")  # in the files of a model without its head; transformers reads them, too
 MODULES = {  # of the text model inside, as transformers names them: AutoModelForCausalLM takes Qwen3.5's out
     "Gemma3ForCausalLM": ("model.language_model.",),
     "Qwen3_5ForCausalLM": ("model.language_model.", "model."),
@@ -279,6 +281,8 @@ def tensor_name(model: Decoder, name: str) -> str | None:
     """Returns the name in the text model of a tensor of a file; None: it is not part of it."""
     if name.endswith("rotary_emb.inv_freq"):  # of old folders: config.json has it
         return None
+    if name.startswith(BARE):
+        return f"model.{name}"
     if model.family not in WRAPPED.values():
         return name
     if name.startswith(UNREAD):

@@ -387,6 +387,27 @@ def test_tensors_that_say_nothing_new_are_ignored(tmp_path):
     assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3-tied")[1])
 
 
+SPELLINGS = {  # of names of tensors that transformers reads, too
+    "only the head": ("qwen3-tied", EMBED, HEAD),
+    "without model.": ("qwen3-tied", "model.", ""),
+    "untied, without model.": ("llama-untied", "model.", ""),
+    "of a model with images": ("gemma3-wrapped", "language_model.model.", "language_model."),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_tensors_are_found_under_each_of_their_names(name, tmp_path):
+    base, start, other = SPELLINGS[name]
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for old in [old for old in tensors if old.startswith(start)]:
+            tensors[other + old.removeprefix(start)] = tensors.pop(old)
+
+    shutil.copytree(FIXTURES / base, tmp_path, dirs_exist_ok=True)
+    edit_tensors(rename)(tmp_path)
+    assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / base)[1])
+
+
 def edit_config(**fields):
     def edit(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -433,7 +454,7 @@ DAMAGES = {
     "shard": ("qwen3-sharded", remove("model-00003-of-00005.safetensors"), "model-00003-of-00005.safetensors"),
     "end of a file": ("qwen3-tied", truncate, "model.safetensors is not a whole"),
     "tensor": ("qwen3-tied", edit_tensors(lambda t: t.pop(NORM)), f"lacks tensor {NORM}"),
-    "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lacks tensor lm_head.weight"),
+    "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lm_head.weight, .* set tie_word_emb"),
     "unknown tensor": ("qwen3-tied", edit_tensors(lambda t: t.update(extra=t[NORM])), "unknown tensor extra"),
     "too few layers": (
         "qwen3-tied", edit_config(num_hidden_layers=1, layer_types=None), "unknown tensor model.layers.1."
