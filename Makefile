@@ -35,7 +35,7 @@ lint: .venv/installed-test
 
 # The stamps are renewed when the requirements change, and only after pip has succeeded.
 .venv/installed: requirements.txt | $(VENV_PYTHON)
-	@echo "installing requirements.txt into .venv: 1 GB, about a minute"
+	@echo "installing requirements.txt into .venv: 1.4 GB, about a minute"
 	@$(call install,-r requirements.txt)
 	@touch $@
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import combinations
 
 from envs.base import Env, Problem, check_choice
-from envs.data.rows import RawRow, Row, Source, find_file, load_rows
+from envs.data.rows import RawRow, Row, Source, find_files, load_rows
 from envs.data.splits import choose_split
 from envs.grading.answers import extract_answer, parse_arithmetic
 from utils.settings.errors import UserError
@@ -47,7 +47,7 @@ PREFIXES = {"full": "<think>", "tinyzero": " Let me solve this step by step.\n<t
 HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
 SOURCES = {
     "train": Source(("countdown/train.jsonl", "train.jsonl", "train.parquet"), HUB),
-    "test": Source(("countdown/test.jsonl", "test.jsonl", "test.parquet", "test_tinyzero_format.parquet"), HUB),
+    "test": Source(("countdown/test.jsonl", "test.jsonl", "test.parquet", "test_tinyzero_format.parquet")),
 }
 NUM_TASKS = {"train": 100_000, "test": 1024, "valid": 512}
 OP = "[-+*/×÷−]"
@@ -206,7 +206,7 @@ class CountdownData(Countdown):
     ):
         check_choice("prompt", prompt, PROMPTS)
         self.prompt, self.partial = prompt, partial
-        has_test_file = find_file(SOURCES["test"], data_dir)
+        has_test_file = data_dir and find_files(SOURCES["test"], data_dir)
         source = SOURCES["test" if split == "test" and has_test_file else "train"]
         rows, self.note = load_rows("countdown34", source, data_dir, read_row, skip_bad_rows)
         if not has_test_file:

@@ -60,7 +60,7 @@ class Dataset(Env):
     def __init__(
         self,
         split: str = "train",
-        path: str = "",  # a file, or owner/name (owner/name:config) on the hub
+        path: str = "",  # a file, a folder, or owner/name on the hub; of the last two also FOLDER:config
         test_path: str = "",
         hub_split: str = "train",
         test_hub_split: str = "test",  # of test_path
@@ -219,12 +219,12 @@ class Dataset(Env):
 
 
 def find_source(path: str, hub_split: str) -> Source:
-    """Returns the source of a file that exists, else of the hub. Raises UserError for a missing file."""
+    """Returns the source of a file or a folder that exists, else of the hub. Raises UserError for a missing file."""
     file = Path(os.path.expanduser(path))
     if file.is_file():
         return Source((str(file.absolute()),))
-    if file.is_dir():
-        raise UserError(f"{path} is a folder: name a file of rows in it")
+    if Path(str(file).partition(":")[0]).is_dir():
+        return Source((), str(file.absolute()), hub_split)
     if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(f"there is no file {path}")
     return Source((), path, hub_split)

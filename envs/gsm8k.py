@@ -11,9 +11,12 @@ from utils.settings.errors import UserError
 
 URL = "https://github.com/openai/grade-school-math/tree/master/grade_school_math/data"
 SOURCES = {
-    split: Source((f"gsm8k/{split}.jsonl", f"{split}.jsonl", f"main/{split}.parquet"), "openai/gsm8k:main", split, URL)
+    split: Source(
+        (f"gsm8k/{split}.jsonl", f"{split}.jsonl", f"main/{split}.parquet", f"main/{split}-00000-of-00001.parquet"),
+        "openai/gsm8k:main", split, URL,
+    )
     for split in ("train", "test")
-}
+}  # fmt: skip
 
 
 class Gsm8k(Questions):

@@ -437,15 +437,14 @@ def test_one_row_in_ten_is_one_in_ten(num_rows, sizes):
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"none of gsm8k/train.jsonl, .* `hf download openai/gsm8k --repo-type"):
         envs.make_env("gsm8k", data_dir=str(tmp_path))
-    datasets = pytest.importorskip("datasets")
 
-    def offline(*_, **__):
+    def offline(*_):
         raise ConnectionError("Couldn't reach the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr("envs.data.rows.fetch_split", offline)
     with pytest.raises(ValueError, match=r"could not load openai/gsm8k .*Couldn't reach.*--data_dir FOLDER"):
         envs.make_env("gsm8k")
-    paths = {"": "path=FILE", "absent.jsonl": "no file absent.jsonl", str(tmp_path): "is a folder: name a file of rows"}
+    paths = {"": "path=FILE", "absent.jsonl": "no file absent.jsonl", str(tmp_path): "holds no file of rows"}
     for path, message in paths.items():
         with pytest.raises(ValueError, match=message):
             envs.make_env("dataset", path=path)
@@ -457,10 +456,9 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("package", "name", "install"),
     [
-        ("math_verify", "math500", "-r requirements-envs.txt"),
-        ("math_verify", "dataset", "-r requirements-envs.txt"),
-        ("pyarrow", "dataset", "-r requirements-envs.txt"),
-        ("datasets", "gsm8k", "datasets"),
+        ("math_verify", "math500", "-r requirements.txt"),
+        ("math_verify", "dataset", "-r requirements.txt"),
+        ("pyarrow", "dataset", "-r requirements.txt"),
         ("reasoning_gym", "reasoning_gym", "reasoning-gym=="),
     ],
 )

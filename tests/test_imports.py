@@ -114,7 +114,7 @@ def test_envs_and_workers_import_no_jax_and_no_environment_before_it_is_made():
         "assert not {'envs.countdown', 'envs.gsm8k'} & set(sys.modules), 'the table imports lazily'\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
         "assert not {'jax', 'flax', 'transformers', 'core', 'models'} & set(sys.modules)\n"
-        "assert not {'math_verify', 'datasets', 'reasoning_gym', 'pyarrow'} & set(sys.modules)\n"
+        "assert not {'math_verify', 'huggingface_hub', 'reasoning_gym', 'pyarrow'} & set(sys.modules)\n"
     )
     run(code)
 
@@ -136,8 +136,8 @@ print(sorted(LATE & set(sys.modules)))
 
 def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs():
     """Options are read after the imports, in which nothing is garbage; bench/startup.py measures them."""
-    late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "datasets"}
-    output = run(COMMANDS.replace("LATE", repr(late | {"yaml"})))
+    late = {"transformers", "matplotlib", "plotly", "orbax.checkpoint", "huggingface_hub", "flax", "wandb", "yaml"}
+    output = run(COMMANDS.replace("LATE", repr(late | {"pyarrow", "math_verify", "sympy"})))
     assert output == 5 * "2 True True True\n" + "[]\n"
 
 

@@ -290,9 +290,12 @@ def test_a_wrong_option_is_refused_in_a_sentence(options, words):
 
 
 def test_a_data_set_of_the_hub_that_cannot_be_had_is_named(monkeypatch):
-    monkeypatch.setattr("envs.data.rows.is_installed", lambda name: False)
+    def offline(*_):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("envs.data.rows.fetch_split", offline)
     for read in (lambda: read_written(DataConfig("me/mine")), lambda: make_env("dataset", path="me/mine")):
-        with pytest.raises(UserError, match="to load me/mine, or get it by `hf download me/mine .* name a file of it"):
+        with pytest.raises(UserError, match="load me/mine .* get it by `hf download me/mine .* name the folder"):
             read()
 
 

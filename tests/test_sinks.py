@@ -192,7 +192,7 @@ def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, m
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"}), ("wandb", {"wandb_name": "x"})],
+    [("tensorboardX", {"tensorboard": True}), ("mlflow", {"mlflow": "x"})],
 )
 def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, options, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
@@ -200,11 +200,14 @@ def test_a_sink_that_is_not_installed_says_how_to_install_it(tmp_path, name, opt
         start(tmp_path, **options)
 
 
-def test_a_login_at_wandb_without_the_package_says_so(tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_without_the_package_of_wandb_and_says_so(tmp_path, monkeypatch, capsys):
+    """Whether it was named, or there is a login."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    start(tmp_path).close()
-    assert "the package is missing: `pip install wandb`" in capsys.readouterr().out
+    for options, key in (({"wandb_name": "x"}, ""), ({"wandb_group": "x"}, ""), ({}, "x")):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        start(tmp_path, **options).close()
+        said = capsys.readouterr().out
+        assert "not installed, so this run is not logged there: `pip install wandb`" in said and said.count("\n") == 1
     monkeypatch.setenv("WANDB_MODE", "disabled")
     start(tmp_path, wandb_name="x").close()
     assert capsys.readouterr().out == ""
@@ -212,6 +215,7 @@ def test_a_login_at_wandb_without_the_package_says_so(tmp_path, monkeypatch, cap
 
 CLOUD, OWN = "machine api.wandb.ai\n login user\n password x\n", "machine wandb.lab:8080 login user password x\n"
 KEY, NAME, OFF = {"WANDB_API_KEY": "x"}, {"wandb_name": "x"}, {"WANDB_MODE": "disabled"}
+GROUP = {"wandb_group": "poems"}
 AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
 
 
@@ -222,6 +226,7 @@ AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
         ({}, CLOUD, {}, "online"), ({}, "", KEY, "online"), ({}, CLOUD, {"WANDB_MODE": "offline"}, "offline"),
         ({}, CLOUD, KEY | OFF, None), (NAME, CLOUD, {"WANDB_MODE": "offline"}, "offline"), ({}, OWN, {}, None),
         ({}, OWN, AT_OWN, "online"), ({}, CLOUD, AT_OWN, None), ({}, "default login user password x", {}, None),
+        (GROUP, "", {}, "offline"), (NAME | GROUP, CLOUD, {}, "online"),
         ({}, "machine github.com login user password x", {}, None), ({}, "not a netrc", {}, None),
     ],
 )  # fmt: skip
@@ -231,14 +236,15 @@ def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypa
         monkeypatch.setenv(name, value)
     (tmp_path / "netrc").write_text(logins)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    modes, names = [], []
+    made = []
     fake_run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
     settings = SimpleNamespace(base_url=environment.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     fake = SimpleNamespace(
-        init=lambda mode, name, **_: modes.append(mode) or names.append(name) or fake_run,
+        init=lambda mode, name, group, **_: made.append((mode, name, group)) or fake_run,
         setup=lambda: SimpleNamespace(settings=settings), Settings=dict, Table=list,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", fake)
     start(tmp_path, **options).close()
-    assert modes == ([mode] if mode else []) and names == ([options.get("wandb_name", tmp_path.name)] if mode else [])
+    name, group = options.get("wandb_name", tmp_path.name), options.get("wandb_group")  # None: WANDB_RUN_GROUP counts
+    assert made == ([(mode, name, group)] if mode else [])
     assert ("WANDB_MODE=disabled leaves it off" in capsys.readouterr().out) == (bool(mode) and options == {})

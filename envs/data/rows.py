@@ -3,13 +3,15 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from envs.data.files import JSON, NOT_UTF8, RawRow, read_file
-from utils.settings.errors import UserError, counted, is_installed
+from envs.data.hub import fetch_split, folder_split
+from utils.settings.errors import UserError, counted
 
 ESCAPED_BYTES = ("\udc80", "\udcff")  # what bytes of other encodings become
 SKIP = "or leave such rows out with --env_options skip_bad_rows=true"
@@ -26,7 +28,7 @@ class Source:
     """Location of the rows of one split.
 
     `files`: names to look for in --data_dir, the first that is there counts. `hub`: "owner/name" or
-    "owner/name:config" of the data set there, and its `hub_split`. `url`: where the files can be found.
+    "owner/name:config" of the data set there, or its folder, and its `hub_split`. `url`: where the files can be found.
     """
 
     files: tuple[str, ...]
@@ -38,11 +40,13 @@ class Source:
     def advice(self) -> str:
         """Returns the sentence that names the files and where to get them."""
         name = self.hub.partition(":")[0]
-        ways = [f"`hf download {name} --repo-type dataset` on a machine with a network"] * bool(self.hub)
-        ways += [self.url] * bool(self.url)
+        folder = f"FOLDER/{name}" if self.files else "FOLDER"
+        download = f"`hf download {name} --repo-type dataset --local-dir {folder}` on a machine with a network"
         if not self.files:  # the data set was named, not an environment
-            return f"get it by {ways[0]}, and name a file of it"
-        return f"put {self.files[0]} into a folder FOLDER (from {', or from '.join(ways)}), and give --data_dir FOLDER"
+            return f"get it by {download}, and name the folder"
+        ways = [f"put {self.files[0]} (from {self.url}) into a folder FOLDER"] * bool(self.url)
+        ways += [f"get it by {download}"] * bool(self.hub)
+        return f"{', or '.join(ways)}, and give --data_dir FOLDER"
 
 
 class Row(NamedTuple):
@@ -73,14 +77,15 @@ def load_rows(
     Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
     """
-    path = find_file(source, data_dir)
-    if not path and (data_dir or not source.hub):
+    files = find_files(source, data_dir)
+    if not files and (data_dir or not source.hub):
         raise UserError(f"--data_dir {data_dir} has none of {', '.join(source.files)}: {source.advice}")
+    files = files or fetch_files(name, source)
     rows = []
     seen = set()
     left_out = Counter()
     total = 0
-    for location, raw in read_file(path) if path else read_hub(name, source):
+    for location, raw in chain.from_iterable(map(read_file, files)):
         total += 1
         try:
             if isinstance(raw, Exception):
@@ -106,7 +111,7 @@ def load_rows(
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
         found = f"no usable row, but {reasons}" if total else "no row"
-        raise UserError(f"{name}: {path or source.hub} holds {found}: write rows into it")
+        raise UserError(f"{name}: {os.path.commonpath(files)} holds {found}: write rows into it")
     rest = f" of {counted(total, 'row')} (left out: {reasons})" if reasons else ""
     return rows, f"{name}: {counted(len(rows), noun)}{rest}"
 
@@ -149,25 +154,36 @@ def first_of(names: Sequence[str], row: RawRow) -> str:
     return next((name for name in names if name in row), "")
 
 
-def find_file(source: Source, data_dir: str) -> Path | None:
-    """Returns the first file of a source that is in the folder; None if none is, or there is no folder but a hub."""
-    paths = [Path(os.path.expanduser(data_dir)) / name for name in source.files if data_dir or not source.hub]
-    return next(filter(Path.is_file, paths), None)
+def find_files(source: Source, data_dir: str) -> list[Path]:
+    """Returns the files of a source on this machine: the first that it names, else those of a copy of the hub's folder.
 
-
-def read_hub(name: str, source: Source) -> Iterator[tuple[str, RawRow]]:
-    """Yields each row of a data set of the hub (or of its cache on this machine). Raises UserError with what to do."""
+    The copy is owner/name or name in --data_dir, or --data_dir itself where it has that name; without --data_dir it is
+    the folder owner/name. Raises: UserError where the copy has no such configuration or split.
+    """
+    root = Path(os.path.expanduser(data_dir)).absolute()
     hub, _, config = source.hub.partition(":")
-    if not is_installed("datasets"):
-        raise UserError(f"{name}: `pip install datasets` to load {hub}, or {source.advice}")
-    try:
-        import datasets
+    if data_dir or not hub:
+        named = [root / name for name in source.files if (root / name).is_file()]
+        if named or not hub:
+            return named[:1]
+    name = Path(hub).name
+    copies = [root / hub, root / name, *[root] * (root.name == name)] if data_dir else [root / hub]
+    folder = next(filter(Path.is_dir, copies), None)
+    return folder_split(folder, config, source.hub_split) if folder else []
 
-        rows = datasets.load_dataset(hub, config or None, split=source.hub_split)
-    except Exception as error:  # noqa: BLE001 (its own, those of three network libraries, and OSError)
+
+def fetch_files(name: str, source: Source) -> list[Path]:
+    """Returns the files of a source of the hub. Raises: UserError with what to do where they cannot be fetched."""
+    hub, _, config = source.hub.partition(":")
+    try:
+        return fetch_split(hub, config, source.hub_split)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 (those of the hub's client and of its network libraries)
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error
-    yield from ((f"{hub}, {source.hub_split} row {i}", row) for i, row in enumerate(rows, 1))
+
+
 
 
 def text_answer(value: JSON) -> str:

@@ -109,7 +109,7 @@ def open_sinks(
     is_asked = asks_for_wandb(config)
     if os.environ.get("WANDB_MODE") != "disabled" and (is_asked or has_wandb_login()):
         if not is_installed("wandb"):
-            print("wandb: there is a login, but the package is missing: `pip install wandb`, and runs are logged.")
+            print("wandb: the package is not installed, so this run is not logged there: `pip install wandb`.")
         else:
             if not is_asked:
                 print("wandb: there is a login, so this run is logged; WANDB_MODE=disabled leaves it off.")
@@ -122,8 +122,8 @@ def open_sinks(
 
 
 def asks_for_wandb(config: SinkConfig) -> bool:
-    """True if an option names a run or a project at wandb."""
-    return bool(config.wandb_name or config.wandb_project)
+    """True if an option names a run, a group or a project at wandb."""
+    return bool(config.wandb_name or config.wandb_group or config.wandb_project)
 
 
 class Wandb:
@@ -149,6 +149,7 @@ class Wandb:
             id=read_or_create(directory / "wandb_id", lambda: secrets.token_hex(4)),
             project=config.wandb_project or "lmpo",
             name=config.wandb_name or directory.name,
+            group=config.wandb_group or None,  # WANDB_RUN_GROUP, where that is set
         )
 
     def log(self, step: int, metrics: Mapping[str, JSON]) -> None:

@@ -29,7 +29,7 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def check_installed(package: str, purpose: str, install: str = "-r requirements-envs.txt") -> None:
+def check_installed(package: str, purpose: str, install: str = "-r requirements.txt") -> None:
     """Raises UserError, with pip's line, where a package is missing that not all commands need."""
     if not is_installed(package):
         raise UserError(f"{purpose} needs {package}, which is not installed: `pip install {install}`")

@@ -1,6 +1,5 @@
 """Groups of options, apart from the files that read them, which import much: updates, evaluation, run folder, sinks."""
 
-import os
 from dataclasses import dataclass
 
 from utils.settings.errors import UserError, check_installed
@@ -82,11 +81,12 @@ class SinkConfig:
 
     wandb_project: str = option(
         "",
-        "Project at Weights & Biases, where the run is logged if this or --wandb_name is given, or after `wandb login` "
-        "or with WANDB_API_KEY, unless WANDB_MODE is disabled; empty: lmpo",
+        "Project at Weights & Biases, where the run is logged if this, its name or its group is given, or after `wandb "
+        "login` or with WANDB_API_KEY, unless WANDB_MODE is disabled; empty: lmpo",
         resumable=True,
     )
     wandb_name: str = option("", "Name of the run at Weights & Biases and MLflow; empty: its folder's", resumable=True)
+    wandb_group: str = option("", "Group of the run at Weights & Biases; empty: WANDB_RUN_GROUP", resumable=True)
     tensorboard: bool = option(False, "TensorBoard event files in <save_dir>/tensorboard", resumable=True)
     mlflow: str = option(
         "",
@@ -95,10 +95,7 @@ class SinkConfig:
     )
 
     def __post_init__(self):
-        packages = {"tensorboard": "tensorboardX", "mlflow": "mlflow"}
-        if os.environ.get("WANDB_MODE") != "disabled":
-            packages |= {"wandb_project": "wandb", "wandb_name": "wandb"}
-        for flag, package in packages.items():
+        for flag, package in {"tensorboard": "tensorboardX", "mlflow": "mlflow"}.items():
             if getattr(self, flag):
                 check_installed(package, f"--{flag}", package)
 

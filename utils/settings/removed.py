@@ -38,7 +38,6 @@ REMOVED: Mapping[str, Removed] = {
     "test_greedy": Removed(False, "a saved model is evaluated by core/eval.py --temperature 0"),
     "unroll_layers": Removed(False, "layers are unrolled for small models on a CPU"),
     "valid_env_name": Removed("", "give --test_env_name X-valid; core/eval.py evaluates X-test", changes_results=True),
-    "wandb_group": Removed("", "set WANDB_RUN_GROUP in the environment"),
     "wandb_mode": Removed("", "set WANDB_MODE in the environment"),
 }
 
