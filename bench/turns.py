@@ -66,7 +66,7 @@ def make_work(name: str, num_turns: int, config: Command, folder: str) -> Work:
     problems = [env.problem(i) for i in range(rows.groups_per_batch)]
     prompts = [encode_prompt(tokenizer, problem) for problem in problems]
     message = {"role": "user", "content": env.observation}
-    observation = tokenizer.bridge([message], plain=True).ids
+    observation = tokenizer.bridge([], [message], plain=True).ids
     assert {len(prompt) for prompt in prompts} == {config.bench.prompt_tokens}, "each letter is to be a token"
     assert len(observation) == rows.observation_tokens
     limit = num_turns * rows.num_generation_tokens + (num_turns - 1) * rows.observation_tokens

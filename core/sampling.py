@@ -130,7 +130,7 @@ def read_prompts(path: str) -> list[Row]:
 def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int]:
     """Returns the prompt of a row, token ids."""
     if config.raw and "prompt" in row:
-        return tokenizer.encode(row["prompt"])
+        return tokenizer.chat([{"role": "user", "content": row["prompt"]}], plain=True)
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
     (style,) = prompt_styles([tokenizer], config.thinking)
     return tokenizer.chat(messages, *style, tools=getattr(messages, "tools", ()))

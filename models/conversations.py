@@ -1,5 +1,7 @@
 """Conversations with written replies as token ids: those that the policy would have read, and drawn, had it said so."""
 
+import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -8,11 +10,12 @@ from typing import Self
 import numpy as np
 from jaxtyping import Bool, Int
 
-from models.tokenizer import CONTENT, TURN, Message, Tokenizer
+from models.messages import REPLY, Message, Schema, Tool, content_of
+from models.tokenizer import CONTENT, TURN, Tokenizer, behind, end_of_turns
 from utils.settings.errors import UserError
 
-REPLY = "assistant"  # role of what is trained on
 THINK, THINK_END = "<think>", "</think>"
+THOUGHT = re.compile(f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z", re.DOTALL)  # a block, or its beginning
 
 
 @dataclass(frozen=True)
@@ -30,33 +33,126 @@ class Conversation:
         return replace(self, tokens=self.tokens[:length], mask=self.mask[:length])
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], train_on: str) -> Conversation:
-    """Returns a conversation whose replies, "all" or the "last", are trained on.
+def encode_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], train_on: str, tools: Sequence[Tool] = ()
+) -> Conversation:
+    """Returns a conversation whose replies, "all" or the "last", are trained on, but for those of weight 0.
 
-    Each reply stands behind the prompt that a sampler would draw it from: the chat template's, and between two replies
-    the bridge that episodes of several turns have. What a reply spells stays text, but for tags (<think>).
+    Each reply stands behind the prompt that a sampler would draw it from. All is encoded as one text, which is what the
+    chat template writes, but for thinking that it drops.
 
-    Raises: UserError where the chat template fails, cannot be continued behind a reply, or opens a block of thinking
-    that the reply does not close.
+    Raises: UserError as `Tokenizer.write`; where the chat template cannot be continued behind a reply, or opens a block
+    of thinking that a reply does not close.
     """
-    ids, spans, heard = [], [], []
-    for message in messages:
-        if message["role"] != REPLY:
-            heard.append(message)
-            continue
-        thinking = THINK_END in message["content"]
-        ids += tokenizer.bridge(heard, thinking).ids if ids else tokenizer.chat(heard, thinking)
-        text = without_opening(tokenizer, message["content"], thinking)
-        reply = [*tokenizer.encode(tokenizer.cut(text, tokenizer.control_signs)), end_of_turn(tokenizer)]
-        spans.append((len(ids), len(ids) + len(reply)))
-        ids += reply
-        heard = []
+    end = end_of_turn(tokenizer)
+    replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
+    text, spans = write_turns(tokenizer, messages[: replies[-1] + 1], tools)
+    ids, places = tokenizer.encode_spans(text)
+    starts = np.array([start for start, _ in places])
+    ends = np.array([stop for _, stop in places])
     mask = np.zeros(len(ids), bool)
-    for start, end in spans if train_on == "all" else spans[-1:]:
-        mask[start:end] = True
+    for i, (start, stop) in zip(replies, spans, strict=True):
+        columns = np.flatnonzero((ends > start) & (starts < stop))
+        following = columns[-1] + 1 if columns.size else len(ids)
+        if ids[following - 1] not in tokenizer.stop_ids:  # the token behind it ends the reply, as in GLM's template
+            if following == len(ids) and i == replies[-1]:
+                ids, mask = [*ids, end], np.append(mask, False)
+            elif ids[following] not in tokenizer.stop_ids:
+                raise UserError("the model's chat template ends replies by no token: choose rows with one reply")
+            columns = np.append(columns, following)
+        mask[columns] = messages[i].get("weight") in (None, 1) and (train_on == "all" or i == replies[-1])
+    if not tokenizer.has_template:
+        ids, mask = [*tokenizer.first_ids, *ids], np.append(np.zeros(len(tokenizer.first_ids), bool), mask)
     if mask[:1].any():
         raise UserError("a reply has no token before it: write a prompt")
     return Conversation(np.array(ids, np.int32), mask)
+
+
+def write_turns(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a conversation as text, and where its replies stand, each with the token that ends it."""
+    text, spans, heard = "", [], []
+    end = tokenizer.hf.convert_ids_to_tokens(end_of_turn(tokenizer))
+    if tokenizer.has_template:
+        messages, tools = tokenizer.prepare(messages, any(map(thinks, messages)), tools)
+    for i, message in enumerate(messages):
+        if message["role"] != REPLY:
+            heard.append(message)
+            continue
+        if tokenizer.has_template:
+            opened = open_turn(tokenizer, text, messages[: i + 1], len(heard), tools, end)
+            text = write_reply(tokenizer, opened, messages[: i + 1], tools)
+            place = text.rfind(end, len(opened))
+            text = text[: place + len(end)] if place >= 0 else text
+        else:
+            said = tokenizer.write(heard, None, tools=() if text else tools)
+            opened = f"{text}\n{said}\n" if text else said
+            text = opened + tokenizer.write([message], None) + end
+        spans.append((len(opened), len(text)))
+        heard = []
+    return text, spans
+
+
+def open_turn(
+    tokenizer: Tokenizer, text: str, messages: Sequence[Message], num_heard: int, tools: Sequence[Schema], end: str
+) -> str:
+    """Returns a text with what the chat template writes behind it, up to the last of the messages, a reply."""
+    *before, reply = messages
+    opening = tokenizer.render(before, thinks(reply), tools=tools)
+    if opening.startswith(text):
+        return opening
+    # The template drops thinking from a reply when messages follow it: what follows is read off another reply.
+    heard = before[len(before) - num_heard :]
+    *past, last = before[: len(before) - num_heard]
+    past.append({key: x for key, x in last.items() if key != "reasoning_content"} | {"content": TURN})
+    closed, rest = behind(tokenizer, past, heard, thinks(reply), tools)
+    opened = text + rest[closed.rfind(end) + len(end) if end in closed else 0 :]
+    if without_thinking(opened) != without_thinking(opening):
+        raise UserError(
+            "the model's chat template writes earlier messages in another way when others follow them, and not only "
+            "without thinking: choose rows with one reply"
+        )
+    return opened
+
+
+def write_reply(tokenizer: Tokenizer, opened: str, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
+    """Returns a text with what the chat template writes of the last of the messages, a reply."""
+    *before, reply = messages
+    thinking, content = thinks(reply), content_of(reply)
+    opening = tokenizer.render(before, thinking, tools=tools)
+    closed = tokenizer.render(messages, thinking, is_open=False, tools=tools)
+    if closed.startswith(opening):
+        return opened + closed.removeprefix(opening)
+    if not without_thinking(closed).startswith(without_thinking(opening)) or "reasoning_content" in reply:
+        where = difference(closed, opening)
+        raise UserError(f"the model's chat template begins a reply of a row otherwise than one that is drawn{where}")
+    # The template writes thinking before a reply that is drawn, or leaves it out of one that is written.
+    framed = tokenizer.render([*before, {**reply, "content": TURN}], thinking, is_open=False, tools=tools)
+    head, found, tail = framed.rpartition(TURN)
+    if not (found and closed.startswith(head) and closed.endswith(tail)):
+        raise UserError(f"the model's chat template does not show messages of the role {REPLY} as they are")
+    kept = closed[len(head) : len(closed) - len(tail)]
+    if THINK_END in content and THINK_END not in kept:
+        kept = content[: content.rfind(kept) + len(kept)] if kept in content else content
+    return opened + without_opening(tokenizer, kept, thinking) + tail
+
+
+def difference(found: str, expected: str) -> str:
+    """Returns where two texts differ first, in words."""
+    place = len(os.path.commonprefix([found, expected]))
+    parts = (repr(text[max(0, place - 60) : place + 60]) for text in (found, expected))
+    return f", from character {place:,} on: {' and '.join(parts)}"
+
+
+def thinks(message: Message) -> bool:
+    """True if a reply has thinking."""
+    return THINK_END in content_of(message) or bool(message.get("reasoning_content"))
+
+
+def without_thinking(text: str) -> str:
+    """Returns a text without blocks of thinking, and without blanks, which templates write with them."""
+    return "".join(THOUGHT.sub("", text).split())
 
 
 def without_opening(tokenizer: Tokenizer, reply: str, thinking: bool) -> str:
@@ -86,22 +182,15 @@ def describe_prompts(tokenizer: Tokenizer, thinking: bool, plays_thinking: bool)
     return [warning] * (rows != played)
 
 
-@lru_cache(maxsize=64)
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """Returns the stop token that the chat template writes behind a reply, else the first that ends a completion.
+    """Returns the token by which the chat template ends a reply, else the first that ends a completion.
 
     Raises: UserError where there is none, so that no reply would end.
     """
-    stops = tokenizer.stop_ids
-    if not stops:
+    if not tokenizer.stop_ids:
         raise UserError("the tokenizer has no end of sequence, so that no reply would end: name one in its eos_token")
-    if not tokenizer.has_template:
-        return stops[0]
-    turn = [{"role": "user", "content": CONTENT}, {"role": REPLY, "content": TURN}]
-    _, found, rest = tokenizer.render(turn, thinking=None, is_open=False).rpartition(TURN)
-    if not found:
-        raise UserError(f"the model's chat template does not show messages of the role {REPLY}")
-    return next((i for i in tokenizer.encode(rest) if i in stops), stops[0])
+    end = end_of_turns(tokenizer, tokenizer.template)
+    return tokenizer.stop_ids[0] if end is None else end
 
 
 def encode_rows(
@@ -114,7 +203,7 @@ def encode_rows(
     encoded = []
     for number, messages in enumerate(rows, 1):
         try:
-            encoded.append(encode_conversation(tokenizer, messages, train_on))
+            encoded.append(encode_conversation(tokenizer, messages, train_on, getattr(messages, "tools", ())))
         except UserError as error:
             raise UserError(f"{name}: row {number}: {error}") from error
     lengths = [len(row) for row in encoded]

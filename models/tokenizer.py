@@ -1,10 +1,11 @@
 """Text to token ids and back: a thin wrapper of transformers' fast tokenizers."""
 
+import contextlib
 import json
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Int
 from jinja2.exceptions import TemplateError
 
+from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
 from models.templates import render_apart
 from utils.settings.errors import UserError, describe_error
 
@@ -34,24 +36,9 @@ THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_think
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
-MAX_CACHED = 4000  # characters of a text whose ids are kept
-CUT = "\ufdd0"  # no character: divides a text where someone spelled a token in it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
-CONTENT, TURN = "lmpo{}content", "lmpoturn"  # of a conversation that shows how a template frames its messages
-ANNOUNCEMENT = """# Tools
-
-These functions can be called; the JSON schema of each is on a line of its own:
-<tools>
-SCHEMAS
-</tools>
-
-To call one, write its name and its arguments as JSON between two tags, and end the turn:
-<tool_call>
-{"name": "FUNCTION", "arguments": {"ARGUMENT": "VALUE"}}
-</tool_call>"""
-Message = Mapping[str, str]  # role and content
-Tool = Callable[..., object]
-Schema = Mapping[str, object]  # of a tool, JSON
+CONTENT, TURN = "lmpocontent", "lmpoturn"  # of messages that show what a template does with others
+UNREAD = {"role": REPLY, "content": TURN}  # a reply that was drawn, which templates do not see
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +50,19 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: those of generation_config.json, then the tokenizer's own end of sequence."""
-        ids = [*listed_stop_ids(self.files), self.hf.eos_token_id]
-        unique = dict.fromkeys(ids)
-        unique.pop(None, None)
-        return tuple(unique)
+        """Ids that end a completion: of generation_config.json, the tokenizer's, and the one that ends turns."""
+        ids = [*self.listed_stop_ids, end_of_turns(self, self.template)]
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    @property
+    def listed_stop_ids(self) -> list[int]:
+        """Ids that end a completion by the model's files, whatever the chat template writes."""
+        return [*listed_stop_ids(self.files), *([] if self.hf.eos_token_id is None else [self.hf.eos_token_id])]
+
+    @property
+    def template(self) -> str:
+        """The chat template, empty where there is none: what is read off it is kept under this key."""
+        return str(self.hf.chat_template or "")
 
     @property
     def has_template(self) -> bool:
@@ -91,33 +86,34 @@ class Tokenizer:
         """The ids of tokens that are found in a text as a whole, special or not, by their text."""
         return self.hf.get_added_vocab()
 
-    @cached_property
-    def signs(self) -> tuple[str, ...]:
-        """Texts of added tokens of two characters or more that are not blank."""
-        return tuple(sign for sign in self.added_ids if len(sign) > 1 and sign.strip())
-
-    @cached_property
-    def control_signs(self) -> tuple[str, ...]:
-        """Returns the `signs` that are special tokens or look like one (<|fim_pad|>), without tags."""
-        return tuple(sign for sign in self.signs if sign in self.special_ids or not TAG.fullmatch(sign))
-
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, of each piece between CUT; nothing is added before or after it."""
-        pieces = text.split(CUT)
-        return [i for piece in pieces for i in self.hf.encode(piece, add_special_tokens=False)]
+        """Returns the ids of a text; nothing is added before or after it."""
+        return self.hf.encode(text, add_special_tokens=False)
 
-    def cut(self, text: str, signs: Sequence[str]) -> str:
-        """Returns a text with CUT within each of these signs, so that `encode` makes no tokens of them."""
-        text = text.replace(CUT, "")
-        found = [sign for sign in signs if sign in text]
-        cuts = "|".join(f"(?<={re.escape(sign[0])})(?={re.escape(sign[1:])})" for sign in found)
-        text = re.sub(cuts, CUT, text) if found else text
-        spelled = self.normalize(text)  # which drops no CUT
-        return CUT.join(text) if any(self.normalize(sign) in spelled for sign in signs) else text
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a text, and the characters that each stands for."""
+        found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        return found["input_ids"], found["offset_mapping"]
+
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        """Returns the ids that a text has behind another one: SentencePiece begins each text by a blank of its own."""
+        ids, spans = self.encode_spans(before + text)
+        first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
+        is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
+        return ids[first:] if is_apart else self.encode(text)
+
+    @cached_property
+    def first_ids(self) -> list[int]:
+        """The ids that the tokenizer puts before a text, which base models expect."""
+        alone, whole = self.encode(CONTENT), self.hf.encode(CONTENT)
+        places = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        return whole[: next(places, 0)]
 
     def spelled(self, messages: Sequence[Message]) -> str:
-        """Returns the first of `control_signs` that messages spell; empty: none."""
-        return next((sign for sign in self.control_signs if any(sign in m["content"] for m in messages)), "")
+        """Returns the first token that messages spell and that is special, or no word or tag; empty: none."""
+        signs = [sign for sign in self.added_ids if sign in self.special_ids or not TAG.fullmatch(sign)]
+        contents = [*map(content_of, messages)]
+        return next((sign for sign in signs if sign.strip() and any(sign in text for text in contents)), "")
 
     def prompt_notes(self, messages: Sequence[Message], plain: bool) -> list[str]:
         """Returns facts on prompts of such messages that users may not expect."""
@@ -125,15 +121,8 @@ class Tokenizer:
         if not (self.has_template or plain):
             notes.append("the model has no chat template: messages are joined by newlines, as with plain=true")
         if spelled := self.spelled(messages):
-            notes.append(f"prompts spell {spelled}, which stays text: only the chat template writes special tokens")
+            notes.append(f"prompts spell {spelled}, which becomes this token, as in transformers")
         return notes
-
-    @cached_property
-    def normalize(self) -> Callable[[str], str]:
-        """Returns a text as it is searched for added tokens."""
-        are_normalized = any(token.normalized for token in self.hf.added_tokens_decoder.values())
-        normalizer = self.hf.backend_tokenizer.normalizer if are_normalized else None
-        return normalizer.normalize_str if normalizer else str
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "A"]) -> str:
         """Returns the text of the ids without special tokens (<|im_end|>); <think> is text, not a special token."""
@@ -150,23 +139,45 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the ids of a conversation up to the assistant's turn, then `prefix`, the beginning of its answer.
 
-        `thinking=False` closes Qwen3's thinking before it starts, None leaves it to the template. `plain` leaves the
-        chat template out, as for a base model without one: then the contents of the messages are joined by newlines.
-        Tools that the chat template does not show are announced in the system message. What a message spells stays
-        text, but for tags (<think>): see `control_signs`.
+        A last message of the assistant is continued. `thinking=False` closes Qwen3's thinking before it starts, None
+        leaves it to the template. `plain` leaves the chat template out, as for a base model without one.
 
-        Raises: UserError when the chat template fails, or writes far more than the messages; for a tool without type
-        hints or a docstring.
+        Raises: UserError as `write`.
         """
-        messages = [{**message, "content": self.cut(message["content"], self.control_signs)} for message in messages]
-        schemas = [tool_schema(tool) for tool in tools]
-        if plain or not self.has_template:
-            text = "\n".join(message["content"] for message in announce(messages, schemas))
-        else:
-            text = self.render(messages, thinking, tools=schemas)
-            if schemas and text == self.render(messages, thinking):
-                text = self.render(announce(messages, schemas), thinking)
-        return self.encode(text) + self.encode(prefix)
+        ids = self.encode(self.write(messages, thinking, plain, tools) + prefix)
+        return ids if self.has_template and not plain else [*self.first_ids, *ids]
+
+    def write(
+        self, messages: Sequence[Message], thinking: bool | None, plain: bool = False, tools: Sequence[Tool] = ()
+    ) -> str:
+        """Returns the text of a conversation up to the assistant's turn, or on within it where it has begun.
+
+        Raises: UserError when the chat template fails, writes far more than the messages, or leaves out what they hold;
+        for messages that `readable` refuses, and a tool without type hints or a docstring.
+        """
+        if self.has_template and not plain:
+            messages, schemas = self.prepare(messages, thinking, tools)
+            return self.render(messages, thinking, tools=schemas)
+        messages = [*map(readable, messages)]
+        if keys := [key for message in messages for key in message if key not in ("role", "content")]:
+            raise UserError(f"a message has {keys[0]}, which only chat templates show, and there is none: leave it out")
+        return "\n".join(message["content"] for message in announce(messages, [*map(tool_schema, tools)]))
+
+    def prepare(
+        self, messages: Sequence[Message], thinking: bool | None, tools: Sequence[Tool] = ()
+    ) -> tuple[list[Message], list[Schema]]:
+        """Returns messages and tools as the chat template reads them: see `readable`.
+
+        Tools that it does not show are announced in the system message. Raises: UserError as `write`.
+        """
+        messages, schemas = [*map(readable, messages)], [*map(tool_schema, tools)]
+        for role in {message["role"]: None for message in messages}:
+            if not shows_role(self, self.template, role):
+                raise UserError(f"the model's chat template does not show messages of the role {role}")
+        if schemas and self.render(messages, thinking, tools=schemas) == self.render(messages, thinking):
+            messages, schemas = announce(messages, schemas), []
+        check_shown(self, messages, thinking, schemas)
+        return messages, schemas
 
     def calls(
         self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str
@@ -185,25 +196,21 @@ class Tokenizer:
         bodies = [piece.partition(closing) for piece in pieces]
         return tuple(body if sign else "" for body, sign, _ in bodies)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Returns the ids of a text in which special and other added tokens are text, as others wrote it."""
-        ids = plain_ids if len(text) <= MAX_CACHED else plain_ids.__wrapped__
-        return list(ids(self, text))
-
     def bridge(
-        self, messages: Sequence[Message], thinking: bool = False, prefix: str = "", plain: bool = False
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        thinking: bool | None = False,
+        prefix: str = "",
+        plain: bool = False,
+        tools: Sequence[Tool] = (),
     ) -> "Bridge":
-        """Returns the ids of these messages, with all that stands between two turns of the assistant.
+        """Returns the ids of messages that follow a reply to those `before`, and of all that the template adds.
 
-        Raises: UserError when the chat template fails, or cannot be continued behind what was written: see `frame`.
+        Raises: UserError as `write`, and where the template cannot be continued behind what was drawn: see `behind`.
         """
-        roles = tuple(message["role"] for message in messages)
-        closing, pieces = frame(self, roles, thinking, plain or not self.has_template)
-        ids = list(pieces[0])
-        for message, piece in zip(messages, pieces[1:], strict=True):
-            ids += self.encode_plain(message["content"])
-            ids += piece
-        return Bridge(closing, ids + self.encode(prefix))
+        said = json.dumps([[*map(readable, before)], [*map(readable, messages)], [*map(tool_schema, tools)]])
+        return make_bridge(self, self.template, said, thinking, prefix, plain)
 
     def read_stops(self, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Returns the ids and the texts that end a completion: `stop_ids`, and those of --stop_strings.
@@ -226,13 +233,8 @@ class Tokenizer:
         return tuple(dict.fromkeys(ids)), tuple(strings)
 
     def results(self, messages: Sequence[Message], opening: str, closing: str) -> list[int]:
-        """Returns the ids of results that are written behind calls; special tokens in their text are text."""
-        ids = []
-        for message in messages:
-            ids += self.encode(opening)
-            ids += self.encode_plain(message["content"])
-            ids += self.encode(closing)
-        return ids
+        """Returns the ids of results that are written behind calls."""
+        return self.encode_behind(TURN, "".join(opening + message["content"] + closing for message in messages))
 
     def render(
         self,
@@ -241,18 +243,20 @@ class Tokenizer:
         is_open: bool = True,
         tools: Sequence[Schema] = (),
     ) -> str:
-        """Renders a conversation with the chat template, up to the assistant's turn if it `is_open`.
+        """Renders a conversation with the chat template, up to the assistant's turn, or on within it, if it `is_open`.
 
-        Raises UserError as `chat`.
+        Raises UserError as `write`.
         """
+        continues = is_open and is_begun(messages)
         render_apart()
         try:
             return self.hf.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
-                add_generation_prompt=is_open,
+                add_generation_prompt=is_open and not continues,
+                continue_final_message=continues,
                 **({} if thinking is None else {"enable_thinking": thinking}),
-                assistant_prefix="",  # `chat` adds it, in ids
+                assistant_prefix="",  # `chat` adds it
                 tokenize=False,
             )
         except (TemplateError, TypeError, ValueError) as error:  # the last two: of what transformers checks
@@ -325,33 +329,6 @@ class Tokenizer:
             (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def tool_schema(tool: Tool) -> Schema:
-    """Returns the JSON schema of a function. Raises: UserError where it has no type hints or no docstring for one."""
-    from transformers.utils import get_json_schema
-
-    try:
-        return get_json_schema(tool)
-    except Exception as error:  # of several classes, and what the evaluation of type hints raises
-        name = getattr(tool, "__name__", repr(tool))
-        raise UserError(
-            f"the tool {name} cannot be announced ({describe_error(error)}): write type hints, and a docstring that "
-            "describes it and, below Args:, each argument"
-        ) from error
-
-
-def announce(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[Message]:
-    """Returns messages whose system message announces tools, in the format of Qwen's chat templates."""
-    messages = list(messages)
-    if not schemas:
-        return messages
-    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
-    text = ANNOUNCEMENT.replace("SCHEMAS", lines)
-    if messages and messages[0]["role"] == "system":
-        text = f"{messages[0]['content']}\n\n{text}"
-        messages = messages[1:]
-    return [{"role": "system", "content": text}, *messages]
-
-
 def split_at(ids: list[int], sign: int) -> list[list[int]]:
     """Returns the parts of a list between the signs."""
     parts = [[]]
@@ -364,50 +341,122 @@ def split_at(ids: list[int], sign: int) -> list[list[int]]:
 
 
 class Bridge(NamedTuple):
-    """Ids between two turns of the assistant."""
+    """Ids between two replies."""
 
-    closing: int | None  # the stop token that ends a turn; None: turns have none
+    end: list[int]  # of the first one; the last of them is a stop token. Empty: replies have none
     ids: list[int]  # behind it
 
-
-@lru_cache(maxsize=1024)  # environments say the same to many episodes
-def plain_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Returns the ids of a text in which added tokens are text: see `Tokenizer.encode_plain`."""
-    return tuple(tokenizer.encode(tokenizer.cut(text, tokenizer.signs)))
+    def after(self, last_token: int) -> list[int]:
+        """Returns the ids behind a reply that was drawn; one that was cut off, or ended otherwise, is ended first."""
+        return self.ids if self.end[-1:] in ([], [last_token]) else self.end + self.ids
 
 
-@lru_cache(maxsize=256)
-def frame(
-    tokenizer: Tokenizer, roles: tuple[str, ...], thinking: bool, is_plain: bool
-) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
-    """Returns the stop token of a turn, and the ids before, between and behind the contents of messages that follow.
+@lru_cache(maxsize=4096)  # environments say the same to many episodes
+def make_bridge(
+    tokenizer: Tokenizer, _template: str, said: str, thinking: bool | None, prefix: str, plain: bool
+) -> Bridge:
+    """Returns the bridge of messages before and behind a reply, and of tools, as JSON: see `Tokenizer.bridge`."""
+    before, messages, tools = json.loads(said)
+    if plain or not tokenizer.has_template:
+        text = tokenizer.write(messages, thinking, plain)
+        return Bridge([], tokenizer.encode_behind(TURN, f"\n{text}\n{prefix}"))
+    turn = UNREAD
+    if is_begun(before):
+        *before, begun = before
+        turn = {**begun, "content": content_of(begun) + TURN}
+    whole, schemas = tokenizer.prepare([*before, turn, *messages], thinking, tools)
+    first = len(whole) - len(messages)
+    _, rest = behind(tokenizer, whole[:first], whole[first:], thinking, schemas)
+    ids = tokenizer.encode_behind(TURN, rest + prefix)
+    place = end_place(tokenizer, ids)
+    return Bridge(ids[:place], ids[place:])
 
-    They are read off a conversation with other contents, so that a turn is continued by the ids that were drawn,
-    whatever the template would make of their text. Raises: UserError where the template ends a turn in another way
-    when messages follow it, leaves a content out, or says nothing.
+
+def behind(
+    tokenizer: Tokenizer,
+    before: Sequence[Message],
+    messages: Sequence[Message],
+    thinking: bool | None,
+    schemas: Sequence[Schema],
+) -> tuple[str, str]:
+    """Returns what the chat template writes behind TURN, in a last reply: alone, and up to the reply to messages.
+
+    Raises: UserError where it ends a reply in another way when messages follow it.
     """
-    if is_plain:
-        newline = tuple(tokenizer.encode("\n"))
-        return None, (newline,) * (len(roles) + 1)
-    said = [CONTENT.format(i) for i in range(len(roles))]
-    turn = [{"role": "user", "content": CONTENT.format("first")}, {"role": "assistant", "content": TURN}]
-    following = [{"role": role, "content": content} for role, content in zip(roles, said, strict=True)]
-    _, has_turn, end = tokenizer.render(turn, thinking, is_open=False).rpartition(TURN)
-    _, has_turn_too, rest = tokenizer.render(turn + following, thinking).rpartition(TURN)
-    texts = []
-    for content in said:
-        text, found, rest = rest.partition(content)
-        if not found:
-            raise UserError(f"the model's chat template does not show messages of the role {roles[len(texts)]}")
-        texts.append(text)
-    if not (has_turn and has_turn_too and texts[0].startswith(end.rstrip())):
+    closed = tokenizer.render(before, thinking, is_open=False, tools=schemas)
+    longer = tokenizer.render([*before, *messages], thinking, tools=schemas)
+    _, is_closed, end = closed.rpartition(TURN)
+    _, is_longer, rest = longer.rpartition(TURN)
+    if not (is_closed and is_longer and rest.startswith(end.rstrip())):
         raise UserError(
             "the model's chat template ends a reply in another way when messages follow it, so that a conversation "
             "cannot go on behind the tokens that were drawn: choose an environment, or rows, with one reply"
         )
-    first, *pieces = [tuple(tokenizer.encode(text)) for text in (*texts, rest)]
-    closing = first[0] if first and first[0] in tokenizer.stop_ids else None
-    return closing, (first[closing is not None :], *pieces)
+    return end, rest
+
+
+def end_place(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """Returns how many of the ids behind a reply end it: up to a stop token with nothing but blanks before it."""
+    stops = tokenizer.stop_ids
+    place = next((i for i, number in enumerate(ids) if number in stops), -1)
+    return 0 if tokenizer.hf.decode(ids[: max(place, 0)]).strip() else place + 1
+
+
+@lru_cache(maxsize=64)
+def end_of_turns(tokenizer: Tokenizer, template: str) -> int | None:
+    """Returns the token by which the chat template ends a reply: the first special one behind it; None: it has none."""
+    messages = [{"role": "user", "content": "1"}, UNREAD]
+    special = {*tokenizer.special_ids.values(), *tokenizer.listed_stop_ids}
+    for following in ([], messages[:1]) if template else ():
+        with contextlib.suppress(UserError):
+            _, found, rest = tokenizer.render(messages + following, None, is_open=False).rpartition(TURN)
+            ids = tokenizer.encode_behind(TURN, rest) if found else []
+            place = next((i for i, number in enumerate(ids) if number in special), None)
+            if place is not None and not tokenizer.hf.decode(ids[:place]).strip():
+                return ids[place]
+    return None
+
+
+@lru_cache(maxsize=256)
+def shows_role(tokenizer: Tokenizer, _template: str, role: str) -> bool:
+    """True unless the chat template leaves messages of a role out; where it refuses the example, it tells by itself."""
+    user = {"role": "user", "content": "1"}
+    before = {"system": [], "user": [], REPLY: [user]}.get(role, [user, UNREAD])
+    messages = [*before, {"role": role, "content": CONTENT}, *[user] * (role == "system")]
+    try:
+        return CONTENT in tokenizer.render(messages, thinking=None, is_open=False).lower()
+    except UserError:
+        return True
+
+
+def check_shown(
+    tokenizer: Tokenizer, messages: Sequence[Message], thinking: bool | None, schemas: Sequence[Schema]
+) -> None:
+    """Raises UserError for a key of a message that makes no difference to what the chat template writes.
+
+    Thinking may be left out where other messages follow, and of a result what its call says, too.
+    """
+
+    def makes_no_difference(given: Sequence[Message], i: int, key: str) -> bool:
+        other = {"content": "", **{name: x for name, x in given[i].items() if name != key}}
+        try:
+            others = [*given[:i], other, *given[i + 1 :]]
+            texts = [tokenizer.render(x, thinking, is_open=False, tools=schemas) for x in (given, others)]
+        except UserError:  # what is refused without it is read
+            return False
+        return texts[0] == texts[1]
+
+    said: set[str] = set()
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls", [])
+        keys = [key for key in message if key != "role" and message[key] not in said and message[key]]
+        said |= {text for call in calls for text in (call["function"]["name"], call.get("id"))}
+        for key in keys if len(message) > 2 else ():
+            if makes_no_difference(messages, i, key) and makes_no_difference(messages[: i + 1], i, key):
+                raise UserError(
+                    f"the model's chat template leaves the {key} of a message of the role {message['role']} out: "
+                    "write what the model is to read into its content, without this key"
+                )
 
 
 def listed_stop_ids(files: Mapping[str, bytes]) -> list[int]:

@@ -158,7 +158,7 @@ class Writer:
             step = episode.act(Reply(text, self.tokenizer.calls(turn, SIGNS.opening, SIGNS.closing)))
             if step.done:
                 break
-            observation = self.observation(step)
+            observation = self.observation(problem.messages, step)
             ids += observation
             weights += [OTHER_WEIGHT] * len(observation)
         return Document(ids, weights)
@@ -168,11 +168,11 @@ class Writer:
         ids = self.tokenizer.encode(text)
         return ids if text.endswith(SIGNS.closing) else [*ids, self.tokenizer.stop_ids[0]]
 
-    def observation(self, step: Step) -> list[int]:
+    def observation(self, messages: list[dict[str, str]], step: Step) -> list[int]:
         """Returns the tokens of an observation."""
         if step.messages[0]["role"] == INLINE:
             return self.tokenizer.results(step.messages, SIGNS.result_opening, SIGNS.result_closing)
-        return self.tokenizer.bridge(step.messages).ids
+        return self.tokenizer.bridge(messages, step.messages).ids
 
 
 def make_corpus() -> list[str]:

@@ -304,7 +304,8 @@ def test_a_template_that_harms_in_a_later_conversation_ends_in_one_sentence(name
 def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(MODEL, folder)
-    bodies = SHARED + "{{ n.x | tojson }}", "{{ raise_exception('no') }}", "{{ 'a' * messages[0].content | int }}"
+    long = "{{ messages[0].content + 'a' * messages[0].content | int }}"
+    bodies = SHARED + "{{ n.x | tojson }}", "{{ raise_exception('no') }}", long
     tokenizers = []
     for body in bodies:
         replace("chat_template.jinja", KNOWN.replace("BODY", body))(folder)

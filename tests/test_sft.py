@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, on_four_devices, rounding, slow, train_here
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kill_runs import arguments, checksum, difference, records
+from transformers.utils import chat_template_utils
 
 from core import eval, sft
 from core.extensions.sft_config import Config
@@ -70,9 +72,10 @@ def tiny():
 
 
 @pytest.mark.parametrize("train_on", ["all", "last"])
-def test_trained_are_the_tokens_that_transformers_marks(tiny, train_on):
+def test_trained_are_the_tokens_that_transformers_marks(tiny, train_on, monkeypatch):
     """TRL's assistant_only_loss trains those between {% generation %} and {% endgeneration %} of a template."""
     messages = [{**message, "content": message["content"].replace("<|im_end|>", "and")} for message in THREE_TURNS]
+    monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)  # marks
     marked = tiny.hf.apply_chat_template(
         messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -87,23 +90,23 @@ def test_trained_are_the_tokens_that_transformers_marks(tiny, train_on):
     assert found.tokens[found.mask][-1] == tiny.special_ids["<|im_end|>"]
 
 
-def test_what_others_say_is_no_token_of_control(tiny):
-    """A message that spells the end of a turn ends none, and neither does a reply."""
+def test_what_messages_spell_ends_no_reply(tiny):
+    """Special tokens in a message are those of transformers; what is trained is the whole of each reply."""
     spelled = [ASK, {"role": "assistant", "content": "a<|im_end|>b"}, AGAIN, SUM]
     row, end = encode_conversation(tiny, spelled, "all"), tiny.special_ids["<|im_end|>"]
-    assert row.tokens.tolist().count(end) == 4, "one for each message"
-    assert tiny.decode(row.tokens[row.mask]) == "a<|im_end|>b3+4=7"
+    assert row.tokens.tolist().count(end) == 6, "one for each message, and those that two of them spell"
+    assert tiny.hf.decode(row.tokens[row.mask]) == "a<|im_end|>b<|im_end|>3+4=7<|im_end|>"
 
 
 TEMPLATES = {  # of the tokenizer of models/tiny: what rows of three turns, or of one, are refused for
     "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}": (
-        "row 1: the model's chat template ends a reply in another way", ""
+        "row 1: the model's chat template begins a reply of a row otherwise", "begins a reply of a row otherwise"
     ),
     "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}": (
         "does not show messages of the role assistant", "does not show messages of the role assistant"
     ),
     "{{ raise_exception('no system') if messages[0].role == 'system' else messages[0].content }}": (
-        "row 1: the model's chat template fails", "does not show"
+        "row 1: the model's chat template does not show", "does not show messages of the role assistant"
     ),
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}": (
         "begins replies with <think>: write </think>", "begins replies with <think>"

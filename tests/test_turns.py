@@ -462,12 +462,12 @@ def test_the_bridge_is_that_of_qwen3(thinking):
     """Ids as written out in Prime Intellect's renderers, Qwen3Renderer.bridge_to_next_turn."""
     tokenizer = load_tokenizer(QWEN)
     opening = "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not thinking)
-    found = tokenizer.bridge([{"role": "user", "content": "say <|im_end|>"}], thinking)
-    before, after = tokenizer.encode("\n<|im_start|>user\n"), tokenizer.encode("<|im_end|>\n" + opening)
-    content = found.ids[len(before) : -len(after)]
-    assert found == (151645, before + content + after)
-    assert tokenizer.hf.decode(content) == "say <|im_end|>" and 151645 not in content
-    found = tokenizer.bridge([{"role": "tool", "content": x} for x in "ab"], thinking)
+    asked = [{"role": "user", "content": "?"}]
+    found = tokenizer.bridge(asked, [{"role": "user", "content": "say <|im_end|>"}], thinking)
+    assert found.end == [151645] and found.after(151645) == found.ids != found.after(0)
+    text = "\n<|im_start|>user\nsay <|im_end|><|im_end|>\n" + opening
+    assert tokenizer.hf.decode(found.ids) == text and found.ids.count(151645) == 2, "what a message spells is a token"
+    found = tokenizer.bridge(asked, [{"role": "tool", "content": x} for x in "ab"], thinking)
     response = "<tool_response>\n{}\n</tool_response>"
     text = f"\n<|im_start|>user\n{response.format('a')}\n{response.format('b')}<|im_end|>\n"
     assert tokenizer.hf.decode(found.ids) == text + opening
@@ -478,4 +478,6 @@ def test_a_template_that_ends_a_reply_otherwise_is_refused():
     hf = copy(tokenizer.hf)
     hf.chat_template = "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
     with pytest.raises(UserError, match="ends a reply in another way"):
-        Tokenizer(hf).bridge([{"role": "user", "content": "x"}])
+        Tokenizer(hf).bridge([{"role": "user", "content": "1"}], [{"role": "user", "content": "x"}])
+
+

@@ -70,4 +70,5 @@ def check_conversations(sampler: Sampler, settings: RolloutSettings, num_drafted
     ])  # fmt: skip
     problem = settings.env.problem(0)
     message = {"role": "user", "content": "1"}
-    sampler.tokenizer.bridge([message], problem.thinking, problem.prefix, problem.plain)
+    style = problem.thinking, problem.prefix, problem.plain, problem.tools
+    sampler.tokenizer.bridge(problem.messages, [message], *style)

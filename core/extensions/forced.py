@@ -6,6 +6,9 @@ from jaxtyping import Int
 
 from core.sampler import Chain
 from envs.base import ForcedAnswer, Problem
+from models.messages import content_of, is_begun
+
+CONTEXT = 100  # characters of a reply, behind which its answer is encoded
 
 
 class ForcingChain(Chain):
@@ -23,14 +26,15 @@ class ForcingChain(Chain):
             return forced
         for slot in np.flatnonzero(self.slots >= 0):
             reply = sampler.tokenizer.decode(self.drawn.tokens[self.slots[slot], :start])
-            answer = sampler.tokenizer.encode(self.answer.text_after(reply))
+            answer = sampler.tokenizer.encode_behind(reply[-CONTEXT:], self.answer.text_after(reply))
             forced[slot, : len(answer)] = answer[:steps]
         return forced
 
 
 def reply_opening(problem: Problem, prompt: str) -> str:
     """Returns the text between the last message of a prompt and the reply: end of the chat template, and prefix."""
-    last_message = problem.messages[-1]["content"].strip()
+    asked = problem.messages[:-1] if is_begun(problem.messages) else problem.messages
+    last_message = content_of(asked[-1]).strip() if asked else ""
     if not last_message or last_message not in prompt:
         return problem.prefix
     return prompt.rpartition(last_message)[2]

@@ -8,7 +8,7 @@ import numpy as np
 
 from envs.base import DIALECTS, Env, Problem, Reply
 from envs.prompts import Encode, prompt_lengths
-from models.tokenizer import tool_schema
+from models.messages import tool_schema
 from utils.metrics.logger import printable
 from utils.settings.errors import describe_error, shorten
 

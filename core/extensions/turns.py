@@ -28,8 +28,9 @@ from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome
 from envs.scoring.scorer import ScoringStream
 from models import decoder
 from models.architecture import Decoder
+from models.messages import is_begun
 from models.names import Array, Weights
-from models.tokenizer import Tokenizer
+from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.devices.threads import between_turns
 from utils.metrics.terminal import Wait
@@ -168,7 +169,8 @@ def answering_calls(sampler: Sampler, dialect: Dialect, problem: Problem) -> Sam
     """
     tokenizer = sampler.tokenizer
     if not dialect.is_inline:
-        tokenizer.bridge([{"role": "tool", "content": "1"}], problem.thinking, problem.prefix, problem.plain)
+        result = {"role": "tool", "content": "1"}
+        tokenizer.bridge(problem.messages, [result], problem.thinking, problem.prefix, problem.plain, problem.tools)
         return sampler
     closing = tokenizer.added_ids.get(dialect.closing)
     if closing is None:
@@ -215,6 +217,14 @@ class Record:
     def turns(self) -> Turns:
         """Request for the environment's response to the last reply."""
         return Turns(self.seed, tuple(self.replies), bool(self.stop), self.game, self.said)
+
+    def before(self, prompt: Sequence[Message]) -> list[Message]:
+        """Returns the messages up to the last reply, for the chat template: what was drawn is not part of them."""
+        messages = [*prompt]
+        for said in self.messages:
+            if said[0]["role"] != INLINE:  # else the reply goes on behind it
+                messages += [*([] if is_begun(messages) else [UNREAD]), *said]
+        return messages
 
     def conversation(self) -> list[Message]:
         """Returns turns and what followed them."""
@@ -371,10 +381,10 @@ class Conversations:
         if step.messages[0]["role"] == INLINE:
             dialect = DIALECTS[self.env.dialect]
             return self.tokenizer.results(step.messages, dialect.result_opening, dialect.result_closing)
-        problem = self.problems[row]
-        bridge = self.tokenizer.bridge(step.messages, problem.thinking, problem.prefix, problem.plain)
-        is_closed = bridge.closing in (None, self.episodes[row].last_token)
-        return bridge.ids if is_closed else [bridge.closing, *bridge.ids]
+        problem, episode = self.problems[row], self.episodes[row]
+        style = problem.thinking, problem.prefix, problem.plain, problem.tools
+        bridge = self.tokenizer.bridge(episode.before(problem.messages), step.messages, *style)
+        return bridge.after(episode.last_token)
 
     def add_scores(self, row: int, step: Step) -> None:
         """Adds the reward of a turn, and what the environment logs."""
