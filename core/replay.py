@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -33,14 +32,14 @@ from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
 from models.names import Key, Weights
 from utils.devices.sharding import Layout
-from utils.metrics.jsonl import parse_json
+from utils.files import read_arrays
 from utils.metrics.logger import printable
 from utils.metrics.terminal import Wait
+from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import make_config, to_dict
 from utils.settings.errors import UserError
 from utils.settings.groups import SinkConfig
-from utils.settings.presets import split_origin
 from utils.settings.removed import REMOVED, check_removed
 from utils.threefry import make_key
 
@@ -82,30 +81,53 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     if not file.is_file():
         raise UserError(f"--replay {path}: there is no {file}: runs write it under --save_rollouts all")
     run = file.parent.parent
+    rows = read_rows(file)
+    if not file.stem.removeprefix("step_").isdecimal():
+        raise UserError(f"--replay {path}: rollouts are files step_N.npz")
+    options, _ = read_settings(run / "config.json")
+    for name in options.keys() & REMOVED.keys():
+        check_removed(name, options.pop(name), name, is_forced=False)
     try:
-        with np.load(file) as arrays:
-            rows = dict(arrays)
-        step = int(file.stem.removeprefix("step_"))
-        options, _ = split_origin(parse_json((run / "config.json").read_bytes()))
-        for name in options.keys() & REMOVED.keys():
-            check_removed(name, options.pop(name), name, is_forced=False)
         config = make_config(Config, **options | vars(SinkConfig()))  # it logs nowhere
-    except (ValueError, TypeError, BadZipFile) as error:
-        raise UserError(f"--replay {path}: the rollouts or the settings of {run} cannot be read ({error})") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--replay {path}: {run / 'config.json'}: {error}") from error
     if not 0 <= row < len(rows["tokens"]):
         raise UserError(f"--row {row}: {file} has rows 0 to {len(rows['tokens']) - 1}")
     length = rows["lengths"][row]
     stored = Stored(
         run,
-        step,
+        int(file.stem.removeprefix("step_")),
         row % config.update.group_size,
         int(rows["tasks"][row]),
-        int(rows["positions" if "positions" in rows else "places"][row]),
+        int(rows["positions"][row]),
         int(rows["prompt_lengths"][row]),
         rows["tokens"][row, :length],
         rows["mask"][row, :length],
     )
     return stored, config
+
+
+def read_rows(file: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file of rollouts that a replay needs. Raises: UserError where they do not fit together.
+
+    Letters: B rollouts, T columns.
+    """
+    rows = read_arrays(file)
+    rows.setdefault("positions", rows.get("places"))  # their earlier name
+    shape = rows["tokens"].shape if "tokens" in rows else ()
+    for name in ("tokens", "mask", "lengths", "prompt_lengths", "tasks", "positions"):
+        x = rows.get(name)
+        if x is None:
+            raise UserError(f"{file} has no array {name}")
+        expected = shape if name in ("tokens", "mask") else shape[:1]
+        if len(shape) != 2 or x.shape != expected or x.dtype.kind not in "biu":
+            raise UserError(f"{file}: {name} is {x.dtype} {list(x.shape)}, and not integers {[*expected] or '[B, T]'}")
+        most = {"mask": 1, "lengths": shape[1], "prompt_lengths": shape[1]}.get(name, 2**31 - 1)
+        if x.size and not 0 <= x.min() <= x.max() <= most:
+            raise UserError(f"{file}: {name} has numbers from {x.min()} to {x.max()}, beyond 0 to {most}")
+    if (rows["prompt_lengths"] > rows["lengths"]).any():
+        raise UserError(f"{file}: a row of prompt_lengths is above that of lengths")
+    return rows | {"mask": rows["mask"].astype(bool)}
 
 
 def weights_before(stored: Stored, config: Config) -> Path:

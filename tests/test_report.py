@@ -25,6 +25,7 @@ from utils.metrics.logger import Logger
 from utils.reporting.compare import main
 from utils.reporting.page import (
     PANELS,
+    SizedRow,
     count_changes,
     embed_json,
     first_and_last,
@@ -289,9 +290,10 @@ def test_the_first_and_the_last_rollouts_of_the_same_problems_are_paired(tmp_pat
 def test_changes_of_all_held_out_problems_are_counted_and_pairs_of_each_class_are_shown():
     before = [0, 0, 0, 0, 0, 0, 1, 1, 0.5, 0.5, 1, 1]
     after = [1, 1, 1, 1, 0.5, 0, 0, 0.5, 0.5, 1, 1, 1]
-    first, last = ([{"task": i, "correct_answer": x} for i, x in enumerate(scores)] for scores in (before, after))
+    rows = [[{"task": i, "correct_answer": x} for i, x in enumerate(scores)] for scores in (before, after)]
+    first, last = ([SizedRow.of(json.dumps(row).encode(), row) for row in each] for each in rows)
     pairs = pair_rows(first, last)
-    assert [row["task"] for row in pairs] == [i for i in (0, 1, 2, 6, 7, 8, 10, 11, 5) for _ in range(2)]
+    assert [row["task"] for _, row in pairs] == [i for i in (0, 1, 2, 6, 7, 8, 10, 11, 5) for _ in range(2)]
     scores = {5: {}, 0: {"correct_answer": dict(enumerate(before))}, 9: {"correct_answer": dict(enumerate(after))}}
     changes = count_changes(scores)
     assert changes["steps"] == [0, 9]

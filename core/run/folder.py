@@ -39,7 +39,7 @@ from models.tokenizer import Tokenizer
 from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
-from utils.files import replacing, write_json
+from utils.files import replacing, skipping_damage, write_json
 from utils.metrics.jsonl import json_value
 from utils.metrics.logger import Logger, lossy_output
 from utils.metrics.sinks import open_sinks
@@ -152,7 +152,10 @@ class Run:
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
-        _, origin = read_settings(self.directory / "config.json") if self.resumed else ({}, {})
+        origin = {}
+        if self.resumed:
+            with skipping_damage():
+                _, origin = read_settings(self.directory / "config.json")
         self.origin = Origin(self.card.version, self.layout.device_kinds, origin)
         if is_main:
             self.write_config()

@@ -34,14 +34,15 @@ class Setting(NamedTuple):
 def find_run(model_dir: str) -> tuple[str, dict[str, Value]]:
     """Returns the folder and the settings of the first run that one of the models is of; both empty without any.
 
-    A run says in its config.json where it comes from, and holds the model in question.
+    A run says in its config.json where it comes from, and holds the model in question. Raises: UserError where that
+    file is damaged.
     """
     folders = filter(None, [find_local(name.strip()) for name in model_dir.split(",")])
     for path in [path for folder in folders for path in (folder, folder.absolute().parent)]:
-        settings, origin = read_settings(path / "config.json")
-        has_models = (path / "best").is_dir() or any(path.glob("step*/"))
-        if "env_name" in settings and origin and has_models:
-            return str(path), settings
+        if (path / "best").is_dir() or any(path.glob("step*/")):
+            settings, origin = read_settings(path / "config.json")
+            if "env_name" in settings and origin:
+                return str(path), settings
     return "", {}
 
 

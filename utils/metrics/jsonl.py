@@ -1,23 +1,34 @@
 """Reads JSON that a full disk, a bad block or another program may have damaged: whole files, and files of lines."""
 
+import itertools
 import json
 import math
+import reprlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from utils.settings.checks import open_file
+from utils.settings.errors import UserError
+
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 Value = JSON | np.ndarray | np.generic  # arrays of JAX, too
 
+MAX_BYTES = 1 << 28  # of a file
+MAX_LINE = 1 << 24  # bytes
+MAX_LINES = 10**6
+MAX_DIGITS = 300  # of an integer
+
 
 def parse_json(text: bytes) -> JSON:
-    """Returns the value of JSON text, with null for numbers that are not finite.
+    """Returns the value of JSON text, with null for numbers that are not finite, or that no float holds.
 
     Raises: ValueError for everything that is not JSON in UTF-8, nesting that is too deep included.
     """
     try:
-        return json.loads(text.decode(), parse_constant=finite, parse_float=finite)
+        return json.loads(text.decode(), parse_constant=finite, parse_float=finite, parse_int=integer)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -28,30 +39,55 @@ def finite(number: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_lines(path: str | Path, key: str = "") -> list[tuple[bytes, dict[str, JSON]]]:
-    """Returns each line of a file with one object a line: as it is written (with its end), and the object.
+def integer(digits: str) -> int | None:
+    return int(digits) if len(digits) < MAX_DIGITS else None
 
-    Damaged lines are skipped with a warning: no object, or no integer under `key` (empty: not asked for). The half line
-    that a killed process leaves at the end is skipped silently.
 
-    Raises: OSError.
+def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, JSON]:
+    """Returns the object in a file. Raises: UserError naming the file and what is wrong in it; OSError."""
+    with open_file(path, most) as file:
+        text = file.read()
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {reprlib.repr(value)}, not an object with names and values")
+    return value
+
+
+def read_lines(
+    path: str | Path, key: str = "", most: int = MAX_BYTES
+) -> Iterator[tuple[bytes, dict[str, JSON]]]:
+    """Yields each line of a file with one object a line: as it is written (with its end), and the object.
+
+    Damaged lines are skipped with a warning: no object, no integer under `key` (empty: not asked for), or too long. The
+    half line that a killed process leaves at the end is skipped silently.
+
+    Raises: UserError for a file of more than `most` bytes (0: no limit, nor one of MAX_LINES), OSError.
     """
-    lines = Path(path).read_bytes().splitlines(keepends=True)
-    rows: list[tuple[bytes, dict[str, JSON]]] = []
     damaged: list[int] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            value = parse_json(line)
-        except ValueError:
-            value = None
-        if isinstance(value, dict) and (not key or type(value.get(key)) is int):
-            rows.append((line, value))
-        elif number < len(lines) or line.endswith(b"\n"):
-            damaged.append(number)
+    with open_file(path, most) as file:
+        for number in itertools.count(1):
+            line = rest = file.readline(MAX_LINE)
+            if not line:
+                break
+            if most and number > MAX_LINES:
+                print(f"warning: {path}: lines behind the first {MAX_LINES:,} are left out", file=sys.stderr)
+                break
+            while len(rest) == MAX_LINE and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE)
+            try:
+                value = parse_json(line) if rest is line else None
+            except ValueError:
+                value = None
+            if isinstance(value, dict) and (not key or type(value.get(key)) is int):
+                yield line, value
+            elif rest.endswith(b"\n"):
+                damaged.append(number)
     if damaged:
         count = f"{len(damaged)} damaged lines" if len(damaged) > 1 else "a damaged line"
         print(f"warning: {path}: {count} skipped (line {damaged[0]})", file=sys.stderr)
-    return rows
 
 
 def json_value(value: Value) -> JSON:

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 from utils.reporting.page import label_runs, write_report
 from utils.reporting.plots import plot_runs, read_metrics
+from utils.settings.errors import user_errors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,4 +36,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        main()

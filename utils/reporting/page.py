@@ -6,27 +6,25 @@ as text only, and the page's own policy lets no other script run and nothing be 
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import re
 import time
-import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from utils.files import replacing
-from utils.metrics.jsonl import JSON, read_lines
+from utils.files import read_arrays, replacing, skipping_damage
+from utils.metrics.jsonl import JSON, parse_json, read_lines
 from utils.reporting.plots import COLOURS, Interval, intervals, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, judge, judge_seeds
 from utils.runs.origin import read_settings
-from utils.settings.errors import counted
+from utils.settings.errors import UserError, counted
 
 POINTS = 1000  # of a curve
 ROLLOUT_BYTES = 1_500_000  # of rollouts in one report, as JSON lines
@@ -37,7 +35,28 @@ FOLDER = Path(__file__).resolve().parent
 
 Values = Float[np.ndarray, "N"]  # of a metric, by step
 Row = dict[str, JSON]  # a rollout
-SizedRow = tuple[int, Row]  # its bytes, and the rollout
+Key = str | int | None
+
+
+class SizedRow(NamedTuple):
+    """A rollout as it is written, and what chooses it; of other types than a run writes nothing is left."""
+
+    line: bytes
+    group: Key
+    task: Key
+    value: float  # its return
+    score: float  # its correct answer, or else its return
+
+    @classmethod
+    def of(cls, line: bytes, row: Row) -> Self:
+        """Returns the row of a line."""
+        keys = [x if isinstance(x, str | int) else None for x in map(row.get, ("group", "task"))]
+        value, correct = (x if isinstance(x, int | float) else None for x in map(row.get, ("return", "correct_answer")))
+        return cls(line, *keys, float(value or 0), float((value if correct is None else correct) or 0))
+
+    def parse(self) -> Row:
+        """Returns the rollout."""
+        return parse_json(self.line)
 
 
 class Panel(NamedTuple):
@@ -177,7 +196,9 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     folder = metrics_jsonl.parent
     logged = read_metrics(metrics_jsonl)
     logged.pop("global_step", None)
-    config, origin = read_settings(folder / "config.json")
+    config, origin = {}, {}
+    with skipping_damage():
+        config, origin = read_settings(folder / "config.json")
     events = read_events(folder / "events.jsonl")
     steps = [event["step"] for event in events]
     scores = held_out_scores(folder / "rollouts")
@@ -198,9 +219,10 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
 
 def read_events(events_jsonl: Path) -> list[dict[str, JSON]]:
     """Returns the warnings of a run: their step, the metric that they are about, and the sentence."""
-    if not events_jsonl.exists():
-        return []
-    lines = [line for _, line in read_lines(events_jsonl, key="global_step")]
+    lines = []
+    if events_jsonl.exists():
+        with skipping_damage():
+            lines += [line for _, line in read_lines(events_jsonl, key="global_step")]
     return [{"step": line["global_step"], "metric": line.get("metric"), "text": line.get("warning")} for line in lines]
 
 
@@ -247,8 +269,8 @@ def first_and_last(folder: Path) -> dict[str, JSON]:
         files = rollout_files(folder, prefix)
         if len(files) < 2:
             continue
-        first, last = ([{"step": step} | row for _, row in read_lines(file)] for step, file in (files[0], files[-1]))
-        pairs = pair_rows(first, last)
+        first, last = (read_rows(file) for _, file in (files[0], files[-1]))
+        pairs = [{"step": files[place][0]} | row for place, row in pair_rows(first, last)]
         if pairs:
             kind = "held-out problems" if prefix == "held_out" else "problems"
             return {"rows": pairs, "note": f"the same {kind} at steps {files[0][0]} and {files[-1][0]}, side by side."}
@@ -274,37 +296,59 @@ def change_of(before: float, after: float) -> str:
 
 
 def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
-    """Returns the scores of held-out problems by step; those of damaged files are left out."""
+    """Returns the scores of held-out problems by step; those of damaged files are left out, with a warning."""
     scores = {}
     for step, file in rollout_files(folder, "held_out", "npz"):
-        with contextlib.suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        with skipping_damage():
             scores[step] = task_means(file)
     return scores
 
 
 def task_means(file: Path) -> dict[str, TaskMeans]:
-    """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file."""
-    with np.load(file) as arrays:
-        scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
-    tasks, places = np.unique(scores.pop("tasks"), return_inverse=True)
+    """Returns the mean of each score over the rollouts of a task: of arrays of rollouts.score_arrays, in a file.
+
+    Raises: UserError where they are not that, or not finite.
+    """
+    scores = {name.removeprefix("scores/"): x for name, x in read_arrays(file).items()}
+    for name in ("tasks", "returns"):
+        if name not in scores:
+            raise UserError(f"{file} has no array {name}")
+    tasks = scores.pop("tasks")
     scores["return"] = scores.pop("returns")
+    for name, x in (("tasks", tasks), *scores.items()):
+        if x.ndim != 1 or x.shape != tasks.shape or not np.isfinite(x).all():
+            raise UserError(f"{file}: {name} is {x.dtype} {list(x.shape)}, and not a finite number for each rollout")
+    tasks, places = np.unique(tasks, return_inverse=True)
     num_rollouts = np.bincount(places)
     means = {name: np.bincount(places, x) / num_rollouts for name, x in scores.items()}
     return {name: dict(zip(tasks.tolist(), x.tolist(), strict=True)) for name, x in means.items()}
 
 
-def pair_rows(first: Sequence[Row], last: Sequence[Row]) -> list[Row]:
-    """Returns the first rows of the same tasks in turn, of `first` and of `last`: PAIRS of each of CHANGES, in order.
+def read_rows(file: Path) -> list[SizedRow]:
+    """Returns the rollouts of a file, in as little memory as their text; none where it cannot be read."""
+    rows = []
+    with skipping_damage():
+        rows += [SizedRow.of(line, row) for line, row in read_lines(file)]
+    return rows
+
+
+def pair_rows(first: Sequence[SizedRow], last: Sequence[SizedRow]) -> list[tuple[int, Row]]:
+    """Returns the first rows of the same tasks in turn, of `first` (0) and of `last` (-1): PAIRS of each of CHANGES.
 
     It adds their change, by the correct answers where these are known, else by the return.
     """
-    before, after = ({row.get("task"): row for row in reversed(rows)} for rows in (first, last))
-    pairs: dict[str, list[Row]] = {change: [] for change in CHANGES}
-    for task in sorted(before.keys() & after.keys(), key=[*before].index, reverse=True):
+    before, after = ({row.task: row for row in reversed(rows)} for rows in (first, last))
+    pairs: dict[str, list[tuple[SizedRow, SizedRow]]] = {change: [] for change in CHANGES}
+    places = {task: place for place, task in enumerate(before)}
+    for task in sorted(before.keys() & after.keys(), key=places.__getitem__, reverse=True):
         pair = before[task], after[task]
-        change = change_of(*(row.get("correct_answer", row.get("return")) or 0.0 for row in pair))
-        pairs[change] += [row | {"change": change} for row in pair]
-    return [row for rows in pairs.values() for row in rows[: 2 * PAIRS]]
+        pairs[change_of(*(row.score for row in pair))].append(pair)
+    return [
+        (place, row.parse() | {"change": change})
+        for change, rows in pairs.items()
+        for pair in rows[:PAIRS]
+        for place, row in zip((0, -1), pair, strict=True)
+    ]
 
 
 def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[str, JSON]:
@@ -327,7 +371,7 @@ def read_rollouts(folder: Path, budget: int, steps: Sequence[int] = ()) -> dict[
     num_written = 0
     for place in places:
         step, file = files[place]
-        sized_rows = [(len(line), row) for line, row in read_lines(file)]
+        sized_rows = read_rows(file)
         num_written += len(sized_rows)
         rows += [{"step": step} | row for row in whole_groups(sized_rows, budget // num_steps)]
     note = counted(num_written, "rollout")
@@ -349,21 +393,21 @@ def rollout_files(folder: Path, prefix: str, suffix: str = "jsonl") -> list[tupl
 
 def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
     """Returns rows within `budget` bytes, group by group: the first, the last, and those with extreme returns first."""
-    total = sum(size for size, _ in sized_rows)
+    total = sum(len(row.line) for row in sized_rows)
     if total <= budget:
-        return [row for _, row in sized_rows]
-    by_number: dict[JSON, list[SizedRow]] = {}
-    for size, row in sized_rows:
-        by_number.setdefault(row.get("group"), []).append((size, row))
+        return [row.parse() for row in sized_rows]
+    by_number: dict[Key, list[SizedRow]] = {}
+    for row in sized_rows:
+        by_number.setdefault(row.group, []).append(row)
     groups = list(by_number.values())
-    returns = [np.mean([row.get("return") or 0.0 for _, row in group]) for group in groups]
+    returns = [np.mean([row.value for row in group]) for group in groups]
     num_groups = max(4, len(groups) * budget // total)
     rows = []
     for place in thin(np.array(returns), num_groups):
-        for size, row in groups[place]:
-            if size <= budget or not rows:
-                rows.append(row)
-                budget -= size
+        for row in groups[place]:
+            if len(row.line) <= budget or not rows:
+                rows.append(row.parse())
+                budget -= len(row.line)
     return rows
 
 

@@ -6,6 +6,7 @@ strong as a trailing mean, with gaps at steps without a value. report.html draws
 
 import itertools
 import logging
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from jaxtyping import Float
 
 from utils.files import replacing
 from utils.metrics.jsonl import read_lines
+from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -39,8 +41,11 @@ SIDE = ("data/loss", "env/return", "env/length", "entropy", "grad_norm", "rollou
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
+Column = tuple["array[float]", "array[float]"]  # the same as they are read
 Metrics = dict[str, Series]
 Interval = tuple[float, float]  # its ends
+MAX_METRICS = 2000  # others are left out
+MAX_NUMBERS = 5 * 10**7
 WINDOW = 5  # last steps of a running mean: fixed, so that runs of different lengths are smoothed alike
 
 
@@ -48,24 +53,31 @@ def read_metrics(metrics_jsonl: str | Path) -> Metrics:
     """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped.
 
     A step of training without a value, as one without an update, is NaN too; held-out scores are of some steps only.
+    Raises: UserError naming the file where it holds more than MAX_NUMBERS, OSError.
     """
-    columns: dict[str, dict[int, float]] = {}
+    columns: dict[str, Column] = {}
     for _, record in read_lines(metrics_jsonl, key="global_step"):
-        step = record["global_step"]
         for name, value in record.items():
-            number = np.nan if value is None else value
-            if isinstance(number, int | float):
-                column = columns.setdefault(name, {})
-                column[step] = number
-    all_steps = sorted({step for column in columns.values() for step in column})
-    run = {}
-    for name, column in columns.items():
-        steps = list(column)
+            if (value is None or isinstance(value, int | float)) and (name in columns or len(columns) < MAX_METRICS):
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(record["global_step"])
+                values.append(np.nan if value is None else value)
+    run = {name: last_values(*column) for name, column in columns.items()}
+    all_steps = run["global_step"][0] if run else np.zeros(0)
+    if len(run) * len(all_steps) > MAX_NUMBERS:
+        raise UserError(f"{metrics_jsonl} has {len(all_steps):,} steps of {len(run):,} metrics: more than are drawn")
+    for name, (steps, values) in run.items():
         if not is_held_out(name):
-            steps = [step for step in all_steps if step >= steps[0]]
-        values = [column.get(step, np.nan) for step in steps]
-        run[name] = np.array(steps, float), np.array(values, float)
+            own_steps = all_steps[np.searchsorted(all_steps, steps[0]) :]
+            run[name] = own_steps, np.full(len(own_steps), np.nan)
+            run[name][1][np.searchsorted(own_steps, steps)] = values
     return run
+
+
+def last_values(steps: "array[float]", values: "array[float]") -> Series:
+    """Returns the steps of a metric in order, and the value that was logged last for each."""
+    unique, places = np.unique(np.frombuffer(steps)[::-1], return_index=True)
+    return unique, np.frombuffer(values)[::-1][places]
 
 
 def is_held_out(name: str) -> bool:

@@ -4,16 +4,19 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import reprlib
 import shlex
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON, parse_json
+from utils.metrics.jsonl import JSON, read_json
+from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
+KINDS = {"seconds": int | float, "changed": list}  # of what a run writes; others are text
 
 
 class Origin:
@@ -57,9 +60,15 @@ def now() -> str:
 
 
 def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
-    """Returns the settings of a run, and where it comes from; both empty where the file is missing or damaged."""
-    try:
-        settings = parse_json(config_json.read_bytes())
-    except (OSError, ValueError):
+    """Returns the settings of a run, and where it comes from; both empty where there is no file.
+
+    Raises: UserError naming the file and what is wrong in it.
+    """
+    if not os.path.lexists(config_json):
         return {}, {}
-    return split_origin(settings) if isinstance(settings, dict) else ({}, {})
+    settings, origin = split_origin(read_json(config_json))
+    for name, value in origin.items():
+        kind = KINDS.get(name, str | None)
+        if not isinstance(value, kind):
+            raise UserError(f"{config_json}: run.{name} is {reprlib.repr(value)}, which no run writes")
+    return settings, origin

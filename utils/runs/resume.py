@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from utils.metrics.jsonl import JSON, parse_json
+from utils.metrics.jsonl import JSON, read_json
 from utils.settings.arguments import Value
 from utils.settings.errors import UserError
 from utils.settings.removed import REMOVED, check_removed
@@ -39,14 +39,10 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
 def read_before(file: Path, noun: str) -> dict[str, JSON]:
     """Returns what the run before has written into a file; empty, with a warning, where that cannot be read."""
     try:
-        before = parse_json(file.read_bytes())
-        if isinstance(before, dict):
-            return before
-        reason = f"{file} holds no names and values"
-    except (OSError, ValueError) as error:
-        reason = error
-    print(f"warning: the {noun} are not compared with those of the run before ({reason})")
-    return {}
+        return read_json(file)
+    except (OSError, UserError) as error:
+        print(f"warning: the {noun} are not compared with those of the run before ({error})")
+        return {}
 
 
 def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str, advice: str) -> None:

@@ -1,11 +1,16 @@
-"""Checks of what comes from outside, and may be hostile: numbers and YAML. envs/ and all others read them by these."""
+"""Checks of what comes from outside, and may be hostile: files, numbers, YAML. envs/ and all others read by these."""
 
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from utils.settings.errors import UserError
 
+MAX_TEXT = 1 << 26  # bytes
 MAX_YAML = 1 << 17  # characters
 MAX_DEPTH = 20  # lists and mappings in one another
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
 def check_number(name: str, value: float) -> None:
@@ -21,10 +26,28 @@ def check_number(name: str, value: float) -> None:
         raise UserError(f"{name} is {value:g}, which is no number that float32 holds: give 0, or 1.2e-38 to 3.4e38")
 
 
+def open_file(path: str | Path, most: int = 0) -> BinaryIO:
+    """Opens a file of others to read.
+
+    Raises: UserError for a pipe or a device, which might never end, and for more than `most` bytes (0: no limit);
+    OSError.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # which waits for no writer of a pipe
+    status = os.fstat(file.fileno())
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFREG and (not most or status.st_size <= most):
+        return file
+    file.close()
+    if kind != stat.S_IFREG:
+        raise UserError(f"{path} is {KINDS.get(kind, 'a device')} and not a file: put a file in its place")
+    raise UserError(f"{path} has {status.st_size:,} bytes, more than the {most:,} that are read")
+
+
 def read_text(path: Path) -> str:
-    """Returns the text of a file. Raises: UserError for one that is not UTF-8."""
+    """Returns the text of a file. Raises: UserError for one that is not UTF-8, or too long."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with open_file(path, MAX_TEXT) as file:
+            return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
 
