@@ -285,8 +285,8 @@ def make_worker(
         timeout=rewards.score_timeout,
         failures_dir=failures_dir,
     )
-    warning = try_rewards(scorer, env)
-    for line in (dropped, warning and f"warning: {settings.name}: {warning}"):
+    warnings = [f"warning: {settings.name}: {warning}" for warning in try_rewards(scorer, env)]
+    for line in (dropped, *warnings):
         if line and layout.is_main:
             print(line)
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards

@@ -46,6 +46,7 @@ class Problem:
     plain: bool = False
     tools: tuple[Callable[..., object] | Mapping[str, object], ...] = ()  # announced: functions, or JSON schemas
     seed: int = 0  # of what an episode draws before the first turn: that of all samples of a group
+    place: str = ""  # file and line of its row
 
 
 class Text(str):
@@ -57,6 +58,19 @@ class Text(str):
     def of(cls, text: str, ids: Iterable[int]) -> Self:
         new = cls(text)
         new.ids = tuple(map(int, ids))
+        return new
+
+
+class Trial(str):
+    """A reply that gives a reference in a form, to try a grader: it must read both, and equal texts prove nothing."""
+
+    form: str = ""
+    reference: str = ""
+
+    @classmethod
+    def of(cls, text: str, form: str, reference: str) -> Self:
+        new = cls(text)
+        new.form, new.reference = form, reference
         return new
 
 
@@ -188,6 +202,17 @@ class Env:
     def examples(self, problem: Problem) -> dict[str, str]:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; else the reference itself."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
+
+
+    def trials(self, problem: Problem, form: str) -> list[Trial]:
+        """Returns a reply in this form for each reference that replies are compared with; none where there is none."""
+        return []
+
+
+def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the form of answers that messages show, empty where they show none."""
+    text = "".join(message["content"] for message in messages)
+    return next((form for form, start in ANSWER_STARTS.items() if start.strip(" {") in text), "")
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:

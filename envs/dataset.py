@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
-from envs.base import Env, Episode, Problem, check_choice
+from envs.base import Env, Episode, Problem, Trial, check_choice
 from envs.data.files import RawRow
 from envs.data.messages import (
     CONVERSATIONS,
@@ -31,7 +31,7 @@ from envs.data.messages import (
     read_references,
     unweighted,
 )
-from envs.data.questions import written_answers
+from envs.data.questions import written_answers, written_trials
 from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
@@ -164,8 +164,9 @@ class Dataset(Env):
         return named or first_of((*PROMPTS, *CONVERSATIONS), row) or PROMPTS[0]
 
     def problem(self, index: int) -> Problem:
-        prompt, row = self.rows[index]
-        return Problem(as_messages(prompt, "user"), row, tools=getattr(prompt, "tools", ()) or self.tools)
+        prompt, row, place = self.rows[index]
+        tools = getattr(prompt, "tools", ()) or self.tools
+        return Problem(as_messages(prompt, "user"), row, tools=tools, place=place)
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return self.adapter.episode(problem, seed, partial(self.grade, problem))
@@ -185,9 +186,11 @@ class Dataset(Env):
         if self.has_reward and not self.rewards:
             return {"return": 0.0, "correct_answer": 0.0}  # the episode pays
         if not self.rewards:
-            answer = final_answer(played.text, self.form)
+            trial = played.text if isinstance(played.text, Trial) else None
+            answer = final_answer(played.text, trial.form if trial else self.form)
             has_answer = answer is not None
-            correct = float(has_answer and any(same_math(one, answer) for one in self.references(problem)))
+            references = [trial.reference] if trial else self.references(problem)
+            correct = float(has_answer and any(same_math(one, answer, not trial) for one in references))
             return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
         prompt_column = self.find_prompt(problem.answer)
         total, scores = 0.0, {}
@@ -216,6 +219,10 @@ class Dataset(Env):
     def examples(self, problem: Problem) -> dict[str, str]:
         reference = final_reference(self.reference(problem))
         return {"reference": reference, **written_answers(self.form, reference)} if reference else {}
+
+    def trials(self, problem: Problem, form: str) -> list[Trial]:
+        references = [] if self.has_reward else self.references(problem)
+        return written_trials(problem, form, [final_reference(reference) for reference in references])
 
 
 def find_source(path: str, hub_split: str) -> Source:

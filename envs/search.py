@@ -95,7 +95,7 @@ class Search(Questions):
         self.settings = ToolSettings("qwen", max_tool_calls, error_reward=tool_error_reward, call_cost=call_cost)
 
     def problem(self, index: int) -> Problem:
-        question, answers = self.rows[index]
+        question, answers, _ = self.rows[index]
         content = PROMPT.format(question=question, form=FORMS[self.form])
         return Problem([{"role": "user", "content": content}], answers, tools=(self.index.search,))
 

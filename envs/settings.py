@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from envs import ENVS, Options, Value, make_env, option_names, parse_options, split_name, test_name
-from envs.base import ANSWER_STARTS, Env, ForcedAnswer
+from envs.base import ANSWER_STARTS, Env, ForcedAnswer, shown_form
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
@@ -246,8 +246,7 @@ def forced_answer(env: Env) -> ForcedAnswer:
     signs = {form: start.strip(" {") for form, start in ANSWER_STARTS.items()}
     if env.form in ANSWER_STARTS:
         return ForcedAnswer(ANSWER_STARTS[env.form], (signs[env.form],))
-    prompt = "".join(message["content"] for message in env.problem(0).messages)
-    form = next((form for form, sign in signs.items() if sign in prompt), "")
+    form = shown_form(env.problem(0).messages)
     return ForcedAnswer(ANSWER_STARTS.get(form, ""), tuple(signs.values()))
 
 

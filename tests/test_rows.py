@@ -10,10 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from envs import make_env
 from envs.data.files import read_file
 from envs.data.messages import Messages
 from envs.data.written import DataConfig, read_written
 from envs.dataset import Dataset
+from envs.scoring.scorer import Scorer
+from envs.scoring.trial import try_rewards
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -350,3 +353,54 @@ def test_own_file_of_gsm8k_accepts_its_answers():
     numbers = [problem.answer["answer"].rpartition("#### ")[2] for problem in problems]
     replies = [f"<answer>{number}</answer>" for number in numbers]
     assert all(env.score(*pair)["return"] == 1.0 for pair in zip(problems, replies, strict=True))
+
+
+# References at the start
+
+
+def tried(tmp_path: Path, answers: list, prompt: str = "What is {}?", **options) -> list[str]:
+    """Returns the warnings at the start of a run on such references. Raises: UserError where it stops."""
+    rows = [json.dumps({"prompt": prompt.format(i), "answer": answers[i % len(answers)]}) for i in range(40)]
+    options |= {"path": str(write(tmp_path / "rows.jsonl", "\n".join(rows)))}
+    with Scorer("dataset", options, num_workers=1) as scorer:
+        return try_rewards(scorer, make_env("dataset", **options))
+
+
+WORDS = (["yes", "No"], ["Paris", "Route 66", "3 to 5"], ["B", "(C)"])
+
+
+@pytest.mark.parametrize("answers", [["5", 6.5, "$1,000"], ["#### 7", ["x", "8"]], *WORDS])
+@pytest.mark.parametrize("form", ["any", "tags", "boxed", "hash"])
+def test_references_that_replies_can_meet_start_a_run(tmp_path, answers, form):
+    if form == "any" and answers in WORDS:
+        with pytest.raises(UserError, match="give --env_options form=tags, which reads 34 of them"):
+            tried(tmp_path, answers, form=form)
+    else:
+        assert tried(tmp_path, answers, form=form) == []
+
+
+def test_formulas_are_tried_in_the_form_that_the_prompt_shows(tmp_path):
+    formulas = [rf"\frac{{\sqrt{{{i}}}}}{{2}}" for i in (2, 3, 5)]
+    assert tried(tmp_path, formulas, prompt=r"What is {}? Put it into \boxed{{}}.") == []
+
+
+def test_references_that_no_reply_can_meet_stop_a_run_with_rows_reasons_and_a_way_out(tmp_path):
+    words = r"is wrong for 34 of 34 problems \(.*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): compare .*--reward FILE"
+    for form in ("any", "tags"):
+        with pytest.raises(UserError, match=words):
+            tried(tmp_path, [r"\frac{1}{"], form=form)
+
+
+def test_few_references_that_no_reply_can_meet_are_a_warning(tmp_path):
+    (warning,) = tried(tmp_path, [*map(str, range(19)), r"\frac{1}{"], form="boxed")
+    assert re.search(r"wrong for [12] of 34 problems \(.*rows.jsonl:[24]0: '\\\\frac\{1\}\{'", warning)
+
+
+def test_another_form_is_named_where_it_reads_more(tmp_path):
+    with pytest.raises(UserError, match="in the form hash is wrong .*give --env_options form=tags, which reads 34 of"):
+        tried(tmp_path, ["a\nb"], form="hash")
+
+
+def test_references_of_a_reward_are_not_tried(tmp_path):
+    (tmp_path / "r.py").write_text("def reward(completion, **row): return 1.0\n")
+    assert tried(tmp_path, [{"any": "kind"}], reward=f"{tmp_path / 'r.py'}:reward") == []

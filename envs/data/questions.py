@@ -3,7 +3,7 @@
 Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the form of nanochat and of GSM8K itself.
 """
 
-from envs.base import Env, Problem, check_choice
+from envs.base import Env, Problem, Trial, check_choice, shown_form
 from envs.data.rows import Row
 from envs.grading.answers import FORMS, final_answer
 
@@ -46,22 +46,30 @@ class Questions(Env):
         """True if an answer equals the reference; never raises, whatever the answer."""
         raise NotImplementedError
 
+    def is_read(self, reference: str, answer: str) -> bool:
+        """True if an answer equals the reference, and not since both are written alike."""
+        return self.is_equal(reference, answer)
+
     def problem(self, index: int) -> Problem:
-        question, answer = self.rows[index]
+        question, answer, place = self.rows[index]
         system, user = self.prompts[self.form], {"role": "user", "content": question}
         messages = [{"role": "system", "content": system}, user] if system else [user]
         prefix = "<think>" if self.form == "tags" else ""  # the prompts of other forms do not ask for the tag
-        return Problem(messages, answer, thinking=True, prefix=prefix)
+        return Problem(messages, answer, thinking=True, prefix=prefix, place=place)
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        answer = final_answer(text, self.form)
+        is_trial = isinstance(text, Trial)
+        answer = final_answer(text, text.form if is_trial else self.form)
         formed = answer is not None  # the text holds an answer in the asked form
-        correct = formed and self.is_equal(problem.answer, answer)
+        correct = formed and (self.is_read if is_trial else self.is_equal)(problem.answer, answer)
         value = 1.0 if correct else self.partial * formed
         return {"return": value, "correct_answer": float(correct), "format": float(formed)}
 
     def examples(self, problem: Problem) -> dict[str, str]:
         return written_answers(self.form, problem.answer)
+
+    def trials(self, problem: Problem, form: str) -> list[Trial]:
+        return written_trials(problem, form, [problem.answer])
 
 
 def written_answers(form: str, answer: str) -> dict[str, str]:
@@ -71,3 +79,9 @@ def written_answers(form: str, answer: str) -> dict[str, str]:
         "wrong": f"<think>\nLet me see.\n</think>\n{WRITTEN[form].format('-12345678.9')}",
         "formless": "I would rather not say.",
     }
+
+
+def written_trials(problem: Problem, form: str, references: list[str]) -> list[Trial]:
+    """Returns a reply for each reference, in a form; in the form any as the prompt shows it."""
+    shown = (form == "any" and shown_form(problem.messages)) or form
+    return [Trial.of(WRITTEN[shown].format(reference), form, reference) for reference in references]

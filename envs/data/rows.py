@@ -54,6 +54,7 @@ class Row(NamedTuple):
 
     prompt: str | list[dict[str, Any]]
     answer: Any
+    place: str = ""  # file and line that it comes from
 
 
 Convert = Callable[[RawRow], Row]  # raises KeyError, TypeError or ValueError for a malformed row
@@ -107,7 +108,7 @@ def load_rows(
         if why:
             left_out[why] += 1
         else:
-            rows.append(row)
+            rows.append(row._replace(place=location))
     reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
     if not rows:
         found = f"no usable row, but {reasons}" if total else "no row"

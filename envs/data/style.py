@@ -35,7 +35,7 @@ class Styled(Env):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
-        for name in (*Env.__annotations__, "episode", "close", "answer", "examples"):
+        for name in (*Env.__annotations__, "episode", "close", "answer", "examples", "trials"):
             setattr(self, name, getattr(env, name))
         self.env = env
         self.style = style

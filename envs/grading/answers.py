@@ -37,6 +37,7 @@ MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and
 MAX_MATH = 2000  # characters that math-verify gets to see
 MAX_OPERATORS = 200  # in what math-verify gets to see
 MAX_BOX = 5000
+MAX_PHRASE = 100  # characters of an answer in words
 MAX_DEPTH = 10  # brackets within brackets; the parser's time doubles with each level
 MAX_DEGREE = 20  # of powers beside functions of something unknown
 MAX_BESIDE_LOGS = 10_000
@@ -173,23 +174,25 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 # mathematics
 
 
-def same_math(reference: str, answer: str) -> bool:
+def same_math(reference: str, answer: str, may_be_alike: bool = True) -> bool:
     """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, else math-verify.
 
     Of a reference that is a worked solution, what it gives as its answer counts: see `final_reference`.
     False for what does not parse and for what is too long, too deeply nested or too large to be computed, unless both
-    are written alike. It never raises.
+    are written alike. With `may_be_alike` false only short texts with words may be. It never raises.
     """
     try:
-        return _same_math(final_reference(reference), answer)
+        return _same_math(final_reference(reference), answer, may_be_alike)
     except Exception:  # of the parser or of sympy: OverflowError, RecursionError, MemoryError and others
         return False
 
 
-def _same_math(reference: str, answer: str) -> bool:
+def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
     reference, answer = reference.rstrip(" \t\n\\"), answer.rstrip(" \t\n\\")  # a stray \\ at the end
     simple_reference = simplified(reference)
-    if simple_reference and simple_reference == simplified(answer):
+    if may_be_alike and simple_reference and simple_reference == simplified(answer):
+        return True
+    if not may_be_alike and phrase(reference) and phrase(reference) == phrase(answer):
         return True
     if not (is_tame(reference) and is_tame(answer)):
         return False
@@ -208,12 +211,21 @@ def _same_math(reference: str, answer: str) -> bool:
     if not may_be_same(reference, answer):
         return False
     reference_math = parse_math(reference, is_reference=True)
+    if not may_be_alike:  # texts that do not parse are compared as they are
+        reference_math = [x for x in reference_math if not isinstance(x, str)]
     answer_math = parse_math(answer)
     if not (reference_math and answer_math):
         return False
     from math_verify import verify
 
     return verify(reference_math, answer_math, timeout_seconds=None)
+
+
+def phrase(text: str) -> str:
+    """Returns a short text with words, in lower case and without marks around it; empty for formulas and long texts."""
+    plain = " ".join(text[: 2 * MAX_PHRASE].split()).strip(" .,;:!?\"'“”‘’*_")
+    has_words = re.search(r"[^\W\d_]{2}", plain) and not re.search(r"[\\{}$]", plain)
+    return plain.casefold() if has_words and len(plain) <= MAX_PHRASE else ""
 
 
 def simplified(text: str) -> str:

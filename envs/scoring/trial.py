@@ -1,20 +1,76 @@
-"""Tries the rewards of an environment on replies to its first problems, before anything is drawn."""
+"""Tries rewards, and references as graders read them, on replies to the first problems, before anything is drawn."""
 
-from envs.base import Env, Reply
-from envs.scoring.helper import Job, Turns
+from collections.abc import Iterable
+
+from envs.base import Env, Reply, Trial
+from envs.grading.answers import FORMS
+from envs.scoring.helper import Failure, Job, Outcome, Turns
 from envs.scoring.scorer import Scorer
+from utils.settings.errors import UserError, shorten
 
 NUM_TRIED = 3  # problems
+NUM_REFERENCES = 256  # problems whose references are tried
+MAX_REFUSED = 0.1  # of these, above which the run stops
+NUM_SHOWN = 3  # refused references
 DRAWN_ELSEWHERE = (
     "episodes that are begun again say something else: each sample of a group plays another one, and none can be "
     "played again, by --resume or where its process is lost; draw by Python's `random`, or from the row"
 )
 
 
-def try_rewards(scorer: Scorer, env: Env) -> str:
-    """Returns a warning where episodes do not repeat, else no text. Raises: UserError for a reward that fails."""
+def try_rewards(scorer: Scorer, env: Env) -> list[str]:
+    """Returns warnings: where episodes do not repeat, and of references that no reply can meet.
+
+    Raises: UserError for a reward that fails, and where more than MAX_REFUSED of the references are refused.
+    """
     scorer.check_reward(example_jobs(env))
-    return DRAWN_ELSEWHERE if env.opens and not scorer.repeats(repeated_jobs(env)) else ""
+    drawn_elsewhere = env.opens and not scorer.repeats(repeated_jobs(env))
+    return [DRAWN_ELSEWHERE] * drawn_elsewhere + try_references(scorer, env)
+
+
+def try_references(scorer: Scorer, env: Env) -> list[str]:
+    """Returns a warning of the problems of which no reference is right when a reply gives it in the asked form.
+
+    Such a reply goes the whole way of others: its answer is found, read and compared. Raises: UserError for too many.
+    """
+    indices = range(min(NUM_REFERENCES, env.num_tasks)) if env.max_turns == 1 else ()
+    refused = refused_trials(scorer, env, indices, env.form)
+    if not refused:
+        return []
+    shown = [f"{env.problem(i).place or f'problem {i}'}: {reason}" for i, reason in [*refused.items()][:NUM_SHOWN]]
+    shown += ["..."] * (len(refused) > NUM_SHOWN)
+    left = {form: len(refused_trials(scorer, env, refused, form)) for form in FORMS if form != env.form}
+    best = min(left, key=left.get)
+    num_read = len(refused) - left[best]
+    form = f"give --env_options form={best}, which reads {num_read} of them, and ask for it in the prompts; or "
+    message = (
+        f"a reply that gives the reference in the form {env.form} is wrong for {len(refused)} of {len(indices)} "
+        f"problems ({'; '.join(shown)}): {form * bool(num_read)}compare by a function, --reward FILE.py:FUNCTION"
+    )
+    if len(refused) > MAX_REFUSED * len(indices):
+        raise UserError(f"{scorer.settings.env_name}: {message}")
+    return [message]
+
+
+def refused_trials(scorer: Scorer, env: Env, indices: Iterable[int], form: str) -> dict[int, str]:
+    """Returns the problems of which no reference is right when a reply gives it in a form, and why."""
+    jobs = [(i, trial) for i in indices for trial in env.trials(env.problem(i), form)]
+    outcomes = scorer.request_outcomes(jobs) if jobs else []
+    reasons: dict[int, list[str]] = {}
+    for (i, trial), outcome in zip(jobs, outcomes, strict=False):  # there are none where the scorer closes
+        reasons.setdefault(i, []).append(reason_of(trial, outcome))
+    return {i: given[0] for i, given in reasons.items() if all(given)}
+
+
+def reason_of(trial: Trial, outcome: Outcome) -> str:
+    """Returns why a reply that gives a reference is wrong; empty where it is right."""
+    if isinstance(outcome, Failure):
+        return f"{shorten(trial.reference, 60)}, {outcome.reason}"
+    if outcome["correct_answer"] > 0:
+        return ""
+    if not outcome.get("format", 1.0):
+        return f"{shorten(trial.reference, 60)}, no answer is found in {shorten(str(trial), 80)}"
+    return f"{shorten(trial.reference, 60)}, which the grader cannot read in {shorten(str(trial), 80)}"
 
 
 def example_jobs(env: Env) -> list[Job]:
