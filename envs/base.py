@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from envs.grading.answers import final_answer
+from envs.grading.answers import final_answer, one_spelling
 from utils.settings.errors import UserError
 
 MAX_OBSERVED = 100_000  # characters that an environment says at once; what is longer is cut
@@ -196,8 +196,13 @@ class Env:
         """Frees what it holds, at the end of its process."""
 
     def answer(self, text: str) -> str | None:
-        """Returns the answer that a reply gives, its vote in a majority; None where it gives none."""
+        """Returns the answer that a reply gives, as it is written; None where it gives none."""
         return final_answer(text, self.form)
+
+    def vote(self, text: str) -> str | None:
+        """Returns the answer that a reply gives in one spelling, for majorities; None where it gives none."""
+        answer = self.answer(text)
+        return None if answer is None else one_spelling(answer)
 
     def examples(self, problem: Problem) -> dict[str, str]:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; else the reference itself."""

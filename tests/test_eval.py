@@ -104,11 +104,12 @@ def vote(answers: list[str | None], correct: list[bool]) -> float:
 def test_majority_at_k_is_the_mean_over_all_subsets(seed):
     rng = np.random.default_rng(seed)
     answers = [None if i == 0 else "abcdefgh"[i] for i in rng.integers(0, 2 + seed % 6, 8).tolist()]
-    right = {"b", "d"} if seed % 3 else {"c"}  # two answers may be right, as in Countdown
+    right = {"b", "d"} if seed % 3 else {"c"}  # two answers may be right, as in Countdown: they are one vote
     correct = np.array([answer in right for answer in answers])
     found = majority_at_k(answers, correct, tuple(range(1, 9)))
     for k in range(1, 9):
-        elections = combinations(zip(answers, correct.tolist(), strict=True), k)
+        merged = ["right" if answer in right else answer for answer in answers]
+        elections = combinations(zip(merged, correct.tolist(), strict=True), k)
         assert found[k - 1] == pytest.approx(np.mean([vote(*zip(*some, strict=True)) for some in elections])), k
 
 
@@ -121,6 +122,7 @@ def test_majority_at_k_by_hand():
     assert majority("a---", [1, 0, 0, 0], 4) == 1, "who has no answer does not vote"
     assert majority("----", [0, 0, 0, 0], 4) == 0
     assert majority("aabb", [1, 0, 0, 0], 4) == 0.25, "equal answers, graded differently"
+    assert majority("abbc", [1, 0, 0, 1], 4) == 0.5, "answers that are graded right are one, whatever their spelling"
     assert majority_at_k(["1  1/2\n", " 1 1/2", "11/2"], np.array([True, True, False]), (3,)) == 1
     many = majority_at_k(["a"] * 40 + ["b"] * 24, np.arange(64) < 40, (1, 63, 64))  # C(64, 32) is beyond int64
     np.testing.assert_allclose(many, [40 / 64, 1, 1])
@@ -229,6 +231,17 @@ def test_answers_are_of_the_form_that_the_environment_asks_for():
     assert env.answer("so <answer> 5 </answer> or \\boxed{6}") == "5" and env.answer("\\boxed{6}") is None
     env.form = "boxed"
     assert Styled(env, Style()).answer("<answer>5</answer> or \\boxed{6}") == "6"
+
+
+def test_votes_for_one_answer_have_one_spelling():
+    env = Env()
+    env.form = "boxed"
+    for spellings in (["0.5", "1/2", r"\frac{1}{2}", "**0.5**"], ["1,240", "1240", "$1240"], ["E", "(E)", "E: forty"]):
+        assert len({env.vote(rf"\boxed{{{answer}}}") for answer in spellings}) == 1
+    votes = {env.vote(rf"\boxed{{{answer}}}") for answer in ("25", "25%", "0.25", "x", "2x", "D", "")}
+    assert len(votes) == 7 and env.vote("25") is None
+    votes = [env.vote(rf"\boxed{{{answer}}}") for answer in ("3", "0.5", "x/2", "3.0", r"\frac{x}{2}")]
+    assert majority_at_k(votes, np.array([0, 0, 1, 0, 1]) > 0, (5,)) == 0.5, "3 has two votes, the right answer too"
 
 
 def test_references_of_any_kind_are_written():

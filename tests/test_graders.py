@@ -87,6 +87,25 @@ def test_extraction():
         (r"12 and then \boxed{3} and #### 4", "any", "3"),
         ("First 1,234.5 then -0.5.", "any", "-0.5"),
         ("no number", "any", None),
+        # A heading of Markdown is no answer.
+        ("9 * 4 = 36 shells.\n#### 36\n\n#### Explanation\nFour boxes of nine.", "hash", "36"),
+        ("9 * 4 = 36 shells.\n#### 36\n\n#### Explanation\nFour boxes of nine.", "any", "36"),
+        ("#### Step 1\n4 * 9 = 36\n#### Step 2\n36 + 5 = 41\n\nThe answer is 41.", "any", "41"),
+        ("#### Step 1\nAdd.\n#### Step 2\nThe result is 41.", "hash", None),
+        ("#### 1. Add them\nSo 41.\n#### 2) Check\n41 is odd, which fits.", "any", "41"),
+        ("#### Final answer\nThe result is 41.", "any", "41"),
+        ("#### Answer: 36 shells\n#### Step 2\nNone.", "hash", "Answer: 36 shells"),
+        ("#### $x = 5$\n\n#### Verification\n5 = 5", "hash", "$x = 5$"),
+        (r"#### \boxed{7}" "\n#### Note 3\nBoxes of 9.", "hash", "7"),
+        ("#### Paris\n\n#### Explanation\nIt is the capital.", "any", "Paris"),
+        ("#### Paris\nIt is the capital.", "hash", "Paris"),
+        ("#### **E**", "any", "**E**"),
+        ("#### Step 2", "hash", None),
+        # Without a number the end of the text may give the answer in words.
+        ("It has 2 rivers. So the answer is Paris.", "any", "Paris"),
+        ("**Answer:** (E) forty", "any", "(E) forty"),
+        ("It is 41, so the answer is correct.", "any", "41"),
+        ("The answer is Paris. No, London.", "any", "Paris. No, London"),
     ],
 )
 def test_final_answer(text, form, answer):

@@ -153,6 +153,89 @@ RIGHT = {
     r"10\text{ radians}": [
         "10", r"10\text{ rad}",
     ],
+    # decimals that are roundings, to the digits that are written
+    r"\frac{2}{3}": [
+        "0.666667", "0.66666667",
+    ],
+    r"\pi": [
+        "3.141593", "3.14159265", "**π**",
+    ],
+    r"\sqrt{19}": [
+        "4.3588989435",
+    ],
+    "14": [
+        "13.999999999999998",
+    ],
+    r"\frac{1}{3} \times 10^{-8}": [
+        "3.333333e-9", r"3.3333333 \times 10^{-9}",
+    ],
+    r"1.602177 \times 10^{-19}": [
+        "1.6021766e-19", r"1.60217663 \times 10^{-19}",
+    ],
+    r"(0, \frac13)": [
+        "(0, 0.333333)",
+    ],
+    r"x = \frac13": [
+        "x = 0.333333",
+    ],
+    r"\frac{x}{3}": [
+        "0.3333333333x",
+    ],
+    "0.3x": [
+        "0.1x+0.2x",
+    ],
+    r"(0, 2.4\times 10^{-17})": [
+        "(0, 2.4e-17)",
+    ],
+    # as calculators write
+    r"\frac{\pi}{3}": [
+        "pi/3", "(1/3)*pi", "**pi/3**",
+    ],
+    r"-3\pi": [
+        "-3*pi", "-3pi",
+    ],
+    "e^2": [
+        "exp(2)", "e**2",
+    ],
+    "1024": [
+        "2**10", "2^10",
+    ],
+    "x^2+1": [
+        "x**2+1", "1+x*x", "Final Answer: **x^2 + 1**", "The answer is x^2+1",
+    ],
+    r"\frac{\sqrt{3}}{2}": [
+        "sqrt(3)/2", "sin(pi/3)", "3**(1/2)/2",
+    ],
+    r"\sqrt{2+\sqrt{3}}": [
+        "sqrt(2+sqrt(3))",
+    ],
+    r"\ln 2 + |x|": [
+        "ln(2) + abs(x)",
+    ],
+    r"(-\infty, 3)": [
+        "(-oo, 3)", "(-inf, 3)",
+    ],
+    r"2\pi r^2": [
+        "2*pi*r**2",
+    ],
+    # choices and words as models write them
+    "E": [
+        "**E**", "E: forty", "E. forty", "E) forty", "(E)", "(E) forty", "$E$", r"\textbf{(E)}\ 14", r"\text{E}",
+        "Option E", "Answer: E", "The correct answer is (E).", "**E.** forty", "**E. forty**", "E is correct",
+        "Final answer: **E. not enough information**", "E - forty", "E. Vitamin C",
+    ],
+    r"\textbf{(D)}\ 14": [
+        "D", "(D)", "**D**", "D: 14",
+    ],
+    "41": [
+        "Final Answer: **41**", "**Final Answer:** 41", "**41**",
+    ],
+    "yes": [
+        "Yes", "**Yes**", "Yes.", r"\text{yes}", "The answer is yes.",
+    ],
+    "New York": [
+        "new york", "**New York**", "The answer is: New York.",
+    ],
 }  # fmt: skip
 WRONG = {
     "5": [
@@ -235,7 +318,83 @@ WRONG = {
         "0.33", "0.3", r"0.\overline{4}", "0.4",
     ],
     "1": [
-        r"\tan 45", r"\tan 1^\circ", r"\sin 45^\circ",
+        r"\tan 45", r"\tan 1^\circ", r"\sin 45^\circ", "1.0000001", "1-10^{-20}", r"\frac{10^{20}+1}{10^{20}}",
+        "1+10^{-20}i", r"2^{0.000001}",
+    ],
+    # equality is relative: small numbers differ as large ones do
+    r"1.6 \times 10^{-19}": [
+        r"9.1 \times 10^{-31}", "1.7e-19", "1.60001e-19", "0",
+    ],
+    r"\frac{1}{40!}": [
+        r"\frac{1}{41!}", "0",
+    ],
+    "3^{-70}": [
+        "3^{-71}", "3**(-71)",
+    ],
+    r"\sqrt{2}\cdot 10^{-20}": [
+        r"\sqrt{3}\cdot 10^{-20}",
+    ],
+    r"2.4 \times 10^{-17}\text{ m}": [
+        r"7.2 \times 10^{-17}\text{ m}",
+    ],
+    r"(0, 2.4\times 10^{-17})": [
+        r"(0, 7.2\times 10^{-17})",
+    ],
+    r"2.4\times10^{-17}, 1": [
+        r"7.2\times10^{-17}, 1",
+    ],
+    r"x<2.4\times10^{-17}": [
+        r"x<7.2\times10^{-17}",
+    ],
+    "3^{-70} x": [
+        "3^{-71} x", "x",
+    ],
+    r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}": [
+        r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}",
+    ],
+    "0": [
+        "10^{-20}", "e^{-60}", "0.0000001",
+    ],
+    "0.00000001": [
+        "0.00000002",
+    ],
+    "3.14159265": [
+        "3.14159266",
+    ],
+    "12345.678901": [
+        "12345.679",
+    ],
+    r"6.02\times10^{23}": [
+        r"6.022\times10^{23}",
+    ],
+    # calculators
+    r"\frac{\pi}{3}": [
+        "pi/4", "p*i/3", "3/pi", "pi3",
+    ],
+    "512": [
+        "2**3**2", "2*9", "2**8",
+    ],
+    "e^2": [
+        "exp(3)", "2*exp", "exp2", "exp(2)+1",
+    ],
+    # choices and words
+    "E": [
+        "D", "(D)", "**D**", "D: E", "D. E", "E or D", "D or E", "E, D", "D and E", "not E", "E is wrong", "(E), (D)",
+        "E is incorrect", "E: wrong, the answer is D", "(E) or (D)", "E: D", "E?", "ABCDE", "A. B. C. D. E.", "E/D",
+        r"\textbf{(D)}\ E", r"\textbf{(D)} \textbf{(E)}", "E (not D)", "E - no, D", "The answer is not E", "5",
+        "forty", "E. or D.",
+    ],
+    "A": [
+        "an apple", "A triangle",
+    ],
+    "41": [
+        "Final Answer: **42**", "Final Answer: not **41**", "**4**1",
+    ],
+    "yes": [
+        "no", "not yes", "Yes or no", "sey", "The answer is not yes",
+    ],
+    "Paris": [
+        "pairs", "Not Paris", "Paris or London",
     ],
 }  # fmt: skip
 BROKEN = [  # against 5: the last number of what does not parse is no answer

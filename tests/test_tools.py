@@ -121,7 +121,24 @@ ERRORS = [
     ("", "the call is empty, or not closed by </tool_call>"),
     ("add(1)", "the call is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ("[]", 'the call is not an object with "name" and "arguments"'),
-    ('{"name": ["add"]}', 'the call is not an object with "name" and "arguments"'),
+    ('{"name": ["add"]}', 'the call is not an object with "name" and "arguments", but has "name"'),
+    (
+        '{"tool": "add", "arguments": {"a": 1}}',
+        'the call is not an object with "name" and "arguments", but has "tool", "arguments"',
+    ),
+    (
+        '{"name": "later", "inputs": {}}',
+        'the call has "inputs", which is not read: put what the tool takes into "arguments"',
+    ),
+    (
+        '{"name": "add", "a": 1, "b": 2}',
+        'the call has "a", "b", which is not read: put what the tool takes into "arguments"',
+    ),
+    (
+        '{"name": "add", "arguments": {"a": 1}, "parameters": {"a": 2}}',
+        'the call has "arguments", "parameters": give its arguments once, as "arguments"',
+    ),
+    ('{"name": "add", "parameters": null}', "the parameters are not an object"),
     ('{"name": "add", "arguments": "a"}', "the arguments are not an object"),
     ('{"name": "add", "name": "leave"}', "the call has a name twice in one object"),
     ('{"name": "add", "arguments": {"a": NaN}}', "the call has NaN, which is no finite number"),
@@ -853,5 +870,9 @@ def test_what_a_result_spells_is_in_the_context_and_nowhere_else(folder, rows):
 def test_a_call_is_read():
     assert parse_call(' {"name": "f", "arguments": {"x": [1, 2.5, null]}}\n') == ("f", {"x": [1, 2.5, None]})
     assert parse_call('{"name": "f"}') == ("f", {})
+    for key in ("arguments", "parameters", "args", "kwargs", "input"):
+        assert parse_call(json.dumps({"name": "f", key: {"x": 1}})) == ("f", {"x": 1})
+        wrapped = {"type": "function", "id": "call_1", "function": {"name": "f", key: {"x": 1}}}
+        assert parse_call(json.dumps(wrapped)) == ("f", {"x": 1})
     with pytest.raises(CallError):
         parse_call("f")

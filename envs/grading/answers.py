@@ -6,24 +6,31 @@ Everything here takes any text whatever (megabytes, deep nesting, NUL, surrogate
 
 import ast
 import functools
+import importlib.util
 import logging
 import math
 import re
 import unicodedata
 from fractions import Fraction
 from itertools import pairwise
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from envs.grading.numerals import (
     CHANGING,
+    EMPHASIS,
+    EXACT,
     REPEATING,
     SUPERSCRIPTS,
     VULGAR,
     Number,
+    agree,
+    digits_written,
     find_number,
     fraction_value,
     parse_number,
     plain_value,
+    word_kind,
 )
 
 if TYPE_CHECKING:
@@ -69,13 +76,52 @@ def extract_boxed(text: str) -> str | None:
     return None
 
 
-def extract_hash(text: str) -> str | None:
-    """Returns the text behind the last ####, up to the end of the line; None where there is none."""
-    _, mark, rest = text.rpartition("####")
-    if not mark:
-        return None
-    line = rest.lstrip(" \t").split("\n", 1)[0]
-    return line.strip()
+def extract_hash(text: str, is_asked: bool = True) -> str | None:
+    """Returns the answer behind the last #### whose line holds one (see `holds_answer`); None where there is none.
+
+    A line of words is an answer where no text of its own follows it, as it follows a heading of Markdown. Where the
+    form `is_asked` for, the last line of words counts whatever follows.
+    """
+    end, headings = len(text), []
+    for _ in range(100):  # lines that hold no answer; more are not looked at
+        start = text.rfind("####", 0, end)
+        if start < 0:
+            break
+        line, _, below = text[start + len("####") : end][:MAX_BOX].partition("\n")
+        line = line.strip(" \t\r#")
+        if holds_answer(line):
+            return line
+        if line and not re.search(r"\d", line):
+            headings.append((bool(below.strip()), line))
+        end = start
+    answers = [line for has_text, line in headings if not has_text] or [line for _, line in headings if is_asked]
+    return answers[0] if answers else None
+
+
+last_hash = functools.partial(extract_hash, is_asked=False)
+NUMBERED = re.compile(r"\W*\d+\s*(?:[.):]|[-–—]\s)\s*[*_]*[^\W\d_]{2}")  # "1. Add", a heading
+NAMES_ANSWER = re.compile(r"\b(?:answer|result|total|solution|conclusion)\b(?:\W*(?:is|are)\b|[^\d]*[:=])\W*$", re.I)
+PROSE = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{2,}")
+WRAPPER = re.compile(r"\\(?:text\w*|math\w+|mbox)\s*\{([^{}]*)\}")
+CURRENCIES = {"USD", "EUR", "GBP", "INR", "CNY", "JPY", "Rs", "US"}
+
+
+def holds_answer(line: str) -> bool:
+    """True if a line holds a box, formulas alone, or a number that at most its units follow; a heading does not.
+
+    "36", "36 shells", "Answer: 36" and "x = 5" do; "Step 2", "1. Add them" and "Explanation" do not.
+    """
+    if "\\boxed" in line:
+        return True
+    if NUMBERED.match(line):
+        return False
+    formulas = WRAPPER.sub(r"\1", line)
+    words = [*PROSE.finditer(formulas)]
+    number = re.search(rf"[\d{VULGAR}]", formulas)
+    if number is None:
+        return bool(re.search(r"[^\s*_`.:-]", line)) and all(word[0] in PLAIN_NAMES for word in words)
+    prose = [word.start() for word in words if word[0] not in CURRENCIES and word_kind(word[0], False) == "w"]
+    return not prose or number.start() < prose[0] or bool(NAMES_ANSWER.search(formulas[: number.start()][-80:]))
 
 
 NUMBERS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
@@ -105,6 +151,26 @@ def extract_last_number(text: str) -> str | None:
     return match[1] if match else clause
 
 
+STATED = re.compile(r"\banswer(?:\s+[a-z]+){0,6}?\s*(?:\bis\b|[:=])[\s:]*(\S[^\n]{0,200})\s*$", re.IGNORECASE)
+NO_ANSWER = {"correct", "right", "above", "below", "clear", "done"}
+
+
+def extract_stated(text: str) -> str | None:
+    """Returns what the end of a text gives in words: Paris in "So the answer is Paris."; None where it gives none.
+
+    A number, in digits or in words, is not looked for here.
+    """
+    tail = EMPHASIS.sub(r"\2", text[-500:].rstrip())
+    *_, start = [None, *re.finditer(r"\banswer\b", tail, re.IGNORECASE)]
+    match = start and STATED.match(tail, start.start())
+    if not match or re.search(r"\d", match[0]):
+        return None
+    answer = match[1].rstrip(" .")
+    first = re.search(r"[^\W\d_]+", answer)
+    is_spelled = first is not None and word_kind(first[0], False) == "o"
+    return None if is_spelled or answer.lower() in NO_ANSWER else answer
+
+
 def final_answer(text: str, form: str) -> str | None:
     r"""Returns the answer that a text gives in a form of FORMS, without a \boxed{} around it; None without one."""
     match form:
@@ -115,7 +181,7 @@ def final_answer(text: str, form: str) -> str | None:
         case "boxed":
             return extract_boxed(text)
         case _:
-            extractors = (extract_answer, extract_boxed, extract_hash, extract_last_number)
+            extractors = (extract_answer, extract_boxed, last_hash, extract_stated, extract_last_number)
             answers = (extract(text) for extract in extractors)
             answer = next((answer for answer in answers if answer is not None), None)
     boxed = extract_boxed(answer) if answer and "\\boxed" in answer else None
@@ -124,9 +190,17 @@ def final_answer(text: str, form: str) -> str | None:
 
 def final_reference(text: str) -> str:
     r"""Returns the answer that a reference gives between tags, in a box or behind ####; else the text itself."""
-    answers = (extract(text) for extract in (extract_answer, extract_boxed, extract_hash))
+    answers = (extract(text) for extract in (extract_answer, extract_boxed, last_hash))
     answer = next((answer for answer in answers if answer), text)
     return (extract_boxed(answer) if "\\boxed" in answer else None) or answer
+
+
+def one_spelling(answer: str) -> str:
+    """Returns the same text for answers that are surely equal: numbers by their value, choices by their letter."""
+    number = parse_number(answer, words=True)
+    if number:
+        return f"{number.value}{'%' * number.percent}"
+    return choice(answer) or words(answer) or simplified(answer) or answer
 
 
 # arithmetic
@@ -196,16 +270,22 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
         return True
     if not (is_tame(reference) and is_tame(answer)):
         return False
+    reference, answer = EMPHASIS.sub(r"\2", reference), LEAD.sub("", EMPHASIS.sub(r"\2", answer))
+    if (chosen := choice(reference)) and choice(answer):
+        return chosen == choice(answer)
+    if (named := words(reference)) and letters(answer):
+        return named == letters(answer)
     reference, reference_unit = split_unit(reference)
     answer, answer_unit = split_unit(answer)
     if reference_unit and answer_unit and reference_unit != answer_unit:
         return False
+    digits = digits_written(reference, answer)
     reference_number = parse_number(reference)
     answer_number = parse_number(answer)
     if reference_number and answer_number:
-        if reference_number.equals(answer_number):
+        if reference_number.equals(answer_number, digits):
             return True
-        # Fractions may be meant as roundings.
+        # Commas may separate, and fractions may be ratios.
         if reference_number.value.denominator == answer_number.value.denominator == 1:
             return False
     if not may_be_same(reference, answer):
@@ -216,9 +296,53 @@ def _same_math(reference: str, answer: str, may_be_alike: bool) -> bool:
     answer_math = parse_math(answer)
     if not (reference_math and answer_math):
         return False
-    from math_verify import verify
+    return grader().verify(reference_math, answer_math, float_rounding=digits, timeout_seconds=None)
 
-    return verify(reference_math, answer_math, timeout_seconds=None)
+
+# answers in words
+
+LEAD = re.compile(
+    r"^\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:(?:final|correct|best|right)\s+)?"
+    r"(?:(?:answer|choice|option)(?:\s+is\b\s*:?|\s*[:=])|(?:choice|option)\s+(?=\W?[A-Z]\b))\s*",
+    re.IGNORECASE,
+)  # before an answer
+CHOICE = re.compile(
+    r"[\s$\"'“”]*(?:(?:\((?P<enclosed>[A-Za-z])\)|\[(?P<bracketed>[A-Za-z])\]|(?P<labelled>[A-Z])\s*[.:)])(?P<text>.*)"
+    r"|(?P<alone>[A-Z])(?:\s+[-–—]\s+(?P<behind>.*)|[\s$\"'“”.,]*|\s+is\s+(?:correct|right)\.?))",
+    re.DOTALL,
+)
+OTHER_CHOICE = re.compile(
+    r"[(\[]\s*[A-Z]\s*[)\]]|(?<![\w.])[A-Z][.:)](?!\w)|(?:\b(?:or|and|not|is|option|choice|answer)|[,;/&])\W*[A-Z]\b"
+    r"|\b(?:wrong|incorrect)\b|^\W*[A-Z]\W*$"
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def choice(text: str) -> str:
+    r"""Returns the letter of a choice: E in "(E)", "E: forty", "E. forty", "\textbf{(E)}\ 14"; empty for anything else.
+
+    What follows the letter is that choice's text; where it names another letter, no choice is made.
+    """
+    match = CHOICE.fullmatch(re.sub(r"\\[ ,;:!]|\\quad|~", " ", WRAPPER.sub(r"\1", text)))
+    if match is None or OTHER_CHOICE.search(match["text"] or match["behind"] or ""):
+        return ""
+    return next(filter(None, match.group("enclosed", "bracketed", "labelled", "alone"))).upper()
+
+
+def letters(text: str) -> str:
+    """Returns a text of letters alone, in lower case and without marks around it; empty for any other text."""
+    plain = " ".join(WRAPPER.sub(r"\1", text).split()).strip(" .,;:!?$\"'“”‘’")
+    return plain.lower() if re.fullmatch(r"[^\W\d_]+(?:[ '’-]+[^\W\d_]+)*", plain) else ""
+
+
+def words(text: str) -> str:
+    """Returns a text of words, as `letters` does; empty for a formula, whose letters are variables.
+
+    Words have four letters or more, or are written as names are.
+    """
+    names = letters(text).split()
+    is_word = any(len(name) > 3 or name in ("yes", "no") for name in names) or re.search(r"\b[A-Z][a-z]", text)
+    return " ".join(names) if is_word and not any(name in PLAIN_NAMES for name in names) else ""
 
 
 def phrase(text: str) -> str:
@@ -232,7 +356,7 @@ def simplified(text: str) -> str:
     """Returns a piece of LaTeX without parts that do not change its meaning, for a first look."""
     if len(text) > 2 * MAX_BOX:
         return ""
-    text = re.sub(r"\\text\s*\{([^{}\\$]*)\}", r"\1", text.strip())
+    text = re.sub(r"\\text\s*\{([^{}\\$]*)\}", r"\1", EMPHASIS.sub(r"\2", text.strip()))
     return re.sub(r"\s|\\[!,;: ]|\\left|\\right|\$|\.$|(?<=\\)[dt](?=frac)", "", text)
 
 
@@ -334,13 +458,51 @@ def to_latex(text: str) -> str:
 
     Raises ValueError for other characters that stand for a number, as circled digits do.
     """
-    text = VULGAR_FRACTION.sub(lambda match: to_frac(fraction_value(match[0])), text.translate(SYMBOLS))
+    text = plain_to_latex(text.translate(SYMBOLS))
+    text = VULGAR_FRACTION.sub(lambda match: to_frac(fraction_value(match[0])), text)
     text = SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}".replace("−", "-"), text)
     text = REPEATING_DECIMAL.sub(lambda match: to_frac(plain_value(match[0])), text)
     text = re.sub(ORDINAL, "", re.sub(r"\\text\s*\{\s*(\d+)\s*\}", r"\1", text))
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         raise ValueError("a character that is a number of its own")
     return ANGLE.sub(lambda match: rf"\{match[1]}(\frac{{{match[2] or match[3] or match[4]}\pi}}{{180}})", text)
+
+
+NAMES = (
+    "pi alpha beta gamma delta epsilon theta lambda mu sigma phi psi omega infty"
+    " sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln"
+)
+PLAIN_NAMES = {name: f"\\{name} " for name in NAMES.split()}  # that stand for themselves, without a backslash
+PLAIN_NAMES |= {"asin": "\\arcsin ", "acos": "\\arccos ", "atan": "\\arctan ", "oo": "\\infty ", "inf": "\\infty "}
+CALLS = {"sqrt": (r"\sqrt{", "}"), "cbrt": (r"\sqrt[3]{", "}"), "exp": ("e^{", "}"), "abs": (r"\left|", r"\right|")}
+PLAIN_NAME = re.compile(rf"{WRAPPER.pattern}|(?<![\\a-zA-Z])(?:{'|'.join(PLAIN_NAMES)})(?![a-zA-Z])")
+PLAIN_CALL = re.compile(rf"(?<![\\a-zA-Z])({'|'.join(CALLS)})\s*\(")
+PLAIN_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
+PLAIN_POWER = re.compile(r"\*\*\s*(?:([-+]?(?:\d+(?:\.\d+)?|\\?[a-zA-Z]+\b))|(?=\())")
+
+
+def plain_to_latex(text: str) -> str:
+    """Returns a text whose calculator's notation is LaTeX: pi, 3*sin(x), exp(2), sqrt(5), 2**10, 1.5e-3."""
+    text = PLAIN_SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+    text = PLAIN_NAME.sub(lambda match: PLAIN_NAMES.get(match[0], match[0]), text)
+    for call in reversed([*PLAIN_CALL.finditer(text)]):  # those within others first
+        end = closing(text, call.end())
+        before, after = CALLS[call[1]]
+        if end >= 0:
+            text = text[: call.start()] + before + text[call.end() : end] + after + text[end + 1 :]
+    if len(re.findall(r"\*\*|\^", text)) > 1 and re.search(r"(?:\*\*|\^)[^-+/,=<>\s]*\*\*", text):
+        return text  # powers of powers: no answer
+    return PLAIN_POWER.sub(lambda match: f"^{{{match[1]}}}" if match[1] else "^", text)
+
+
+def closing(text: str, start: int) -> int:
+    """Returns where the bracket that was opened before `start` closes; -1 where it does not."""
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    return -1
 
 
 def to_frac(value: Fraction) -> str:
@@ -384,6 +546,50 @@ def to_rational(number: Number) -> Expression:
     return sympy.Rational(number.value.numerator, number.value.denominator)
 
 
+# values
+
+
+@functools.cache
+def grader() -> ModuleType:
+    """Returns math-verify's grader with numbers compared by `same_value`: a copy, since rewards may use the other."""
+    spec = importlib.util.find_spec("math_verify.grader")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.sympy_numeric_eq = same_value
+    return module
+
+
+def same_value(a: Expression, b: Expression, digits: int, _precision: int = 0) -> bool:
+    """True if two values agree in `digits` significant digits (see `agree`); with EXACT if they are equal.
+
+    Values that are no fractions are computed to 50 digits and compared to EXACT ones. Of formulas of something unknown
+    the coefficients are compared, where the terms are written alike.
+    """
+    import sympy
+
+    if isinstance(a, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(b, sympy.MatrixBase | sympy.MatrixExpr):
+        a, b = a.doit(), b.doit()
+        return a.shape == b.shape and all(same_value(x, y, digits) for x, y in zip(a.flat(), b.flat(), strict=True))
+    hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    plain = [x.args[0] if x.is_Mul and x.args[1:] == (hundredth,) else x for x in (a, b)]
+    if all(x.is_Integer for x in plain):  # 9% is 9
+        return plain[0] == plain[1]
+    a, b = (x.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part))).doit() for x in (a, b))
+    if a.free_symbols or b.free_symbols:
+        terms = [{term: to_fraction(x) for term, x in side.as_coefficients_dict().items()} for side in (a, b)]
+        return terms[0].keys() == terms[1].keys() and all(agree(x, terms[1][t], digits) for t, x in terms[0].items())
+    if a.is_Rational and b.is_Rational:
+        return agree(to_fraction(a), to_fraction(b), digits)
+    parts = [[Fraction(str(part)) for part in x.evalf(EXACT + 10).as_real_imag()] for x in (a, b)]
+    noise = max(abs(part) for value in parts for part in value) / 10**EXACT
+    return all(abs(x - y) <= noise or agree(x, y, digits) for x, y in zip(*parts, strict=True))
+
+
+def to_fraction(value: Expression) -> Fraction:
+    """Returns one of sympy's rational numbers as a Fraction."""
+    return Fraction(int(value.p), int(value.q))
+
+
 def is_tame(text: str) -> bool:
     """True if a piece of LaTeX can be parsed in reasonable time."""
     if len(text) > MAX_MATH or sum(map(text.count, "+-*/^|<=")) > MAX_OPERATORS:
@@ -394,7 +600,7 @@ def is_tame(text: str) -> bool:
 # Input that takes for ever before there is anything to weigh.
 HUGE = re.compile(
     r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
-    r"|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",
+    r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",
     re.DOTALL,
 )
 

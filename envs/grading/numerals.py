@@ -6,12 +6,39 @@ in PHRASE and SENTENCE are a number. Every function takes any text whatever and 
 """
 
 import functools
+import math
 import re
 import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
 MAX_NUMBER = 200  # characters of a text that may be a number
+FEWEST_DIGITS, MOST_DIGITS = 6, 12  # significant digits that count: short decimals are exact, long ones have noise
+EXACT = 40  # where no decimal is written; fractions are then compared exactly, other values to 40 digits
+WRITTEN_DECIMAL = re.compile(r"(\d*)\.(\d+)(?!\s*\\overline)")
+
+
+def digits_written(*texts: str) -> int:
+    """Returns how many significant digits count where numbers of these texts are compared.
+
+    That is those of the least precise decimal in them, within FEWEST_DIGITS and MOST_DIGITS; EXACT without a decimal.
+    """
+    decimals = [match.groups() for text in texts for match in WRITTEN_DECIMAL.finditer(text)]
+    if not decimals:
+        return EXACT
+    return min(max(min(len((a + b).lstrip("0")) for a, b in decimals), FEWEST_DIGITS), MOST_DIGITS)
+
+
+def agree(a: Fraction, b: Fraction, digits: int) -> bool:
+    """True if two numbers are equal, or differ by at most half a unit of the last of their significant digits.
+
+    They never differ by more than half a unit of the sixth decimal place. With EXACT they are equal.
+    """
+    if a == b or digits == EXACT:
+        return a == b
+    largest = max(abs(a), abs(b))
+    exponent = math.floor(math.log10(largest.numerator) - math.log10(largest.denominator))
+    return abs(a - b) <= min(Fraction(10) ** (exponent + 1 - digits), Fraction(1, 10**FEWEST_DIGITS)) / 2
 
 
 class Number(NamedTuple):
@@ -20,12 +47,12 @@ class Number(NamedTuple):
     value: Fraction
     percent: bool = False
 
-    def equals(self, number: "Number") -> bool:
-        """True if both are the same; 25% is both 25 and 1/4."""
+    def equals(self, number: "Number", digits: int = EXACT) -> bool:
+        """True if both agree to that many digits (see `agree`); 25% is both 25 and 1/4."""
         if self.percent == number.percent:
-            return self.value == number.value
+            return agree(self.value, number.value, digits)
         percent, plain = (self, number) if self.percent else (number, self)
-        return plain.value in (percent.value, percent.value / 100)
+        return any(agree(plain.value, value, digits) for value in (percent.value, percent.value / 100))
 
 
 class Token(NamedTuple):
@@ -162,12 +189,13 @@ LEXER = re.compile("|".join(f"(?P<{name}>{TOKENS[kind]})" for name, kind in NAME
 SPELLINGS = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\xad\u200e\u200f"))  # not seen: dropped
 SPELLINGS |= {0xFF01 + k: 0x21 + k for k in range(94)}  # of full width
 SPELLINGS |= str.maketrans("−–‐‑⁄∕", "----//")
+EMPHASIS = re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?![\w*_`])")
 MARKUP = [
     (re.compile(r"</?(?:b|i|em|strong|u|p|br|span|div|code|mark|big|small|center)\s*/?>", re.IGNORECASE), ""),
     (re.compile(r"\\!|\\+\s*$"), ""),  # at the end: what is left of a cut "\ " or "\\"
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"&nbsp;|\\[,;: ]|^\s*[*•](?=\s)"), " "),
-    (re.compile(r"(?<![\w*_`])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`]+)(?<=\S)\1(?![\w*_`])"), r"\2"),
+    (EMPHASIS, r"\2"),
 ]
 
 

@@ -8,8 +8,9 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
@@ -17,6 +18,8 @@ from envs.data.rows import JSON
 
 Tool = Callable[..., object]
 LastGrade = Callable[[str], Mapping[str, float]]  # of the last reply: "return", "correct_answer" and what else to log
+ARGUMENTS = ("arguments", "parameters", "args", "kwargs", "input")  # keys of a call; Llama 3 writes "parameters"
+LABELS = ("type", "id")  # keys that say nothing on what to run
 MAX_CALL = 100_000  # characters of a call
 MAX_ERROR = 200  # characters of the reason of an error
 
@@ -105,7 +108,9 @@ class ToolEpisode(Episode):
 def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
     """Returns the name and the arguments of a call in JSON, as in {"name": "add", "arguments": {"a": 1}}.
 
-    Raises: CallError for anything else; for a name that comes twice in an object, and numbers that are not finite.
+    The arguments may stand under any of ARGUMENTS, and the whole call under "function".
+    Raises: CallError for anything else, with the keys that are not read; for a name that comes twice in an object, and
+    for numbers that are not finite.
     """
     try:
         call = json.loads(
@@ -115,12 +120,26 @@ def parse_call(text: str) -> tuple[str, dict[str, JSON]]:
         raise
     except (ValueError, RecursionError) as error:
         raise CallError(f"the call is not JSON: {reason(error)}") from error
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):  # as in messages of transformers and OpenAI
+        call = {key: value for key, value in call.items() if key != "function"} | call["function"]
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise CallError('the call is not an object with "name" and "arguments"')
-    arguments = call.get("arguments", {})
+        keys = f", but has {quoted(call)}" if isinstance(call, dict) else ""
+        raise CallError(f'the call is not an object with "name" and "arguments"{keys}')
+    others = [key for key in call if key not in ("name", *ARGUMENTS, *LABELS)]
+    if others:
+        raise CallError(f'the call has {quoted(others)}, which is not read: put what the tool takes into "arguments"')
+    given = [key for key in ARGUMENTS if key in call]
+    if len(given) > 1:
+        raise CallError(f'the call has {quoted(given)}: give its arguments once, as "arguments"')
+    arguments = call[given[0]] if given else {}
     if not isinstance(arguments, dict):
-        raise CallError("the arguments are not an object")
+        raise CallError(f"the {given[0]} are not an object")
     return call["name"], arguments
+
+
+def quoted(keys: Iterable[str]) -> str:
+    """Returns the first three keys of an object for a message."""
+    return ", ".join(json.dumps(key[:30]) for key in islice(keys, 3))
 
 
 def unique_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:

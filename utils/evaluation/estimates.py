@@ -15,6 +15,7 @@ MAX_VOTERS = 1000  # samples of a task; for more the numbers of subsets leave fl
 RESAMPLES = 10_000
 RESAMPLES_AT_ONCE = 100  # a divisor; bounds memory, however many tasks
 FEW_TASKS = 30  # with fewer, resampled intervals are too narrow
+RIGHT = ()  # the candidate of all votes for an answer that was graded correct
 Z = 1.96  # 97.5% quantile of the normal distribution
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's, by degrees of freedom from 2 on
 
@@ -97,7 +98,8 @@ def task_estimates(
     """Returns estimates of each task: the mean of each score, then pass@k, best_of_k and maj@k.
 
     k is each number from 2 to 8, then 16, 32, ..., and G.
-    `answers` are those of all N G samples, None where there is none; without a single one maj@k is left out.
+    `answers` are the votes of all N G samples, in one spelling, None where there is none; without a single one maj@k is
+    left out.
     """
     correct = scores["correct_answer"] > 0
     num_samples = correct.shape[1]
@@ -144,23 +146,26 @@ def majority_at_k(
 ) -> Float[np.ndarray, "K"]:
     """Returns the unbiased chance, for each k, that the answer most frequent among k of a task's G samples is right.
 
-    Answers are one where they are equal but for white space at their ends and its amount within. Ties are decided by
-    lot, in expectation. Samples without an answer (None) do not vote; where nobody votes, nothing is right. Where equal
-    answers were graded differently, a win counts by the share of them that are right.
+    Answers are one vote where they were graded correct, since the grader found each of them equal to the reference, or
+    where they are equal but for white space at their ends and its amount within. Ties are decided by lot, in
+    expectation. Samples without an answer (None) do not vote; where nobody votes, nothing is right. Where equal answers
+    were graded differently, a win counts by the share of them that are right.
 
     Source: arXiv 2203.11171 (majority vote); the mean over all subsets of k samples, as in pass@k, is exact.
     """
+    keys = [None if answer is None else " ".join(answer.split()) for answer in answers]
+    right = {key for key, is_right in zip(keys, correct, strict=True) if is_right}
     votes = Counter()
     right_votes = Counter()
     num_silent = 0
-    for answer, is_right in zip(answers, correct, strict=True):
-        if answer is None:
+    for key, is_right in zip(keys, correct, strict=True):
+        if key is None:
             num_silent += 1
             continue
-        key = " ".join(answer.split())
-        votes[key] += 1
-        right_votes[key] += bool(is_right)
-    groups = [(num_votes, right_votes[key] / num_votes) for key, num_votes in votes.items()]
+        candidate = RIGHT if key in right else (key,)
+        votes[candidate] += 1
+        right_votes[candidate] += bool(is_right)
+    groups = [(num_votes, right_votes[candidate] / num_votes) for candidate, num_votes in votes.items()]
     chances = count_majorities(tuple(sorted(groups)), num_silent)
     return chances[list(ks)]
 
