@@ -17,7 +17,7 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,17 +29,20 @@ from core.learner import Learner, make_learner
 from core.records import Batch, Episodes, Progress
 from core.rollout import RolloutWorker, evaluate_held_out
 from core.run.card import SFT
+from core.run.fingerprints import NUM_RENDERED, fingerprint_rows, fingerprint_tokens
 from core.run.folder import Run, is_due, settings_of_adapters
 from core.run.metrics import loss_metrics
 from core.sampler import SamplingConfig
 from envs import test_name
+from envs.data.messages import Messages
 from envs.data.written import read_written
-from envs.settings import check_files, resolve_settings
+from envs.settings import RolloutSettings, check_files, resolve_settings
 from models.checkpoint import load_policy
 from models.conversations import Conversation, describe_prompts, encode_rows
 from models.optimizers import describe_optimizer
 from models.state import TrainState
 from models.tokenizer import Tokenizer
+from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.settings.config import parse
 from utils.settings.errors import counted, user_errors
@@ -51,6 +54,24 @@ class SftRun(Run):
     """A run without rollouts."""
 
     command, last_step = SFT, 0
+    tests: Sequence[Messages] = ()  # held-out conversations
+    rows: Sequence[Conversation] = ()
+
+    def __init__(
+        self, config: Config, layout: Layout, environments: Mapping[str, RolloutSettings], tests: Sequence[Messages]
+    ):
+        self.tests = tests
+        super().__init__(config, layout, environments)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns fingerprints of the rows: see `Run.fingerprint`."""
+        held_out = {"held-out data": fingerprint_rows(self.tests)} if self.tests else {}
+        return super().fingerprint() | held_out
+
+    def fingerprint_prompts(self) -> dict[str, str]:
+        """Returns fingerprints of what the model reads: see `Run.fingerprint_prompts`."""
+        rows = [row.tokens for row in self.rows[:NUM_RENDERED]]
+        return super().fingerprint_prompts() | {"tokens of the first rows": fingerprint_tokens(rows)}
 
     def describe_work(self) -> list[str]:
         return [f"{counted(self.last_step, 'step')} of {counted(self.settings['batch_size'], 'row')}"]
@@ -68,7 +89,7 @@ def main(config: Config) -> None:
         check_files(config.env, [config.env.env_name])
         limits = config.sampling.num_generation_tokens, config.sampling.force_answer_at
         played["test_env"] = resolve_settings(config.env, test_name(config.env.env_name), *limits)
-    run = SftRun(config, layout, {"env": data} | played)
+    run = SftRun(config, layout, {"env": data} | played, tests)
     arguments = config.lora, config.seed, layout
     model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
     encode = partial(encode_rows, tokenizer, **config.data.encoding)
@@ -81,7 +102,7 @@ def main(config: Config) -> None:
     del params  # the state holds them, and each update replaces them
     workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
     state, progress = run.restore(state)
-    run.last_step = config.num_steps(len(rows))
+    run.rows, run.last_step = rows, config.num_steps(len(rows))
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters", *run.notes, note, *learner.notes)
         run.print(describe_optimizer(config.optimizer, state.params))

@@ -63,10 +63,11 @@ class Renderer:
     def __init__(self):
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
+        self.time = ""  # that templates write; empty: now
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         """Returns the text of a template. Raises: TemplateError."""
-        request = json.dumps([source, variables]).encode() + b"\n"
+        request = json.dumps([source, variables, self.time]).encode() + b"\n"
         with self.lock:
             reply = self.exchange(request)
         if "error" in reply:
@@ -110,6 +111,14 @@ RENDERER = Renderer()
 atexit.register(RENDERER.close)
 
 
+def date_prompts(time: str) -> None:
+    """Makes templates write the date of this time (ISO 8601), not that of each rendering.
+
+    What stands behind the seconds is left out.
+    """
+    RENDERER.time = datetime.fromisoformat(time[:19]).isoformat()
+
+
 def render_apart() -> None:
     """Makes transformers render the templates that it compiles from now on by the process."""
     from transformers.utils import chat_template_utils
@@ -125,17 +134,17 @@ def serve() -> None:
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     for line in sys.stdin.buffer:
-        source, variables = json.loads(line)
-        reply = answer(source, variables, MAX_WRITTEN + 10 * len(line))
+        source, variables, time = json.loads(line)
+        reply = answer(source, variables, time, MAX_WRITTEN + 10 * len(line))
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def answer(source: str, variables: Mapping[str, Any], most: int) -> dict[str, str]:
+def answer(source: str, variables: Mapping[str, Any], time: str, most: int) -> dict[str, str]:
     """Returns the text of a template or what went wrong; SIGPROF ends the process after SECONDS."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        text = compile_template(source).render(**variables)
+        text = compile_template(source, time).render(**variables)
         if len(text) > most:
             raise MemoryError(f"it writes {len(text):,} characters, more than {most:,}")
         return {"text": text}
@@ -146,15 +155,20 @@ def answer(source: str, variables: Mapping[str, Any], most: int) -> dict[str, st
 
 
 @lru_cache(maxsize=8)
-def compile_template(source: str) -> Template:
-    """Compiles a template in the environment that transformers documents for chat templates."""
+def compile_template(source: str, time: str = "") -> Template:
+    """Compiles a template in the environment that transformers documents for chat templates, at this time or now."""
+
+    def strftime_now(form: str) -> str:
+        moment = datetime.fromisoformat(time) if time else datetime.now()
+        return moment.strftime(form)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals |= {
         "dict": DictMaker(), "namespace": PublicNamespace, "raise_exception": fail_template,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": strftime_now,
     }  # fmt: skip
     return environment.from_string(source)
 

@@ -435,6 +435,37 @@ def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(na
     assert first == again != other
 
 
+DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
+
+
+def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
+    """A template that writes the date writes that of the run's start, on whatever day the run goes on."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(FLAGS["model_dir"], model)
+    (model / "chat_template.jinja").write_text(DATED)
+    flags = FLAGS | {"model_dir": model, "test_env_name": ""}
+
+    def prompt(step: int) -> str:
+        row, *_ = (folder / f"rollouts/step_{step}.jsonl").read_text().splitlines()
+        return json.loads(row)["prompt"]
+
+    def go_on(num_steps: int, **options) -> int:
+        return train_here(folder, **flags | {"max_steps": num_steps} | options)
+
+    today = time.strftime("%d %b %Y")
+    assert go_on(1) == go_on(2) == 0 and prompt(2).startswith(today)
+    config = json.loads((folder / "config.json").read_text())
+    config["run"]["start"] = "2020-02-29 23:59:59 +0000"
+    (folder / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert go_on(3) == 2
+    words = r"other data: tokens of poem's prompts is 16 samples, digest (\w+) and was 16 samples, .*old chat template"
+    assert re.search(words, capsys.readouterr().err)
+    assert go_on(3, resume="force") == 0 and prompt(3).startswith("29 Feb 2020")
+    (model / "chat_template.jinja").write_text(DATED + "!")
+    assert go_on(4) == 2
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
 def test_what_the_run_before_wrote_and_cannot_be_read_is_not_compared(content, tmp_path, capsys):
     file = tmp_path / "data.json"
@@ -501,9 +532,9 @@ def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
 
 def test_default_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "2026-01-02")
     made = [small_run("") for _ in range(3)]
-    assert [run.directory.name for run in made] == ["poem-now", "poem-now-2", "poem-now-3"]
+    assert [run.directory.name for run in made] == ["poem-2026-01-02", "poem-2026-01-02-2", "poem-2026-01-02-3"]
     made[0].release()
     assert not made[0].directory.exists(), "nothing was written to it"
 

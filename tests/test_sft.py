@@ -245,9 +245,19 @@ def test_all_forms_of_a_row_are_the_same_conversation(tmp_path):
     assert found == [roles] * len(files)
 
 
+@pytest.mark.parametrize("fraction", [0.05, 0.15, 0.35, 0.5, 0.7, 0.95])
+def test_share_of_prompts_that_is_held_out_is_as_given(tmp_path, fraction):
+    rows = [{"prompt": f"Say {i}.", "completion": f"{i} {k}"} for i in range(100) for k in range(1 + i % 3)]
+    data, tests = read_written(DataConfig(str(write(tmp_path / "rows.jsonl", rows)), test_fraction=fraction))
+    trained, held_out = ({messages[0]["content"] for messages in part} for part in (data.env.conversations, tests))
+    assert len(held_out) == round(100 * fraction) and len(trained | held_out) == 100 and not trained & held_out
+    assert len(tests) + data.env.num_tasks == len(rows)
+
+
 def test_held_out_are_the_rows_that_the_environment_dataset_holds_out(tmp_path):
     rows = [{"prompt": f"Say {i}.", "completion": str(i), "answer": str(i)} for i in range(60)]
-    file = write(tmp_path / "rows.jsonl", [*rows, {**rows[0], "completion": "another"}])
+    more = [{**row, "completion": f"another {k}"} for i, row in enumerate(rows) for k in range(i % 5)]
+    file = write(tmp_path / "rows.jsonl", [*rows, *more])
     data, tests = read_written(DataConfig(str(file)))
     of_env = make_env("dataset-test", path=str(file))
     prompts = {of_env.problem(i).messages[0]["content"] for i in range(of_env.num_tasks)}
@@ -256,9 +266,9 @@ def test_held_out_are_the_rows_that_the_environment_dataset_holds_out(tmp_path):
     assert not held_out & {messages[0]["content"] for messages in data.env.conversations}
     other = write(tmp_path / "tests.jsonl", rows[:3])
     data, tests = read_written(DataConfig(str(file), test_data=str(other)))
-    assert len(tests) == 3 and data.env.num_tasks == 57 and "1 removed" not in data.env.note
+    assert len(tests) == 3 and data.env.num_tasks == len(rows + more) - 3 - (0 + 1 + 2), "with their other replies"
     data, tests = read_written(DataConfig(str(file), test_fraction=0.0))
-    assert (tests, data.env.num_tasks) == ([], 61), "a prompt may have several replies"
+    assert (tests, data.env.num_tasks) == ([], len(rows + more)), "a prompt may have several replies"
 
 
 REFUSED = {
@@ -280,7 +290,7 @@ def test_a_row_that_cannot_be_trained_on_is_refused_by_file_and_line(tmp_path, w
 
 @pytest.mark.parametrize(("options", "words"), [
     ({}, "--data names the replies"),
-    ({"data": "rows.jsonl", "test_fraction": 0.7}, "--test_fraction goes from 0 to 0.5"),
+    ({"data": "rows.jsonl", "test_fraction": 1.0}, "--test_fraction from 0 to below 1"),
     ({"data": "no.jsonl"}, "there is no file no.jsonl"),
     ({"data": "x", "num_epochs": 0}, "give --num_epochs or --max_steps"),
     ({"data": "x", "batch_size": 0}, "--batch_size starts at 1"),
@@ -358,6 +368,14 @@ def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
     write(own, [{"prompt": f"{i}", "completion": "no"} for i in range(12)])
     assert run(tmp_path / "run", data=own, max_steps=2) == 2
     assert "holds a run with other data: own is" in capsys.readouterr().err
+
+
+def test_other_held_out_rows_do_not_resume_a_run(data, tmp_path, capsys):
+    tests = write(tmp_path / "tests.jsonl", [{"prompt": f"{i}, ", "completion": f"{i + 1}"} for i in range(5)])
+    assert run(tmp_path / "run", data=data, test_data=tests, max_steps=1) == 0
+    write(tests, [{"prompt": f"{i}, ", "completion": "no"} for i in range(5)])
+    assert run(tmp_path / "run", data=data, test_data=tests, max_steps=2) == 2
+    assert "other data: held-out data is 5 conversations" in capsys.readouterr().err
 
 
 def test_the_verdict_of_a_loss_is_that_lower_is_better():

@@ -2,17 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from envs.base import Env
+from envs.data.messages import Messages
+from envs.prompts import Encode
 from utils.devices.sharding import Layout
 from utils.metrics.jsonl import JSON
 from utils.runs.resume import read_before, refuse_changes
-from utils.settings.errors import UserError
+from utils.settings.errors import UserError, counted
 
+NUM_RENDERED = 16  # prompts whose tokens are compared
 NUM_SAMPLED = 64  # problems of a generated environment that are compared; of rows, all are
 
 
@@ -26,10 +29,28 @@ def fingerprint_env(env: Env) -> str:
     return f"{env.num_tasks:,} problems, digest {digest.hexdigest()}"
 
 
+def fingerprint_rows(rows: Sequence[Messages]) -> str:
+    """Returns the number of conversations and a digest of their messages and tools."""
+    text = json.dumps([[row, row.tools] for row in rows], sort_keys=True, default=stable)
+    return f"{counted(len(rows), 'conversation')}, digest {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
 def fingerprint_code(env: Env) -> dict[str, str]:
     """Returns a digest of each file of the user's code that an environment runs."""
     digests = {file: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in env.code}
     return {str(file): f"code, digest {digest}" for file, digest in digests.items()}
+
+
+def fingerprint_prompts(env: Env, encode: Encode) -> str:
+    """Returns a digest of the tokens of prompts, which the chat template and the tokenizer make of the messages."""
+    numbers = np.linspace(0, env.num_tasks - 1, min(env.num_tasks, NUM_RENDERED)).astype(int).tolist()
+    return fingerprint_tokens([encode(env.problem(i)) for i in numbers])
+
+
+def fingerprint_tokens(rows: Sequence[Sequence[int]]) -> str:
+    """Returns the number of rows of token ids and a digest of them."""
+    digest = hashlib.blake2b(json.dumps([[int(i) for i in row] for row in rows]).encode(), digest_size=8)
+    return f"{counted(len(rows), 'sample')}, digest {digest.hexdigest()}"
 
 
 def stable(value: object) -> JSON:
@@ -50,8 +71,10 @@ def compare_processes(fingerprints: Mapping[str, str], layout: Layout) -> None:
             )
 
 
-def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> None:
+def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str, old_ones: str = "data") -> None:
     """Compares with the fingerprints in a file, of the run that is resumed; environments that it lacks are new.
+
+    `old_ones`: what is to be used again, in the advice.
 
     Raises: UserError naming what has changed, unless `resume` is "force".
     """
@@ -59,5 +82,5 @@ def compare_runs(before: Path, fingerprints: Mapping[str, str], resume: str) -> 
     changes = [
         f"{name} is {new} and was {old[name]}" for name, new in fingerprints.items() if old.get(name, new) != new
     ]
-    advice = "use the old data, --resume force, or another --save_dir"
+    advice = f"use the old {old_ones}, --resume force, or another --save_dir"
     refuse_changes(before.parent, "data", changes, resume, advice)

@@ -26,15 +26,23 @@ import numpy as np
 
 from core.records import Batch, Episodes, Progress
 from core.run.card import GRPO, ModelCard, generation_settings
-from core.run.fingerprints import compare_processes, compare_runs, fingerprint_code, fingerprint_env
+from core.run.fingerprints import (
+    compare_processes,
+    compare_runs,
+    fingerprint_code,
+    fingerprint_env,
+    fingerprint_prompts,
+)
 from core.run.foreign import remember_code
 from core.run.rollouts import NUM_GROUPS, rollout_arrays, rollout_rows, score_arrays, transcript
+from envs.base import Env, Problem
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
 from models.names import LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
 from models.state import TrainState
+from models.templates import date_prompts
 from models.tokenizer import Tokenizer
 from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
@@ -51,7 +59,7 @@ from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.lock import FolderLock
-from utils.runs.origin import Origin, read_settings
+from utils.runs.origin import Origin, read_settings, start_of
 from utils.runs.resume import check_settings
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
@@ -69,6 +77,18 @@ MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on 
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
 NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
 SELECTION_SCORE = "test_env/return"  # by which --save_best chooses
+
+
+OF_PROMPTS = "chat template, tokenizer and release of transformers"  # make the tokens of prompts
+
+
+class Worker(AbstractContextManager, Protocol):
+    """Plays an environment, and ends with the run: RolloutWorker of core/rollout.py."""
+
+    name: str
+    env: Env
+
+    def encode(self, problem: Problem) -> list[int]: ...
 
 
 class RunSettings(Protocol):
@@ -116,9 +136,13 @@ class Run:
             self.bucket.download()
         state_folder = self.bucket.path if self.bucket else self.directory
         self.checkpoints = CheckpointManager(state_folder / "state", layout)
-        self.fingerprints: dict[str, str] = {}
-        for played in environments.values():
-            self.fingerprints |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)
+        before = {}
+        if self.checkpoints.steps:
+            with skipping_damage():
+                _, before = read_settings(self.directory / "config.json")
+        self.before = before | {"start": layout.broadcast(start_of(before))}
+        date_prompts(self.before["start"])  # so that a run goes on with the prompts that it began with
+        self.fingerprints = self.fingerprint()
         if self.checkpoints.steps:
             resumable = {name for name, known in options_of(type(settings)).items() if known.resumable}
             check_settings(self.directory / "config.json", self.settings, self.config.resume, resumable)
@@ -134,6 +158,17 @@ class Run:
         self.logger: Logger | None = None  # of the main process
         self.stack, self.trace = contextlib.ExitStack(), contextlib.ExitStack()  # trace: of jax.profiler
 
+    def fingerprint(self) -> dict[str, str]:
+        """Returns fingerprints of the data and of the user's code, by name."""
+        found: dict[str, str] = {}
+        for played in self.environments.values():
+            found |= {played.name: fingerprint_env(played.env)} | fingerprint_code(played.env)
+        return found
+
+    def fingerprint_prompts(self) -> dict[str, str]:
+        """Returns fingerprints of what the model reads, by name."""
+        return {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
+
     def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
         """Returns the newest whole state and its progress; `state` and the beginning where there is none."""
         state, saved = self.checkpoints.restore(state)
@@ -142,9 +177,16 @@ class Run:
         self.resumed = Progress(**saved)
         return state, self.resumed
 
-    def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[AbstractContextManager]) -> Self:
-        """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it."""
-        self.model, self.tokenizer, self.workers = model, tokenizer, workers
+    def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[Worker]) -> Self:
+        """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it.
+
+        Raises: UserError if the run is resumed, and its prompts are now other tokens.
+        """
+        self.model, self.tokenizer, self.workers = model, tokenizer, list(workers)
+        prompts = self.fingerprint_prompts()
+        if self.resumed:
+            compare_runs(self.directory / "data.json", prompts, self.config.resume, OF_PROMPTS)
+        self.fingerprints |= prompts
         adapters = read_adapters(find_model(self.model_dir))
         base = adapters.base if adapters else self.model_dir
         folder = find_local(base)
@@ -152,11 +194,7 @@ class Run:
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
-        origin = {}
-        if self.resumed:
-            with skipping_damage():
-                _, origin = read_settings(self.directory / "config.json")
-        self.origin = Origin(self.card.version, self.layout.device_kinds, origin)
+        self.origin = Origin(self.card.version, self.layout.device_kinds, self.before)
         if is_main:
             self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)

@@ -5,8 +5,6 @@ import re
 import zlib
 from collections.abc import Iterable
 
-import numpy as np
-
 from envs.data.rows import Row
 from utils.settings.errors import UserError
 
@@ -28,25 +26,29 @@ def choose_split(identity: str, one_in: int) -> str:
     return "valid" if digest % (2 * one_in) == 1 else "train"
 
 
-def split_rows(rows: list[Row], one_in: int, tests: list[Row] | None) -> dict[str, list[Row]]:
+def split_rows(
+    rows: list[Row], one_in: float, tests: list[Row] | None, by_row: bool = False
+) -> dict[str, list[Row]]:
     """Returns the rows of each split in their order: those with the smallest digests of their prompts are held out.
 
-    One in `one_in` is for test, unless `tests` are, and half as many are for valid: the nearest whole number, at least
-    one, as long as one is left to train on.
+    One prompt in `one_in` is for test, unless `tests` are, and half as many are for valid: the nearest whole number, at
+    least one, as long as one is left to train on. All rows of a prompt are in one split; `by_row`: each counts alone.
     """
-    digests = [zlib.crc32(json.dumps(row.prompt).encode()) for row in rows]
-    ranked = np.argsort(digests, kind="stable").tolist()
+    prompts = [(json.dumps(row.prompt), i * by_row) for i, row in enumerate(rows)]
+    ranked = sorted(dict.fromkeys(prompts), key=lambda prompt: zlib.crc32(prompt[0].encode()))
+    num_prompts = len(ranked)
     divisors = {"test": one_in, "valid": 2 * one_in}
     by_split = {}
     if tests is not None:
         by_split["test"] = tests
         del divisors["test"]
     for name, divisor in divisors.items():
-        size = max(round(len(rows) / divisor), 1)
+        size = max(round(num_prompts / divisor), 1)
         size = min(size, len(ranked) - 1)
-        held_out, ranked = ranked[:size], ranked[size:]
-        by_split[name] = [rows[i] for i in sorted(held_out)]
-    return by_split | {"train": [rows[i] for i in sorted(ranked)]}
+        held_out, ranked = set(ranked[:size]), ranked[size:]
+        by_split[name] = [row for row, prompt in zip(rows, prompts, strict=True) if prompt in held_out]
+    trained = set(ranked)
+    return by_split | {"train": [row for row, prompt in zip(rows, prompts, strict=True) if prompt in trained]}
 
 
 def select_split(
@@ -57,7 +59,7 @@ def select_split(
     `tests`: the rows of a test file; without one, some of `rows` are for test. `may_overlap`: all of them.
     Raises: UserError where no row is left.
     """
-    by_split = split_rows(rows, one_in, tests)
+    by_split = split_rows(rows, one_in, tests, by_row=may_overlap)
     held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}
     selected, num_removed = remove_overlap(by_split[split], [] if may_overlap else held_out[split])
     note = f"; {len(selected):,} {'to train on' if split == 'train' else f'in the {split} split'}"

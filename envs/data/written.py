@@ -31,7 +31,9 @@ class DataConfig:
     )
     test_data: str = option("", "Held-out rows, as --data; of the hub the split test; empty: a part of --data")
     test_fraction: float = option(
-        0.1, "Share of --data that is held out where there is no --test_data, as dataset-test holds it out; 0: none"
+        0.1,
+        "Share of the prompts of --data that is held out, from 0 to below 1; 0.1 holds out the prompts that "
+        "dataset-test does. Not used with --test_data. 0: none",
     )
     train_on: str = option("all", "Replies of a conversation that are trained on", ["all", "last"])
     columns: str = option(
@@ -47,8 +49,8 @@ class DataConfig:
     def __post_init__(self):
         if not self.data:
             raise UserError("--data names the replies to train on: a file of rows, or owner/name on the hub")
-        if self.max_length < 2 or not 0 <= self.test_fraction <= 0.5:
-            raise UserError("--max_length must be at least 2, and --test_fraction goes from 0 to 0.5")
+        if self.max_length < 2 or not 0 <= self.test_fraction < 1:
+            raise UserError("--max_length must be at least 2, and --test_fraction from 0 to below 1")
         self.named_columns  # noqa: B018 (raises)
 
     @property
@@ -110,7 +112,7 @@ def read_written(config: DataConfig) -> tuple[WrittenSettings, list[Messages]]:
     if config.test_data:
         tests, _ = load("test_data", find_source(config.test_data, "test"))
     if tests != []:
-        by_split = split_rows(rows, round(1 / (config.test_fraction or 1)), tests)
+        by_split = split_rows(rows, 1 / (config.test_fraction or 1), tests)
         tests = by_split["test"]
         rows, num_removed = remove_overlap(by_split["train"] + by_split["valid"], tests)
         note += f"; {len(rows):,} to train on; {len(tests):,} held out"

@@ -15,6 +15,7 @@ from utils.metrics.jsonl import JSON, read_json
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
+FORM = "%Y-%m-%d %H:%M:%S"  # of times, ISO 8601
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
 KINDS = {"seconds": int | float, "changed": list}  # of what a run writes; others are text
 
@@ -33,7 +34,7 @@ class Origin:
             "cpu": f"{find_cpu()}, {os.cpu_count()} cores",
             "devices": devices,
             "versions": ", ".join([f"python {platform.python_version()}", *versions]),
-            "start": before.get("start") or now(),
+            "start": start_of(before),
         }
 
     def record(self, is_ended: bool) -> dict[str, JSON]:
@@ -56,7 +57,17 @@ def find_cpu() -> str:
 
 def now() -> str:
     """Returns the time of day with its distance from UTC."""
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return time.strftime(f"{FORM} %z")
+
+
+def start_of(origin: Mapping[str, JSON]) -> str:
+    """Returns when a run began; now if its origin has no such time."""
+    start = str(origin.get("start"))
+    try:
+        time.strptime(start, f"{FORM} %z")
+    except ValueError:
+        return now()
+    return start
 
 
 def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
