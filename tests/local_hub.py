@@ -1,4 +1,4 @@
-"""A hub on this machine: the few routes by which huggingface_hub lists and fetches a data set's files."""
+"""A hub on this machine: the few routes by which huggingface_hub lists and fetches files of data sets and models."""
 
 import hashlib
 import json
@@ -38,10 +38,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        if len(parts) < 4:  # what the client looks for besides
-            return self.respond(404)
-        is_file = parts[0] == "datasets"  # datasets/O/N/resolve/REVISION/PATH, else api/datasets/O/N[/KIND/REVISION]
-        owner, name, *rest = parts[1:] if is_file else parts[2:]
+        is_file = "resolve" in parts  # [datasets/]O/N/resolve/REVISION/PATH, else api/KIND/O/N[/revision/REVISION]
+        start = int(parts[0] == "datasets") if is_file else 2
+        owner, name, *rest = parts[start:] + [""] * (2 - len(parts[start:]))  # empty for what is looked for besides
         repository = self.root / owner / name
         commits = {digest(f"{owner}/{name} {folder.name}"): folder for folder in repository.glob("*")}
         revision = rest[1].replace("/", "_") if rest else MAIN

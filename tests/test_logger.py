@@ -126,7 +126,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     terminal.isatty = lambda: False
     monkeypatch.setattr(sys, "stdout", terminal)
     with Logger(tmp_path) as logger:
-        logger.sample(1, "prompt é", hostile, 1.0)
+        logger.sample("step 1", "prompt é", hostile, 1.0)
     terminal.seek(0)
     shown = terminal.read()
     assert "ab]0;titlec2Jdefg\n" in shown and "prompt ?" in shown and "reward 1" in shown
@@ -137,10 +137,10 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
 def test_colour_is_for_terminals(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     with Logger(tmp_path) as logger:
-        logger.sample(1, "p", "c", 1.0)
+        logger.sample("step 1", "p", "c", 1.0)
         assert "\x1b" not in capsys.readouterr().out
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        logger.sample(1, "p", "c", 1.0)
+        logger.sample("step 1", "p", "c", 1.0)
         assert "\x1b[32m--- reward 1\x1b[0m" in capsys.readouterr().out
 
 

@@ -471,9 +471,7 @@ class Run:
         rows = rollout_rows(episodes, group_size, self.tokenizer, batch)
         first_rows = [row for row in rows if row["group"] < NUM_GROUPS]
         if is_last or self.num_steps == 0 or is_due(step, self.settings["test_interval"]):
-            prompt = episodes.completions.tokens[0, : episodes.completions.prompt_lengths[0]]
-            completion, reward = transcript(episodes, 0), episodes.scores["return"][0]
-            self.logger.sample(step, self.tokenizer.decode(prompt), completion, reward)
+            self.print_rollout(f"step {step}", episodes)
             self.logger.rollouts(step, first_rows)
         if self.config.save_rollouts == "none":
             return
@@ -484,9 +482,17 @@ class Run:
             first_rows = rows
         write_rows(folder / f"step_{step}.jsonl", first_rows)
 
+    def print_rollout(self, where: str, episodes: Episodes) -> None:
+        """Prints the first of these rollouts: prompt, completion and reward."""
+        prompt = episodes.completions.tokens[0, : episodes.completions.prompt_lengths[0]]
+        self.logger.sample(where, self.tokenizer.decode(prompt), transcript(episodes, 0), episodes.scores["return"][0])
+
     def write_held_out(self, step: int, episodes: Episodes) -> None:
-        """Writes the scores of the held-out problems (the same at each evaluation), and rollouts of the first."""
-        if not self.layout.is_main or self.config.save_rollouts == "none":
+        """Prints a rollout, and writes scores of the held-out problems (always the same) and rollouts of the first."""
+        if not self.layout.is_main:
+            return
+        self.print_rollout(f"step {step}, held out", episodes)
+        if self.config.save_rollouts == "none":
             return
         rows = rollout_rows(episodes, self.settings["num_eval_samples"], self.tokenizer, num_groups=NUM_HELD_OUT)
         folder = self.directory / "rollouts"

@@ -147,11 +147,11 @@ class Logger(contextlib.AbstractContextManager):
             cells.append(f"{bound + format(seconds / size, '.0f'):>3}{unit} left")
         return cells
 
-    def sample(self, step: int, prompt: str, completion: str, reward: float) -> None:
-        """Prints a rollout: the prompt, the completion, and its reward."""
+    def sample(self, where: str, prompt: str, completion: str, reward: float) -> None:
+        """Prints a rollout: where it was drawn, the prompt, the completion, and its reward."""
         colour = "32" if reward > 0 else "31"
         lines = [
-            paint(f"--- step {step}: prompt", "2"),
+            paint(f"--- {where}: prompt", "2"),
             printable(prompt),
             paint("--- completion", "2"),
             printable(completion),
