@@ -162,8 +162,9 @@ class RolloutWorker:
         for i, prompt in zip(task_ids, prompts, strict=True):
             if len(prompt) > limit:
                 raise UserError(
-                    f"the prompt of problem {i} of {self.name} has {len(prompt)} tokens, more than --prompt_length "
-                    f"{limit}: raise it (and give --resume force where a run is to go on)"
+                    f"the prompt of problem {i} of {self.name} has {len(prompt)} tokens, more than {limit}: raise "
+                    "--prompt_length (and give --resume force where a run is to go on), or lower "
+                    "--num_generation_tokens if the model has no more positions"
                 )
         return prompts
 
@@ -277,7 +278,11 @@ def make_worker(
     encode = partial(encode_prompt, tokenizer)
     sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
     attached = attach(sampler, settings, encode, sampling.num_speculative_tokens)
-    tasks, dropped = find_tasks(settings.name, env, encode, sampling.prompt_length)
+    limit, room = sampler.max_prompt_tokens, ""
+    if limit < sampling.prompt_length:
+        room = f"{settings.name}: prompts of at most {limit} tokens, as the model has {model.num_positions:,} positions"
+    remedy = "lower --num_generation_tokens" if room else "raise --prompt_length"
+    tasks, dropped = find_tasks(settings.name, env, encode, limit, remedy)
     scorer = Scorer(
         settings.name,
         settings.options,
@@ -286,7 +291,7 @@ def make_worker(
         failures_dir=failures_dir,
     )
     warnings = [f"warning: {settings.name}: {warning}" for warning in try_rewards(scorer, env)]
-    for line in (dropped, *warnings):
+    for line in (room, dropped, *warnings):
         if line and layout.is_main:
             print(line)
     rows_per_call = sampling.inference_batch_per_device * layout.row_shards

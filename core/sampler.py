@@ -200,8 +200,8 @@ class Sampler:
         for i, prompt in zip(positions, prompts, strict=True):
             if not 0 < len(prompt) <= self.max_prompt_tokens:
                 raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: "
-                    "raise --prompt_length or shorten it"
+                    f"prompt {i} has {len(prompt)} tokens, allowed are 1 to {self.max_prompt_tokens}: raise "
+                    f"--prompt_length or shorten it (the model has {self.model.num_positions:,} positions in all)"
                 )
         return self.draw(weights, prompts, sample_keys(key, positions, num_samples))
 
@@ -475,9 +475,11 @@ def make_sampler(
 ) -> Sampler:
     """Returns the sampler that these settings ask for, without what core/extensions/attach.py adds."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
+    model.check_positions("a prompt with its completion", max_new_tokens + 1, "lower --num_generation_tokens")
+    max_prompt_tokens = min(config.prompt_length, model.num_positions - max_new_tokens)
     slot_flops = 2 * model.num_parameters * max_new_tokens
     fewest_slots = max(FEWEST_SLOTS, WORTH_A_PROGRAM // slot_flops if layout.is_single_cpu else 0)
     return Sampler(
-        model, max_new_tokens, stop_ids, config.distribution, stop_strings, max_prompt_tokens=config.prompt_length,
+        model, max_new_tokens, stop_ids, config.distribution, stop_strings, max_prompt_tokens=max_prompt_tokens,
         fewest_slots=fewest_slots, tokenizer=tokenizer, layout=layout,
     )  # fmt: skip

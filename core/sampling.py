@@ -328,7 +328,7 @@ def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> l
     models = []
     for name, style, (model, params, tokenizer) in zip(names, styles, loaded, strict=True):
         sampler = make_text_sampler(config, model, tokenizer, layout)
-        sampler = replace(sampler, segment=8, max_prompt_tokens=model.max_position_embeddings)
+        sampler = replace(sampler, segment=8, max_prompt_tokens=model.num_positions - sampler.max_new_tokens)
         models.append(ChatModel(name, sampler, params, key, style))
     return models
 

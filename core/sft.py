@@ -98,6 +98,7 @@ def main(config: Config) -> None:
     workers = make_workers(config, played, model, tokenizer, layout, run.directory)
     softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # is trained, however replies are sampled
     most_tokens = max(map(len, rows + held_out))
+    model.check_positions("a row", most_tokens, "lower --max_length")
     learner, state = make_learner(softmax, model, params, layout, most_tokens - 1, run.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
     workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}

@@ -16,17 +16,19 @@ Encode = Callable[[Problem], list[int]]  # returns the prompt of a problem, toke
 Tasks = Int[np.ndarray, "N"]  # numbers of problems
 
 
-def find_tasks(name: str, env: Env, encode: Encode, limit: int) -> tuple[Tasks | None, str]:
+def find_tasks(
+    name: str, env: Env, encode: Encode, limit: int, remedy: str = "raise --prompt_length"
+) -> tuple[Tasks | None, str]:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens, None: all; and which do not.
 
-    Raises: UserError when no prompt is short enough.
+    Raises: UserError with the `remedy` when no prompt is short enough.
     """
     tasks = tasks_that_fit(env, encode, limit)
     if tasks is None or tasks.size == env.num_tasks:
         return tasks, ""
     if not tasks.size:
         shortest = min(prompt_lengths(env, encode))
-        advice = f"the shortest has {shortest}: raise --prompt_length"
+        advice = f"the shortest has {shortest}: {remedy}"
         raise UserError(f"all prompts of {name} have more than {limit} tokens, {advice}")
     dropped = counted(env.num_tasks - tasks.size, "prompt")
     first = np.setdiff1d(np.arange(env.num_tasks), tasks)[0]

@@ -17,6 +17,7 @@ from models.deltanet import DeltaShape
 from models.experts import choose_product
 from models.names import EMBED, EXPERT, HEAD, LAYERS, NORM, TRANSPOSED, LayerNumbers, decode_axes, is_matrix
 from models.rotary import Scaling
+from utils.settings.errors import UserError
 
 
 class Spec(NamedTuple):
@@ -62,7 +63,7 @@ class Decoder:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
-    max_position_embeddings: int = 32768  # unused here; saved for other loaders
+    max_position_embeddings: int = 32768
     tie_word_embeddings: bool = True
     family: str = "Qwen3ForCausalLM"  # name of the class in transformers
     qkv_bias: bool = False  # Qwen2
@@ -106,6 +107,20 @@ class Decoder:
         """Layers after which their kinds repeat."""
         kinds = self.kinds
         return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that a row may have: those of config.json, or more by a scaling that they do not count."""
+        scaling = self.rope_scaling
+        is_counted = scaling is None or scaling.rope_type == "llama3" or self.family == "Gemma3ForCausalLM"
+        scaled = 0 if is_counted else int(scaling.factor * scaling.original_max_position_embeddings)
+        return max(self.max_position_embeddings, scaled)
+
+    def check_positions(self, what: str, num_tokens: int, remedy: str) -> None:
+        """Raises UserError if rows of this many tokens have more than there are positions."""
+        if num_tokens > self.num_positions:
+            positions = f"the model has {self.num_positions:,} positions (max_position_embeddings in its config.json)"
+            raise UserError(f"{what} has up to {num_tokens:,} tokens, and {positions}: {remedy}")
 
     def parameter_table(self) -> Table:
         """Returns every parameter: its Hugging Face name, its shape and its logical axes."""

@@ -25,9 +25,14 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from core import eval as evaluation
+from core import grpo, sampling, sft
+from core.config import Config
+from core.extensions.sft_config import Config as SftConfig
 from envs import make_env
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
+from utils.settings.config import parse
 from utils.settings.errors import UserError, user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -443,6 +448,48 @@ def test_long_fields_of_csv_are_read(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text(CSV + f'"{"two lines" * 100_000}\n",5\n')  # above the 128 KB of Python's default
     assert make_env("dataset", path=str(file)).note.startswith("dataset: 31 problems")
+
+
+# Positions
+
+COMMANDS = {  # that are asked for more tokens than a model of 48 positions has; what each says to do
+    "grpo": (grpo.main, partial(parse, Config), "--env_name countdown", "a prompt with its", "lower --num_gen"),
+    "sft": (sft.main, partial(parse, SftConfig), "--data ROWS", "a row", "lower --max_length"),
+    "eval": (evaluation.main, evaluation.parse_command, "--env_name countdown", "a prompt with its compl", "lower --n"),
+    "chat": (sampling.main, partial(parse, sampling.Command), "--prompts ROWS", "a prompt with its", "lower --num_gen"),
+}
+
+
+@pytest.fixture
+def few_positions(tmp_path):
+    """models/tiny with 48 positions, and rows for it."""
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    texts = [f"Row {i}. " + "word " * (60 if i % 2 else 1) for i in range(40)]
+    rows = [{"prompt": text, "completion": text, "answer": "5"} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_more_tokens_than_positions_end_a_command(name, few_positions, tmp_path):
+    main, read, options, what, remedy = COMMANDS[name]
+    model = "ckpt_dir" if name == "chat" else "model_dir"
+    argv = [f"--{model}", str(few_positions), *options.replace("ROWS", f"{tmp_path}/rows.jsonl").split()]
+    argv += [] if name in ("eval", "chat") else ["--save_dir", str(tmp_path / "run")]
+    argv += [] if name == "sft" else ["--num_generation_tokens", "60"]
+    line = outcome(lambda: main(read(argv)))
+    assert line.startswith(f"error: {what}") and "the model has 48 positions" in line and remedy in line, line
+
+
+def test_prompts_that_leave_no_positions_for_a_completion_are_left_out(few_positions, tmp_path, capsys):
+    options = ["--env_name", "dataset", "--env_options", f"path={tmp_path}/rows.jsonl", "--num_generation_tokens", "20"]
+    argv = ["--model_dir", str(few_positions), *options, "--show", "1"]
+    assert not outcome(lambda: evaluation.main(evaluation.parse_command(argv)))
+    printed = capsys.readouterr().out
+    assert "of more than 28 tokens left out" in printed
+    assert "prompts of at most 28 tokens, as the model has 48 positions" in printed
 
 
 # Whole commands

@@ -98,7 +98,7 @@ def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem():
     env, tokenizer = Rows(10, 10, is_generated=True), Letters()
     sampler = Sampler(MODEL, 8, (), max_prompt_tokens=LIMIT, tokenizer=tokenizer)
     worker = RolloutWorker(env, "mine", tokenizer, sampler, None, single_device(), 4)
-    words = "^the prompt of problem 9 of mine has 41 tokens, more than --prompt_length 40: "
+    words = "^the prompt of problem 9 of mine has 41 tokens, more than 40: raise --prompt_length "
     with pytest.raises(UserError, match=words):
         worker.play({}, np.array([0, 9]), 2, jax.random.key(0), positions=np.array([100, 101]))
 

@@ -184,6 +184,19 @@ def test_a_published_config_is_the_model_that_transformers_makes(name):
     check(family, fields, config_of(family, fields))
 
 
+POSITIONS = {  # context lengths of the model cards
+    "Qwen2.5-7B-Instruct": 32768, "Qwen2.5-7B-Instruct, long": 131_072, "Llama-3.2-1B-Instruct": 131_072,
+    "gemma-3-27b-it": 131_072, "Olmo-3-7B-Think": 65536, "Olmo-3.1-32B-Think, of transformers 5": 65536,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_model_has_the_positions_of_its_card(name):
+    family, fields = PUBLISHED[name]
+    fields = fields | {"architectures": [CLASSES[family]]}
+    assert Decoder(**read_config(copy.deepcopy(fields), Path("config.json"))).num_positions == POSITIONS[name]
+
+
 SMALL = sizes(48, 40, 5, 6, 2, 99, 77) | {"rms_norm_eps": 1e-3}
 ROPE = {"rope_parameters": {"rope_type": "yarn", "factor": 3.0, "rope_theta": 4e4}}
 KINDS = {"sliding_window": 7, "layer_types": [FULL, SLIDING] * 2 + [FULL]}

@@ -250,10 +250,10 @@ def attach_teacher(
         state = replace(state, extra=state.extra | {TEACHER: kept_of_policy(options, learner, state)})
     prefix = make_prefix(options.teacher_prefix, worker.tokenizer, worker)
     num_columns = prefix.longest + learner.row_length
-    if num_columns > model.max_position_embeddings:
+    if num_columns > model.num_positions:
         raise UserError(
             f"--teacher_prefix has up to {prefix.longest} tokens, with prompt and completion {num_columns}, more than "
-            f"the {model.max_position_embeddings} of the teacher's context: shorten it, or --num_generation_tokens"
+            f"the {model.num_positions} of the teacher's context: shorten it, or --num_generation_tokens"
         )
     beside = {}
     if options.distill != SAMPLED:
