@@ -188,10 +188,18 @@ def final_answer(text: str, form: str) -> str | None:
     return answer if boxed is None else boxed
 
 
+SEVERAL_BOXES = re.compile(r"\\boxed[^\n]{1,100}\\boxed")
+
+
 def final_reference(text: str) -> str:
-    r"""Returns the answer that a reference gives between tags, in a box or behind ####; else the text itself."""
+    r"""Returns the answer that a reference gives between tags, in a box or behind ####; else the text itself.
+
+    Of several boxes on a line all are the answer (\boxed{1} and \boxed{2}), which the text then gives.
+    """
     answers = (extract(text) for extract in (extract_answer, extract_boxed, last_hash))
     answer = next((answer for answer in answers if answer), text)
+    if SEVERAL_BOXES.search(text[-MAX_MATH:]):
+        return answer if len(text) > MAX_MATH else text
     return (extract_boxed(answer) if "\\boxed" in answer else None) or answer
 
 
