@@ -371,9 +371,9 @@ PROMPT_FILES = {
     "a zero": ("a.jsonl", b'{"messages": [{"role": "user", "content": "\\u0000"}]}', "a.jsonl:1: it holds a zero byte"),
     "a number": ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 5}', "a.jsonl:2: its prompt is neither text nor"),
     "no prompt": ("a.jsonl", b'{"text": "a"}', 'a.jsonl:1 has neither "prompt" nor "messages"'),
-    "no content": ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: its prompt is neither"),
-    "nested": ("a.jsonl", b"[" * 10**5, "a.jsonl:1: not JSON"),
-    "nothing": ("a.jsonl", b"\n", "a.jsonl holds no row"),
+    "no content": ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: the content of message 1 is null"),
+    "nested": ("a.jsonl", b"[" * 10**5, "a.jsonl is not JSON"),
+    "nothing": ("a.jsonl", b"\n", "a.jsonl is empty"),
     "half a line": ("a.jsonl", b'{"prompt": ', "a.jsonl:1: not JSON"),
 }
 
