@@ -45,7 +45,7 @@ def write(path: Path, content: str | bytes) -> Path:
         ("marked.json", "\ufeff" + LINES),
         ("no_suffix", CSV),
         ("table.jsonl", CSV),
-        ("packed.jsonl", gzip.compress(LINES.encode())),
+        ("packed.jsonl", gzip.compress(LINES.encode(), mtime=0)),
         ("unpacked.jsonl.gz", LINES),
     ],
 )
@@ -71,7 +71,7 @@ def test_an_object_alone_is_a_row(tmp_path, row, indent):
     [
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.csv", " \n\n", "a.csv is empty"),
-        ("a.jsonl", gzip.compress(b""), "a.jsonl is empty"),
+        ("a.jsonl", gzip.compress(b"", mtime=0), "a.jsonl is empty"),
         ("a.json", '{"train": [{"q": 1}], "test": [{"q": 2}]}', "several lists of rows, train, test: write each"),
         ("a.json", '{"q": {"0": "x"}, "a": {"0": "y"}}', "columns, not rows: .*orient='records'"),
         ("a.json", '"text"', "neither JSON nor a line of names"),
