@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from jinja2.utils import Namespace
 from utils.settings.errors import describe_error
 
 SECONDS = 1  # of CPU for a rendering, with the compilation before the first: published templates take milliseconds
+LOADING = 10  # of CPU for a tokenizer.json: the largest take 1 to 2
 MAX_BYTES = 1 << 30  # of address space
 MAX_WRITTEN = 10**6  # characters that a template may write besides ten times its input
 PATIENCE = 60  # seconds by the clock, for a process that was stopped
@@ -67,15 +68,21 @@ class Renderer:
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         """Returns the text of a template. Raises: TemplateError."""
-        request = json.dumps([source, variables, self.time]).encode() + b"\n"
-        with self.lock:
-            reply = self.exchange(request)
+        reply = self.exchange(["render", source, variables, self.time])
         if "error" in reply:
             raise TemplateError(reply["error"])
         return reply["text"]
 
-    def exchange(self, request: bytes) -> dict[str, str]:
+    def try_tokenizer(self, file: Path, texts: Sequence[str]) -> str:
+        """Returns why a tokenizer.json cannot encode these texts within the limits; empty: it can."""
+        return self.exchange(["tokenize", str(file), texts]).get("error", "")
+
+    def exchange(self, request: Sequence[Any]) -> dict[str, str]:
         """Returns the reply of the process, which is started if there is none, or what ended it."""
+        with self.lock:
+            return self.send(json.dumps(request).encode() + b"\n")
+
+    def send(self, request: bytes) -> dict[str, str]:
         process = self.process = self.process or self.start()
         is_stuck, line = False, b""
         with contextlib.suppress(OSError):  # it was ended from elsewhere
@@ -130,21 +137,21 @@ def render_apart() -> None:
 
 
 def serve() -> None:
-    """Renders templates until the other end of the pipe is closed."""
+    """Does what it is sent until the other end of the pipe is closed."""
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     for line in sys.stdin.buffer:
-        source, variables, time = json.loads(line)
-        reply = answer(source, variables, time, MAX_WRITTEN + 10 * len(line))
+        name, *arguments = json.loads(line)
+        reply = answer(name, arguments, MAX_WRITTEN + 10 * len(line))
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def answer(source: str, variables: Mapping[str, Any], time: str, most: int) -> dict[str, str]:
+def answer(name: str, arguments: Sequence[Any], most: int) -> dict[str, str]:
     """Returns the text of a template or what went wrong; SIGPROF ends the process after SECONDS."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        text = compile_template(source, time).render(**variables)
+        text = {"render": render, "tokenize": tokenize}[name](*arguments)
         if len(text) > most:
             raise MemoryError(f"it writes {len(text):,} characters, more than {most:,}")
         return {"text": text}
@@ -152,6 +159,23 @@ def answer(source: str, variables: Mapping[str, Any], time: str, most: int) -> d
         return {"error": describe_error(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def render(source: str, variables: Mapping[str, Any], time: str) -> str:
+    """Returns the text of a template at this time, or now where it is empty."""
+    return compile_template(source, time).render(**variables)
+
+
+def tokenize(file: str, texts: Sequence[str]) -> str:
+    """Encodes texts, for which a tokenizer gets SECONDS, and no less for being large; returns no text."""
+    from tokenizers import Tokenizer
+
+    signal.setitimer(signal.ITIMER_PROF, LOADING)
+    tokenizer = Tokenizer.from_file(file)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    for text in texts:
+        tokenizer.encode(text)
+    return ""
 
 
 @lru_cache(maxsize=8)

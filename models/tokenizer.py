@@ -5,7 +5,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,8 +16,10 @@ import numpy as np
 from jaxtyping import Int
 from jinja2.exceptions import TemplateError
 
+from models.growth import MAX_TEXT, check_growth
 from models.messages import REPLY, Message, Schema, Tool, announce, content_of, is_begun, readable, tool_schema
 from models.templates import render_apart
+from utils.settings.checks import open_file
 from utils.settings.errors import UserError, describe_error
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ KEPT = ("bos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")  
 THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_thinking = VALUE %}{%- endif %}"
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
+MAX_TEMPLATE = 10**6  # bytes
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpocontent", "lmpoturn"  # of messages that show what a template does with others
@@ -47,6 +50,7 @@ class Tokenizer:
 
     hf: "transformers.PreTrainedTokenizerBase"
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that it was loaded from, saved unchanged
+    growth: float = 1.0  # characters that one may become before it is a token
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -88,11 +92,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text; nothing is added before or after it."""
-        return self.hf.encode(text, add_special_tokens=False)
+        with self.bounds(text):
+            return self.hf.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of a text, and the characters that each stands for."""
-        found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        with self.bounds(text):
+            found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
     def encode_behind(self, before: str, text: str) -> list[int]:
@@ -101,6 +107,19 @@ class Tokenizer:
         first = next((i for i, (start, _) in enumerate(spans) if start >= len(before)), len(ids))
         is_apart = first == 0 or spans[first - 1][1] <= len(before)  # no token has characters of both
         return ids[first:] if is_apart else self.encode(text)
+
+    @contextlib.contextmanager
+    def bounds(self, text: str) -> Iterator[None]:
+        """Raises UserError for a text that may become too long for the memory, and for a panic of tokenizers at it."""
+        if len(text) * self.growth > MAX_TEXT:
+            size = f"{len(text):,} characters, and the tokenizer may make {self.growth:,.0f} of each"
+            raise UserError(f"a text has {size}: more than {MAX_TEXT:,}")
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which is no Exception, and cannot be imported
+                raise
+            raise UserError(f"the tokenizer fails at a text, {reprlib.repr(text)} ({describe_error(error)})") from error
 
     @cached_property
     def first_ids(self) -> list[int]:
@@ -479,9 +498,14 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     names = [name for name in FILES if (folder / name).is_file()]
     if not {*VOCABULARIES} & {*names}:
         raise UserError(f"{folder} has no tokenizer.json: copy the tokenizer files of the model into it")
+    files, contents = {}, {}
     for name in names:
-        check_file(folder, name)
-    files = {name: (folder / name).read_bytes() for name in names}
+        check_link(folder, name)
+        with open_file(folder / name, MAX_TEMPLATE if name == CHAT_TEMPLATE else MAX_JSON_BYTES) as file:
+            files[name] = file.read()
+        if name.endswith(".json"):
+            contents[name] = parse_object(folder / name, files[name])
+    growth = check_growth(folder / VOCABULARIES[0], contents.get(VOCABULARIES[0], {}))
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
@@ -489,7 +513,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             raise
         message = f"the tokenizer in {folder} cannot be read ({describe_error(error)}): copy its files again"
         raise UserError(message) from error
-    tokenizer = Tokenizer(hf, files)
+    tokenizer = Tokenizer(hf, files, growth)
     check_ids(tokenizer, folder, vocab_size)
     check_template(tokenizer, folder)
     return tokenizer
@@ -497,27 +521,31 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
 
 def check_template(tokenizer: Tokenizer, folder: Path) -> None:
     """Raises UserError if a first conversation cannot be rendered within limits, or has no ids."""
+    if len(tokenizer.template) > MAX_TEMPLATE:
+        raise UserError(f"{folder}: its chat template has more than {MAX_TEMPLATE:,} characters")
     messages = [{"role": "user", "content": "1 + 1"}]
     try:
         if tokenizer.has_template:
             tokenizer.render(messages, thinking=False)
-    except ValueError as error:
+    except UserError as error:
         message = f"{folder}: {error}: correct {CHAT_TEMPLATE} or chat_template in {TOKENIZER_CONFIG}"
         raise UserError(message) from error
-    if not tokenizer.chat(messages):
+    try:
+        ids = tokenizer.chat(messages)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}: copy its files again") from error
+    if not ids:
         raise UserError(f"{folder}: the tokenizer makes no ids of a text: copy its files again")
 
 
-def check_file(folder: Path, name: str) -> None:
-    """Raises UserError for a file of a tokenizer that is a link out of its folder, or malformed JSON.
+def check_link(folder: Path, name: str) -> None:
+    """Raises UserError for a file of a tokenizer that is a link out of its folder: saved models would hold a copy.
 
-    It would be copied into saved models. Links into the hub's cache, whose files are all in `blobs`, are allowed.
+    Links into the hub's cache, whose files are all in `blobs`, are allowed.
     """
     parent = (folder / name).resolve().parent
     if parent != folder.resolve() and parent.name != "blobs":
         raise UserError(f"{folder / name} is a link out of the folder: put a copy of the file in its place")
-    if name.endswith(".json"):
-        read_json(folder / name)
 
 
 def check_ids(tokenizer: Tokenizer, folder: Path, vocab_size: int | None) -> None:
@@ -537,10 +565,14 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
     if not file.is_file():
         raise UserError(f"{file.parent} has no {file.name}: it is not a complete Hugging Face model folder")
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise UserError(f"{file} has more than {MAX_JSON_BYTES:,} bytes: download it again")
+    with open_file(file, MAX_JSON_BYTES) as opened:
+        return parse_object(file, opened.read())
+
+
+def parse_object(file: Path, text: bytes) -> dict[str, Any]:
+    """Returns the object in the text of a JSON file. Raises UserError when there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({describe_error(error)}): download it again") from error
     if not isinstance(content, dict):

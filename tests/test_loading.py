@@ -136,8 +136,21 @@ def add_token(**fields) -> Edit:
     return edit
 
 
+def replacing(text: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+def split(pattern: str) -> dict[str, object]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def sequence(name: str, parts: list[dict]) -> dict[str, object]:
+    return {"type": "Sequence", name: parts}
+
+
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 TOKENIZER_CONFIG, GENERATION, INDEX = "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"
+PRECOMPILED = {"type": "Precompiled"}
 BPE = {"type": "BPE", "merges": []}
 NORM, EMBED = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
 CONTENTS = {
@@ -261,6 +274,16 @@ MODELS: dict[str, Edit] = {
     "tokenizer is a link": link(TOKENIZER, "/etc/passwd"),
     "vocab.json is a link": link("vocab.json", "/etc/passwd"),
     "merges.txt is a link": link("merges.txt", "/etc/passwd"),
+    "normalizer that multiplies": update(TOKENIZER, normalizer=replacing("1", "1" * 10**7)),
+    "normalizers that multiply": update(TOKENIZER, normalizer=sequence("normalizers", [replacing("1", "1" * 9)] * 9)),
+    "normalizer with a broken map": update(TOKENIZER, normalizer=PRECOMPILED | {"precompiled_charsmap": "!"}),
+    "normalizer with an empty map": update(TOKENIZER, normalizer=PRECOMPILED | {"precompiled_charsmap": "AAAAAA=="}),
+    "decoder that multiplies": update(TOKENIZER, decoder=replacing("1", "1" * 10**4)),
+    "regular expression that repeats groups": update(TOKENIZER, pre_tokenizer=split(r"(\w+)+$")),
+    "regular expressions that repeat groups": update(
+        TOKENIZER, pre_tokenizer=sequence("pretokenizers", [split("x"), split(r"(?:[a-z]{1,20}){1,5}~")])
+    ),
+    "token of a million characters": add_token(id=78, content="x" * 10**6),
     "added token beyond": add_token(),
     "added token far beyond": add_token(id=2**31),
     "added token of text": add_token(id="x"),
@@ -319,6 +342,17 @@ def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
         with pytest.raises(UserError, match=reason):
             tokenizer.render([{"role": "user", "content": "2000000000"}], False)
         assert tokenizer.render([{"role": "user", "content": "1 + 1"}], False) == "1 + 1"
+
+
+def test_a_text_at_which_a_tokenizer_panics_ends_in_one_sentence(folder):
+    """Its panics are no Exception; the expression repeats no group, so that it is not tried at load."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    update(TOKENIZER, pre_tokenizer=split("1*1*1*1*1*1*1*2"))(folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("1 + 1")
+    with pytest.raises(UserError, match="the tokenizer fails at a text, '1111"):
+        tokenizer.encode("1" * 300 + "32")  # which it looks for first
 
 
 # Data files
