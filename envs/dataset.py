@@ -30,6 +30,7 @@ from envs.data.messages import (
     read_exchange,
     read_references,
     unweighted,
+    weighted,
 )
 from envs.data.questions import written_answers, written_trials
 from envs.data.rows import Row, Source, first_of, load_rows
@@ -154,7 +155,9 @@ class Dataset(Env):
             row[self.answer_column] = given
         if self.has_reward:
             return Row(prompt, row)
-        if mark := next((name for name in WEIGHTS if row.get(name) not in (None, 1)), ""):
+        if exchange.reply:
+            weighted(row, [*as_messages(exchange.prompt, "user"), *exchange.reply])  # raises for a row to leave out
+        elif mark := next((name for name in WEIGHTS if row.get(name) not in (None, 1)), ""):
             raise ValueError(f"its column {mark} is not used without a --reward: leave the column out")
         return Row(prompt, row if read_references(given) else None)
 

@@ -290,6 +290,9 @@ def test_columns_for_rewards_stay_free(tmp_path):
     for name in ("weight", "loss_mask"):
         with pytest.raises(UserError, match=f"its column {name} is not used without a --reward"):
             read_rl(tmp_path, {"prompt": "3 + 7?", "answer": "10", name: 0})
+        with pytest.raises(UserError, match="no usable row, but 1 marked as not to be trained"):
+            read_rl(tmp_path, {"messages": TURNS, name: 0})
+    assert read_rl(tmp_path, {"messages": TURNS, "loss_mask": [0, 1]}).problem(0).messages == TURNS[:-1]
 
 
 # References
