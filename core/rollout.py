@@ -127,7 +127,7 @@ class RolloutWorker:
         keys = sample_keys(key, positions, num_samples)
         rows_per_call = self.prompts_per_call(len(tasks), num_samples) * num_samples
         parts = []
-        with ScoringStream(self.scorer) as stream:
+        with ScoringStream(self.scorer, num_samples) as stream:
             replies = self.make_replies(self.env, self.tokenizer, self.layout, problems, task_ids, keys, stream)
             with waiting("sampling", len(keys), "rows") as wait:
                 for start in range(0, len(keys), rows_per_call):
@@ -185,7 +185,7 @@ class Replies:
         self.env, self.tokenizer, self.layout, self.stream = env, tokenizer, layout, stream
         self.problems, self.task_ids = problems, task_ids
         self.num_rows, self.num_samples = len(keys), len(keys) // len(problems)
-        self.own_rows = layout.process_share(self.num_rows)
+        self.own_rows = layout.process_share(self.num_rows, self.num_samples)
         self.texts_by_row: dict[int, str] = {}
         self.lock = Lock()  # the chains of a sampler call from threads
 
@@ -236,7 +236,7 @@ class Replies:
             return rewards
 
         with waiting(f"scoring {self.num_rows:,} replies"):
-            rewards = layout.share(own_rewards, self.num_rows)
+            rewards = layout.share(own_rewards, self.num_rows, self.num_samples)
         return rewards, {kind: layout.sum_over_processes(count) for kind, count in failures.items()}
 
     def records(self) -> dict[str, list]:

@@ -13,6 +13,7 @@ from utils.settings.errors import UserError, most_similar
 Value = int | float | bool | str
 Options = dict[str, Value]
 
+REWARDS = ("reward", "reward_weights")  # options that every environment of one turn takes
 HELD_OUT = ("test", "valid")  # splits besides "train", the ends of names
 # name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
 # that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems;
@@ -45,20 +46,37 @@ ENVS = {
 def make_env(name: str, **options: Value) -> Env:
     """Returns the environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
 
-    Its options are those of its constructor, and those of `Style`, which every environment takes. Raises UserError for
-    a name that is not in the table, and for an option that the environment does not take.
+    Its options are those of its constructor, and those of `Style`, which every environment takes, as those of one turn
+    take REWARDS. Raises UserError for a name that is not in the table, and for an option that it does not take.
     """
     base_name, split = split_name(name)
     env_class, preset = find_class(name)
     if split not in env_class.splits:
         raise UserError(f"environment {base_name} has no -{split}: its splits are {', '.join(env_class.splits)}")
     style = {name: options.pop(name) for name in style_names() if name in options}
+    takes_rewards = "reward" in inspect.signature(env_class).parameters
+    rewards = {} if takes_rewards else {name: options.pop(name) for name in REWARDS if name in options}
     check_options(base_name, env_class, options)
     check_options(base_name, Style, style)
     env = env_class(split=split, **{**preset, **options})
     if env.tokens_per_turn < 0:
         raise UserError(f"environment {base_name} needs tokens_per_turn >= 0 (0: no limit of its own)")
+    if rewards:
+        env = with_rewards(env, base_name, **rewards)
     return Styled(env, Style(**style)) if style else env
+
+
+def with_rewards(env: Env, name: str, reward: str = "", reward_weights: str = "") -> Env:
+    """Returns an environment graded by the user's rewards. Raises: UserError for one of several turns."""
+    if env.max_turns > 1:
+        raise UserError(
+            f"--reward {reward}: an episode of {name} pays its own rewards, turn by turn; give --reward with an "
+            "environment of one turn, or with dataset and --episode"
+        )
+    from envs.grading.functions import Rewarded, Rewards
+    from envs.own_code import code_files
+
+    return Rewarded(env, Rewards(reward, reward_weights), code_files(reward))
 
 
 def find_class(name: str) -> tuple[type[Env], Options]:
@@ -88,9 +106,13 @@ def test_name(name: str) -> str:
 
 def option_names(name: str) -> set[str]:
     """Returns the options that an environment takes. Raises UserError for an unknown name."""
+    return own_options(name) | {*style_names(), *REWARDS}
+
+
+def own_options(name: str) -> set[str]:
+    """Returns the options of an environment's own constructor. Raises UserError for an unknown name."""
     env_class, _ = find_class(name)
-    names = {*inspect.signature(env_class).parameters, *style_names()}
-    return names - {"split"}
+    return {*inspect.signature(env_class).parameters} - {"split"}
 
 
 def style_names() -> list[str]:

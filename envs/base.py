@@ -168,6 +168,7 @@ class Env:
     max_turns: int = 1  # of the policy in an episode; 1: its only reply goes to `score`
     tokens_per_turn: int = 0  # limit of a turn where there are several, tokens; 0: none
     takes_ids: bool = False  # texts to grade carry their token ids: `Text`
+    takes_groups: bool = False  # all replies to a problem are graded by one call: of `score_group`
     opens: bool = False  # episodes begin with words of their own: their `opening` is the prompt, not the problem
     dialect: str = ""  # of calls of tools, one of DIALECTS; empty: there are no tools
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
@@ -187,6 +188,14 @@ class Env:
         All other keys are logged as they are.
         """
         raise NotImplementedError
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
+        """Returns the rewards of each of several completions of a problem, which may depend on one another."""
+        return [self.score(problem, text) for text in texts]
+
+    def reward_row(self, problem: Problem) -> dict[str, Any]:
+        """Returns what a reward of the user's gets of a problem, by name."""
+        return {"prompt": problem.messages, "answer": problem.answer}
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         """Returns a new episode; what happens by chance in it depends on the seed alone."""

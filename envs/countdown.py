@@ -177,6 +177,10 @@ class Countdown(Env):
             "steps": float(steps),
         }
 
+    def reward_row(self, problem: Problem) -> dict[str, object]:
+        numbers, target = problem.answer
+        return {"prompt": problem.messages, "nums": list(numbers), "target": target}
+
     def examples(self, problem: Problem) -> dict[str, str]:
         numbers, target = problem.answer
         wrong = "+".join(map(str, numbers)) if sum(numbers) != target else "*".join(map(str, numbers)) + "+0"

@@ -2,19 +2,16 @@
 
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
-where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's form,
-`def reward(completions, **columns) -> list[float]`; my_reward.py:first,second adds two of them up. With
-`--episode FILE.py:CLASS` each row is an episode of several turns: see envs/tools/adapters.py.
+where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's or verl's
+form: see envs/grading/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
+envs/tools/adapters.py.
 """
 
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 from envs.base import Env, Episode, Problem, Trial, check_choice
 from envs.data.files import RawRow
@@ -36,8 +33,9 @@ from envs.data.questions import written_answers, written_trials
 from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
-from envs.grading.functions import RewardFunction
-from envs.tools.adapters import Adapter, Played, Resettable
+from envs.grading.functions import KeyColumns, Rewards
+from envs.own_code import code_files, load_object, read_names, with_passed_variables
+from envs.tools.adapters import Adapter, Played
 from envs.tools.episode import ToolSettings
 from envs.tools.gyms import as_gym
 from utils.settings.errors import UserError, check_installed, describe_error
@@ -70,6 +68,7 @@ class Dataset(Env):
         messages: str = "",  # column of a conversation, whose last reply is the answer where there is no other
         form: str = "any",  # in which the answer stands: tags, boxed, hash or any
         reward: str = "",  # FILE.py:FUNCTION, or several with commas between
+        reward_weights: str = "",  # of several
         episode: str = "",  # FILE.py:CLASS, of TRL's environment_factory or with reset and step
         max_turns: int = 8,  # of an episode
         max_tool_calls: int = 16,
@@ -84,12 +83,9 @@ class Dataset(Env):
         self.columns = Columns(prompt, answer, messages)
         self.answer_column = answer or "answer"
         self.tokens_per_action = tokens_per_action
-        file, _, names = reward.rpartition(":")
-        found = [load_object(f"{file}:{name}", "--reward", "function") for name in names.split(",") if reward]
-        self.rewards = [RewardFunction(function) for function in found]
-        self.takes_ids = any("completion_ids" in function.parameters for function in self.rewards)
+        self.rewards = Rewards(reward, reward_weights) if reward else None
         self.has_reward = bool(reward)
-        self.code = tuple(code_file(value) for value in (reward, episode) if value)
+        self.code = code_files(reward) + code_files(episode)
         self.adapter = None
         self.tools = ()
         if episode:
@@ -106,9 +102,13 @@ class Dataset(Env):
             self.note += selected
         if not self.has_reward:
             check_installed("math_verify", "comparing answers, as without --reward,")
-        for function in self.rewards:
-            function.check(self.rows[0].answer, has_environments=self.opens)
         if reward:
+            first = self.rows[0].answer
+            self.rewards.check(first, self.key_columns(first), has_environments=self.opens)
+            self.takes_ids = self.rewards.takes_ids
+            self.takes_groups = self.rewards.takes_groups and not self.opens
+            if self.opens and self.rewards.takes_groups:
+                self.note += "; episodes are graded one at a time: a reward that takes lists gets lists of one"
             self.note += "; a reply is correct from a return of 1 on, where the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
 
@@ -121,11 +121,15 @@ class Dataset(Env):
         """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError where it cannot be made."""
         if max_turns < 2:
             raise UserError(f"max_turns={max_turns}: an episode has 2 turns at least")
-        self.adapter = Adapter(as_gym(load_object(episode, "--episode", "class")), settings)
+        named, *others = read_names(episode, "--episode", "class")
+        if others:
+            raise UserError(f"--episode {episode}: name one class")
+        self.adapter = Adapter(as_gym(load_object(named, "--episode", "class")), settings)
         self.max_turns = max_turns
         try:
-            traits = self.adapter.traits()
-        except Exception as error:
+            with with_passed_variables():
+                traits = self.adapter.traits()
+        except (Exception, SystemExit) as error:
             reason = describe_error(error)
             raise UserError(f"--episode {episode}: its objects cannot be made or reset ({reason})") from error
         self.opens = True
@@ -151,7 +155,8 @@ class Dataset(Env):
         for message in exchange.reply:
             given = message["content"] if given is None else given
         row = {**row, exchange.column: prompt}
-        if not has_column(row, self.answer_column) or get_column(row, self.answer_column) is None:
+        has_answer = has_column(row, self.answer_column) and get_column(row, self.answer_column) is not None
+        if given is not None and not has_answer:
             row[self.answer_column] = given
         if self.has_reward:
             return Row(prompt, row)
@@ -179,32 +184,36 @@ class Dataset(Env):
             self.adapter.close()
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        return self.grade(problem, Played(text, getattr(text, "ids", ())))
+        return self.score_group(problem, [text])[0]
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
+        plays = [Played(text, getattr(text, "ids", ())) for text in texts]
+        return self.grade_all(problem, plays) if self.rewards else [self.grade(problem, played) for played in plays]
 
     def grade(self, problem: Problem, played: Played) -> dict[str, float]:
-        """Returns the parts of the reward; unless it has a "return", that is their sum, and 1 or more is correct.
+        """Returns the rewards of a reply, or of an episode that has ended.
 
         Raises: whatever a reward raises, which costs this reply its score.
         """
-        if self.has_reward and not self.rewards:
+        if self.rewards:
+            return self.grade_all(problem, [played])[0]
+        if self.has_reward:
             return {"return": 0.0, "correct_answer": 0.0}  # the episode pays
-        if not self.rewards:
-            trial = played.text if isinstance(played.text, Trial) else None
-            answer = final_answer(played.text, trial.form if trial else self.form)
-            has_answer = answer is not None
-            references = [trial.reference] if trial else self.references(problem)
-            correct = float(has_answer and any(same_math(one, answer, not trial) for one in references))
-            return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
-        prompt_column = self.find_prompt(problem.answer)
-        total, scores = 0.0, {}
-        for function in self.rewards:
-            parts = function.parts(played, problem.answer, prompt_column)
-            value = parts.get("return", sum(parts.values()))
-            total += value
-            scores |= parts
-            if len(self.rewards) > 1:
-                scores[function.name] = value
-        return {"correct_answer": float(total >= 1)} | scores | {"return": total}
+        trial = played.text if isinstance(played.text, Trial) else None
+        answer = final_answer(played.text, trial.form if trial else self.form)
+        has_answer = answer is not None
+        references = [trial.reference] if trial else self.references(problem)
+        correct = float(has_answer and any(same_math(one, answer, not trial) for one in references))
+        return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
+
+    def grade_all(self, problem: Problem, plays: Sequence[Played]) -> list[dict[str, float]]:
+        """Returns what the user's rewards give for replies to a problem; a return of 1 or more is correct."""
+        graded = self.rewards.grade(plays, problem.answer, self.key_columns(problem.answer))
+        return [{"correct_answer": float(scores["return"] >= 1)} | scores for scores in graded]
+
+    def key_columns(self, row: RawRow) -> KeyColumns:
+        """Returns the names of the columns with the prompt and the answer."""
+        return KeyColumns(self.find_prompt(row), self.answer_column)
 
     def references(self, problem: Problem) -> list[str]:
         """Returns the answers that are right; none where those of a reward are no texts and numbers."""
@@ -238,37 +247,3 @@ def find_source(path: str, hub_split: str) -> Source:
     if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(f"there is no file {path}")
     return Source((), path, hub_split)
-
-
-def code_file(value: str) -> Path:
-    """Returns the file of FILE.py:NAME."""
-    return Path(os.path.expanduser(value.rpartition(":")[0]))
-
-
-def load_object(value: str, flag: str, kind: str) -> Callable[..., float | Mapping[str, float] | Resettable]:
-    """Returns the function or class (`kind`) that FILE.py:NAME, the value of a flag, names.
-
-    Raises: UserError when there is none.
-    """
-    path = code_file(value)
-    name = value.rpartition(":")[2]
-    if not path.is_file():
-        raise UserError(f"{flag} {value}: write FILE.py:{kind.upper()}, with a file that is there")
-    try:
-        module = load_module(path.absolute(), path.stat().st_mtime_ns)
-    except Exception as error:
-        raise UserError(f"{flag} {value}: {path} fails with {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, name, None)):
-        own = [known for known, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
-        raise UserError(f"{flag} {value}: {path} has no {kind} {name}, only {', '.join(own) or 'none'}")
-    return getattr(module, name)
-
-
-@cache
-def load_module(path: Path, _modified: int) -> ModuleType:
-    """Returns the module in a file, the same for a class and a reward that may ask for its type."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # where dataclasses look up the annotations of their fields
-    spec.loader.exec_module(module)
-    return module

@@ -92,6 +92,10 @@ class ReasoningGym(Env):
         value = min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
         return {"return": value, "correct_answer": float(value >= 1), "format": float(answer is not None)}
 
+    def reward_row(self, problem: Problem) -> dict[str, Any]:
+        _, entry = problem.answer
+        return {"prompt": problem.messages, **copy.deepcopy(entry)}
+
     def examples(self, problem: Problem) -> dict[str, str]:
         right = problem.answer[1]["answer"]
         answers = {"right": right, "wrong": "?"} if isinstance(right, str) else {"wrong": "?"}

@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-from envs import ENVS, Options, Value, make_env, option_names, parse_options, split_name, test_name
+from envs import (
+    ENVS,
+    REWARDS,
+    Options,
+    Value,
+    make_env,
+    option_names,
+    own_options,
+    parse_options,
+    split_name,
+    test_name,
+)
 from envs.base import ANSWER_STARTS, Env, ForcedAnswer, shown_form
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
@@ -13,7 +24,7 @@ from utils.settings.options import option
 LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
 CODE = {"reward": "", "episode": "", "sandbox": "on"}  # options that run code with the user's rights; the safe value
-FILES = ("data_dir", "reward", "episode")  # flags that go to each environment with such an option
+FILES = ("data_dir", *REWARDS, "episode")  # flags that go to each environment with such an option
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,12 @@ class EnvConfig:
     data_dir: str = option(
         "", "Folder of the environment's data files; empty: the Hugging Face hub or its cache", resumable=True
     )
-    reward: str = option("", "Reward function of the environment dataset, as FILE.py:FUNCTION")
+    reward: str = option(
+        "",
+        "Reward functions in place of the environment's grader, as FILE.py:FUNCTION, or several with commas between: "
+        "the return is their sum",
+    )
+    reward_weights: str = option("", "Factors of several --reward in that sum, with commas between; empty: 1 each")
     episode: str = option(
         "",
         "Class of episodes of several turns for the rows of the environment dataset, as FILE.py:CLASS: one of TRL's "
@@ -44,6 +60,10 @@ class EnvConfig:
         ["", "think_answer", "tags", "blocks"],
     )
     format_weight: float = option(0.1, "Factor of --format_reward")
+
+    def __post_init__(self):
+        if self.reward_weights and not self.reward:
+            raise UserError("--reward_weights are those of the functions of --reward: name some")
 
     @property
     def flags(self) -> dict[str, Value]:
@@ -59,14 +79,14 @@ class EnvConfig:
         """Returns the options of an environment, as --env_options and other flags set them.
 
         A test environment of another kind than --env_name takes over the options of style that it has. Files go to
-        each environment that reads such files.
+        each environment that reads such files; rewards do, where it has no grader of its own.
         """
         names = option_names(name)
         flags = {key: value for key, value in self.flags.items() if key in names or key not in FILES}
         options = parse_options(self.env_options) | flags
         if split_name(name)[0] == split_name(self.env_name)[0]:
             return options
-        inherited = names & {*STYLE, *FILES}
+        inherited = names & {*STYLE, *FILES} - ({*REWARDS} - own_options(name))
         return {key: value for key, value in options.items() if key in inherited}
 
 
@@ -220,8 +240,9 @@ def resolve_settings(
     for key in LIMITS:
         if type(overrides.get(key, 0)) is not int:
             raise UserError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}")
-    own_options = {key: value for key, value in overrides.items() if key not in LIMITS}
-    options = config.options(name) | own_options
+    own = {key: value for key, value in overrides.items() if key not in LIMITS}
+    options = config.options(name) | own
+    try_own_code(options)
     env = make_env(name, **options)
 
     limit = overrides.get("num_generation_tokens", num_generation_tokens)
@@ -236,6 +257,15 @@ def resolve_settings(
     if not is_requested and not is_possible:
         force = 0
     return RolloutSettings(name, options, env, limit, force, answer)
+
+
+def try_own_code(options: Options) -> None:
+    """Raises UserError where files of the user cannot be executed, or do not come back from it."""
+    reward, episode = (str(options.get(name, "")) for name in ("reward", "episode"))
+    if reward or episode:
+        from envs.grading.functions import try_import
+
+        try_import(reward, episode)
 
 
 def forced_answer(env: Env) -> ForcedAnswer:

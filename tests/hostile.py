@@ -1,6 +1,7 @@
 """An environment whose reward does what the reply says; for tests/test_scoring.py."""
 
 import asyncio
+import gc
 import itertools
 import mmap
 import os
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from envs.base import Env, Episode, Problem, Step
+from envs.scoring.helper import PROGRESS
 
 MEMORY = 100 * 2**20  # bytes
 
@@ -58,9 +60,11 @@ class Hostile(Env):
             time.sleep(1000)  # the kernel ends this process too, a moment later
         if text == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if text == "stop helper":
+        if text in ("stop helper", "kill helper"):
             keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
-            os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGSTOP)
+            helper = int(keeper.rpartition(")")[2].split()[1])
+            os.kill(helper, signal.SIGSTOP if text == "stop helper" else signal.SIGKILL)
+            time.sleep(1000)
         if text == "close files":
             os.closerange(3, 1000)
         if text == "daemon":
@@ -98,11 +102,22 @@ class Hostile(Env):
         if text == "long name":
             return {"return": 1.0, "x" * 10**6: 1.0}
         if text.startswith("pickle "):
-            pretend(pickle.dumps(Payload(text.removeprefix("pickle "))))
+            pretend(pickle.dumps(Payload(text.removeprefix("pickle "))) + b"\n")
         if text == "no outcomes":
-            pretend(b"[[0], 1]")
+            pretend(b"[[0], 1]\n")
         if text == "too many outcomes":
-            pretend(b'[' + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]")
+            pretend(b'[0, ' + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n")
+        if text == "half a message":
+            write_to_sockets(b"[0, ")
+        if text == "half a message and hang":
+            pretend(b"[0, ")
+        if text == "messages without end":
+            for _ in range(200):
+                write_to_sockets(b"[0]\n")
+                time.sleep(0.01)
+            time.sleep(1000)
+        if text.startswith("place "):
+            lie_about_progress(*map(float, text.removeprefix("place ").split()))
         if text == "print":
             print("\x1b[31mone", end=" ", flush=True)
             time.sleep(0.001)  # another worker prints
@@ -123,14 +138,27 @@ class Payload:
         return os.mkdir, (self.path,)
 
 
-def pretend(message: bytes) -> None:
+def write_to_sockets(message: bytes) -> None:
     """Writes a message into each pipe of this process, as if it came from the worker."""
     for fd in range(3, 100):
         try:
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, len(message).to_bytes(4, "big") + message)
+                os.write(fd, message)
         except OSError:
             pass
+
+
+def pretend(message: bytes) -> None:
+    """Writes a message, and does not return."""
+    write_to_sockets(message)
+    time.sleep(1000)
+
+
+def lie_about_progress(seconds: float, place: float) -> None:
+    """Writes another time and place into the memory that tells what the worker is at, and does not return."""
+    for found in gc.get_objects():
+        if isinstance(found, mmap.mmap) and len(found) == PROGRESS.size:
+            PROGRESS.pack_into(found, 0, seconds, int(place))
     time.sleep(1000)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from envs.own_code import code_files
 from envs.settings import CODE, option_values
 from models.checkpoint import find_local
 from utils.runs.origin import read_settings
@@ -87,9 +88,8 @@ def own_runs() -> set[str]:
 
 
 def fingerprint(run: str | Path, setting: Setting) -> str:
-    """Returns a digest of a run's folder, a setting with code, and the content of its file."""
+    """Returns a digest of a run's folder, a setting with code, and the content of its files."""
     parts = [str(Path(run).resolve()), setting.option, setting.value]
     with contextlib.suppress(OSError, ValueError):
-        content = Path(os.path.expanduser(setting.value.rpartition(":")[0])).read_bytes()
-        parts.append(hashlib.sha256(content).hexdigest())
+        parts += [hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files(setting.value)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Options that every environment takes: how its problems are put to the model, and a reward for the form of replies."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Styled(Env):
     """An environment with another style."""
 
     def __init__(self, env: Env, style: Style):
-        for name in (*Env.__annotations__, "episode", "close", "answer", "examples", "trials"):
+        for name in (*Env.__annotations__, "episode", "close", "answer", "examples", "trials", "reward_row"):
             setattr(self, name, getattr(env, name))
         self.env = env
         self.style = style
@@ -59,7 +60,13 @@ class Styled(Env):
         )
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        scores = self.env.score(problem, text)
+        return self.styled(self.env.score(problem, text), text)
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
+        return list(map(self.styled, self.env.score_group(problem, texts), texts))
+
+    def styled(self, scores: dict[str, float], text: str) -> dict[str, float]:
+        """Returns the scores of a completion with the reward for its form."""
         if not self.style.format_reward:
             return scores
         form = FORMAT_REWARDS[self.style.format_reward](text)

@@ -1,85 +1,232 @@
-"""Rewards of users: functions of a completion and the columns of a row, and functions written for TRL."""
+"""Rewards of users: functions of a completion and the columns of a row, and functions written for TRL or verl.
 
+Three forms, known by the names of their arguments. Of the project's own: `f(completion, **row)` returns a number, or
+parts that are added up. Of TRL's: `f(completions, prompts, ..., **columns)` gets all replies to a problem at once, and
+returns a number for each, or None where it does not apply. Of verl's: `f(data_source, solution_str, ground_truth,
+extra_info)` returns a number, or a dict whose "score" is the reward; that of its batches has these names in plural.
+"""
+
+import contextlib
+import dataclasses
 import inspect
+import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import SupportsFloat
+from pathlib import Path
+from typing import NamedTuple
 
-from envs.data.rows import RawRow
-from envs.tools.adapters import Played
-from envs.tools.gyms import call
+from envs.base import Env, Problem
+from envs.data.files import JSON, RawRow
+from envs.data.messages import get_column, has_column
+from envs.own_code import (
+    ROOT,
+    Named,
+    as_number,
+    describe_function,
+    load_object,
+    passed_variables,
+    read_names,
+    variable_note,
+    wrong_return,
+)
+from envs.scoring.processes import MAX_MEMORY, kill_tree, limit_memory
+from envs.tools.adapters import Adapter, Played
+from envs.tools.episode import ToolSettings
+from envs.tools.gyms import as_gym, call, parameters
 from utils.settings.errors import UserError
 
 LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's, beside columns
+LOGGED = ("log_extra", "log_metric")  # functions that TRL gives, too
+ONLY_TRL = "trainer_state"
+VERL = ("solution_str", "predict_str", "model_output")  # names of the reply in verl
+FROM_ROW = ("data_source", "ground_truth", "extra_info")  # arguments of verl's
 NOT_APPLICABLE = "not_applicable"  # part that counts replies to which a function says None
+IMPORT_SECONDS = 60  # that the file of a reward, or of a class, may take to be imported
+
+Parts = dict[str, float]  # of a reply's reward; "return" is its value, where it is not their sum
+
+
+class KeyColumns(NamedTuple):
+    """Names of the columns of a row that have a meaning."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What can be told of a reward without running it."""
+
+    name: str  # behind the colon
+    place: str  # its name in Python, the line and the file
+    names: tuple[str, ...]  # of arguments
+    needed: tuple[str, ...]  # of these, without a default
+
+    @property
+    def form(self) -> str:
+        """Returns its form: "own", "trl", "verl" or "verl batch"."""
+        if set(VERL) & set(self.names):
+            return "verl"
+        if {f"{name}s" for name in VERL} & set(self.names):
+            return "verl batch"
+        others = set(LISTS) - {"prompts"}
+        return "trl" if others & set(self.names) or self.names[:1] == ("prompts",) else "own"
+
+    @property
+    def takes_lists(self) -> bool:
+        """True if it gets all replies to a problem at once."""
+        return self.form in ("trl", "verl batch")
+
+    def check(self, row: RawRow, columns: KeyColumns, has_environments: bool) -> None:
+        """Raises UserError where it needs an argument that is neither the reply nor a column."""
+        lists = [name for name in LISTS if name != "environments" or has_environments]
+        verl = [name for name in FROM_ROW if name != "ground_truth" or ground_truth(row, columns) is not None]
+        given = {
+            "own": {*self.names[:1]},
+            "trl": {*lists, *LOGGED},
+            "verl": {*VERL, *verl},
+            "verl batch": {f"{name}s" for name in (*VERL, *verl)},
+        }[self.form]
+        unknown = [name for name in self.needed if name not in given and name not in row]
+        if not unknown:
+            return
+        remedies = {
+            "environments": ": name their class by --episode FILE.py:CLASS",
+            ONLY_TRL: f": TRL alone has a trainer; give the argument a default, {ONLY_TRL}=None",
+            "ground_truth": ": name the one with the answer by --env_options answer=COLUMN",
+        }
+        names = ", ".join(map(repr, row))[:200]
+        remedy = remedies.get(unknown[0]) or remedies.get(unknown[0].removesuffix("s"), "")
+        if self.name.startswith("compute_score") and not remedy:
+            remedy = (
+                f": name a function that wraps it\n    def reward(completion, answer, **row):\n"
+                f"        return {self.name}(completion, answer)"
+            )
+        raise UserError(f"{self.place} needs {unknown[0]!r}, which is no column: there are {names}{remedy}")
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function, or a coroutine function, of one of two forms.
-
-    Of the project's own: `f(completion, **row)` returns a number, or parts that are added up. Of TRL's:
-    `f(completions, prompts, ..., **columns)` returns a list with a number, or with None where it does not apply, which
-    is left out of the sum.
-    """
+    """A function, or a coroutine function, of one of the forms."""
 
     function: Callable[..., object]
+    name: str
 
     @cached_property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function).parameters
+    def signature(self) -> Signature:
+        taken = parameters(self.function)
+        needed = [name for name, parameter in taken.items() if is_required(parameter)]
+        return Signature(self.name, describe_function(self.function), tuple(taken), tuple(needed))
 
-    @property
-    def name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+    def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
+        """Returns the parts of the reward of each reply to a problem.
 
-    @property
-    def takes_lists(self) -> bool:
-        """True if it has TRL's form."""
-        others = set(LISTS) - {"prompts"}
-        return not others.isdisjoint(self.parameters) or next(iter(self.parameters), "") == "prompts"
+        Raises: TypeError where it returns anything but finite numbers, one for each reply; and what it raises.
+        """
+        form = self.signature.form
+        if form == "own":
+            returned = [self.call_own(played, row) for played in plays]
+            return [self.parts(value, "a number or a dict of numbers") for value in returned]
+        if form == "verl":
+            arguments = verl_arguments(row, columns)
+            returned = [call(self.function, dict.fromkeys(VERL, played.text) | arguments) for played in plays]
+            return [self.scored(value) for value in returned]
+        if form == "verl batch":
+            lists = {f"{name}s": [played.text for played in plays] for name in VERL}
+            lists |= {f"{name}s": [value] * len(plays) for name, value in verl_arguments(row, columns).items()}
+            return [self.scored(value) for value in self.items(call(self.function, lists), len(plays))]
+        return self.call_lists(plays, row, columns)
 
-    def check(self, row: RawRow, has_environments: bool) -> None:
-        """Raises UserError where it needs an argument that is neither the reply nor a column."""
-        lists = [name for name in LISTS if name != "environments" or has_environments]
-        given = {*lists, *row} if self.takes_lists else {next(iter(self.parameters), ""), *row}
-        needed = [name for name, parameter in self.parameters.items() if is_required(parameter)]
-        unknown = [name for name in needed if name not in given]
-        if unknown:
-            columns = ", ".join(map(repr, row))[:200]
-            remedy = ": name their class by --episode FILE.py:CLASS" if "environments" in unknown else ""
-            name = describe_function(self.function)
-            raise UserError(f"{name} needs {unknown[0]!r}, which is no column: there are {columns}{remedy}")
+    def call_own(self, played: Played, row: RawRow) -> object:
+        """Returns what it returns for the columns that it takes: those that it names, or all under `**row`."""
+        given = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
+        return call(partial(self.function, played.text), given)
 
-    def parts(self, played: Played, row: RawRow, prompt_column: str) -> dict[str, float]:
-        """Returns the parts of the reward. Raises: TypeError where it returns anything but finite numbers."""
-        returned = self.call(played, row, prompt_column)
-        value = returned
-        if self.takes_lists and isinstance(returned, Sequence) and len(returned) == 1:
-            value = returned[0]
-            if value is None:
-                return {"return": 0.0, NOT_APPLICABLE: 1.0}
-        parts = value if isinstance(value, Mapping) else {"return": value}
-        if all(isinstance(part, SupportsFloat) and math.isfinite(part) for part in parts.values()):
-            return {name: float(part) for name, part in parts.items()}
-        form = "a list with a number for each completion" if self.takes_lists else "a number or a dict of numbers"
-        raise TypeError(f"{describe_function(self.function)} returned {returned!r:.200}: return {form}")
-
-    def call(self, played: Played, row: RawRow, prompt_column: str) -> object:
-        """Returns what it returns for the arguments that it takes: those that it names, or all under `**row`."""
+    def call_lists(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
+        """Returns the parts of a reward that gets lists, as TRL gives them; what it logs is a part of its own."""
         row = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
-        if not self.takes_lists:
-            return call(partial(self.function, played.text), row)
-        prompt = row.pop(prompt_column, [])
-        given = {"prompts": prompt, "completions": played.text, "completion_ids": list(played.ids)}
-        if not isinstance(prompt, str) or played.environment:
-            given["completions"] = played.messages or [{"role": "assistant", "content": played.text}]
-        if played.environment:
-            given["environments"] = played.environment
-        lists = {name: [value] for name, value in {**row, **given}.items()}
-        return call(self.function, lists)
+        prompt = row.pop(columns.prompt, [])
+        has_text = isinstance(prompt, str) and not plays[0].environment
+        logged: list[Parts] = [{} for _ in plays]
+        lists = {name: [value] * len(plays) for name, value in {**row, "prompts": prompt}.items()}
+        lists["completions"] = [played.text if has_text else as_messages(played) for played in plays]
+        lists["completion_ids"] = [list(played.ids) for played in plays]
+        if plays[0].environment:
+            lists["environments"] = [played.environment for played in plays]
+        lists |= {"log_extra": partial(log_extra, logged), "log_metric": partial(log_metric, logged)}
+        values = self.items(call(self.function, lists), len(plays))
+        parts = [{"return": 0.0, NOT_APPLICABLE: 1.0} if x is None else self.parts(x, ITEMS) for x in values]
+        return [extra | part for extra, part in zip(logged, parts, strict=True)]
+
+    def items(self, returned: object, count: int) -> list[object]:
+        """Returns the values in a list, an array, a tensor or another series. Raises: TypeError for a wrong number."""
+        values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
+        if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+            values = list(itertools.islice(values, count + 1))
+            if len(values) == count:
+                return values
+        raise self.wrong(returned, f"{ITEMS}, which are {count} here")
+
+    def parts(self, value: object, form: str) -> Parts:
+        """Returns the numbers that it returned for a reply."""
+        parts = value if isinstance(value, Mapping) else {"return": value}
+        numbers = {name: as_number(part) for name, part in parts.items()}
+        if None in numbers.values() or not numbers:
+            raise self.wrong(value, form)
+        return numbers
+
+    def scored(self, value: object) -> Parts:
+        """Returns what verl reads of a value: a dict's "score"; its other numbers are logged, and not added."""
+        if not isinstance(value, Mapping):
+            return self.parts(value, 'a number, or a dict with a "score"')
+        numbers = {name: as_number(part) for name, part in value.items()}
+        if numbers.get("score") is None:
+            raise self.wrong(value, 'a number, or a dict with a "score"')
+        others = {name: number for name, number in numbers.items() if number is not None and name != "score"}
+        return others | {"return": numbers["score"]}
+
+    def wrong(self, value: object, form: str) -> TypeError:
+        return wrong_return(self.function, value, form)
+
+
+ITEMS = "a list with a number for each completion"
+
+
+def as_messages(played: Played) -> list[dict[str, JSON]]:
+    """Returns a reply as TRL gives it: a list of messages."""
+    return list(played.messages) or [{"role": "assistant", "content": played.text}]
+
+
+def log_extra(logged: list[Parts], column: str, values: Sequence[object]) -> None:
+    """Logs what TRL shows as a column beside completions, as far as it is numbers."""
+    for parts, value in zip(logged, values, strict=False):
+        number = as_number(value)
+        if number is not None:
+            parts[column] = number
+
+
+def log_metric(logged: list[Parts], name: str, value: object) -> None:
+    """Logs a number, the same for all replies of a call."""
+    log_extra(logged, name, [value] * len(logged))
+
+
+def verl_arguments(row: RawRow, columns: KeyColumns) -> dict[str, JSON]:
+    """Returns the arguments that verl takes out of a row, and the row's own columns."""
+    own = {"data_source": row.get("data_source") or "", "extra_info": row.get("extra_info") or {}}
+    return {**row, **own, "ground_truth": ground_truth(row, columns)}
+
+
+def ground_truth(row: RawRow, columns: KeyColumns) -> JSON:
+    """Returns the reference of a row, as verl's files have it, else the answer; None where there is none."""
+    names = filter(partial(has_column, row), ("ground_truth", "reward_model.ground_truth", columns.answer))
+    return next((x for x in map(partial(get_column, row), names) if x is not None), None)
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
@@ -88,8 +235,167 @@ def is_required(parameter: inspect.Parameter) -> bool:
     return is_one and parameter.default is parameter.empty
 
 
-def describe_function(function: Callable) -> str:
-    """Returns the name of a function, its file and the line where it begins; of an object, those of its `__call__`."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or type(function).__call__.__code__
-    return f"{code.co_name}() in line {code.co_firstlineno} of {code.co_filename}"
+class Rewards:
+    """The functions of --reward, and their weights.
+
+    Raises: UserError where a file or a name is not there, and where their numbers differ.
+    """
+
+    def __init__(self, value: str, weights: str = ""):
+        self.named = read_names(value, "--reward", "function")
+        names = [named.name for named in self.named]
+        self.names = [named.name if names.count(named.name) == 1 else f"{named.file.stem}.{named.name}"
+                      for named in self.named]  # fmt: skip
+        try:
+            self.weights = [float(weight) for weight in weights.split(",")] if weights else [1.0] * len(names)
+        except ValueError:
+            self.weights = []
+        if len(self.weights) != len(names) or not all(map(math.isfinite, self.weights)):
+            raise UserError(
+                f"--reward_weights {weights}: give a number for each of the {len(names)} functions of --reward, "
+                f"{', '.join(self.names)}, with commas between"
+            )
+
+    @cached_property
+    def functions(self) -> list[RewardFunction]:
+        """The functions, whose files are executed by the first look."""
+        return [RewardFunction(load_object(named, "--reward", "function"), named.name) for named in self.named]
+
+    @cached_property
+    def signatures(self) -> list[Signature]:
+        """Their signatures, as `try_import` found them, else by executing their files here."""
+        found = [FOUND.get(version(named)) for named in self.named]
+        return found if all(found) else [function.signature for function in self.functions]
+
+    @property
+    def takes_groups(self) -> bool:
+        return any(signature.takes_lists for signature in self.signatures)
+
+    @property
+    def takes_ids(self) -> bool:
+        return any("completion_ids" in signature.names for signature in self.signatures)
+
+    def check(self, row: RawRow, columns: KeyColumns, has_environments: bool = False) -> None:
+        """Raises UserError where one of them needs what is not there."""
+        for signature in self.signatures:
+            signature.check(row, columns, has_environments)
+
+    def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
+        """Returns the rewards of replies to a problem: "return", the weighted sum, and the parts that are logged.
+
+        These are the parts of each function and, where there are several, its value under its name.
+
+        Raises: whatever a function raises, and TypeError where two of them name a part alike.
+        """
+        graded = [function.grade(plays, row, columns) for function in self.functions]
+        return [self.combined(parts) for parts in zip(*graded, strict=True)]
+
+    def combined(self, graded: Sequence[Parts]) -> Parts:
+        """Returns the weighted sum of what the functions gave for a reply, and all parts."""
+        total, scores = 0.0, {}
+        for name, weight, parts in zip(self.names, self.weights, graded, strict=True):
+            value = parts["return"] if "return" in parts else sum(parts.values())
+            total += weight * value
+            named = parts if len(self.names) == 1 else {name: value, **parts}
+            twice = scores.keys() & named.keys() - {"return", NOT_APPLICABLE}
+            if twice:
+                raise TypeError(f"two rewards have a part {min(twice)!r}: give one of them another name")
+            scores |= named
+        return scores | {"return": total}
+
+
+class Rewarded(Env):
+    """An environment of one turn whose replies the user's rewards grade.
+
+    Its own grader still counts correct answers, unless a reward has a part correct_answer, and its parts are logged.
+    """
+
+    def __init__(self, env: Env, rewards: Rewards, code: tuple[Path, ...]):
+        for name in (*Env.__annotations__, "problem", "episode", "close", "answer", "examples", "reward_row"):
+            setattr(self, name, getattr(env, name))
+        self.env, self.rewards, self.code = env, rewards, (*env.code, *code)
+        self.truncation_penalty = 0.0
+        self.takes_ids, self.takes_groups = rewards.takes_ids, rewards.takes_groups
+        rewards.check(env.reward_row(env.problem(0)), KeyColumns())
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        return self.score_group(problem, [text])[0]
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[dict[str, float]]:
+        plays = [Played(text, getattr(text, "ids", ())) for text in texts]
+        graded = self.rewards.grade(plays, self.reward_row(problem), KeyColumns())
+        return [self.env.score(problem, text) | scores for text, scores in zip(texts, graded, strict=True)]
+
+
+# a look at the files before they are needed
+
+FOUND: dict[tuple[Named, int], Signature] = {}
+PROGRAM = "import sys; sys.path[0] = sys.argv[1]; from envs.grading.functions import report; report(*sys.argv[2:])"
+
+
+def version(named: Named) -> tuple[Named, int]:
+    """Returns a name, and when its file was changed."""
+    return named, named.file.stat().st_mtime_ns
+
+
+def try_import(rewards: str, episode: str) -> None:
+    """Executes the files of --reward and --episode in a process of their own, and notes the rewards' signatures.
+
+    Raises: UserError where they fail, end the process, or take longer than IMPORT_SECONDS.
+    """
+    named = read_names(rewards, "--reward", "function") if rewards else []
+    flags = " and ".join(filter(None, [rewards and f"--reward {rewards}", episode and f"--episode {episode}"]))
+    if named and not episode and all(version(one) in FOUND for one in named):
+        return
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(ROOT), str(writer), rewards, episode],
+        pass_fds=[writer],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=passed_variables(os.environ),
+    )
+    os.close(writer)
+    os.set_blocking(reader, False)  # what it has started may hold the other end open
+    try:
+        process.wait(IMPORT_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        text = b""
+        with contextlib.suppress(BlockingIOError):
+            text = os.read(reader, 2**16)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        process.wait()
+        raise UserError(
+            f"{flags}: importing it takes longer than {IMPORT_SECONDS} seconds: do what takes long in the first call"
+        ) from None
+    finally:
+        os.close(reader)
+    try:
+        error, *signatures = json.loads(text)
+    except ValueError:
+        code = process.returncode
+        raise UserError(f"{flags}: importing it ends the process with exit code {code}: remove what does") from None
+    if error:
+        raise UserError(error + variable_note(error))
+    for one, (name, place, names, needed) in zip(named, signatures, strict=True):
+        FOUND[version(one)] = Signature(name, place, tuple(names), tuple(needed))
+
+
+def report(writer: str, rewards: str, episode: str) -> None:
+    """Writes an error, or none and the signatures of rewards: what `try_import` reads."""
+    limit_memory(MAX_MEMORY)
+    try:
+        signatures = Rewards(rewards).signatures if rewards else []
+        for named in read_names(episode, "--episode", "class") if episode else ():
+            made = load_object(named, "--episode", "class")
+            with contextlib.suppress(Exception):  # which the run meets, too
+                Adapter(as_gym(made), ToolSettings()).traits()
+        message = ["", *map(dataclasses.astuple, signatures)]
+    except UserError as error:
+        message = [str(error)]
+    os.write(int(writer), json.dumps(message).encode())
+    os._exit(0)  # whatever the files have started

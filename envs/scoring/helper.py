@@ -5,8 +5,9 @@
                             |-- keeper --> worker
 
 A worker writes into shared memory which reply it is at and since when, so a reply that exceeds its time limit or ends
-its worker is the only one that is lost: the others of its chunk go back into the queue. A keeper is the parent of one
-worker. It adopts what rewards start in sessions of their own, and ends it with the worker.
+its worker is the only one that is lost: the others of its chunk go back into the queue. The helper believes it no
+further than its messages allow. A keeper is the parent of one worker. It adopts what rewards start in sessions of their
+own, and ends it with the worker.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import json
 import math
 import mmap
 import os
-import resource
 import signal
 import socket
 import struct
@@ -25,36 +25,50 @@ import sys
 import time
 import traceback
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import NamedTuple
 
 from envs import make_env
 from envs.base import Env, Episode, Problem, Reply, Step, limited
-from envs.scoring.processes import adopt_orphans, end_with_parent, kill_descendants, kill_tree, tree_memory
-from utils.settings.errors import on_one_line
+from envs.own_code import ROOT, wrong_return
+from envs.scoring.processes import (
+    MAX_MEMORY,
+    adopt_orphans,
+    end_with_parent,
+    kill_descendants,
+    kill_tree,
+    limit_memory,
+    tree_memory,
+)
+from utils.settings.errors import UserError, on_one_line
 
 MAX_CHUNK = 32  # replies that share one message to a worker
 QUICK = 0.01  # seconds of a worker's share of the queue below which it is one chunk
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
 MAX_EPISODES = 2048  # that a worker keeps
 MAX_HOMES = 100_000  # episodes whose workers are known
-MAX_MEMORY = 4 * 2**30  # bytes of a worker and of all that it started
 MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
 CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers that have ended
 MEMORY_INTERVAL = 0.25  # seconds between two looks at their memory
 REPORT_INTERVAL = 0.1  # seconds after which a worker reports the outcomes that it has, in the middle of a chunk
 ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
+MAX_SUSPECTED = 3  # ends of workers, each before the same reply was begun, after which that reply is at fault
+MAX_LATE = 1.0  # seconds after a message in which a worker begins its next reply
+MAX_IDLE = 5.0  # seconds after it got a chunk in which it begins
+MAX_UNMADE = 8  # workers in a row that cannot make an environment which others have made
+MAKING = 600  # seconds that the making of an environment may take
 MAX_MESSAGE = 2**26  # bytes of a message of a worker
 MAX_REWARD = 1e35  # of a reply or turn: float32, which has 3e38, holds sums of many
 MAX_PRINTED = 1000  # characters of a line; a pipe takes 4,096 bytes in one piece
+STEP_FORM = "Step(messages, reward, done), of messages with role and content"
 MAX_NAME = 200  # characters of the name of a reward
 TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # under env/ the log has others of its own
 CLOSING = 1.0  # seconds that environments have to close what they hold
-STALL = 60  # seconds without one after which a process at the other end of a connection is held to be stuck
+STALL = 60  # seconds without one after which the helper is held to be stuck, and the run to be so
+WORKER_STALL = 5  # seconds after which a worker that takes no message is held to be so
 
 PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
 IDLE = (0.0, -1)
@@ -70,8 +84,13 @@ class Turns(NamedTuple):
     said: int = 0  # digest of all that the environment has said; 0: not to be compared
 
 
-ROOT = Path(__file__).resolve().parents[2]
-Job = tuple[int, str | Turns]  # number of the problem, and its reply or those of an episode
+class Group(NamedTuple):
+    """Replies to a problem that are graded together."""
+
+    replies: tuple[str, ...]
+
+
+Job = tuple[int, str | Turns | Group]  # number of the problem, and its reply, replies, or those of an episode
 Rewards = dict[str, float]  # by name; "return" is what training maximises
 
 
@@ -89,27 +108,52 @@ def heard(said: int, step: Step) -> int:
     return zlib.crc32(json.dumps(step.messages).encode(), said) if step.messages else said
 
 
+FAILURES = ("reward_timeouts", "reward_errors")
+
+
 class Failure(NamedTuple):
     """The reason why a reply has no rewards."""
 
-    kind: str  # "reward_timeouts" or "reward_errors"
+    kind: str  # one of FAILURES
     reason: str  # may quote the reply: only its repr may reach a terminal
 
 
 Outcome = Rewards | Step | Failure
+Outcomes = list[Rewards | Failure]  # of a group
 JSONOutcome = list[object]  # its kind, and its fields
 
 
-def outcome_to_json(outcome: Outcome) -> JSONOutcome:
+def outcome_to_json(outcome: Outcome | Outcomes) -> JSONOutcome:
     """Returns an outcome as numbers, texts and lists: reading a worker's message must not execute anything."""
+    if isinstance(outcome, list):
+        return ["list", *map(outcome_to_json, outcome)]
     fields = [outcome] if isinstance(outcome, dict) else outcome
     return [type(outcome).__name__, *fields]
 
 
-def outcome_from_json(values: JSONOutcome) -> Outcome:
+def outcome_from_json(values: JSONOutcome) -> Outcome | Outcomes:
     """Returns an outcome. Raises: KeyError, TypeError or ValueError for anything else."""
     kind, *fields = values
-    return {"dict": checked_rewards, "Step": Step, "Failure": Failure}[kind](*fields)
+    if kind == "list":
+        return [outcome_from_json(each) for each in fields]
+    return {"dict": checked_return, "Step": read_step, "Failure": read_failure}[kind](*fields)
+
+
+def read_step(*fields: object) -> Step:
+    """Returns a step of a worker's message. Raises: TypeError or ValueError for anything else."""
+    return checked_step(Step(*fields))
+
+
+def read_failure(kind: str, reason: str) -> Failure:
+    """Returns a failure of a worker's message. Raises: ValueError for one of no known kind."""
+    if kind not in FAILURES:
+        raise ValueError(f"{kind!r:.100} is no kind of failure")
+    return Failure(kind, str(reason))
+
+
+def job_size(job: Job) -> int:
+    """Returns how many replies a job grades."""
+    return len(job[1].replies) if isinstance(job[1], Group) else 1
 
 
 class ScorerSettings(NamedTuple):
@@ -153,9 +197,9 @@ def max_failures(num_jobs: int, max_error_share: float) -> int:
     return max(int(max_error_share * num_jobs), 8)
 
 
-def limit_waits(connection: Connection) -> None:
-    """Makes a send or a receive raise BlockingIOError after STALL seconds without progress."""
-    seconds = struct.pack("ll", STALL, 0)
+def limit_waits(connection: Connection, seconds: int) -> None:
+    """Makes a send or a receive raise BlockingIOError after so many seconds without progress."""
+    seconds = struct.pack("ll", seconds, 0)
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
@@ -171,6 +215,7 @@ class Worker:
     pid: int
     connection: Connection
     progress: mmap.mmap
+    heard: float = field(default_factory=time.monotonic)  # when it began, got the chunk, or sent a message
     chunk: Sequence[int] = ()
     num_done: int = 0  # of the chunk
     num_chunks: int = 0
@@ -179,11 +224,28 @@ class Worker:
     exit_code: int | None = None
     closed: float = math.inf  # when its connection was found to be closed
     memory_checked: float = 0.0
+    received: bytes = b""  # of a message that is not whole
 
     @property
-    def position(self) -> int:
-        """Returns the place in its chunk of the reply that it is at, or was at last; -1 for none."""
-        return PROGRESS.unpack_from(self.progress)[1]
+    def place(self) -> int | None:
+        """Returns the place in its chunk of the reply that it is at, or was at last; None for one that is not left."""
+        position = PROGRESS.unpack_from(self.progress)[1]
+        return position if self.num_done <= position < len(self.chunk) else None
+
+    @property
+    def begun(self) -> float:
+        """Returns when it began that reply: what it says, as far as that can be."""
+        if self.place is None:
+            return self.heard + MAX_IDLE
+        return min(max(self.heard, PROGRESS.unpack_from(self.progress)[0]), self.heard + MAX_LATE)
+
+    def read(self) -> list[bytes]:
+        """Returns the whole messages that have come. Raises: EOFError or OSError when there will be no more."""
+        data = os.read(self.connection.fileno(), 2**20)
+        if not data:
+            raise EOFError
+        *messages, self.received = (self.received + data).split(b"\n")
+        return messages
 
 
 @dataclass
@@ -200,6 +262,10 @@ class Pool:
     num_jobs: int = 0  # since there were none
     num_lost: int = 0  # of these, replies that exceeded their time or ended their worker
     num_idle_ends: int = 0
+    alone: set[int] = field(default_factory=set)  # jobs of which one has spoilt a message: each is a chunk
+    suspected: Counter[int] = field(default_factory=Counter)  # jobs, by ends of workers before they were begun
+    num_unmade: int = 0  # workers in a row that could not make the environment
+    traits: dict[str, bool] = field(default_factory=dict)  # of the environment
     job_seconds: float = math.inf  # time of a job in the last chunk
     last_alive: float = 0.0
 
@@ -213,6 +279,8 @@ class Pool:
         while True:
             if is_ready and not self.jobs:
                 self.num_jobs = self.num_lost = self.num_idle_ends = 0
+                self.suspected.clear()
+                self.alone.clear()
                 self.take_jobs()
             self.hand_out()
             self.listen()
@@ -221,7 +289,9 @@ class Pool:
                 next_check = time.monotonic() + CHECK_INTERVAL
             is_new = not is_ready and any(worker.is_ready for worker in self.workers)
             is_ready |= is_new
-            if self.outcomes or is_new:
+            if is_new:
+                self.run.send(self.traits)
+            if self.outcomes:
                 self.run.send(self.outcomes)
                 self.outcomes = {}
 
@@ -230,7 +300,7 @@ class Pool:
         jobs = self.run.recv()
         self.jobs |= jobs
         self.queue += jobs
-        self.num_jobs += len(jobs)
+        self.num_jobs += sum(map(job_size, jobs.values()))
 
     def hand_out(self) -> None:
         """Starts workers that are missing, and gives a chunk of the queue to each that has none."""
@@ -243,7 +313,7 @@ class Pool:
                 if not worker.chunk:
                     continue
                 worker.num_done = 0
-                worker.started = time.monotonic()
+                worker.started = worker.heard = time.monotonic()
                 PROGRESS.pack_into(worker.progress, 0, *IDLE)
                 try:
                     worker.connection.send([self.jobs[number] for number in worker.chunk])
@@ -255,7 +325,7 @@ class Pool:
         size = math.ceil(len(self.queue) / len(self.workers))
         if size * self.job_seconds > QUICK:  # else a message takes longer than the jobs in it
             size = math.ceil(size / 4)  # so that the last chunks are small
-        size = min(size, MAX_CHUNK)
+        size = min(size, MAX_CHUNK) if not self.alone else 1
         if not self.homes:
             chunk = [self.queue.popleft() for _ in range(size)]
         else:
@@ -282,24 +352,44 @@ class Pool:
             self.last_alive = time.monotonic()
 
     def receive(self, worker: Worker) -> None:
-        """Takes a message of a worker: "" or an error once the environment is made, outcomes from then on."""
+        """Takes messages of a worker: traits of the environment or an error once it is made, outcomes from then on."""
         try:
-            message = json.loads(worker.connection.recv_bytes(MAX_MESSAGE))
-            outcomes = [outcome_from_json(values) for values in message] if worker.is_ready else []
-            numbers = worker.chunk[worker.num_done :][: len(outcomes)]
-            finished = list(zip(numbers, outcomes, strict=True))
+            messages = worker.read()
         except (EOFError, OSError):
             worker.closed = time.monotonic()
             return
+        try:
+            if len(worker.received) > MAX_MESSAGE:
+                raise ValueError("too long")
+            for message in messages:
+                self.take_message(worker, message)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             worker.closed = time.monotonic()
+            left = worker.chunk[worker.num_done :]
+            if len(left) > 1:  # any of them may have spoilt the message
+                self.alone |= set(left)
+                PROGRESS.pack_into(worker.progress, 0, *IDLE)
             self.replace_worker(worker, Failure("reward_errors", "it wrote into the connection of its process"))
-            return
+
+    def take_message(self, worker: Worker, message: bytes) -> None:
+        """Takes a message of a worker. Raises: KeyError, TypeError, ValueError and others for what is none."""
         if not worker.is_ready:
-            if message:
-                raise BrokenEnvironment(str(message))
+            values = json.loads(message)
+            if isinstance(values, str):
+                self.end_unmade(worker, values)
+                return
+            self.traits = dict(values)
             worker.is_ready = True
+            self.num_unmade = 0
             return
+        place, *values = json.loads(message)
+        outcomes = [outcome_from_json(each) for each in values]
+        numbers = worker.chunk[worker.num_done :][: len(outcomes)]
+        finished = list(zip(numbers, outcomes, strict=True))
+        are_fit = all(fits(self.jobs[number], outcome) for number, outcome in finished)
+        if not finished or place != worker.num_done or not are_fit:
+            raise ValueError("it is no message of what the worker is at")
+        worker.heard = time.monotonic()
         for number, outcome in finished:
             self.set_outcome(number, outcome)
             worker.num_done += 1
@@ -310,9 +400,10 @@ class Pool:
             if worker.num_chunks >= MAX_CHUNKS and worker.pid not in self.homes.values():
                 self.remove(worker)
 
-    def set_outcome(self, number: int, outcome: Outcome) -> None:
+    def set_outcome(self, number: int, outcome: Outcome | Outcomes) -> None:
         """Sets the outcome of a job."""
         self.outcomes[number] = outcome
+        self.alone.discard(number)
         key = episode_key(self.jobs.pop(number))
         if isinstance(outcome, Failure) or getattr(outcome, "done", False):
             self.homes.pop(key, None)
@@ -343,9 +434,12 @@ class Pool:
             return Failure("reward_errors", f"it ended its process with exit code {worker.exit_code}")
         if now - worker.closed > 1:  # a worker that ends closes its connection, a moment before its exit code is known
             return Failure("reward_errors", "it closed the connection of its process")
-        started, position = PROGRESS.unpack_from(worker.progress)
-        if worker.chunk and position >= worker.num_done and now - started > self.settings.timeout:
-            return Failure("reward_timeouts", f"it took longer than {self.settings.timeout:g} seconds")
+        if not worker.is_ready and now - worker.heard > MAKING:
+            return Failure("reward_timeouts", f"it took longer than {MAKING} seconds")
+        if worker.chunk:
+            limit = self.settings.timeout * job_size(self.jobs[worker.chunk[worker.place or worker.num_done]])
+            if now - worker.begun > limit:
+                return Failure("reward_timeouts", f"it took longer than {limit:g} seconds")
         if worker.chunk and now - worker.memory_checked > MEMORY_INTERVAL:
             worker.memory_checked = now
             limit = self.settings.max_memory
@@ -356,14 +450,19 @@ class Pool:
     def replace_worker(self, worker: Worker, failure: Failure) -> None:
         """Replaces a worker: the reply that it was at fails, those not begun or not reported are queued again."""
         if not worker.is_ready:
-            raise BrokenEnvironment(f"the environment could not be made: {failure.reason}")
+            self.end_unmade(worker, f"the environment could not be made: {failure.reason}")
+            return
         kill_tree(worker.pid)
         while worker.closed == math.inf and worker.connection.poll():
             self.receive(worker)
         if worker not in self.workers:  # it had just reported its last chunk
             return
         left = worker.chunk[worker.num_done :]
-        lost = worker.chunk[worker.position] if worker.position >= worker.num_done else None
+        lost = None if worker.place is None else worker.chunk[worker.place]
+        if left and lost is None:
+            self.suspected[left[0]] += 1
+            is_at_fault = failure.kind == "reward_timeouts" or self.suspected[left[0]] >= MAX_SUSPECTED
+            lost = left[0] if is_at_fault else None
         self.queue.extendleft(number for number in reversed(left) if number != lost)
         self.remove(worker)
         if lost is None:
@@ -371,12 +470,19 @@ class Pool:
             if self.num_idle_ends > MAX_IDLE_ENDS:
                 raise BrokenEnvironment(f"processes end while they score nothing: {failure.reason}")
             return
+        self.num_lost += job_size(self.jobs[lost])
         self.set_outcome(lost, failure)
-        self.num_lost += 1
         is_hopeless = self.num_lost > max_failures(self.num_jobs, self.settings.max_error_share)
         while is_hopeless and self.queue:  # where a reward always hangs, trying the rest would take hours
             failure = Failure("reward_timeouts", "too many other replies had failed to try it")
             self.set_outcome(self.queue.popleft(), failure)
+
+    def end_unmade(self, worker: Worker, reason: str) -> None:
+        """Ends a worker without an environment; raises BrokenEnvironment where none had one, or none gets one again."""
+        self.num_unmade += 1
+        if not self.traits or self.num_unmade > MAX_UNMADE:
+            raise BrokenEnvironment(reason)
+        self.remove(worker)
 
     def remove(self, worker: Worker) -> None:
         """Ends a worker and all that it started."""
@@ -404,7 +510,7 @@ class Pool:
 def start_worker(settings: ScorerSettings, inherited: Sequence[Connection]) -> Worker:
     """Forks a keeper, which forks a worker; both close `inherited`, the connections of the helper."""
     ours, theirs = Pipe()
-    limit_waits(ours)
+    limit_waits(ours, WORKER_STALL)
     progress = mmap.mmap(-1, PROGRESS.size)  # shared with what is forked
     PROGRESS.pack_into(progress, 0, *IDLE)
     helper = os.getpid()
@@ -452,17 +558,16 @@ def run_worker(connection: Connection, progress: mmap.mmap, settings: ScorerSett
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     sys.stdout, sys.stderr = (io.TextIOWrapper(Printed(fd), "utf-8", "replace", write_through=True) for fd in (1, 2))
-    with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
-        resource.setrlimit(resource.RLIMIT_DATA, (settings.max_memory, settings.max_memory))
+    limit_memory(settings.max_memory)
     try:
         os.environ.update(settings.tokens)
         env = make_environment(settings.env_name, settings.env_options)
         for name in settings.tokens:
             os.environ.pop(name, None)
     except BaseException as error:  # noqa: BLE001 (environments are other people's code)
-        send_json(connection, describe_failure(error))
+        send_json(connection, str(error) if isinstance(error, UserError) else describe_failure(error))
         return
-    send_json(connection, "")
+    send_json(connection, {"takes_groups": env.takes_groups})
     episodes = EpisodeCache()
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -493,9 +598,11 @@ class Printed(io.RawIOBase):
         return self.fd
 
 
-def send_json(connection: Connection, message: str | list[JSONOutcome]) -> None:
-    """Sends a message of a worker."""
-    connection.send_bytes(json.dumps(message).encode())
+def send_json(connection: Connection, message: object) -> None:
+    """Sends a message of a worker, a line: what a reward writes into the connection spoils one of them at most."""
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(connection.fileno(), data) :]
 
 
 def score_chunk(
@@ -503,34 +610,60 @@ def score_chunk(
 ) -> None:
     """Scores replies and reports their outcomes: all in one message if that takes no longer than REPORT_INTERVAL."""
     problem = functools.cache(env.problem)  # the replies of a group share theirs
-    outcomes, reported = [], time.monotonic()
+    message, reported = [0], time.monotonic()  # the place of the first outcome, and outcomes
     for place, (index, reply) in enumerate(jobs):
         now = time.monotonic()
         if now - reported > REPORT_INTERVAL:
-            send_json(connection, outcomes)
-            outcomes, reported = [], now
+            send_json(connection, message)
+            message, reported = [place], now
         PROGRESS.pack_into(progress, 0, now, place)
-        outcomes.append(outcome_to_json(score_reply(env, episodes, problem, index, reply)))
+        message.append(outcome_to_json(score_reply(env, episodes, problem, index, reply)))
         os.fstat(connection.fileno())  # fails where the reply closed it: it, and none behind it, is then at fault
-    send_json(connection, outcomes)
+    send_json(connection, message)
 
 
 def score_reply(
-    env: Env, episodes: "EpisodeCache", problem: Callable[[int], Problem], index: int, reply: str | Turns
-) -> Outcome:
-    """Returns the rewards of a reply, the response to a turn, or the reason why there is none."""
+    env: Env, episodes: "EpisodeCache", problem: Callable[[int], Problem], index: int, reply: str | Turns | Group
+) -> Outcome | Outcomes:
+    """Returns the rewards of a reply or of a group, the response to a turn, or the reason why there is none."""
     worker = os.getpid()
     try:
         if isinstance(reply, Turns):
             outcome = episodes.play(env, problem, index, reply)
+        elif isinstance(reply, Group):
+            outcome = score_group(env, problem(index), reply.replies)
         else:
-            outcome = checked_rewards(env.score(problem(index), reply))
-            checked_number("return", outcome["return"])
+            outcome = checked_return(env.score(problem(index), reply))
     except BaseException as error:  # noqa: BLE001 (rewards are other people's code)
         outcome = Failure("reward_errors", describe_failure(error))
     if os.getpid() != worker:  # a child that the reward has forked, and that came back out of it
         os._exit(0)
     return outcome
+
+
+def score_group(env: Env, problem: Problem, texts: Sequence[str]) -> Outcomes:
+    """Returns the rewards of replies that are graded together; of those that raise alone, the reason.
+
+    Raises: what the reward raises for the others together.
+    """
+    try:
+        return list(map(checked_return, env.score_group(problem, texts)))
+    except Exception as error:
+        failures = {place: score_alone(env, problem, text) for place, text in enumerate(texts)}
+        failures = {place: outcome for place, outcome in failures.items() if isinstance(outcome, Failure)}
+        if not failures or len(failures) == len(texts):
+            raise error from None
+        left = [text for place, text in enumerate(texts) if place not in failures]
+        scores = iter(list(map(checked_return, env.score_group(problem, left))))
+        return [failures.get(place) or next(scores) for place in range(len(texts))]
+
+
+def score_alone(env: Env, problem: Problem, text: str) -> Rewards | Failure:
+    """Returns the rewards of one reply of a group, or the reason why there are none."""
+    try:
+        return checked_return(env.score(problem, text))
+    except Exception as error:  # of the reward
+        return Failure("reward_errors", describe_failure(error))
 
 
 class EpisodeCache:
@@ -580,13 +713,27 @@ def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
 
 
 def opening(episode: Episode) -> Step:
-    """Returns the opening of an episode: its prompt."""
-    return checked_step(Step(list(episode.opening)))
+    """Returns the opening of an episode: its prompt. Raises: TypeError where it is no list of messages."""
+    try:
+        return checked_step(Step(list(episode.opening)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(episode).__name__}.opening is {episode.opening!r:.200}"
+        raise TypeError(f"{said}: it must be a list of messages with role and content") from error
 
 
 def answer(episode: Episode, reply: Reply | None) -> Step:
-    """Returns the response to a turn; without a turn, the reward that is left at a limit."""
-    return checked_step(episode.truncate() if reply is None else limited(episode.act(reply)))
+    """Returns the response to a turn; without a turn, the reward that is left at a limit.
+
+    Raises: TypeError that names the method, its line and its file, where that returned no Step.
+    """
+    step = episode.truncate() if reply is None else episode.act(reply)
+    own = episode.truncate if reply is None else episode.act if type(episode).act is not Episode.act else episode.step
+    if not isinstance(step, Step):
+        raise wrong_return(own, step, STEP_FORM)
+    try:
+        return checked_step(limited(step))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise wrong_return(own, tuple(step), f"{STEP_FORM} ({error})") from error
 
 
 def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
@@ -597,6 +744,13 @@ def checked_rewards(rewards: Mapping[str, float]) -> Rewards:
         if name in TAKEN:
             raise ValueError(f"the log has an env/{name} of its own: give this part of the reward another name")
     return {str(name): float(value) for name, value in rewards.items()}
+
+
+def checked_return(rewards: Mapping[str, float]) -> Rewards:
+    """Returns rewards as plain numbers. Raises: ValueError as `checked_rewards`, and for a return out of bounds."""
+    numbers = checked_rewards(rewards)
+    checked_number("return", numbers["return"])
+    return numbers
 
 
 def checked_number(name: str, value: float) -> float:
@@ -619,6 +773,13 @@ def checked_step(step: Step) -> Step:
     if not messages and not step.done:
         raise ValueError("the environment says nothing, and does not end the episode")
     return Step(messages, checked_number("reward of a turn", step.reward), bool(step.done), info)
+
+
+def fits(job: Job, outcome: Outcome | Outcomes) -> bool:
+    """True if an outcome may be that of a job."""
+    if isinstance(outcome, list):
+        return len(outcome) == job_size(job) and isinstance(job[1], Group)
+    return isinstance(outcome, Failure) or isinstance(outcome, Step) == isinstance(job[1], Turns)
 
 
 def valid_text(content: object) -> str:

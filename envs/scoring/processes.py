@@ -6,11 +6,13 @@ Elsewhere there is no /proc and no prctl: there a tree is a process group, and i
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+MAX_MEMORY = 4 * 2**30  # bytes of a worker and of all that it started
 MAX_ROUNDS = 100  # searches for processes that are started while others are stopped
 
 
@@ -30,6 +32,12 @@ def prctl(option: int, value: int) -> None:
     """Calls prctl(2) on Linux, and does nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limits the memory that this process may allocate."""
+    with contextlib.suppress(ValueError, OSError):  # a system may allow less, or not know this limit
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
 def descendant_pids(pid: int) -> list[int]:

@@ -11,36 +11,46 @@ lifeline: when the run ends, however it ends, the pipe closes, and the helper en
 
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence, Set
+from itertools import groupby, islice
 from multiprocessing.connection import Connection, Pipe, wait
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from envs.scoring.helper import ROOT, STALL, Failure, Job, Outcome, Rewards, ScorerSettings, limit_waits, max_failures
-from envs.scoring.processes import kill_tree
+from envs.own_code import ROOT, passed_variables, variable_note
+from envs.scoring.helper import (
+    ALIVE_INTERVAL,
+    STALL,
+    Failure,
+    Group,
+    Job,
+    Outcome,
+    Outcomes,
+    Rewards,
+    ScorerSettings,
+    job_size,
+    limit_waits,
+    max_failures,
+)
+from envs.scoring.processes import kill_tree, send_signal
 from utils.files import open_log
 from utils.settings.errors import UserError
 
 HELPER = "import sys; sys.path[0] = sys.argv[1]; from envs.scoring.helper import serve; serve(int(sys.argv[2]))"
 MAX_WRITTEN = 100  # failures that are written to a file
-
-# Environment variables that workers see; a key that a reward needs is given to it as REWARD_...
-PASSED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TMP|TEMP|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_\w+"
-    r"|PYTHON\w+|CONDA_\w+|XDG_\w+|HF_\w+|CUDA_\w+|NVIDIA_\w+|OMP_\w+|MKL_\w+|OPENBLAS_\w+|NUMEXPR_\w+"
-    r"|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|\w+_proxy|\w+_PROXY|REWARD_\w+"
-)
-Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the reply to it or the conversation
-Scores = tuple[list[Rewards | None], dict[str, int]]  # rewards of each reply, None for a failure; counts of failures
+MAX_LOST = 16  # helpers in a row that are lost without an outcome
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")  # for private data sets
+Scored = tuple[int, str | list[dict[str, str]]]  # number of a problem, and the reply to it or the conversation
+Scores = tuple[list[Rewards | None], dict[str, int]]  # rewards of each reply, None for a failure; counts of failures
 
 
 class Scorer:
@@ -50,10 +60,11 @@ class Scorer:
     `num_workers` 0 is one for each core, at most 16. `timeout` is the limit for one reply, in seconds.
     `failures_dir` receives reward_failures.jsonl: the first replies that could not be scored, and why.
 
-    Raises: ValueError when the environment cannot be made.
+    Raises: UserError when the environment cannot be made.
     """
 
     has_scored = False  # a reply of the run
+    takes_groups = False  # all replies to a problem are graded by one call
 
     def __init__(
         self,
@@ -71,6 +82,9 @@ class Scorer:
         self.failures_file = Path(failures_dir) / "reward_failures.jsonl" if failures_dir else None
         self.num_failures = 0
         self.unfinished: dict[int, Job] = {}
+        self.in_flight: set[int] = set()  # of these, jobs that the helper has
+        self.window = sys.maxsize  # how many it may have: few where it was lost, to find the one at fault
+        self.suspected: set[int] = set()  # jobs that the last lost helper had
         self.num_replaced = 0  # helpers since the last outcome
         self.is_closed = False
         self.start()
@@ -84,16 +98,18 @@ class Scorer:
         is wrong, not the replies.
         """
         jobs = [(int(index), text) for index, text in zip(indices, texts, strict=True)]
-        return self.check_failures(jobs, self.request_outcomes(jobs))
+        asked = grouped(jobs) if self.takes_groups else jobs
+        return self.check_failures(jobs, ungrouped(asked, self.request_outcomes(asked)))
 
     def check_reward(self, jobs: list[Job]) -> None:
         """Raises UserError where all of these jobs fail, unless `max_error_share` allows it: the reward is wrong."""
-        outcomes = self.request_outcomes(jobs)
+        outcomes = ungrouped(jobs, self.request_outcomes(jobs))
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        if len(failures) == len(jobs) and self.settings.max_error_share < 1:
+        if len(failures) == len(outcomes) and self.settings.max_error_share < 1:
+            reason = failures[0].reason
             raise UserError(
-                f"{self.settings.env_name}: the reward fails for each of {len(jobs)} replies that were tried, "
-                f"{failures[0].reason}: correct it"
+                f"{self.settings.env_name}: the {blamed(jobs)} fails for each of {len(outcomes)} replies that were "
+                f"tried, {reason}: correct it{variable_note(reason)}"
             )
 
     def repeats(self, jobs: list[Job]) -> bool:
@@ -117,9 +133,10 @@ class Scorer:
             kind, reason = failures[0][1].kind, failures[0][1].reason
             written = f" (see {self.failures_file})" if self.failures_file else ""
             remedy = "raise --score_timeout" if kind == "reward_timeouts" else "correct it"
+            what = blamed(jobs)
             raise UserError(
-                f"the reward failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "
-                f"{remedy}, or catch within the reward what may fail"
+                f"the {what} failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "
+                f"{remedy}, or catch within the {what} what may fail{variable_note(reason)}"
             )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
@@ -138,7 +155,7 @@ class Scorer:
                     record["text" if isinstance(reply, str) else "messages"] = reply
                     file.write(json.dumps(record) + "\n")
 
-    def request_outcomes(self, jobs: list[Job]) -> list[Outcome]:
+    def request_outcomes(self, jobs: list[Job]) -> list[Outcome | Outcomes]:
         """Returns the outcome of each job; empty when the scorer closes. Raises: RuntimeError, see `receive`."""
         outcomes: dict[int, Outcome] = {}
         self.send(dict(enumerate(jobs)))
@@ -151,17 +168,27 @@ class Scorer:
     def send(self, jobs: dict[int, Job]) -> None:
         """Starts jobs, by numbers that no unfinished job has."""
         self.unfinished |= jobs
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Gives the helper jobs that it has not, as many as the window has room for."""
+        room = min(self.window, len(self.unfinished)) - len(self.in_flight)
+        if room <= 0:
+            return
+        waiting = (number for number in self.unfinished if number not in self.in_flight)
+        jobs = {number: self.unfinished[number] for number in islice(waiting, room)}
+        self.in_flight |= jobs.keys()
         try:
-            if jobs:
-                self.connection.send(jobs)
+            self.connection.send(jobs)
         except OSError:
             pass  # the helper is lost, which `receive` notices
 
-    def receive(self, wakeup: Connection | None = None) -> dict[int, Outcome]:
+    def receive(self, wakeup: Connection | None = None) -> dict[int, Outcome | Outcomes]:
         """Returns outcomes of jobs as they come, by number; none when `wakeup` can be read, or when the scorer closes.
 
-        A helper that is lost or stuck is replaced, and gets the unfinished jobs again.
-        Raises: RuntimeError when that happens twice before there is an outcome.
+        A helper that is lost or stuck is replaced, and gets the unfinished jobs again, ever fewer at a time, until the
+        one that ends it is found: that fails.
+        Raises: UserError when helpers are lost without end, or cannot make the environment.
         """
         try:
             reply = self.receive_reply(wakeup)
@@ -172,23 +199,34 @@ class Scorer:
         if self.is_closed:
             return {}
         if isinstance(reply, str):
-            self.replace_helper(reply)
-            return {}
-        if reply:
+            reply = self.replace_helper(reply)
+        elif reply:
             self.num_replaced = 0
         for number in reply:
             del self.unfinished[number]
+            self.in_flight.discard(number)
+        if reply and not self.in_flight:
+            self.window = min(4 * self.window, sys.maxsize)
+        self.hand_out()
         return reply
 
-    def replace_helper(self, reason: str) -> None:
-        """Starts another helper, and gives it the unfinished jobs. Raises: RuntimeError for the second in a row."""
+    def replace_helper(self, reason: str) -> dict[int, Failure]:
+        """Starts another helper; returns the failure of a job that was alone with two lost ones in a row.
+
+        Raises: UserError for the last of MAX_LOST in a row.
+        """
         self.num_replaced += 1
-        if self.num_replaced > 1:
-            raise RuntimeError(f"Scoring failed twice in a row: {reason}")
+        if self.num_replaced > MAX_LOST:
+            raise UserError(f"scoring failed {MAX_LOST} times in a row: {reason}")
         print(f"warning: the process that scores is started again: {reason}", file=sys.stderr)
+        suspected, before = self.in_flight, self.suspected
+        self.in_flight, self.suspected = set(), suspected
+        self.window = max(1, len(suspected) // 4)
         self.kill()
         self.start()
-        self.send(self.unfinished)
+        if len(suspected) == 1 and suspected == before:
+            return dict.fromkeys(suspected, Failure("reward_errors", "it ended or stopped the process that scores"))
+        return {}
 
     def receive_reply(self, wakeup: Connection | None = None) -> dict[int, Outcome] | str:
         """Returns the helper's reply: outcomes, or an error; no outcomes when `wakeup` can be read.
@@ -201,6 +239,8 @@ class Scorer:
         while time.monotonic() - last_alive < STALL:
             if self.is_closed:
                 raise EOFError
+            if time.monotonic() - last_alive > 2 * ALIVE_INTERVAL and self.process.poll() is None:
+                send_signal(self.process.pid, signal.SIGCONT)  # a reward may have stopped it
             ready = wait(connections, timeout=0.1)
             if self.connection in ready:
                 reply = self.connection.recv()
@@ -214,7 +254,7 @@ class Scorer:
     def start(self) -> None:
         """Starts the helper and waits until its workers have made the environment."""
         self.connection, theirs = Pipe()
-        limit_waits(self.connection)
+        limit_waits(self.connection, STALL)
         command = [sys.executable, "-c", HELPER, str(ROOT), str(theirs.fileno())]
         # Its own session, since Ctrl-C is for the run, which then closes the pipe.
         self.process = subprocess.Popen(
@@ -222,7 +262,7 @@ class Scorer:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env=worker_variables(os.environ),
+            env=passed_variables(os.environ),
         )
         theirs.close()
         try:
@@ -233,7 +273,8 @@ class Scorer:
             raise RuntimeError("The helper process for scoring did not start; it says above why.") from error
         if isinstance(reply, str):
             self.close()
-            raise ValueError(f"{self.settings.env_name}: {reply}")
+            raise UserError(f"{self.settings.env_name}: {reply}{variable_note(reply)}")
+        self.takes_groups = reply["takes_groups"]
 
     def close(self) -> None:
         """Stops the workers; waits for 5 seconds at most, then kills them."""
@@ -258,16 +299,33 @@ class Scorer:
         self.close()
 
 
-def worker_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that workers see: those they need to run, and no keys, tokens or passwords."""
-    return {name: value for name, value in variables.items() if PASSED.fullmatch(name) and name not in TOKENS}
+def grouped(jobs: Sequence[Job]) -> list[Job]:
+    """Returns replies to a problem that follow one another as a job."""
+    return [(index, Group(tuple(reply for _, reply in group))) for index, group in groupby(jobs, key=itemgetter(0))]
+
+
+def ungrouped(jobs: Sequence[Job], outcomes: Sequence[Outcome | Outcomes]) -> list[Outcome]:
+    """Returns an outcome for each reply: a group that failed did so for all of its own."""
+    each = []
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        each += outcome if isinstance(outcome, list) else [outcome] * job_size(job)
+    return each
+
+
+def blamed(jobs: Sequence[Job | Scored]) -> str:
+    """Returns what grades these jobs, in a word."""
+    are_episodes = any(not isinstance(reply, str | Group) for _, reply in jobs)
+    return "environment" if are_episodes else "reward"
 
 
 class ScoringStream:
-    """Does jobs of one rollout in a thread, while others are sampled: a context manager."""
+    """Does jobs of one rollout in a thread, while others are sampled: a context manager.
 
-    def __init__(self, scorer: Scorer):
-        self.scorer = scorer
+    Where rewards compare the replies to a problem, those of `group_size` rows wait for one another.
+    """
+
+    def __init__(self, scorer: Scorer, group_size: int = 1):
+        self.scorer, self.group_size = scorer, group_size
         self.queue: SimpleQueue[dict[int, Job] | None] = SimpleQueue()  # None: no more
         self.wakeup, self.bell = Pipe(duplex=False)  # a byte for each item of the queue
         self.jobs: dict[int, Job] = {}  # the last of each row
@@ -279,7 +337,16 @@ class ScoringStream:
     def add(self, jobs: dict[int, Job]) -> None:
         """Adds a job for each row; a row has one unfinished job at most."""
         self.jobs |= jobs
-        self.put(jobs)
+        self.put(self.whole_groups(jobs) if self.scorer.takes_groups else jobs)
+
+    def whole_groups(self, jobs: Mapping[int, Job]) -> dict[int, Job]:
+        """Returns the groups of these rows whose replies are all there, by their first rows."""
+        groups = {}
+        for first in {row - row % self.group_size for row in jobs}:
+            replies = [self.jobs[row] for row in range(first, first + self.group_size) if row in self.jobs]
+            if len(replies) == self.group_size:
+                (groups[first],) = grouped(replies)
+        return groups
 
     def put(self, jobs: dict[int, Job] | None) -> None:
         """Puts jobs into the queue, and wakes the thread."""
@@ -311,8 +378,12 @@ class ScoringStream:
             additions.append(self.queue.get())
         return additions
 
-    def publish(self, outcomes: dict[int, Outcome], error: BaseException | None = None) -> None:
+    def publish(self, outcomes: Mapping[int, Outcome | Outcomes], error: BaseException | None = None) -> None:
         """Gives outcomes, or an error, to waiting threads."""
+        if outcomes and self.scorer.takes_groups:
+            groups = {first: [outcome] * self.group_size if isinstance(outcome, Failure) else outcome
+                      for first, outcome in outcomes.items()}  # fmt: skip
+            outcomes = {first + i: outcome for first, group in groups.items() for i, outcome in enumerate(group)}
         with self.has_changed:
             self.outcomes |= outcomes
             self.error = self.error or error

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from envs.base import Env, Reply, Trial
 from envs.grading.answers import FORMS
-from envs.scoring.helper import Failure, Job, Outcome, Turns
+from envs.scoring.helper import Failure, Group, Job, Outcome, Turns
 from envs.scoring.scorer import Scorer
 from utils.settings.errors import UserError, shorten
 
@@ -74,11 +74,17 @@ def reason_of(trial: Trial, outcome: Outcome) -> str:
 
 
 def example_jobs(env: Env) -> list[Job]:
-    """Returns replies to the first problems, right and empty ones; episodes end with them."""
+    """Returns replies to the first problems, right and empty ones; episodes end with them.
+
+    Where rewards compare replies, those of a problem are a group of two or more: lists of a wrong length are found.
+    """
     jobs = []
     for index in range(min(NUM_TRIED, env.num_tasks)):
         problem = env.problem(index)
         replies = sorted({problem.prefix, *env.examples(problem).values()})
+        if env.takes_groups:
+            jobs.append((index, Group(tuple(replies if len(replies) > 1 else replies * 2))))
+            continue
         turns = [Turns(0, (Reply(reply),), is_truncated=True) for reply in replies]
         jobs += [(index, reply) for reply in (replies if env.max_turns == 1 else [Turns(0, (), True), *turns])]
     return jobs

@@ -19,10 +19,12 @@ from typing import NamedTuple, Protocol, Self
 
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.rows import JSON, RawRow
+from envs.own_code import as_number, wrong_return
 from envs.tools.episode import CallError, LastGrade, Tool, ToolEpisode, ToolSettings, completed, parse_call
 from envs.tools.gyms import call
 
 Messages = list[dict[str, JSON]]
+STEP_FORM = "(observation, reward, done, info), the five values of Gym, or a mapping of observations, reward and done"
 
 
 class Resettable(Protocol):
@@ -66,7 +68,10 @@ def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mappi
     """Returns the grade of the last reply; the object's own `get_reward`, if it has one, is added."""
     scores = dict(grade(text))
     if hasattr(environment, "get_reward"):
-        reward = float(completed(environment.get_reward()))
+        returned = completed(environment.get_reward())
+        reward = as_number(returned)
+        if reward is None:
+            raise wrong_return(environment.get_reward, returned, "a number")
         scores["get_reward"] = reward
         scores["return"] += reward
         scores["correct_answer"] = float(scores["return"] >= 1)
@@ -80,18 +85,26 @@ class Answer(NamedTuple):
     """Answer of an object to an action."""
 
     observation: object
-    reward: float | None
+    reward: float
     is_done: bool
 
     @classmethod
     def read(cls, answer: object) -> Self:
-        """Reads a tuple of four or five (Gym), a mapping (SkyRL-gym), or an object with attributes (OpenEnv)."""
+        """Reads a tuple of four or five (Gym), a mapping (SkyRL-gym), or an object with attributes (OpenEnv).
+
+        Raises: AttributeError, KeyError or ValueError for anything else.
+        """
         if isinstance(answer, tuple):
-            observation, reward, *ends, _ = answer
-            return cls(observation, reward, any(ends))
-        if isinstance(answer, Mapping):
-            return cls(answer["observations"], answer["reward"], answer["done"])
-        return cls(answer.observation, answer.reward, answer.done)
+            observation, reward, end, *others, _ = answer
+            ends = [end, *others]
+        elif isinstance(answer, Mapping):
+            observation, reward, ends = answer["observations"], answer["reward"], [answer["done"]]
+        else:
+            observation, reward, ends = answer.observation, answer.reward, [answer.done]
+        number = as_number(reward or 0.0)
+        if number is None or len(ends) > 2 or not all(end in (True, False) for end in ends):
+            raise ValueError("the reward is no number, or the end neither true nor false")
+        return cls(observation, number, any(ends))
 
 
 class GymEpisode(Episode):
@@ -108,11 +121,15 @@ class GymEpisode(Episode):
 
     def step(self, reply: str) -> Step:
         self.text = reply
-        answer = Answer.read(completed(self.environment.step(reply)))
-        reward = float(answer.reward or 0)
+        returned = completed(self.environment.step(reply))
+        try:
+            observation, reward, is_done = Answer.read(returned)
+            messages = [] if is_done else as_messages(observation)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise wrong_return(self.environment.step, returned, STEP_FORM) from error
         self.total += reward
-        if not answer.is_done:
-            return Step(as_messages(answer.observation), reward)
+        if not is_done:
+            return Step(messages, reward)
         end = self.truncate()
         return end._replace(reward=reward + end.reward)
 
@@ -123,13 +140,19 @@ class GymEpisode(Episode):
         return Step([], reward, done=True, info=scores)
 
 
-def reset(environment: Resettable, row: RawRow, seed: int) -> object:
-    """Returns the first observation: of a seed, and of the columns of a row, as far as `reset` takes them."""
+def reset(environment: Resettable, row: RawRow, seed: int) -> Messages:
+    """Returns the first observation: of a seed, and of the columns of a row, as far as `reset` takes them.
+
+    Raises: TypeError that names the method where it returns none.
+    """
     first = call(environment.reset, {"seed": seed, **row})
-    if isinstance(first, tuple):
-        observation, _ = first
-        return observation
-    return getattr(first, "observation", first)
+    try:
+        if isinstance(first, tuple):
+            observation, _ = first
+            return as_messages(observation)
+        return as_messages(getattr(first, "observation", first))
+    except (KeyError, TypeError, ValueError) as error:
+        raise wrong_return(environment.reset, first, "an observation, or (observation, info)") from error
 
 
 def as_messages(observation: object) -> Messages:
@@ -155,11 +178,14 @@ class ObjectEpisode(Episode):
         row = deepcopy(problem.answer)  # the object may keep and change its lists
         grade_last = partial(self.grade, grade)
         if has_steps(environment):
-            said = as_messages(reset(environment, row, zlib.crc32(str(problem.seed).encode())))
+            said = reset(environment, row, zlib.crc32(str(problem.seed).encode()))
             separator, self.player = "\n", GymEpisode(environment, grade_last)
         else:
             text = completed(environment.reset(**row))
-            said = [] if text is None else as_messages(text)
+            try:
+                said = [] if text is None else as_messages(text)
+            except (KeyError, TypeError) as error:
+                raise wrong_return(environment.reset, text, "text, None, or a list of messages") from error
             grade_last = partial(grade_by_both, environment, grade_last)
             separator, self.player = "", ToolEpisode(tool_methods(environment), adapter.settings, grade_last)
         self.opening = extended(problem.messages, limited(Step(said)).messages, separator)

@@ -162,17 +162,18 @@ class Layout:
             return multihost_utils.process_allgather(x, tiled=True)
         return np.asarray(x)
 
-    def process_share(self, num_items: int) -> range:
-        """Returns the items that this process works on."""
+    def process_share(self, num_items: int, group_size: int = 1) -> range:
+        """Returns the items that this process works on: whole groups."""
         count = jax.process_count()
         index = jax.process_index()
-        return range(num_items * index // count, num_items * (index + 1) // count)
+        groups = num_items // group_size
+        return range(groups * index // count * group_size, groups * (index + 1) // count * group_size)
 
-    def share(self, work: Callable[[range], list[JSON]], num_items: int) -> list[JSON]:
+    def share(self, work: Callable[[range], list[JSON]], num_items: int, group_size: int = 1) -> list[JSON]:
         """Returns the results of `work` for all items; each process does its share, and all get all results."""
         if jax.process_count() == 1:
             return work(range(num_items))
-        text = json.dumps(work(self.process_share(num_items))).encode()
+        text = json.dumps(work(self.process_share(num_items, group_size))).encode()
         sizes = multihost_utils.process_allgather(np.int64(len(text)))
         padded = text.ljust(int(sizes.max()), b" ")
         gathered = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
