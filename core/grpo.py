@@ -140,7 +140,7 @@ def train(
             run.write_held_out(step, examples)
             metrics |= scores
         progress = run.end_step(progress, state, metrics, episodes, batch, is_last)
-    run.print_summary(progress)
+    run.print_summary(progress, state)
 
 
 class Rollouts:

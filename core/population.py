@@ -99,11 +99,12 @@ class MemberRun(Run):
             super().draw()
         self.next_drawing += (self.num_members - 1) * (self.next_drawing - time.monotonic())
 
-    def save_newest(self) -> None:
+    def save_newest(self) -> tuple[TrainState, Progress] | None:
         """Writes the newest state: see `Run.save_newest`. Orbax mixes up the files of two saves at once."""
         with self.turn:
-            super().save_newest()
+            saved = super().save_newest()
             self.checkpoints.wait()
+        return saved
 
     @property
     def stopped_by(self) -> str:

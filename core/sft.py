@@ -148,7 +148,7 @@ def train(
                 run.write_held_out(progress.step, examples)
             metrics |= scores
         progress = run.end_step(progress, state, metrics, None, batch, is_last)
-    run.print_summary(progress)
+    run.print_summary(progress, state)
 
 
 def make_batch(rows: Sequence[Conversation]) -> Batch:

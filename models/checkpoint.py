@@ -229,7 +229,10 @@ def find_checkpoints(name: str) -> list[tuple[str, Path]]:
     has_metrics = (folder / "metrics.jsonl").is_file()
     has_states = (folder / "state").is_dir()
     if has_metrics or has_states:
-        raise UserError(f"{name} is a run folder without checkpoints: there is no step20/ or the like in it")
+        raise UserError(
+            f"{name} is a run folder without a model: there is no step20/ or the like in it; its command (in "
+            f"{name}/config.json, run.command) goes on from its state, and writes a model when it is stopped or ends"
+        )
     return [(name, folder)]  # the loader raises for what is missing in it
 
 

@@ -213,7 +213,7 @@ def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
     run = Path("run")
     (run / "state").mkdir(parents=True)
     find = find_checkpoints
-    with pytest.raises(ValueError, match="run folder without checkpoints"):
+    with pytest.raises(ValueError, match="run folder without a model: .* its command .* writes a model when it is"):
         find("run")
     for name in ("step100", "step20", "best", "steps"):
         (run / name).mkdir()
@@ -252,6 +252,13 @@ def test_references_of_any_kind_are_written():
 # The command
 
 
+def copy_model(folder: Path) -> None:
+    """Copies the model, with positions for the prompts of any environment."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+
+
 def command(*argv: str, **flags) -> evaluation.Command:
     flags = {"num_generation_tokens": 8, "num_score_workers": 1} | flags
     return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
@@ -260,7 +267,7 @@ def command(*argv: str, **flags) -> evaluation.Command:
 def test_a_run_folder_on_two_environments(tmp_path, capsys):
     run, scores, samples = tmp_path / "run", tmp_path / "scores.json", tmp_path / "samples.jsonl"
     for step in (2, 10):
-        shutil.copytree(MODEL, run / f"step{step}")
+        copy_model(run / f"step{step}")
     trained = {"env_name": "countdown3", "env_options": "max_number=9"}
     (run / "config.json").write_text(json.dumps(trained))
     flags = {"num_eval_tasks": 3, "num_epochs": 4, "json": scores, "save_samples": samples, "prompt_length": 1024}
@@ -384,7 +391,7 @@ def foreign(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
     for name in ("model", "step1", "best"):
-        shutil.copytree(MODEL, f"x/{name}")
+        copy_model(Path("x") / name)
     Path("x/rollouts").mkdir()
     np.savez("x/rollouts/step_1.npz", tokens=[[1]], lengths=[1], prompt_lengths=[0], mask=[[1]], tasks=[0], places=[0])
     Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
@@ -395,7 +402,7 @@ def foreign(tmp_path, monkeypatch):
 def write_settings(folder, **settings) -> dict:
     """Writes a config.json over that of the model, and digests of the code as a run has them; returns the settings."""
     settings = {"env_name": "dataset", "env_options": "path=x/q.jsonl"} | settings
-    model = json.loads((MODEL / "config.json").read_text()) if (folder / "model.safetensors").exists() else {}
+    model = json.loads((folder / "config.json").read_text()) if (folder / "model.safetensors").exists() else {}
     (folder / "config.json").write_text(json.dumps(model | settings))
     (folder / "data.json").write_text(json.dumps(fingerprint_code(SimpleNamespace(code=[Path("x/helper.py")]))))
     return settings

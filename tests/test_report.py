@@ -91,10 +91,12 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, 
     folder = write_run(tmp_path / "run")
     with Logger(folder, resume_step=30) as logger:
         logger.log(31, {"num_updates": updates})
-        layout, settings = SimpleNamespace(is_main=True), {"env_name": env_name}
+        layout = SimpleNamespace(is_main=True, gather_values=lambda value: [value])
+        settings = {"env_name": env_name}
+        (folder / "step31").mkdir()
         run = SimpleNamespace(layout=layout, directory=folder, model_dir="base", settings=settings)
         run.print = partial(print, sep="\n")
-        Run.print_summary(run, Progress(step=31))
+        Run.print_summary(run, Progress(step=31), None)
     verdict, *lines = capsys.readouterr().out.splitlines()
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
     assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")

@@ -176,11 +176,21 @@ def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, 
 # Damage
 
 
+class StateRun(Run):
+    """A run whose states have no model in them."""
+
+    def check_disk(self, state) -> None:
+        self.model_bytes = self.state_bytes = 0
+
+    def save_step(self, state, progress: Progress) -> None:
+        pass
+
+
 def small_run(folder: Path, data: RolloutSettings | None = None, **options) -> Run:
     """Returns a run that has not started, of the default environment or of `data`."""
     config = make_config(Config, save_dir=str(folder), **options)
     environments = {"env": data} if data else resolve_environments(config.env, config.held_out, config.sampling)
-    return Run(config, single_device(), environments)
+    return StateRun(config, single_device(), environments)
 
 
 def started(run: Run) -> Run:

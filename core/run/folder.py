@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -39,7 +40,8 @@ from envs.base import Env, Problem
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
 from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
-from models.names import LAYERS, Adapters, Params
+from models.memory import gigabytes
+from models.names import CRITIC, LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
 from models.state import TrainState
 from models.templates import date_prompts
@@ -56,7 +58,7 @@ from utils.reporting.page import held_out_scores, write_report
 from utils.reporting.plots import plot_runs, read_metrics
 from utils.reporting.verdict import judge, made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
-from utils.runs.checkpoints import CheckpointManager
+from utils.runs.checkpoints import NUM_STATES, CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin, read_settings, start_of
@@ -170,12 +172,29 @@ class Run:
         return {f"tokens of {x.name}'s prompts": fingerprint_prompts(x.env, x.encode) for x in self.workers}
 
     def restore(self, state: TrainState) -> tuple[TrainState, Progress]:
-        """Returns the newest whole state and its progress; `state` and the beginning where there is none."""
+        """Returns the newest whole state and its progress; `state` and the beginning where there is none.
+
+        Raises: UserError if the disk has no room for one save.
+        """
+        self.check_disk(state)
         state, saved = self.checkpoints.restore(state)
         if not saved:
             return state, Progress()
         self.resumed = Progress(**saved)
         return state, self.resumed
+
+    def check_disk(self, state: TrainState) -> None:
+        """Measures what a save writes. Raises: UserError, in every process, if the disk has no room for it."""
+        dtype = self.config.save_dtype
+        arrays = [x for name, x in state.params.items() if name != CRITIC]
+        self.model_bytes = sum(x.size * np.dtype(dtype or x.dtype).itemsize for x in jax.tree.leaves(arrays))
+        self.state_bytes = 0 if self.bucket else sum(x.nbytes for x in jax.tree.leaves(state))
+        free, problem = shutil.disk_usage(self.directory).free, ""
+        if self.layout.is_main and self.model_bytes + self.state_bytes > free:
+            what = f"a model of {gigabytes(self.model_bytes)} GB and a state of {gigabytes(self.state_bytes)} GB"
+            problem = f"the disk of {self.directory} has {gigabytes(free)} GB free, and each save writes {what}"
+        if problem := self.layout.broadcast(problem):
+            raise UserError(f"{problem}: free some, or name a --save_dir on another disk")
 
     def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[Worker]) -> Self:
         """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it.
@@ -234,9 +253,11 @@ class Run:
             is_stopped = kind is Stop
             try:
                 # After an error, the other processes may not come here to save.
-                if is_stopped or kind is None or not self.layout.mesh.is_multi_process:
-                    self.save_newest()
+                can_save = is_stopped or kind is None or not self.layout.mesh.is_multi_process
+                saved = self.save_newest() if can_save else None
                 self.checkpoints.close()
+                if saved:  # behind the state, which nothing can replace
+                    self.save_step(*saved)
                 if is_stopped or kind is None:
                     self.write_config(is_ended=True)
                     self.draw()
@@ -259,6 +280,8 @@ class Run:
         if isinstance(error, Stop):
             if self.layout.is_main:
                 print(f"stopped by {self.stopped_by}; {saved}")
+                if steps and (model := self.directory / f"step{steps[0]}").is_dir():
+                    print(f"model: {model}")
             raise SystemExit(128 + self.signals.received)
 
     @property
@@ -325,6 +348,17 @@ class Run:
         else:
             save_adapters(folder, self.model, params, tokenizer, self.base, layout.fetch, layout.is_main, card)
 
+    def save_step(self, state: TrainState, progress: Progress) -> None:
+        """Writes the model of a step to stepN/; of those of earlier steps, --keep says how many stay."""
+        self.save_model(f"step{progress.step}", state.params, progress)
+        if not self.layout.is_main or not self.config.keep:
+            return
+        steps = [step for step in model_steps(self.directory) if step <= progress.step]
+        for step in steps[: -self.config.keep]:
+            shutil.rmtree(self.directory / f"step{step}")
+            if self.bucket:
+                self.bucket.remove(f"step{step}")
+
     def saved_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of saved models, by which others prompt and sample as training did."""
         played = self.environments["env"]
@@ -346,8 +380,10 @@ class Run:
             is_finished = 0 < self.last_step <= self.resumed.step
             verb = f"{'finished' if is_finished else 'resuming'} at step {self.resumed.step} in"
         environments = describe_environments(self.environments.values())
-        place = f"{verb} {self.directory}; report.html is there after the first step"
-        return [*self.describe_work(), *environments, place]
+        place = f"{verb} {self.directory}"
+        if not (self.directory / "report.html").exists():
+            place += "; report.html is there after the first step"
+        return [*self.describe_work(), *environments, *self.describe_saves(), place]
 
     def describe_work(self) -> list[str]:
         """Returns the steps, rollouts and tokens of the run in a line, and on CPUs advice where these are many."""
@@ -359,6 +395,26 @@ class Run:
         lines = [f"{steps} of {rollouts}, up to {num_tokens:,} tokens a step"]
         if self.layout.is_cpu and num_tokens >= MANY_TOKENS_ON_CPU:
             lines.append(f"such steps take long on a CPU: --config {CPU_PRESET} makes them smaller, and fewer")
+        return lines
+
+    def describe_saves(self) -> list[str]:
+        """Returns a line if the disk has no room for all that the run will save, and one if --keep removes models."""
+        lines = []
+        steps, keep = model_steps(self.directory), self.config.keep
+        if keep and len(steps) > keep:
+            removed = counted(len(steps) - keep, "model")
+            lines.append(f"--keep {keep}: the next save removes {removed}, from step{steps[0]} on")
+        done, interval = self.resumed.step if self.resumed else 0, self.config.save_interval
+        num_models = -(-max(0, self.last_step - done) // interval) if interval else 1
+        num_models = min(num_models, keep + 1) if keep else num_models
+        num_bytes = num_models * self.model_bytes + (NUM_STATES + 1) * self.state_bytes
+        free = shutil.disk_usage(self.directory).free
+        if num_bytes > free:
+            models = f"{counted(num_models, 'model')} of {gigabytes(self.model_bytes)} GB"
+            states = f"{NUM_STATES + 1} states of {gigabytes(self.state_bytes)} GB"
+            advice = "give --keep N, a larger --save_interval or --save_dtype bfloat16"
+            what = f"{models} and {states}, and {gigabytes(free)} GB are free"
+            lines.append(f"warning: the disk of {self.directory} has no room for {what}: {advice}")
         return lines
 
     def write_config(self, is_ended: bool = False) -> None:
@@ -426,7 +482,7 @@ class Run:
             self.save_model("best", state.params, progress)
         is_saved = is_last or is_due(step, self.config.save_interval)
         if is_saved:
-            self.save_model(f"step{step}", state.params, progress)
+            self.save_step(state, progress)
         if self.layout.is_cpu and forget_programs():
             self.print(f"step {step}: there were too many compiled programs for this process; it loads them as needed")
         self.num_steps += 1
@@ -444,19 +500,23 @@ class Run:
             self.save_newest()
         return progress
 
-    def save_newest(self) -> None:
-        """Writes the newest state in the background, if there is one; a run never resumes from half of one."""
+    def save_newest(self) -> tuple[TrainState, Progress] | None:
+        """Writes the newest state in the background, if there is one; a run never resumes from half of one.
+
+        Returns it; None if there is none.
+        """
         newest, self.newest = self.newest, None
         if newest is None:
-            return
+            return None
         state, progress = newest
         if any(x.is_deleted() for x in jax.tree.leaves(state)):
-            return  # donated to an update that did not end
+            return None  # donated to an update that did not end
         self.upload()
         saved = asdict(progress)
         if not progress.memory:
             del saved["memory"]  # as states of before have it
         self.checkpoints.save(progress.step, state, saved)
+        return newest
 
     def upload(self) -> None:
         """Copies new files to the bucket, if there is one."""
@@ -526,8 +586,11 @@ class Run:
             print(f"warning: plot.png and report.html are not drawn ({type(error).__name__}: {error})", flush=True)
         self.next_drawing = max(self.next_drawing, clock + 100 * (time.monotonic() - clock))
 
-    def print_summary(self, progress: Progress) -> None:
-        """Prints the report's verdict, and where the model and the report are."""
+    def print_summary(self, progress: Progress, state: TrainState) -> None:
+        """Prints the report's verdict, and where the model and the report are; writes a model that is missing."""
+        is_saved = (self.directory / f"step{progress.step}").is_dir()
+        if not any(self.layout.gather_values(is_saved)):  # of a run that was stopped or whose model was removed
+            self.save_step(state, progress)
         if self.layout.is_main:
             metrics = read_metrics(self.directory / "metrics.jsonl")
             self.print(judge(metrics, held_out_scores(self.directory / "rollouts"))["text"])
@@ -536,6 +599,12 @@ class Run:
         model = str(self.directory / f"step{progress.step}")
         self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
         self.print(*next_commands(self.model_dir, model, is_played=bool(self.settings["env_name"])))
+
+
+def model_steps(directory: Path) -> list[int]:
+    """Returns the steps of the models in a run folder, in order."""
+    names = [path.name for path in directory.glob("step*/")]
+    return sorted(int(name.removeprefix("step")) for name in names if re.fullmatch(r"step\d+", name))
 
 
 def next_commands(base: str, model: str, is_played: bool) -> list[str]:

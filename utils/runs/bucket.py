@@ -31,6 +31,12 @@ class Bucket:
                     copy_file(path, self.path / str(name))
                 self.uploaded[name] = time_written
 
+    def remove(self, name: str) -> None:
+        """Removes the copy of a folder."""
+        with write_errors():
+            if (self.path / name).exists():
+                (self.path / name).rmtree()
+
     def download(self) -> None:
         """Copies the files needed to resume a run: perhaps this machine has never seen it.
 

@@ -120,6 +120,9 @@ class RunConfig(SinkConfig):
     save_interval: int = option(
         20, "Steps between checkpoints (model and training state); 0: only at the end", resumable=True
     )
+    keep: int = option(
+        0, "Saved models to keep: the last N of stepN/; best/ stays beside them; 0: all", resumable=True
+    )
     save_best: bool = option(
         False,
         "Copy of the model with the best held-out return so far, in <save_dir>/best; step 0 counts",
@@ -142,5 +145,5 @@ class RunConfig(SinkConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.save_interval < 0:
-            raise UserError("--save_interval must not be negative")
+        if min(self.save_interval, self.keep) < 0:
+            raise UserError("--save_interval and --keep must not be negative")

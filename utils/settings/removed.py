@@ -27,7 +27,6 @@ REMOVED: Mapping[str, Removed] = {
     "attention": Removed("auto", "its kernel is chosen by device and model"),
     "coordinator_address": Removed("", "set JAX_COORDINATOR_ADDRESS in the environment"),
     "device_type": Removed("", "set JAX_PLATFORMS in the environment to cpu, cuda or tpu"),
-    "keep": Removed(2, "the latest two training states are kept"),
     "length_weight": Removed(1.0, "--length_reward is added as it is (envs/scoring/shaping.py)", changes_results=True),
     "max_error_share": Removed(0.5, "a run stops where half of its rewards fail: catch the errors within the reward"),
     "num_processes": Removed(-1, "set JAX_NUM_PROCESSES in the environment"),
