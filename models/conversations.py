@@ -50,14 +50,14 @@ def encode_conversation(
     ids, places = tokenizer.encode_spans(text)
     starts = np.array([start for start, _ in places])
     ends = np.array([stop for _, stop in places])
-    mask = np.zeros(len(ids), bool)
+    mask, control = np.zeros(len(ids), bool), {*tokenizer.special_ids.values(), *tokenizer.stop_ids}
     for i, (start, stop) in zip(replies, spans, strict=True):
         columns = np.flatnonzero((ends > start) & (starts < stop))
-        following = columns[-1] + 1 if columns.size else len(ids)
-        if ids[following - 1] not in tokenizer.stop_ids:  # the token behind it ends the reply, as in GLM's template
-            if following == len(ids) and i == replies[-1]:
+        if ids[columns[-1]] not in control:  # the token behind it ends the reply, as in GLM's template
+            following = columns[-1] + 1
+            if following == len(ids):
                 ids, mask = [*ids, end], np.append(mask, False)
-            elif ids[following] not in tokenizer.stop_ids:
+            elif ids[following] not in control:
                 raise UserError("the model's chat template ends replies by no token: choose rows with one reply")
             columns = np.append(columns, following)
         mask[columns] = messages[i].get("weight") in (None, 1) and (train_on == "all" or i == replies[-1])
@@ -81,7 +81,7 @@ def write_turns(
             heard.append(message)
             continue
         if tokenizer.has_template:
-            opened = open_turn(tokenizer, text, messages[: i + 1], len(heard), tools, end)
+            opened = open_turn(tokenizer, text, messages[: i + 1], len(heard), tools)
             text = write_reply(tokenizer, opened, messages[: i + 1], tools)
             place = text.rfind(end, len(opened))
             text = text[: place + len(end)] if place >= 0 else text
@@ -95,7 +95,7 @@ def write_turns(
 
 
 def open_turn(
-    tokenizer: Tokenizer, text: str, messages: Sequence[Message], num_heard: int, tools: Sequence[Schema], end: str
+    tokenizer: Tokenizer, text: str, messages: Sequence[Message], num_heard: int, tools: Sequence[Schema]
 ) -> str:
     """Returns a text with what the chat template writes behind it, up to the last of the messages, a reply."""
     *before, reply = messages
@@ -107,7 +107,7 @@ def open_turn(
     *past, last = before[: len(before) - num_heard]
     past.append({key: x for key, x in last.items() if key != "reasoning_content"} | {"content": TURN})
     closed, rest = behind(tokenizer, past, heard, thinks(reply), tools)
-    opened = text + rest[closed.rfind(end) + len(end) if end in closed else 0 :]
+    opened = text + rest[len(closed) :]
     if without_thinking(opened) != without_thinking(opening):
         raise UserError(
             "the model's chat template writes earlier messages in another way when others follow them, and not only "

@@ -190,17 +190,13 @@ class Tokenizer:
         Tools that it does not show are announced in the system message. Raises: UserError as `write`.
         """
         messages, schemas = [*map(readable, messages)], [*map(tool_schema, tools)]
-        for role in {message["role"]: None for message in messages}:
-            if not shows_role(self, self.template, role):
-                raise UserError(f"the model's chat template does not show messages of the role {role}")
+        check_roles(self, messages, may_be_called=True)
         if schemas and self.render(messages, thinking, tools=schemas) == self.render(messages, thinking):
             messages, schemas = announce(messages, schemas), []
         check_shown(self, messages, thinking, schemas)
         return messages, schemas
 
-    def calls(
-        self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str
-    ) -> tuple[str, ...]:
+    def calls(self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str) -> tuple[str, ...]:
         """Returns the texts of the calls of tools in a reply, between these signs; one that is not closed is empty.
 
         Where the signs are single tokens, only these begin and end a call.
@@ -383,6 +379,7 @@ def make_bridge(
     if is_begun(before):
         *before, begun = before
         turn = {**begun, "content": content_of(begun) + TURN}
+    check_roles(tokenizer, messages, may_be_called=False)
     whole, schemas = tokenizer.prepare([*before, turn, *messages], thinking, tools)
     first = len(whole) - len(messages)
     _, rest = behind(tokenizer, whole[:first], whole[first:], thinking, schemas)
@@ -398,7 +395,7 @@ def behind(
     thinking: bool | None,
     schemas: Sequence[Schema],
 ) -> tuple[str, str]:
-    """Returns what the chat template writes behind TURN, in a last reply: alone, and up to the reply to messages.
+    """Returns what the chat template writes behind TURN, in a last reply: to its end, and up to the reply to messages.
 
     Raises: UserError where it ends a reply in another way when messages follow it.
     """
@@ -406,12 +403,14 @@ def behind(
     longer = tokenizer.render([*before, *messages], thinking, tools=schemas)
     _, is_closed, end = closed.rpartition(TURN)
     _, is_longer, rest = longer.rpartition(TURN)
-    if not (is_closed and is_longer and rest.startswith(end.rstrip())):
+    number = end_of_turns(tokenizer, tokenizer.template)
+    text, sign, _ = end.partition("\0" if number is None else tokenizer.hf.convert_ids_to_tokens(number))
+    if not (is_closed and is_longer and rest.startswith(text + sign if sign else end.rstrip())):
         raise UserError(
             "the model's chat template ends a reply in another way when messages follow it, so that a conversation "
             "cannot go on behind the tokens that were drawn: choose an environment, or rows, with one reply"
         )
-    return end, rest
+    return text + sign, rest
 
 
 def end_place(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
@@ -436,11 +435,21 @@ def end_of_turns(tokenizer: Tokenizer, template: str) -> int | None:
     return None
 
 
+def check_roles(tokenizer: Tokenizer, messages: Sequence[Message], may_be_called: bool) -> None:
+    """Raises UserError for messages of a role that the chat template leaves out, also behind calls in its own form."""
+    for role in {message["role"]: None for message in messages}:
+        is_shown = shows_role(tokenizer, tokenizer.template, role)
+        if not (is_shown or (may_be_called and shows_role(tokenizer, tokenizer.template, role, has_calls=True))):
+            raise UserError(f"the model's chat template does not show messages of the role {role}")
+
+
 @lru_cache(maxsize=256)
-def shows_role(tokenizer: Tokenizer, _template: str, role: str) -> bool:
+def shows_role(tokenizer: Tokenizer, _template: str, role: str, has_calls: bool = False) -> bool:
     """True unless the chat template leaves messages of a role out; where it refuses the example, it tells by itself."""
-    user = {"role": "user", "content": "1"}
-    before = {"system": [], "user": [], REPLY: [user]}.get(role, [user, UNREAD])
+    user, call = {"role": "user", "content": "1"}, {"type": "function", "function": {"name": "f", "arguments": {}}}
+    before = {"system": [], "user": [], REPLY: [user]}.get(
+        role, [user, UNREAD | ({"tool_calls": [call]} if has_calls else {})]
+    )
     messages = [*before, {"role": role, "content": CONTENT}, *[user] * (role == "system")]
     try:
         return CONTENT in tokenizer.render(messages, thinking=None, is_open=False).lower()
@@ -465,11 +474,10 @@ def check_shown(
             return False
         return texts[0] == texts[1]
 
-    said: set[str] = set()
+    said = []
     for i, message in enumerate(messages):
-        calls = message.get("tool_calls", [])
-        keys = [key for key in message if key != "role" and message[key] not in said and message[key]]
-        said |= {text for call in calls for text in (call["function"]["name"], call.get("id"))}
+        keys = [key for key in message if key != "role" and message[key] and message[key] not in said]
+        said += [text for call in message.get("tool_calls", []) for text in (call["function"]["name"], call.get("id"))]
         for key in keys if len(message) > 2 else ():
             if makes_no_difference(messages, i, key) and makes_no_difference(messages[: i + 1], i, key):
                 raise UserError(
