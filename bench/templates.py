@@ -18,7 +18,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 # ruff: noqa: E402 (behind the folder of this project)
 from transformers import AutoTokenizer
 
-from models.conversations import encode_conversation, thinks, without_thinking
+from models.conversations import differs_by_thinking, encode_conversation, thinks
 from models.messages import REPLY, Message, Schema, is_begun
 from models.tokenizer import Tokenizer
 from utils.settings.errors import UserError
@@ -51,7 +51,7 @@ CONVERSATIONS: dict[str, tuple[list[Message], Sequence[Schema]]] = {
     "thinking": ([ASK, says(REPLY, "<think>\nOne and three.\n</think>\n\nfour")], ()),
     "blanks": (
         [says("user", " Use 4.\n"), says(REPLY, "four"), says("user", "\n go\n")], ()),
-    "special tokens": ([says("user", "say SIGN"), says(REPLY, "it is <SIGN"), says("user", "SIGN?")], ()),
+    "special tokens": ([says("user", "say SIGN"), says(REPLY, "so it is"), says("user", "SIGN?")], ()),
     "a begun reply": ([ASK, says(REPLY, "Let me see:")], ()),
 }  # fmt: skip
 
@@ -79,26 +79,30 @@ def pairs(
         yield tokenizer.chat(messages, None), theirs(tokenizer, messages, tools, continue_final_message=True)
         return
     for i in [*replies, *[len(messages)] * (not is_begun(messages))]:
-        before, shown = messages[:i], tools
-        own, other = tokenizer.chat(before, None, tools=tools), theirs(tokenizer, before, tools, add_generation_prompt=True)
+        before = messages[:i]
+        own = tokenizer.chat(before, None, tools=tools)
+        other = theirs(tokenizer, before, tools, add_generation_prompt=True)
         if tools and other == theirs(tokenizer, before, (), add_generation_prompt=True):
-            raise UserError("announced")
+            raise UserError("the chat template shows no tools: a system message announces them")
         yield own, other
     if is_begun(messages):
         row = encode_conversation(tokenizer, messages, "all", tools).tokens.tolist()
         whole = theirs(tokenizer, messages, tools, enable_thinking=thinks(messages[-1]))
         if row[:-1] == whole:  # no token ends the last reply in the template: the row has one
             whole = [*whole, tokenizer.stop_ids[-1]]
-        has_more = tokenizer.decode(whole[len(row) :]).strip()  # than a line break, or the end of the conversation
-        yield row, whole if has_more else whole[: len(row)]
+        length = max((i for i, number in enumerate(whole, 1) if number == row[-1]), default=0)
+        yield row, whole if tokenizer.decode(whole[length:]).strip() else whole[:length]  # without a last line break
     for i, j in zip(replies, [*replies, None][1:], strict=True):
         if messages[i].keys() == {"role", "content"} and messages[i + 1 : j]:
             start, content = tokenizer.chat(messages[:i], None, tools=tools), messages[i]["content"].strip()
             bridge = tokenizer.bridge(messages[:i], messages[i + 1 : j], None, tools=tools)
-            is_open = tokenizer.hf.decode(start).rstrip().endswith("<think>")
-            reply = tokenizer.encode("</think>\n\n" * is_open + content)
             whole = theirs(tokenizer, messages[:j], tools, add_generation_prompt=True)
-            yield [*start, *reply, *bridge.end, *bridge.ids], whole
+            behind = [*bridge.end, *bridge.ids]
+            reply = whole[len(start) : len(whole) - len(behind)]  # it may begin with a header
+            if whole[: len(start)] != start or not tokenizer.decode(reply).endswith(content):
+                is_open = tokenizer.hf.decode(start).rstrip().endswith("<think>")
+                reply = tokenizer.encode("</think>\n\n" * is_open + content)
+            yield [*start, *reply, *behind], whole
 
 
 def compare(
@@ -113,7 +117,7 @@ def compare(
     marks = []
     for own, other in found:
         own_text, other_text = (tokenizer.hf.decode(ids) for ids in (own, other))
-        is_thought = without_thinking(own_text) == without_thinking(other_text)
+        is_thought = own_text != other_text and differs_by_thinking(own_text, other_text)
         marks.append("=" if own == other else "t" if is_thought else "≠")
         if marks[-1] == "≠":
             return "≠", f"{own_text!r} and {other_text!r}"
@@ -133,7 +137,7 @@ def main() -> None:
         tokenizer, sign = make_tokenizer(file.read_text(encoding="utf-8"), options.tokenizer)
         cells = []
         for what, (messages, tools) in CONVERSATIONS.items():
-            spelled = [{**m, "content": m["content"].replace("<SIGN", sign[:-1]).replace("SIGN", sign)} for m in messages]
+            spelled = [{**message, "content": message["content"].replace("SIGN", sign)} for message in messages]
             mark, reason = compare(tokenizer, spelled, tools, what == "a begun reply")
             cells.append(mark)
             counts[mark] = counts.get(mark, 0) + 1

@@ -54,6 +54,7 @@ class RolloutWorker:
     rows_per_call: int  # completions that are sampled at once; 0: all, or as `with_room` says
     fitting_ids: Int[np.ndarray, "N"] | None = None  # problems whose prompts are short enough; None: all
     make_replies: Callable[..., "Replies"] = lambda *arguments: Replies(*arguments)  # conversations have others
+    notes: tuple[str, ...] = ()  # on its prompts, printed at the start
 
     def __enter__(self) -> Self:
         return self
@@ -64,13 +65,6 @@ class RolloutWorker:
     @property
     def num_tasks(self) -> int:
         return self.env.num_tasks if self.fitting_ids is None else len(self.fitting_ids)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes printed at the start."""
-        problem = self.env.problem(0)
-        notes = self.tokenizer.prompt_notes(problem.messages, problem.plain)
-        return tuple(f"{self.name}: {note}" for note in notes)
 
     @property
     def max_new_tokens(self) -> int:

@@ -40,6 +40,7 @@ from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import out_of_memory, rows_that_fit, sampling_room
 from models.names import Key, Params
+from models.oracle import check_prompt
 from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
@@ -317,7 +318,18 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     limit = 256 if limit < 0 else limit
     force_answer_at = max(0, config.sampling.force_answer_at)
     sampler = make_sampler(config.sampling, model, tokenizer, layout, limit)
+    for note in () if config.prompts.raw else compare_chat(tokenizer, config.prompts.thinking):
+        if layout.is_main:
+            print(note, file=sys.stderr)
     return with_options(sampler, config.sampling.num_speculative_tokens, force_answer_at)
+
+
+def compare_chat(tokenizer: Tokenizer, thinking: str) -> list[str]:
+    """Compares a chat of two turns with transformers' rendering: see models/oracle.py."""
+    ((thinks, prefix),) = prompt_styles([tokenizer], thinking)
+    said = [{"role": role, "content": f" {role}: 1 + 1?\n"} for role in ("user", "assistant", "user")]
+    ids = tokenizer.chat(said, thinks, prefix)
+    return check_prompt(tokenizer, ids, said, thinks, prefix, what="the prompt of a chat's second turn")
 
 
 def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> list[ChatModel]:

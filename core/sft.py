@@ -40,6 +40,7 @@ from envs.settings import RolloutSettings, check_files, resolve_settings
 from models.checkpoint import load_policy
 from models.conversations import Conversation, describe_prompts, encode_rows
 from models.optimizers import describe_optimizer
+from models.oracle import check_rows
 from models.state import TrainState
 from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
@@ -94,6 +95,7 @@ def main(config: Config) -> None:
     model, base, params, tokenizer = load_policy(run.model_dir, *arguments, **config.compute.arguments)
     encode = partial(encode_rows, tokenizer, **config.data.encoding)
     rows, note = encode(data.name, data.env.conversations)
+    notes = check_rows(tokenizer, data.name, data.env.conversations, config.data.train_on)
     held_out = encode("held out", tests)[0][: config.num_tests] if tests else []
     workers = make_workers(config, played, model, tokenizer, layout, run.directory)
     softmax = replace(config, sampling=SamplingConfig(prompt_length=1))  # is trained, however replies are sampled
@@ -105,10 +107,10 @@ def main(config: Config) -> None:
     state, progress = run.restore(state)
     run.rows, run.last_step = rows, config.num_steps(len(rows))
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
-        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters", *run.notes, note, *learner.notes)
+        run.print(f"{run.model_dir}: {model.num_parameters:,} parameters", *run.notes, note, *notes, *learner.notes)
         run.print(describe_optimizer(config.optimizer, state.params))
         for worker in workers.values():
-            run.print(*describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking))
+            run.print(*worker.notes, *describe_prompts(tokenizer, data.env.thinking, worker.env.problem(0).thinking))
         train(config, run, workers.get("test_env"), learner, rows, held_out, state, progress)
 
 

@@ -15,7 +15,8 @@ from models.tokenizer import CONTENT, TURN, Tokenizer, behind, end_of_turns
 from utils.settings.errors import UserError
 
 THINK, THINK_END = "<think>", "</think>"
-THOUGHT = re.compile(f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z", re.DOTALL)  # a block, or its beginning
+BLOCK = f"{THINK}(?:(?!{THINK}).)*?{THINK_END}|{THINK}\\s*\\Z"  # of thinking, or its beginning
+THOUGHTS = re.compile(f"(?:{BLOCK})\n*", re.DOTALL), re.compile(f"\n*(?:{BLOCK})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def open_turn(
     past.append({key: x for key, x in last.items() if key != "reasoning_content"} | {"content": TURN})
     closed, rest = behind(tokenizer, past, heard, thinks(reply), tools)
     opened = text + rest[len(closed) :]
-    if without_thinking(opened) != without_thinking(opening):
+    if not differs_by_thinking(opened, opening):
         raise UserError(
             "the model's chat template writes earlier messages in another way when others follow them, and not only "
             "without thinking: choose rows with one reply"
@@ -124,7 +125,7 @@ def write_reply(tokenizer: Tokenizer, opened: str, messages: Sequence[Message], 
     closed = tokenizer.render(messages, thinking, is_open=False, tools=tools)
     if closed.startswith(opening):
         return opened + closed.removeprefix(opening)
-    if not without_thinking(closed).startswith(without_thinking(opening)) or "reasoning_content" in reply:
+    if not differs_by_thinking(opening, closed, is_begun=True) or "reasoning_content" in reply:
         where = difference(closed, opening)
         raise UserError(f"the model's chat template begins a reply of a row otherwise than one that is drawn{where}")
     # The template writes thinking before a reply that is drawn, or leaves it out of one that is written.
@@ -150,9 +151,10 @@ def thinks(message: Message) -> bool:
     return THINK_END in content_of(message) or bool(message.get("reasoning_content"))
 
 
-def without_thinking(text: str) -> str:
-    """Returns a text without blocks of thinking, and without blanks, which templates write with them."""
-    return "".join(THOUGHT.sub("", text).split())
+def differs_by_thinking(text: str, other: str, is_begun: bool = False) -> bool:
+    """True if two texts are equal without blocks of thinking, and line breaks of these; one may have only begun."""
+    bare = [[thought.sub("", x) for x in (text, other)] for thought in THOUGHTS]
+    return any(a == b or (is_begun and b.startswith(a)) for a, b in bare)
 
 
 def without_opening(tokenizer: Tokenizer, reply: str, thinking: bool) -> str:

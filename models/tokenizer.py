@@ -191,9 +191,9 @@ class Tokenizer:
         """
         messages, schemas = [*map(readable, messages)], [*map(tool_schema, tools)]
         check_roles(self, messages, may_be_called=True)
+        check_shown(self, messages, thinking, schemas)
         if schemas and self.render(messages, thinking, tools=schemas) == self.render(messages, thinking):
             messages, schemas = announce(messages, schemas), []
-        check_shown(self, messages, thinking, schemas)
         return messages, schemas
 
     def calls(self, ids: Sequence[int] | Int[np.ndarray, "A"], opening: str, closing: str) -> tuple[str, ...]:
@@ -466,7 +466,8 @@ def check_shown(
     """
 
     def makes_no_difference(given: Sequence[Message], i: int, key: str) -> bool:
-        other = {"content": "", **{name: x for name, x in given[i].items() if name != key}}
+        given = [{"content": "", **message} for message in given]
+        other = {**given[i], "content": ""} if key == "content" else {k: x for k, x in given[i].items() if k != key}
         try:
             others = [*given[:i], other, *given[i + 1 :]]
             texts = [tokenizer.render(x, thinking, is_open=False, tools=schemas) for x in (given, others)]
@@ -478,7 +479,7 @@ def check_shown(
     for i, message in enumerate(messages):
         keys = [key for key in message if key != "role" and message[key] and message[key] not in said]
         said += [text for call in message.get("tool_calls", []) for text in (call["function"]["name"], call.get("id"))]
-        for key in keys if len(message) > 2 else ():
+        for key in keys if message.keys() - {"role", "content"} else ():
             if makes_no_difference(messages, i, key) and makes_no_difference(messages[: i + 1], i, key):
                 raise UserError(
                     f"the model's chat template leaves the {key} of a message of the role {message['role']} out: "

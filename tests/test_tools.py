@@ -19,19 +19,20 @@ from helpers import MODEL, ROOT, slow
 from test_scoring import is_alive, wait_until_gone
 
 from core.config import Config
+from core.extensions.attach import compare_samples
 from core.extensions.preview import show
 from core.extensions.turns import Conversations, TurnChain, answering_calls
-from core.rollout import make_worker
+from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler
 from envs import make_env
-from envs.base import DIALECTS, INLINE, Env, Problem, Reply, Step, Text
+from envs.base import DIALECTS, INLINE, Env, ForcedAnswer, Problem, Reply, Step, Text
 from envs.prompts import tasks_that_fit
 from envs.scoring import scorer as scoring
 from envs.scoring.helper import EpisodeCache, Failure, ScorerSettings, Turns, heard
 from envs.scoring.processes import descendant_pids
 from envs.scoring.scorer import Scorer, ScoringStream
 from envs.scoring.trial import repeated_jobs
-from envs.settings import resolve_settings
+from envs.settings import RolloutSettings, resolve_settings
 from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -760,8 +761,9 @@ def test_a_template_without_messages_of_tools_is_refused_at_the_start():
     only_users = "{%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
     loop = "{%- for message in messages %}"
     tokenizer.hf.chat_template = tokenizer.hf.chat_template.replace(loop, loop + only_users)
+    settings = RolloutSettings("calculator", {}, make_env("calculator"), 9, 0, ForcedAnswer())
     with pytest.raises(UserError, match="no tools"):
-        answering_calls(Sampler(MODEL, 10, (3,), tokenizer=tokenizer), DIALECTS["qwen"], Problem([]))
+        compare_samples(settings, tokenizer, partial(encode_prompt, tokenizer))
 
 
 @cache
@@ -774,12 +776,12 @@ def with_signs() -> Tokenizer:
 
 def test_a_turn_stops_at_an_inline_call():
     python = DIALECTS["python"]
-    sampler, problem = Sampler(MODEL, 10, (3,), tokenizer=tokenizer_of(TINY)), Problem([])
-    assert answering_calls(sampler, DIALECTS["qwen"], problem) == sampler
-    assert answering_calls(sampler, python, problem).stop_strings == ("<|python_end|>",)
+    sampler = Sampler(MODEL, 10, (3,), tokenizer=tokenizer_of(TINY))
+    assert answering_calls(sampler, DIALECTS["qwen"]) == sampler
+    assert answering_calls(sampler, python).stop_strings == ("<|python_end|>",)
     sampler = replace(sampler, tokenizer=with_signs())
     stop_id = sampler.tokenizer.added_ids["<|python_end|>"]
-    assert answering_calls(sampler, python, problem).stop_ids == (3, stop_id)
+    assert answering_calls(sampler, python).stop_ids == (3, stop_id)
 
 
 def play(

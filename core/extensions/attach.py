@@ -12,6 +12,11 @@ from core.sampler import Chain, Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
+from models.oracle import check_prompt, check_result
+from models.tokenizer import Tokenizer
+
+NUM_PROMPTS = 4  # that are compared with transformers' rendering
+SAID = ' It is "7" & so on.\n'  # what an environment or a tool says in such a comparison
 
 
 def attach(
@@ -23,11 +28,35 @@ def attach(
     answer = replace(settings.forced_answer, opening=opening)
     sampler = with_options(sampler, num_drafted, settings.force_answer_at, answer)
     if env.dialect:
-        sampler = answering_calls(sampler, DIALECTS[env.dialect], problem)
+        sampler = answering_calls(sampler, DIALECTS[env.dialect])
     if env.max_turns == 1:
-        return {"sampler": sampler}
+        return {"sampler": sampler, "notes": compare_samples(settings, sampler.tokenizer, encode)}
     check_conversations(sampler, settings, num_drafted)
-    return {"sampler": sampler, "make_replies": Conversations}
+    notes = compare_samples(settings, sampler.tokenizer, encode)
+    return {"sampler": sampler, "make_replies": Conversations, "notes": notes}
+
+
+def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:
+    """Compares prompts, and what follows a turn, with transformers' rendering; returns notes on prompts.
+
+    Raises: UserError where they differ: see models/oracle.py.
+    """
+    env, notes = settings.env, []
+    dialect = DIALECTS.get(env.dialect)
+    role = "tool" if dialect and not dialect.is_inline else "user"
+    for number in range(min(NUM_PROMPTS, env.num_tasks)):
+        problem = env.problem(number)
+        if env.opens:
+            problem = replace(problem, messages=[{"role": "user", "content": SAID}])
+        ids, style = encode(problem), (problem.thinking, problem.prefix, problem.plain, problem.tools)
+        notes += tokenizer.prompt_notes(problem.messages, problem.plain)
+        notes += check_prompt(tokenizer, ids, problem.messages, *style, what=f"the prompt of problem {number}")
+    if env.max_turns > 1:
+        what, said = f"what follows a turn of problem {number}", [{"role": role, "content": SAID}]
+        notes += check_prompt(tokenizer, ids, problem.messages, *style, said, what)
+    if dialect and dialect.is_inline:
+        check_result(tokenizer, SAID, dialect.result_opening, dialect.result_closing)
+    return tuple(f"{settings.name}: {note}" for note in dict.fromkeys(notes))
 
 
 def with_options(
@@ -68,7 +97,3 @@ def check_conversations(sampler: Sampler, settings: RolloutSettings, num_drafted
         (num_drafted > 0, f"{start} no draft supports them: --num_speculative_tokens 0"),
         (settings.force_answer_at > 0, f"{start} forced answers do not support them: --force_answer_at 0"),
     ])  # fmt: skip
-    problem = settings.env.problem(0)
-    message = {"role": "user", "content": "1"}
-    style = problem.thinking, problem.prefix, problem.plain, problem.tools
-    sampler.tokenizer.bridge(problem.messages, [message], *style)

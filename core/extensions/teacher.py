@@ -37,6 +37,7 @@ from models.decoder import head_name, scored_hidden
 from models.lora import LoraConfig, make_policy
 from models.memory import check_host_room, check_room, gigabytes, second_layout
 from models.names import CRITIC, EMBED, TEACHER, Adapters, Array, Extras, Params, Policy
+from models.oracle import check_prompt
 from models.packing import Packing
 from models.peft import read_adapters
 from models.state import TrainState
@@ -402,7 +403,9 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
             "--teacher_prefix is a system message, which the chat template leaves out of this prompt: leave out "
             "--teacher_prefix, or the system message of the environment"
         )
-    shown = prefix.prompt(problem, SHOWN if text == SIBLING else text)
+    said = SHOWN if text == SIBLING else text
+    shown, style = prefix.prompt(problem, said), (problem.thinking, problem.prefix, problem.plain, problem.tools)
+    check_prompt(tokenizer, shown, [system(said), *problem.messages], *style, what="the teacher's prompt")
     num_added = len(shown) - len(encode_prompt(tokenizer, problem)) + num_written
     return replace(prefix, text=text, longest=max(0, num_added))
 

@@ -162,15 +162,10 @@ class TurnChain(RaggedChain):
         self.cache = extend(self.sampler.model, self.weights, self.prompt_cache, self.cache, *state)
 
 
-def answering_calls(sampler: Sampler, dialect: Dialect, problem: Problem) -> Sampler:
-    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it.
-
-    Raises: UserError where results are messages, and the chat template shows none of tools.
-    """
+def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
+    """Returns a sampler whose turns end with a call, where the dialect writes its result behind it."""
     tokenizer = sampler.tokenizer
     if not dialect.is_inline:
-        result = {"role": "tool", "content": "1"}
-        tokenizer.bridge(problem.messages, [result], problem.thinking, problem.prefix, problem.plain, problem.tools)
         return sampler
     closing = tokenizer.added_ids.get(dialect.closing)
     if closing is None:
