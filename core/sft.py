@@ -31,7 +31,7 @@ from core.rollout import RolloutWorker, evaluate_held_out
 from core.run.card import SFT
 from core.run.fingerprints import NUM_RENDERED, fingerprint_rows, fingerprint_tokens
 from core.run.folder import Run, is_due, settings_of_adapters
-from core.run.metrics import loss_metrics
+from core.run.metrics import loss_metrics, row_losses
 from core.sampler import SamplingConfig
 from envs import test_name
 from envs.data.messages import Messages
@@ -127,7 +127,8 @@ def train(
     """Makes an update with each batch of rows; every epoch has them in a new order."""
     if progress.step == 0 and (worker or held_out):
         with run.interruptible():
-            metrics, examples = evaluate(config, worker, learner, held_out, state)
+            metrics, examples, losses = evaluate(config, worker, learner, held_out, state)
+        run.write_losses(0, losses)
         progress = run.log_start(metrics, examples, state, progress)
 
     while progress.step < run.last_step:
@@ -145,7 +146,8 @@ def train(
         metrics |= {"data/loss": updated["loss"], "data/entropy": updated["entropy"], "data/epochs": end / len(rows)}
         metrics["speed/tokens_per_second"] = batch.lengths.sum() / run.times["times/update"]
         if (worker or held_out) and (is_last or is_due(progress.step, config.test_interval)):
-            scores, examples = evaluate(config, worker, learner, held_out, state)
+            scores, examples, losses = evaluate(config, worker, learner, held_out, state)
+            run.write_losses(progress.step, losses)
             if examples is not None:
                 run.write_held_out(progress.step, examples)
             metrics |= scores
@@ -173,17 +175,19 @@ def make_batch(rows: Sequence[Conversation]) -> Batch:
 
 def evaluate(
     config: Config, worker: RolloutWorker | None, learner: Learner, held_out: Sequence[Conversation], state: TrainState
-) -> tuple[dict[str, float], Episodes | None]:
-    """Returns the loss of held-out rows, and the environment's scores and episodes, as far as there are any."""
-    clock, metrics, examples = time.perf_counter(), {}, None
+) -> tuple[dict[str, float], Episodes | None, dict[str, np.ndarray]]:
+    """Returns metrics, the environment's episodes, and the losses of held-out rows, as far as there are any."""
+    clock, metrics, examples, losses = time.perf_counter(), {}, None, {}
     policy = learner.policy(state.params)
     if worker:
         metrics, examples = evaluate_held_out(worker, policy, config.eval, config.seed)
     if held_out:
         batch = make_batch(held_out)
-        metrics |= loss_metrics(learner.token_scores(policy, batch).logprobs, batch.mask)
+        logprobs = learner.token_scores(policy, batch).logprobs
+        metrics |= loss_metrics(logprobs, batch.mask)
+        losses = row_losses(logprobs, batch.mask)
     metrics["times/test"] = time.perf_counter() - clock
-    return metrics, examples
+    return metrics, examples, losses
 
 
 if __name__ == "__main__":

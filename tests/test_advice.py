@@ -55,9 +55,15 @@ HEALTHY = {
 FALLEN = HEALTHY | {"env/return": 0.0, "entropy": None, "env/finished": 0.0, "env/groups_without_signal": 1.0}
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ({}, {"env/length": 192.0}), ({}, {"entropy": 0.5}), ({"approx_kl": 0.4}, {}), ({"update_norm": 82.0}, {}),
-])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"env/length": 192.0}),
+        ({}, {"entropy": 0.5}),
+        ({"approx_kl": 0.4}, {}),
+        ({"update_norm": 82.0}, {}),
+    ],
+)
 def test_a_collapse_is_named_in_place_of_what_follows_from_it(before, after):
     health_checks = HealthChecks()
     told = [health_checks.find_warnings(step, HEALTHY) for step in (1, 2)]
@@ -78,6 +84,54 @@ def test_noise_is_no_collapse(num_rollouts, chance):
         noisy = {"env/return": rewards.mean(), "env/return_spread": float(np.ptp(rewards * 1.0))}
         noisy |= {"env/length": 40 * np.exp(rng.normal(0, 3 / num_rollouts**0.5)), "rollout/num_rollouts": num_rollouts}
         assert health_checks.find_warnings(step, HEALTHY | noisy | {"env/finished": 1.0}) == {}
+
+
+EQUAL = {"env/groups_without_signal": 1.0, "env/return": 0.0, "env/return_spread": 0.0, "rollout/num_rollouts": 64}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (
+            {"env/format": 0.0, "env/correct_answer": 0.0, "env/finished": 1.0},
+            "100% of the replies give no answer in the",
+        ),
+        ({"env/format": 1.0, "env/correct_answer": 0.0, "env/finished": 1.0}, "none is right: try easier problems"),
+        ({"env/format": 1.0, "env/correct_answer": 0.0, "env/finished": 1.0}, "unless the grader refuses right ones"),
+        (
+            {"env/format": 0.1, "env/correct_answer": 0.0, "env/finished": 0.1},
+            "10% of the replies end before the limit",
+        ),
+        (
+            {"env/correct_answer": 1.0, "env/return": 1.0, "env/finished": 1.0},
+            "100% of the replies are right: take harder",
+        ),
+        (
+            {"env/correct_answer": 0.0, "env/return": 0.3, "env/finished": 1.0},
+            "the reward is the same whatever the reply",
+        ),
+        ({"env/correct_answer": 0.0, "env/finished": 1.0}, "where the replies are wrong, try easier problems"),
+        ({"env/correct_answer": 0.5, "env/return_spread": 1.0}, "all fail in some and all succeed in others"),
+        ({"env/correct_answer": 0.0, "env/reward_errors": 16}, "the reward failed for 16 of 64 replies"),
+        ({}, "where the replies are wrong, try easier problems"),
+    ],
+)
+def test_advice_on_equal_rewards_fits_its_cause(metrics, words):
+    warnings = HealthChecks().find_warnings(1, EQUAL | metrics)
+    assert words in warnings["env/groups_without_signal"]
+
+
+@pytest.mark.parametrize(("first", "later", "num_rollouts"), [(0.0, 0.0, 8), (0.1, 0.0, 8), (0.4, 0.1, 64)])
+def test_after_a_ruinous_update_no_other_advice_is_given(first, later, num_rollouts):
+    """As with --lr 30 (the weights are nearly all update), whatever the return was before."""
+    health_checks, told = HealthChecks(), []
+    ruined = {"env/groups_without_signal": 1.0, "env/finished": 0.1, "env/return_spread": 0.0, "entropy": None}
+    for step, reward in enumerate([first] + [later] * 39, start=1):
+        metrics = HEALTHY | {"env/return": reward, "rollout/num_rollouts": num_rollouts}
+        metrics |= {"update_norm": 24718.9, "param_norm": 24720.1} if step == 1 else {"update_norm": None, **ruined}
+        told.append(health_checks.find_warnings(step, metrics))
+    assert told[0] == {"update_norm": "the update of step 1 changed the weights by 100% of their norm: lower --lr"}
+    assert all("lower --lr" in words for found in told for words in found.values())
 
 
 def test_what_was_not_logged_is_no_symptom():

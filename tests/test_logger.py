@@ -93,12 +93,21 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch)
             logger.line(step, {"times/step": 60.0})
     first, second, third, last, *others, a, b, c, _ = capsys.readouterr().out.splitlines()
     assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
-    assert third == "step  3/40  kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
+    assert third == "step  3/40  approx_kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
     assert [line.split("  ")[-1].strip() for line in (a, b, c)] == ["<39m left", "38m left", "38m left"]
     assert [line.split("  ")[-1].strip() for line in others] == ["700.0s", "<61m left", "45m left", "600.0s"]
 
 
-def test_lines_are_aligned_and_fit_into_110_columns_or_the_terminal(tmp_path, capsys, monkeypatch):
+def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
+    with Logger(tmp_path, num_steps=40, test_interval=20) as logger:
+        logger.line(0, {"test_env/return": 0.5, "times/test": 95.0, "times/compile": 90.0})
+        for step in (1, 2):
+            logger.line(step, {"times/step": 40.0, "times/compile": 37.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines[1:]] == ["<2m left", "2m left"]
+
+
+def test_lines_are_aligned_and_fit_into_120_columns_or_the_terminal(tmp_path, capsys, monkeypatch):
     training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
     training["env/return"] = -0.1
     other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
@@ -107,12 +116,18 @@ def test_lines_are_aligned_and_fit_into_110_columns_or_the_terminal(tmp_path, ca
         logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
         logger.line(9, training | {"times/step": 1.0, "test_env/return": 0.5})
         logger.line(10, other | {"times/step": 123.4})
-        logger.line(11, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
-    first, ninth, held_out, tenth, full = capsys.readouterr().out.splitlines()
+        logger.line(11, {"env/return": 0.5, "times/step": 123.4})
+        logger.line(12, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+    first, ninth, held_out, tenth, blank, late = capsys.readouterr().out.splitlines()
     assert first == "test     0/10000  return    0.5  correct  50.0%" and held_out == "test     9/10000  return    0.5"
     for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
         assert ninth.index(word) == tenth.index(word), word
-    assert max(map(len, (ninth, tenth, full))) <= 110 and "kl" in full
+    assert blank.index(" left") == tenth.index(" left") and "entropy" not in blank, "a metric keeps its place"
+    assert late[:100] == tenth.replace("10/", "12/")[:100], "what comes when there is no room is left out"
+    with Logger(tmp_path, num_steps=10_000) as logger:
+        logger.line(11, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+    full = capsys.readouterr().out.rstrip()
+    assert max(map(len, (ninth, tenth, full))) <= 120 and "approx_kl -1.23e-05" in full
     monkeypatch.setenv("COLUMNS", "60")
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(11, other | {"times/step": 123.4})

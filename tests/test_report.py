@@ -18,6 +18,7 @@ from scipy.stats import binom
 
 from core.records import Batch, Completions, Episodes, Progress
 from core.run.folder import Run
+from core.run.metrics import loss_metrics, row_losses
 from core.run.rollouts import rollout_rows, score_arrays
 from utils.evaluation.estimates import mean_and_ci
 from utils.evaluation.tables import format_runs
@@ -175,7 +176,7 @@ def test_intervals_are_those_that_were_logged_and_stay_within_0_and_1(tmp_path):
 
 SCORES = {  # of evaluations: what the verdict says
     "better": ([0.2, 0.4, 0.6, 0.8], "Learnt: ", None),
-    "flat at last": ([0.2, 0.8, 0.8, 0.8], "Learnt: ", 10),
+    "flat at last": ([0.2, 0.8, 0.8, 0.8], "Learnt: ", None),
     "same": ([0.5, 0.52, 0.5, 0.51], "Nothing learnt", 0),
     "worse": ([0.5, 0.4, 0.1, 0.1], "Worse than before", None),
     "lost again": ([0.2, 0.8, 0.7, 0.4], "Learnt, then lost again", None),
@@ -266,6 +267,53 @@ def test_held_out_scores_of_the_same_problems_are_compared_in_pairs(tmp_path, nu
     ends = re.search(r"Learnt: .* a change of 5.0 points \[(.*), (.*)\]", text).groups()
     quantiles = binom.ppf([0.025, 0.975], num_tasks, 0.05) / num_tasks  # of how often the 10 gains of 1 are drawn
     np.testing.assert_allclose([float(end) for end in ends], 100 * quantiles, atol=0.51)
+
+
+def test_one_comparison_in_pairs_makes_all_sentences(tmp_path):
+    """Small gains of the same problems: by the intervals of the scores alone nothing would have changed."""
+    run = write_run(tmp_path / "run", num_steps=0)
+    before = np.arange(200) % 2.0
+    after = before.copy()
+    after[:20] = 1.0
+    with Logger(run) as logger:
+        for step, x in enumerate((before, after, after, after)):
+            episodes = SimpleNamespace(task_ids=np.arange(200), scores={"return": x, "correct_answer": x})
+            np.savez(run / "rollouts" / f"held_out_{step}.npz", **score_arrays(episodes))
+            logger.log(step, mean_and_ci("test_env/correct_answer", x))
+    text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
+    assert text.startswith("Learnt: ") and "since step" not in text
+
+
+def test_a_change_without_a_known_spread_is_no_verdict():
+    def verdict(*losses, **others):
+        values = {"test_data/loss": np.array(losses)} | others
+        return judge({name: (np.arange(2.0), x) for name, x in values.items()})
+
+    one_row = verdict(8.52, 8.51)
+    assert one_row["kind"] == "open" and one_row["text"].startswith("No verdict: the loss of held-out replies went")
+    assert verdict(8.5, 8.5)["kind"] == "same"
+    assert verdict(8.5, 7.5, **{"test_data/loss_ci": np.full(2, 0.1)})["kind"] == "better"
+
+
+def test_losses_of_the_same_held_out_rows_are_compared_in_pairs(tmp_path):
+    """Rows differ much and all gain a little; the interval is that of the ratio of sums, as brute force has it."""
+    run, rng = write_run(tmp_path / "run", num_steps=0), np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 60)
+    mask = np.arange(40) < lengths[:, None]
+    before = -rng.exponential(1 + lengths[:, None] / 20, mask.shape)
+    after = before + rng.normal(0.1, 0.1, mask.shape)
+    with Logger(run) as logger:
+        for step, logprobs in enumerate((before, after)):
+            np.savez(run / "rollouts" / f"held_out_rows_{step}.npz", **row_losses(logprobs, mask))
+            logger.log(step, loss_metrics(logprobs, mask))
+    verdict = run_data("run", run / "metrics.jsonl", 0)["verdict"]
+    ends = re.search(r"Learnt: .* a change of -0.\d+ \[(.*), (.*)\]", verdict["text"]).groups()
+    drawn = rng.integers(60, size=(20_000, 60))
+    gains, sizes = ((before - after) * mask).sum(axis=1), mask.sum(axis=1)
+    ratios = gains[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    np.testing.assert_allclose([float(end) for end in ends], np.quantile(ratios, [0.025, 0.975]), atol=2e-3)
+    (run / "rollouts" / "held_out_rows_1.npz").write_bytes(b"PK\3\4")
+    assert run_data("run", run / "metrics.jsonl", 0)["verdict"]["kind"] == "same"
 
 
 def test_without_held_out_problems_blocks_of_training_are_compared():

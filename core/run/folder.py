@@ -444,6 +444,7 @@ class Run:
         self, metrics: dict[str, float], examples: Episodes | None, state: TrainState, progress: Progress
     ) -> Progress:
         """Logs the evaluation before the first step; returns the progress with its score as the best one."""
+        metrics |= self.compilations.take_metrics()
         self.log(0, metrics)
         if examples is not None:
             self.write_held_out(0, examples)
@@ -559,6 +560,14 @@ class Run:
         folder.mkdir(exist_ok=True)
         write_rows(folder / f"held_out_{step}.jsonl", [row for row in rows if row["group"] < NUM_HELD_OUT])
         write_arrays(folder / f"held_out_{step}.npz", score_arrays(episodes))
+
+    def write_losses(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes the losses of held-out rows (the same at each evaluation): see `row_losses`."""
+        if not arrays or not self.layout.is_main or self.config.save_rollouts == "none":
+            return
+        folder = self.directory / "rollouts"
+        folder.mkdir(exist_ok=True)
+        write_arrays(folder / f"held_out_rows_{step}.npz", arrays)
 
     def write_bad_batch(self, batch: Batch) -> None:
         """Writes a batch whose loss or gradient was not finite to bad_batches/, where it can be looked at."""

@@ -55,16 +55,26 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def row_losses(logprobs: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> dict[str, np.ndarray]:
+    """Returns the arrays of rollouts/held_out_rows_N.npz: the mean of -log p over the tokens of each row, and these."""
+    num_tokens = mask.sum(axis=1)
+    sums = -np.sum(logprobs, axis=1, where=mask, dtype=np.float64)
+    return {"losses": np.float32(sums / np.maximum(num_tokens, 1)), "num_tokens": np.int32(num_tokens)}
+
+
 def loss_metrics(logprobs: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> dict[str, float]:
     """Returns the mean of -log p over the tokens of held-out rows, and the half-width of its 95% interval.
 
-    Rows are what varies, so the error is that of a ratio of two sums over them. Source: Cochran 1977, section 6.4.
+    Rows are what varies, so the error is that of a ratio of two sums over them; one row has none.
+    Source: Cochran 1977, section 6.4.
     """
     num_tokens = mask.sum(axis=1, dtype=np.float64)
     sums = -np.sum(logprobs, axis=1, where=mask, dtype=np.float64)
     loss = sums.sum() / num_tokens.sum()
     num_rows = len(sums)
-    error = np.sqrt(np.sum((sums - loss * num_tokens) ** 2) * num_rows / max(num_rows - 1, 1)) / num_tokens.sum()
+    if num_rows == 1:
+        return {"test_data/loss": float(loss)}
+    error = np.sqrt(np.sum((sums - loss * num_tokens) ** 2) * num_rows / (num_rows - 1)) / num_tokens.sum()
     return {"test_data/loss": float(loss), "test_data/loss_ci": float(1.96 * error)}
 
 

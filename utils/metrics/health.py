@@ -9,6 +9,8 @@ from utils.metrics.jsonl import JSON
 from utils.reporting.plots import format_value
 
 START = 3  # steps whose median is the run's beginning
+TRY = "core/eval.py --show 5"
+HARD = "try easier problems, a larger --group_size or a partial reward"
 QUIET = 10  # steps without a symptom after which it is reported again
 
 
@@ -17,7 +19,7 @@ class Symptom(NamedTuple):
 
     metric: str
     is_present: Callable[[float, float, float], bool]
-    words: str  # filled with now, start, recent and same: see `describe_same`
+    words: str  # filled with now, start, recent, same (`describe_same`) and advice (`advise_equal`)
 
 
 SYMPTOMS = (
@@ -27,8 +29,7 @@ SYMPTOMS = (
     Symptom("env/reward_timeouts", lambda now, *_: now > 0,
             "the reward took too long for {now:.0f} replies of the step: raise --score_timeout"),
     Symptom("env/groups_without_signal", lambda now, *_: now > 0.9,
-            "{now:.0%} of the groups have equal rewards{same} and teach nothing: where all fail, try easier problems, "
-            "a larger --group_size or a partial reward; where all succeed, harder problems"),
+            "{now:.0%} of the groups have equal rewards{same} and teach nothing: {advice}"),
     Symptom("entropy", lambda now, start, _: now < 0.2 * start,
             "entropy has fallen from {start:.2g} to {now:.2g} nats, so completions are nearly all alike: raise "
             "--entropy_coef or --clip_epsilon_high, or lower --lr"),
@@ -67,9 +68,9 @@ class HealthChecks:
         num_failed = sum(metrics.get(f"env/reward_{kind}") or 0 for kind in ("errors", "timeouts"))
         if num_failed > metrics.get("rollout/num_rollouts", math.inf) / 2:
             present.pop("env/groups_without_signal", None)  # their rewards are equal for want of any
-        if collapse := self.collapse.find(step, metrics):
-            others = {metric: words for metric, words in present.items() if metric not in MISLEADING}
-            present = {"env/return": collapse} | others
+        present = self.collapse.find(step, metrics) | present
+        if self.collapse.has_come:
+            present = {metric: words for metric, words in present.items() if metric not in MISLEADING}
         is_new = {metric: step - self.last_seen.get(metric, -QUIET - 1) > QUIET for metric in present}
         self.last_seen |= dict.fromkeys(present, step)
         return {metric: words for metric, words in present.items() if is_new[metric]}
@@ -77,6 +78,7 @@ class HealthChecks:
     def find_symptoms(self, metrics: Mapping[str, JSON]) -> dict[str, str]:
         """Returns a sentence for each symptom of a step, by its metric."""
         present = {}
+        advice = advise_equal(metrics)
         same = describe_same(metrics.get("env/return"), metrics.get("env/return_spread"))
         for metric, is_present, words in SYMPTOMS:
             if metrics.get(metric) is None:
@@ -86,13 +88,13 @@ class HealthChecks:
             start = median(past[:START] or [now])
             recent = median(past[-2 * QUIET :] or [now])
             if is_present(now, start, recent):
-                present[metric] = words.format(now=now, start=start, recent=recent, same=same)
+                present[metric] = words.format(now=now, start=start, recent=recent, same=same, advice=advice)
             past.append(now)
         return present
 
 
 class Collapse:
-    """Looks for a return that falls within a step or two because updates changed the policy too much.
+    """Looks for updates that change the policy too much, and for a return that falls within a step or two of one.
 
     Noise is told apart by the size of the fall, against the last steps and the standard error of a batch, and by a
     trace of the policy's jump: a large update or KL in the steps before, or another length or entropy since.
@@ -100,24 +102,40 @@ class Collapse:
 
     def __init__(self):
         self.steps: list[tuple[int, Mapping[str, JSON]]] = []  # the last ones before the collapse
-        self.has_come = False
+        self.has_come = False  # and rewards are not back yet
 
-    def find(self, step: int, metrics: Mapping[str, JSON]) -> str:
-        """Returns a sentence from the step of the collapse on, until the return is back; empty without one."""
+    def find(self, step: int, metrics: Mapping[str, JSON]) -> dict[str, str]:
+        """Returns a sentence for a large update of this step, and for a return that has fallen, by metric."""
         now = metrics.get("env/return")
         if now is None:
-            return ""
+            return {}
+        found = {}
+        if is_large_update(metrics):
+            share = metrics["update_norm"] / metrics["param_norm"]
+            found["update_norm"] = (
+                f"the update of step {step} changed the weights by {share:.0%} of their norm: lower --lr"
+            )
         before = [metrics for _, metrics in self.steps]
         level = median([past["env/return"] for past in before[-START:]] or [now])
         fall = level - now
         is_large = fall > 0.7 * abs(level) and fall > 3 * largest_error(metrics, *before[-START:])
         is_lowest = all(now < past["env/return"] for past in before)
-        self.has_come = is_large and (self.has_come or (is_lowest and has_jumped(metrics, before[-START:])))
+        has_fallen = is_large and is_lowest and has_jumped(metrics, before[-START:])
+        follows_large = bool(before) and is_large_update(before[-1])
+        is_back = fall <= 0.5 * abs(level) and (metrics.get("env/groups_without_signal") or 0.0) <= 0.9
+        self.has_come = not is_back and (self.has_come or has_fallen or follows_large)
         if not self.has_come:
             self.steps = [*self.steps, (step, metrics)][-2 * QUIET :]
-            return ""
-        level, now = (format_value("env/return", value) for value in (level, now))
-        return f"the return fell from {level} to {now} after the update of step {self.steps[-1][0]}: lower --lr"
+        elif is_large:
+            level, now = (format_value("env/return", value) for value in (level, now))
+            last = self.steps[-1][0]
+            found["env/return"] = f"the return fell from {level} to {now} after the update of step {last}: lower --lr"
+        return found
+
+
+def is_large_update(metrics: Mapping[str, JSON]) -> bool:
+    """True if the updates of a step changed the weights by more than a quarter of their norm."""
+    return (metrics.get("update_norm") or 0.0) > 0.25 * (metrics.get("param_norm") or math.inf)
 
 
 def largest_error(*steps: Mapping[str, JSON]) -> float:
@@ -128,8 +146,7 @@ def largest_error(*steps: Mapping[str, JSON]) -> float:
 def has_jumped(metrics: Mapping[str, JSON], before: Sequence[Mapping[str, JSON]]) -> bool:
     """True if the policy of a step is far from that of the steps before."""
     for past in before:
-        is_large_update = (past.get("update_norm") or 0.0) > 0.25 * (past.get("param_norm") or math.inf)
-        if is_large_update or (past.get("approx_kl") or 0.0) > 0.1:
+        if is_large_update(past) or (past.get("approx_kl") or 0.0) > 0.1:
             return True
     for name in ("env/length", "entropy"):
         values = [past[name] for past in before if past.get(name)]
@@ -141,3 +158,36 @@ def has_jumped(metrics: Mapping[str, JSON], before: Sequence[Mapping[str, JSON]]
 def describe_same(reward: float | None, spread: float | None) -> str:
     """Returns in brackets the reward of all rollouts, by their mean and spread; empty where they differ."""
     return f" ({format_value('env/return', reward)} everywhere)" if spread == 0 and reward is not None else ""
+
+
+def advise_equal(metrics: Mapping[str, JSON]) -> str:
+    """Returns what to try where the rewards of groups are equal, by what the metrics of the step say of the cause."""
+
+    def mean(name: str) -> float:
+        value = metrics.get(f"env/{name}")
+        return math.nan if value is None else float(value)
+
+    number = metrics.get("rollout/num_rollouts") or math.nan
+    failed = (metrics.get("env/reward_errors") or 0) + (metrics.get("env/reward_timeouts") or 0)
+    if failed > number / 10:
+        return f"the reward failed for {failed:.0f} of {number:.0f} replies: see reward_failures.jsonl"
+    if mean("correct_answer") > 0.9:
+        return f"{mean('correct_answer'):.0%} of the replies are right: take harder problems; {TRY} shows what is paid"
+    if mean("correct_answer") > 0.1:
+        return "all fail in some and all succeed in others: a larger --group_size, or problems of middle difficulty"
+    if mean("finished") < 0.5:
+        return f"only {mean('finished'):.0%} of the replies end before the limit: raise --num_generation_tokens"
+    if mean("format") < 0.1:
+        return (
+            f"{1 - mean('format'):.0%} of the replies give no answer in the asked form: {TRY} shows both; ask for it "
+            "in the prompt, teach it by core/sft.py, or set another --env_options form=..."
+        )
+    if mean("format") >= 0.1:
+        few = "hardly one" if mean("correct_answer") else "none"
+        return (
+            f"{mean('format'):.0%} of the replies give an answer in the asked form and {few} is right: "
+            f"{HARD}, unless the grader refuses right ones, which {TRY} shows"
+        )
+    if metrics.get("env/return_spread") == 0 and mean("return") != 0:
+        return f"the reward is the same whatever the reply, or so it seems: {TRY} shows what it gives to other replies"
+    return f"{TRY} shows what the reward gives; where the replies are wrong, {HARD}"

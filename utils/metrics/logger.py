@@ -34,16 +34,16 @@ TRAINING = {  # metrics in the line of a step, as many as there is room for: nam
     "env/correct_answer": ("correct", 6),
     "env/length": ("length", 4),
     "entropy": ("entropy", 6),
-    "approx_kl": ("kl", 8),
+    "approx_kl": ("approx_kl", 8),
     "value/explained_variance": ("critic", 6),
-    "grad_norm": ("grad", 6),
+    "grad_norm": ("grad_norm", 6),
 }
 HELD_OUT = {  # in a line of their own
     "test_data/loss": ("loss", 6),
     "test_env/return": ("return", 6),
     "test_env/correct_answer": ("correct", 6),
 }
-LINE_WIDTH = 110
+LINE_WIDTH = 120
 TIME_WIDTH = 19  # seconds of the step, and how long the run takes yet
 UNITS = ((1, "s"), (60, "m"), (3600, "h"))  # of the time that is left
 FILES = ("metrics.jsonl", "events.jsonl")  # a line for each step, and for each warning
@@ -75,7 +75,8 @@ class Logger(contextlib.AbstractContextManager):
         self.num_steps = num_steps
         self.test_interval = test_interval
         self.step_times: deque[float] = deque(maxlen=NUM_TIMES)
-        self.test_time = 0.0  # seconds of the last evaluation
+        self.test_time = 0.0  # seconds of the last evaluation, without those that XLA compiled
+        self.columns: dict[str, list[str]] = {"step": [], "test": []}  # metrics in lines, which keep their places
         self.last_line = math.inf  # by the clock
         self.longest_gap = 0.0  # seconds between two steps, for models and pictures that are written
         self.sinks = sinks
@@ -117,14 +118,15 @@ class Logger(contextlib.AbstractContextManager):
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints a line of the step, one of the held-out problems where they were evaluated, and warnings."""
         place = f"{step:>{len(str(self.num_steps))}d}/{self.num_steps}" if self.num_steps else f"{step:<5d}"
-        training = summary(f"step {place}", TRAINING, metrics)
-        held_out = summary(f"test {place}", HELD_OUT, metrics)
-        self.test_time = metrics.get("times/test", self.test_time)
+        training = summary(f"step {place}", TRAINING, metrics, self.columns["step"])
+        held_out = summary(f"test {place}", HELD_OUT, metrics, self.columns["test"])
+        if "times/test" in metrics:
+            self.test_time = running_time(metrics, "times/test")
         if training or not held_out:
-            print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]), flush=True)
+            print("  ".join([training or f"step {place}", *self.time_cells(step, metrics)]).rstrip(), flush=True)
         if held_out:
-            cells = [f"{self.test_time:>5.1f}s"] if "times/test" in metrics else []
-            print("  ".join([held_out, *cells]), flush=True)
+            cells = [f"{metrics['times/test']:>5.1f}s"] if "times/test" in metrics else []
+            print("  ".join([held_out, *cells]).rstrip(), flush=True)
         for metric, warning in self.health_checks.find_warnings(step, metrics).items():
             self.warn(step, metric, warning)
 
@@ -133,7 +135,7 @@ class Logger(contextlib.AbstractContextManager):
         if "times/step" not in metrics:
             return []
         cells = [f"{metrics['times/step']:>5.1f}s"]
-        self.step_times.append(metrics["times/step"])
+        self.step_times.append(running_time(metrics, "times/step"))
         previous, self.last_line = self.last_line, time.perf_counter()
         gap = self.last_line - previous - metrics["times/step"] - metrics.get("times/test", 0.0)
         self.longest_gap = max(self.longest_gap, gap)
@@ -142,7 +144,7 @@ class Logger(contextlib.AbstractContextManager):
         num_tests = last // interval - step // interval + 1 if interval else 1  # at intervals, and after the last step
         seconds += num_tests * self.test_time + self.longest_gap  # one is at the end
         size, unit = next((size, unit) for size, unit in UNITS if seconds < 100 * size or unit == "h")
-        bound = "<" if len(self.step_times) == 1 else ""  # the first step compiles
+        bound = "<" if len(self.step_times) == 1 else ""  # the first step traces programs
         if step < self.num_steps:
             cells.append(f"{bound + format(seconds / size, '.0f'):>3}{unit} left")
         return cells
@@ -176,21 +178,34 @@ class Logger(contextlib.AbstractContextManager):
         self.close()
 
 
-def summary(start: str, columns: Mapping[str, tuple[str, int]], metrics: Mapping[str, float]) -> str:
+def running_time(metrics: Mapping[str, float], name: str) -> float:
+    """Returns the seconds that a step or an evaluation will take again: without those in which XLA compiled for it.
+
+    Those of a step with an evaluation are taken off both, which is right for the one that compiled. Programs may be
+    compiled beside each other, for more seconds than have passed: a twentieth is kept.
+    """
+    return max(metrics[name] - metrics.get("times/compile", 0.0), metrics[name] / 20)
+
+
+def summary(start: str, labels: Mapping[str, tuple[str, int]], metrics: Mapping[str, float], columns: list[str]) -> str:
     """Returns metrics in one line, with numbers as in the report; empty where there are none.
 
-    A KL of exactly 0 is that of the only update of a step, and left out.
+    `columns`, to which new metrics are added while there is room, keep their places: one that a step lacks is blank.
+    A KL of exactly 0 is that of the only update of a step, and makes no column.
     """
     room = min(LINE_WIDTH, shutil.get_terminal_size((LINE_WIDTH, 0)).columns) - TIME_WIDTH
+    present = {name: float(metrics[name]) for name in labels if name in metrics}
+    for name in present:
+        width = sum(len(label) + width + 3 for label, width in map(labels.get, [*columns, name]))
+        if name not in columns and len(start) + width <= room and (name != "approx_kl" or present[name]):
+            columns.append(name)
     line = start
-    for metric, (label, width) in columns.items():
-        value = float(metrics.get(metric, 0.0))
-        if metric not in metrics or (metric == "approx_kl" and value == 0):
-            continue
-        cell = f"  {label} {format_value(metric, value):>{width}}"
-        if len(line + cell) <= room:
-            line += cell
-    return line if line != start else ""
+    for name in columns:
+        label, width = labels[name]
+        value = f"{label} {format_value(name, present[name]):>{width}}" if name in present else ""
+        cell = f"  {value:{len(label) + width + 1}}"
+        line += cell if len(line + cell) <= room else ""
+    return line if present else ""
 
 
 def truncate(path: Path, last_step: int | None) -> None:

@@ -1,7 +1,7 @@
 """Compares runs side by side, in a page or a picture.
 
-    python utils/reporting/compare.py runs/countdown-1 runs/countdown-2 --html compare.html   # open it in any browser
-    python utils/reporting/compare.py runs/countdown-1 runs/countdown-2 --out compare.png
+python utils/reporting/compare.py runs/countdown-1 runs/countdown-2 --html compare.html   # open it in any browser
+python utils/reporting/compare.py runs/countdown-1 runs/countdown-2 --out compare.png
 """
 
 import argparse

@@ -296,11 +296,12 @@ def change_of(before: float, after: float) -> str:
 
 
 def held_out_scores(folder: Path) -> dict[int, dict[str, TaskMeans]]:
-    """Returns the scores of held-out problems by step; those of damaged files are left out, with a warning."""
+    """Returns the scores of held-out problems and rows by step; damaged files are left out, with a warning."""
     scores = {}
-    for step, file in rollout_files(folder, "held_out", "npz"):
-        with skipping_damage():
-            scores[step] = task_means(file)
+    for prefix, read in (("held_out", task_means), ("held_out_rows", row_means)):
+        for step, file in rollout_files(folder, prefix, "npz"):
+            with skipping_damage():
+                scores[step] = scores.get(step, {}) | read(file)
     return scores
 
 
@@ -322,6 +323,24 @@ def task_means(file: Path) -> dict[str, TaskMeans]:
     num_rollouts = np.bincount(places)
     means = {name: np.bincount(places, x) / num_rollouts for name, x in scores.items()}
     return {name: dict(zip(tasks.tolist(), x.tolist(), strict=True)) for name, x in means.items()}
+
+
+def row_means(file: Path) -> dict[str, TaskMeans]:
+    """Returns a value for each held-out row whose mean is the loss of a token, from arrays of metrics.row_losses.
+
+    The values of long and short rows differ as the terms of a ratio of two sums do, so that differences between steps
+    have the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError where the file has other arrays.
+    """
+    arrays = read_arrays(file)
+    for name in ("losses", "num_tokens"):
+        if name not in arrays:
+            raise UserError(f"{file} has no array {name}")
+    losses, num_tokens = (np.asarray(arrays[name], np.float64) for name in ("losses", "num_tokens"))
+    if losses.ndim != 1 or losses.shape != num_tokens.shape or not np.isfinite(losses).all() or num_tokens.sum() <= 0:
+        raise UserError(f"{file}: losses is {list(losses.shape)}, and not a finite number for each row with tokens")
+    loss = losses @ num_tokens / num_tokens.sum()
+    values = loss + (losses - loss) * num_tokens * len(losses) / num_tokens.sum()
+    return {"test_data/loss": dict(enumerate(values.tolist()))}
 
 
 def read_rows(file: Path) -> list[SizedRow]:

@@ -1,7 +1,7 @@
-"""Verdict on a run in words: what it has learnt, by how much, and since when nothing has changed.
+"""Verdict on a run in words: what it has learnt and by how much, or since when nothing has changed.
 
-It compares held-out scores problem by problem, or by their 95% intervals where only their means are known; a run
-without any is judged by the returns of its training batches, blocks of steps in the place of evaluations.
+It compares held-out scores problem by problem (losses row by row), or by their 95% intervals where only their means are
+known; a run without any is judged by the returns of its training batches, blocks of steps in the place of evaluations.
 """
 
 import math
@@ -27,6 +27,7 @@ TITLES = {
     "test_data/loss": "the loss of held-out replies",
     "data/loss": "the loss of the training batches (means of 5 steps)",
 }
+MORE = "Hold out more rows: --test_fraction of core/sft.py, or --num_eval_tasks."
 HINT = "Held-out problems would show more: --test_env_name X-test for environment X, dataset-test for own data."
 
 
@@ -113,6 +114,9 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     sign = -1 if name in LOSS else 1
     best = max(points, key=lambda point: sign * point.value)
     low, high = sorted(sign * end for end in difference(first, last))
+    if low == high and first.value != last.value:
+        change = describe_change(name, first, last, ())
+        return {"kind": "open", "text": f"No verdict: {change}, but nothing shows how much of it is chance. {MORE}"}
     kind = "better" if low > 0 else "worse" if high < 0 else "same"
     opening = {"better": "Learnt", "worse": "Worse than before", "same": "Nothing learnt that can be shown"}[kind]
     # The best of many is chosen by chance, too: by the wider interval.
@@ -122,8 +126,8 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     if kind == "worse" and best is not first:
         sentences.append(f"The best score was {format_value(name, best.value)} at step {best.step}.")
     flat = flat_since(points)
-    if flat is not None:
-        sentences.append(f"No change beyond the interval of the last score since step {flat}.")
+    if kind == "same" and flat is not None:
+        sentences.append(f"No score differs from the last beyond the interval of their difference since step {flat}.")
     return {"kind": kind, "text": " ".join(sentences)}
 
 
@@ -196,8 +200,8 @@ def describe_change(name: str, first: Point, last: Point, ends: Sequence[float])
 
 
 def flat_since(points: list[Point]) -> int | None:
-    """Returns the step from which all scores lie in the interval of the last; None where fewer than three do."""
-    last = points[-1]
-    outside = [i for i, point in enumerate(points) if not last.low <= point.value <= last.high]
+    """Returns the step from which no score differs from the last by `difference`; None where fewer than three do."""
+    ends = [difference(point, points[-1]) for point in points]
+    outside = [i for i, (low, high) in enumerate(ends) if not low <= 0 <= high]
     start = outside[-1] + 1 if outside else 0
     return points[start].step if len(points) - start >= 3 else None
