@@ -12,12 +12,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from models.files import download
 
 
 def main(_):
+    logging.set_verbosity(logging.WARNING)  # the hub's client logs each of its requests
     folder = Path(os.path.expanduser(FLAGS.dest_root_path)) / FLAGS.model_id.rsplit("/", 1)[-1]
     try:
         print(f"{FLAGS.model_id} is in {download(FLAGS.model_id, folder)}")

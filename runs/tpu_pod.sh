@@ -10,5 +10,5 @@ on_all() { gcloud compute tpus tpu-vm ssh "$POD" --zone "$ZONE" --worker all --c
 tar czf /tmp/lmpo.tar.gz --exclude .git --exclude .venv --exclude 'runs/*/' .
 gcloud compute tpus tpu-vm scp /tmp/lmpo.tar.gz "$POD:" --zone "$ZONE" --worker all
 on_all "mkdir -p lmpo && tar xzf lmpo.tar.gz -C lmpo && python3 -m venv lmpo/.venv &&
-    lmpo/.venv/bin/pip install -q -r lmpo/requirements.txt -r lmpo/requirements-envs.txt 'jax[tpu]'"
+    lmpo/.venv/bin/pip install -q -r lmpo/requirements.txt 'jax[tpu]'"
 on_all "cd lmpo && .venv/bin/python core/grpo.py$(printf ' %q' "$@")"

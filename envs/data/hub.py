@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,13 +17,14 @@ from utils.settings.errors import UserError
 
 CARD = "README.md"
 CONVERTED = "refs/convert/parquet"  # branch with the hub's own copy of most data sets: CONFIG/SPLIT/0000.parquet
-KINDS = (".parquet", ".jsonl", ".json", ".csv")  # of files of rows; the first of equally frequent kinds is read
-JSON_KINDS = (".jsonl", ".json")  # are one kind
+JSON_KINDS = (".jsonl", ".json", ".ndjson")  # are read together
+KINDS = (".parquet", *JSON_KINDS, ".csv")  # of files of rows; the first of equally frequent kinds is read
 NO_ROWS = (CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 SPLIT_WORDS = {split: re.compile(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)") for split, words in WORDS.items()}
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")  # of a path: what is before the number of the shard, and their number
 MAX_FILES = 100_000  # of a folder
+TIMEOUT = 10  # seconds until a hub that does not answer is none
 
 Splits = dict[str, list[str]]  # files by split, as paths within the data set
 
@@ -57,11 +58,15 @@ def look_up(name: str, revision: str) -> tuple[str, list[str], Mapping[str, Any]
     from huggingface_hub import HfApi, snapshot_download
 
     files = [CARD, ".gitattributes"]  # the second is always there: the client warns where it finds none
-    folder = Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=files))
+    fetch = partial(snapshot_download, name, repo_type="dataset", revision=revision, allow_patterns=files)
     try:
-        info = HfApi().dataset_info(name, revision=folder.name, timeout=10)  # does not try again for minutes, as others
-        names = [file.rfilename for file in info.siblings]
-    except Exception:  # noqa: BLE001 (of its network libraries, which change; the line above has found the cache)
+        info = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT)  # the only call that never waits longer
+        names, folder = [file.rfilename for file in info.siblings], Path(fetch())
+    except Exception as error:  # noqa: BLE001 (of the client's network libraries, which change)
+        try:
+            folder = Path(fetch(local_files_only=True))
+        except Exception:  # noqa: BLE001
+            raise error from None
         names = list_files(folder)
     return folder.name, names, read_card(folder)
 
