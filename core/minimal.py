@@ -31,6 +31,7 @@ from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.decoder import Params, forward, head, logits
 from models.distribution import TokenScores
+from utils.settings.errors import user_errors
 
 SEED = 0
 NUM_STEPS = 25
@@ -206,4 +207,5 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         sys.exit("error: core/minimal.py has no options: change its constants, or run core/grpo.py")
     else:
-        main()
+        with user_errors():
+            main()

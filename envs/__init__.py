@@ -83,7 +83,7 @@ def find_class(name: str) -> tuple[type[Env], Options]:
     """Returns the class of an environment and the options that its name sets. Raises UserError for an unknown name."""
     base_name, _ = split_name(name)
     if base_name not in ENVS:
-        held_out = [test_name(known) for known in ENVS]
+        held_out = [f"{known}-{split}" for known in ENVS for split in HELD_OUT]
         close = most_similar(base_name, [*ENVS, *held_out])
         hint = f"did you mean {close}? " if close else ""
         every = ", ".join(ENVS)

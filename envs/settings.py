@@ -65,6 +65,28 @@ class EnvConfig:
         if self.reward_weights and not self.reward:
             raise UserError("--reward_weights are those of the functions of --reward: name some")
 
+    @staticmethod
+    def settle(options: Mapping[str, Value], presets: Mapping[str, str]) -> dict[str, Value]:
+        """Returns --env_options of a preset without those that an --env_name above it does not take, and says so.
+
+        Raises: UserError for options of a preset that its own environment does not take.
+        """
+        name, text, preset = options.get("env_name"), options.get("env_options"), presets.get("env_options")
+        if not (name and text and preset):
+            return {}
+        given, names = parse_options(str(text)), option_names(str(name))
+        foreign = {key: value for key, value in given.items() if key not in names}
+        if not foreign:
+            return {}
+        written = ",".join(f"{key}={value}" for key, value in foreign.items())
+        base_name, _ = split_name(str(name))
+        if presets.get("env_name") == preset:
+            every = ", ".join(sorted(names))
+            raise UserError(f"{preset}: environment {base_name} has no option for {written}: its options are {every}")
+        print(f"{preset}: --env_options {written} is left out, since environment {base_name} has no such option")
+        kept = [item for item in str(text).split(",") if item.partition("=")[0].strip() not in foreign]
+        return {"env_options": ",".join(kept)}
+
     @property
     def flags(self) -> dict[str, Value]:
         """Settings that are options of the environment, where they are set."""

@@ -209,8 +209,8 @@ def test_the_settings_of_a_run_are_a_preset(settings, tmp_path):
 def test_models_tiny_without_an_environment_is_the_demo(line, expected, capsys):
     settings = to_dict(parse(grpo.Config, line.split(), spellings=LMPO, implied=demo_of_tiny))
     assert expected.items() <= settings.items()
-    demo = to_dict(parse(grpo.Config, f"--config configs/demo.py {line}".split(), spellings=LMPO))
     said = capsys.readouterr().out.splitlines()
+    demo = to_dict(parse(grpo.Config, f"--config configs/demo.py {line}".split(), spellings=LMPO))
     is_demo = expected["env_name"] == "countdown"
     assert (settings == demo) == is_demo
     assert len(said) == is_demo and all("--config configs/demo.py" in line for line in said)
@@ -369,7 +369,7 @@ LINES = {  # of a preset, and the words of its sentence
         ("def get_config():\n    return {}['lr']", "a.py, line 2: KeyError: 'lr'"),
         ("def get_config():\n    return get_config()", "a.py, line 2: RecursionError"),
         ("def get_config(x):\n    return {}", "a.py: TypeError"),
-        ("get_config = 1", "a.py: TypeError"),
+        ("get_config = 1", "a.py: get_config is of type int, no function: write def get_config(): "),
         ("raise SystemExit(0)", "a.py, line 1: SystemExit: 0"),
         ("x = 1", "defines no get_config"),
         ("def get_config():\n    return [1]", "names and values"),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from core.advantages import ObjectiveConfig
 from core.config import Config
 from core.learner import Learner
+from core.objectives import TERMS
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
@@ -22,6 +23,7 @@ LOSSES = {  # of a token, by --objective; ratio = p / p_old
     "dppo": "-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond {fall} or +{rise}",
     "sapo": "-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0",
 }
+WRITTEN_TERMS = ("reference_kl", "distillation_loss")  # of TERMS, as formulas or in lines of their own
 ADVANTAGES = {  # by --advantage; r: rewards
     "group_zscore": "(r - mean) / std of the group",
     "group_mean": "r - mean of the group",
@@ -72,6 +74,7 @@ def describe_objective(config: ObjectiveConfig) -> str:
         text += f" + {config.kl_coef:g} {config.kl_estimator or 'k3'}(p || p_ref)"
     if config.entropy_coef:
         text += f" - {config.entropy_coef:g} entropy"
+    text += "".join(f" + {term.__name__}" for term in TERMS if term.__name__ not in WRITTEN_TERMS)
     if config.has_kl_in_reward:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
     text += f"; A = {formula_of(config.advantage, ADVANTAGES, config)}"

@@ -59,7 +59,7 @@ from utils.reporting.plots import plot_runs, read_metrics
 from utils.reporting.verdict import judge, made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import NUM_STATES, CheckpointManager
-from utils.runs.checks import check_folder, check_models, check_name
+from utils.runs.checks import check_folder, check_models, check_name, describe_others
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin, read_settings, start_of
 from utils.runs.resume import check_settings
@@ -131,6 +131,8 @@ class Run:
             raise UserError(f"--save_dir: {reason}: name another folder") from error
         self.bucket = Bucket(folder, self.directory) if is_bucket(folder) else None
         check_folder(self.directory)
+        if layout.is_main and not is_new and (note := describe_others(self.directory)):
+            print(note)
         self.lock = take_lock(self.directory, is_new, layout)
         if self.lock:  # released with the run, or, where that fails before it begins, with this object
             self.release = weakref.finalize(self, self.lock.release)

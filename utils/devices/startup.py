@@ -130,8 +130,8 @@ def find_devices() -> list[jax.Device]:
         jax.config.update("jax_platforms", "")
         available = sorted({device.platform for device in jax.devices()})
         advice = f": {INSTALL[platform]}, or leave it out" if platform in INSTALL else ""
-        reason = describe_error(error)
-        message = f"JAX_PLATFORMS={platform}: JAX finds no such device here ({reason}), but {', '.join(available)}"
+        reason = f" ({describe_error(error)})" if str(error) else ""
+        message = f"JAX_PLATFORMS={platform}: JAX finds no such device here{reason}, but {', '.join(available)}"
         raise UserError(message + advice) from error
 
 

@@ -36,6 +36,15 @@ def check_folder(directory: Path) -> None:
             raise UserError(obstacle_message(path, f"is not a {'folder' if path.name in FOLDERS else 'file'}"))
 
 
+def describe_others(directory: Path) -> str:
+    """Returns a line on a folder that holds no run but other files, which those of a run would stand between."""
+    entries = [path.name for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
+    if not entries or {*entries} & {*FOLDERS, *FILES}:
+        return ""
+    named = ", ".join(entries[:3])
+    return f"--save_dir {directory} holds other files ({named}): those of the run are written beside them"
+
+
 def check_models(directory: Path, resume_step: int) -> None:
     """Raises UserError naming an entry that is in the way of models of later steps than `resume_step`."""
     for path in directory.iterdir():

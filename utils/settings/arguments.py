@@ -14,11 +14,15 @@ BOOLEANS = ("0", "1", "true", "false")
 
 
 class Assignment(NamedTuple):
-    """A value for a name, not yet converted; `source` is how the user wrote it, for error messages."""
+    """A value for a name, not yet converted; `source` is how the user wrote it, for error messages.
+
+    `preset` is the file that holds it, empty on the command line.
+    """
 
     name: str
     value: object
     source: str
+    preset: str = ""
 
 
 TRL_NAMES = {  # our names of options of TRL and transformers
@@ -56,7 +60,7 @@ def read_assignments(argv: Sequence[str], types: Mapping[str, type], aliases: Ma
             continue
         for key, content in read_preset(value).items():
             source = f"{key}={reprlib.repr(content)} in {value}"
-            from_presets.append(Assignment(aliases.get(key, key), content, source))
+            from_presets.append(Assignment(aliases.get(key, key), content, source, value))
     return from_presets + from_command_line
 
 

@@ -24,7 +24,7 @@ from absl import flags
 
 from utils.settings.arguments import Assignment, Value, nearest, read_assignments
 from utils.settings.checks import check_number
-from utils.settings.errors import UserError, fail
+from utils.settings.errors import SET_BY, UserError, fail, most_similar
 from utils.settings.lmpo import Spelling, rewrite
 from utils.settings.presets import list_presets
 from utils.settings.removed import REMOVED, check_removed
@@ -65,7 +65,7 @@ class OptionField:
 
     def read(self, assignment: Assignment) -> Value:
         """Returns a value in the option's type. Raises: UserError for one that it does not take."""
-        name, value, source = assignment
+        name, value, source, _ = assignment
         is_text = self.type is str and not self.choices
         if is_text and not isinstance(value, str):  # YAML reads a bare `off` or `1` as something else
             raise UserError(f"{source}: {name} is text; put the value into quotes.")
@@ -74,10 +74,12 @@ class OptionField:
         try:
             return parser.parse(text)
         except ValueError:
-            needs = f"one of {', '.join(self.choices)}" if self.choices else f"of type {self.type.__name__}"
+            needs = f"one of {listed(self.choices)}" if self.choices else f"of type {self.type.__name__}"
             preset = f"{text.lower()}.py"
             hint = f"; --config configs/{preset} is a preset" if self.choices and preset in list_presets() else ""
-            raise UserError(f"{source}: {name} must be {needs}{hint}.") from None
+            close = most_similar(text.lower(), filter(None, self.choices or ()))
+            hint = f"; did you mean {close}?" if close and not hint else f"{hint}."
+            raise UserError(f"{source}: {name} must be {needs}{hint}") from None
 
     def check(self, value: Value) -> None:
         """Raises UserError for a value that the option does not take, by its type, its choices or its size."""
@@ -85,9 +87,14 @@ class OptionField:
         if not is_typed:
             raise UserError(f"--{self.name} must be of type {self.type.__name__}, and is a {type(value).__name__}")
         if self.choices and value not in self.choices:
-            raise UserError(f"--{self.name} {value} must be one of {', '.join(self.choices)}")
+            raise UserError(f"--{self.name} {value} must be one of {listed(self.choices)}")
         if self.type in (int, float):
             check_number(f"--{self.name}", value)
+
+
+def listed(choices: Sequence[str]) -> str:
+    """Returns choices with commas between; the empty one in words, at the end."""
+    return ", ".join(filter(None, choices)) + (", or empty" if "" in choices else "")
 
 
 def options_of(config_class: type) -> dict[str, OptionField]:
@@ -169,8 +176,9 @@ def parse(
 
     The command line beats the preset (`--config FILE`), the preset beats what it all implies (`implied`, from the
     options that are set), and that beats the defaults. `aliases` maps other accepted names to names of options,
-    `spellings` are flags of another program. What is unknown or malformed, and each ValueError of the class itself,
-    ends the program with `fail`.
+    `spellings` are flags of another program. A group's `settle(options, presets)` may change options of a preset that
+    do not fit those above it. What is unknown or malformed, and each ValueError of the class itself, ends the program
+    with `fail`.
     """
     known = options_of(config_class)
     if HELP_FLAGS & set(argv):
@@ -180,6 +188,12 @@ def parse(
     try:
         assignments = read_assignments(argv, types, aliases)
         options = convert(assignments, known, spellings)
+        presets = {assignment.name: assignment.preset for assignment in assignments}  # later ones win
+        SET_BY.clear()
+        SET_BY.update({name: preset for name, preset in presets.items() if preset})
+        for group_class in groups_of(config_class).values():
+            if settle := getattr(group_class, "settle", None):
+                options |= settle(options, presets)
         return make_config(config_class, **implied(options) | options)
     except ValueError as error:
         fail(str(error))
@@ -204,7 +218,7 @@ def convert(
         else:
             raise UserError(f"{assignment.source}: there is no option {name}{nearest(name, known)}")
     for assignment in removed:
-        check_removed(*assignment, is_forced=options.get("resume") == "force")
+        check_removed(*assignment[:3], is_forced=options.get("resume") == "force")
     defaults = {name: option.default for name, option in known.items()}
     return options | rewrite(foreign, spellings, options, defaults)
 

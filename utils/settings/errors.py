@@ -5,6 +5,7 @@ Imports nothing, so that everything may import it.
 
 import contextlib
 import difflib
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 MAX_MESSAGE = 4000  # characters of an error message
+SET_BY: dict[str, str] = {}  # the preset that set an option, by its name: `fail` says where an option comes from
 
 
 class UserError(ValueError):
@@ -24,6 +26,9 @@ def fail(message: str) -> NoReturn:
     Names and values in it may come from foreign files: control characters become "\\ufffd", and
     the message is cut after MAX_MESSAGE characters.
     """
+    named = {name: SET_BY[name] for name in re.findall(r"--(\w+)", message) if SET_BY.get(name, message) not in message}
+    if named:
+        message = f"{message.rstrip('.')} ({', '.join(f'{file} sets --{name}' for name, file in named.items())})"
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message[:MAX_MESSAGE])
     print(f"error: {shown}", file=sys.stderr)
     raise SystemExit(2)

@@ -56,8 +56,8 @@ def find_file(path: str) -> Path:
     for candidate in (Path(os.path.expanduser(path)), ROOT / path):
         if candidate.is_file():
             return candidate
-    close = most_similar(f"{Path(path).stem}.py", list_presets())
-    hint = f"; did you mean configs/{close}?" if close else "."
+    close = most_similar(Path(path).stem, [name.removesuffix(".py") for name in list_presets()])
+    hint = f"; did you mean configs/{close}.py?" if close else "."
     raise UserError(f"there is no preset {path} (looked here and in {ROOT}){hint}")
 
 
@@ -67,6 +67,10 @@ def run_file(file: Path, path: str) -> Preset:
         names = runpy.run_path(str(file))
         if "get_config" not in names:
             raise UserError(f"{path} defines no get_config().")
+        if not callable(names["get_config"]):
+            kind = type(names["get_config"]).__name__
+            function = "def get_config(): return {...}"
+            raise UserError(f"{path}: get_config is of type {kind}, no function: write {function}")
         return to_mapping(names["get_config"](), path)
     except UserError:
         raise

@@ -1,0 +1,93 @@
+"""Mistakes on the command line: each ends with one sentence that says what is wrong, where, and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from core.config import Config
+from core.extensions.notes import describe_objective
+from core.objectives import TERMS
+from core.run.folder import settings_of_model
+from envs.settings import resolve_environments
+from utils.runs.checks import describe_others
+from utils.settings.config import parse
+from utils.settings.errors import user_errors
+
+PRESETS = {
+    "games.py": "def get_config(): return {'env_name': 'guess', 'env_options': 'prompt=bare,numbers=9'}",
+    "own_fault.py": "def get_config(): return {'env_name': 'poem', 'env_options': 'numbers=9'}",
+    "groups.py": "def get_config(): return {'groups_per_batch': 4, 'group_size': 4, 'ppo_minibatch': 8}",
+    "mapping.py": "get_config = {'lr': 1e-6}",
+}  # files in the folder of a test
+SENTENCES = {  # command line: what is printed
+    "--learning_rate 1e-4": "there is no option --learning_rate; did you mean --lr?",
+    "--lr fast": "--lr=fast: lr must be of type float",
+    "--max_steps 2.5": "--max_steps=2.5: max_steps must be of type int",
+    "--dtype float8": "--dtype=float8: dtype must be one of bfloat16, float32",
+    "--kv_dtype fp8": "kv_dtype must be one of int8, or empty",
+    "--advantage group_zscor": "did you mean group_zscore?",
+    "--group_size 1": "--advantage group_mean compares rollouts of a group: raise --group_size above 1",
+    "--env_name countdwn": "there is no environment 'countdwn'; did you mean countdown?",
+    "--env_name countdown --test_env_name countdown-val": "did you mean countdown-valid?",
+    "--env_name countdown --env_options number=3": "has no option 'number' (did you mean numbers?)",
+    "--env_name countdown --env_options numbers": "--env_options 'numbers': 'numbers' is not name=value",
+    "--env_name math500-valid": "math500 has no -valid: it is a benchmark, with test problems only",
+    "--config nowhere.yaml": "there is no preset nowhere.yaml (looked here and in",
+    "--config poems.py": "did you mean configs/poem.py?",
+    "--config mapping.py": "get_config is of type dict, no function: write def get_config(): return {...}",
+    "--config own_fault.py": "own_fault.py: environment poem has no option for numbers=9: its options are ",
+    "--config groups.py --groups_per_batch 3": "--ppo_minibatch 8 does not divide",
+    "--config groups.py --groups_per_batch 3 ": "(groups.py sets --ppo_minibatch, groups.py sets --group_size)",
+    "poem": "'poem' belongs to no option: options are written --name value.",
+    "--lr": "--lr needs a value",
+}
+
+
+def said(words: str, capsys) -> str:
+    """What a command line prints up to the environments, in one text."""
+    with user_errors():
+        config = parse(Config, words.split(), implied=lambda options: settings_of_model(options, False))
+        resolve_environments(config.env, config.held_out, config.sampling)
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    for name, text in PRESETS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", SENTENCES)
+def test_a_mistake_ends_with_one_sentence(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        said(words, capsys)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert SENTENCES[words] in error
+    assert "one of ," not in error
+
+
+def test_options_of_a_preset_go_with_its_environment(capsys):
+    line = "games.py: --env_options {} is left out, since environment {} has no such option\n"
+    assert said("--config games.py --env_name poem", capsys) == line.format("prompt=bare,numbers=9", "poem")
+    assert said("--config games.py --env_name guess --env_options prompt=bare", capsys) == ""
+    assert line.format("prompt=bare", "countdown")[:20] not in said("--config games.py --env_name countdown", capsys)
+
+
+def test_a_folder_of_other_files_is_named(folder):
+    assert describe_others(folder).endswith(
+        "holds other files (games.py, groups.py, mapping.py): those of the run are written beside them"
+    )
+    (folder / "config.json").write_text("{}")
+    assert describe_others(folder) == ""
+
+
+def test_the_printed_objective_has_added_terms(monkeypatch):
+    def entropy_of_half(scores, batch, config): ...
+
+    config = parse(Config, ["--env_name", "poem"])
+    before = describe_objective(config.objective)
+    monkeypatch.setattr("core.extensions.notes.TERMS", [*TERMS, entropy_of_half])
+    assert describe_objective(config.objective) == before.replace("; A = ", " + entropy_of_half; A = ")
