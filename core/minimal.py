@@ -207,5 +207,4 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         sys.exit("error: core/minimal.py has no options: change its constants, or run core/grpo.py")
     else:
-        with user_errors():
-            main()
+        user_errors()(main)()
