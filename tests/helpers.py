@@ -99,6 +99,9 @@ class Letters(Tokenizer):
             ids, text = [*ids, i], text[len(word) :]
         return ids
 
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        return self.encode(text)
+
     def chat(self, messages, thinking: bool = False, prefix: str = "", plain: bool = False, tools=()) -> list[int]:
         return self.encode(messages[-1]["content"] + prefix)
 
