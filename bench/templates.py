@@ -4,7 +4,10 @@
     python bench/templates.py --folders trl/chat_templates --tokenizer models/tiny
 
 Each template gets the tokenizer of a folder, to which the signs that it writes are added as special tokens. Of each
-conversation are compared: the prompt before each reply; the row of SFT; and, of two turns, what an episode reads.
+conversation are compared: the prompt before each reply, the row of SFT, and what an episode reads behind a reply.
+
+=: equal; t: equal without thinking that the template leaves out of earlier replies; r: refused, here by name or by
+transformers. The reasons are listed below the table. Exit status 1: something differs without a word.
 """
 
 import argparse
@@ -13,9 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-# ruff: noqa: E402 (behind the folder of this project)
 from transformers import AutoTokenizer
 
 from models.conversations import differs_by_thinking, encode_conversation, thinks
@@ -24,9 +27,9 @@ from models.tokenizer import Tokenizer
 from utils.settings.errors import UserError
 
 NAMES = (
-    "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_6", "qwen3_8", "llama3", "llama3_1",
-    "llama3_2", "gemma3", "gemma4", "phi3", "deepseekv3", "deepseek_r1_distill", "glm4moe", "gptoss", "lfm2_v2",
-    "cohere2", "nemotron_3_nano",
+    "qwen2_5", "qwen3", "qwen3_training", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_6", "qwen3_8",
+    "llama3", "llama3_1", "llama3_2", "gemma3", "gemma4_v5", "phi3", "deepseek_r1_distill", "glm4moe", "lfm2_v2",
+    "lfm2_2_5_v2", "nemotron_3_nano", "muse_glimmer",
 )  # fmt: skip
 SIGN = re.compile(r"<[|｜][^<>\s'\"{}]+[|｜]?>|<[^<>\s'\"{}|/]+[|｜]>|<(?:start_of_turn|end_of_turn|sop)>|\[gMASK\]")
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": {
@@ -118,9 +121,9 @@ def compare(
     for own, other in found:
         own_text, other_text = (tokenizer.hf.decode(ids) for ids in (own, other))
         is_thought = own_text != other_text and differs_by_thinking(own_text, other_text)
-        marks.append("=" if own == other else "t" if is_thought else "≠")
-        if marks[-1] == "≠":
-            return "≠", f"{own_text!r} and {other_text!r}"
+        marks.append("=" if own == other else "t" if is_thought else "\u2260")
+        if marks[-1] == "\u2260":
+            return "\u2260", f"{own_text!r} and {other_text!r}"
     return max(marks), ""
 
 
@@ -143,7 +146,9 @@ def main() -> None:
             counts[mark] = counts.get(mark, 0) + 1
             reasons += [f"{name}, {what}: {reason}"] if reason else []
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(counts, *reasons, sep="\n")
+    print("", ", ".join(f"{mark} {number}" for mark, number in sorted(counts.items())), "", sep="\n")
+    print(*(f"- {reason}" for reason in reasons), sep="\n")
+    sys.exit(int("\u2260" in counts))
 
 
 if __name__ == "__main__":

@@ -84,8 +84,10 @@ def draw_again(folder: Path, step: int, model_step: int) -> np.ndarray:
     rows = np.load(rollouts.with_suffix(".npz"))
     size = config.update.group_size
     with grpo.make_workers(config, {"env": settings}, model, tokenizer, single_device(), "")["env"] as worker:
-        groups = rows["tasks"][::size], size, key, rows["positions"][::size]
-        return worker.play(worker.load_weights(params), *groups).completions.tokens
+        tasks = rows["tasks"][::size]  # numbers in the environment: some prompts are too long for the model
+        tasks = tasks if worker.fitting_ids is None else np.searchsorted(worker.fitting_ids, tasks)
+        played = worker.play(worker.load_weights(params), tasks, size, key, rows["positions"][::size])
+        return played.completions.tokens
 
 
 @pytest.mark.parametrize("case", ["replies", *slow("adapters", "turns")])

@@ -306,7 +306,9 @@ def test_the_table_of_templates_compares_and_tells_why_not(tmp_path, capsys, mon
         (tmp_path / f"{name}.jinja").write_text(template)
     names = ["plain turns", "trimmed"]
     monkeypatch.setattr(sys, "argv", ["", "--folders", str(tmp_path), "--tokenizer", str(TINY), "--names", *names])
-    templates.main()
+    with pytest.raises(SystemExit) as end:
+        templates.main()
+    assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.count("| = ") for line in lines[2:4]] == [6, 6], lines
     assert "\u2260" not in "".join(lines) and any("shows no tools" in line for line in lines[4:])
