@@ -315,7 +315,7 @@ def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
 @pytest.mark.parametrize("options, is_named", [("", True), ("plain=true", False)])
 def test_a_model_without_a_chat_template_is_named_unless_that_is_meant(options, is_named):
     model, _, tokenizer = load_model(ROOT / "tests" / "fixtures" / "qwen3-tied")
-    config = parse(Config, ["--env_name", "poem", "--env_options", options])
+    config = parse(Config, ["--env_name", "poem", "--env_options", options, "--num_generation_tokens", "24"])
     settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
     worker = make_worker(settings, config.sampling, config.rewards, model, tokenizer, single_device())
     found = [note.split(":")[1] for note in worker.notes]
