@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import utils.settings.packages  # noqa: F401 (says what to install)
 
 import jax
 import jax.numpy as jnp

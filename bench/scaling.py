@@ -11,6 +11,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import utils.settings.packages  # noqa: F401 (says what to install)
 
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -16,6 +16,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import utils.settings.packages  # noqa: F401 (says what to install)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
 
 import jax

@@ -19,6 +19,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import utils.settings.packages  # noqa: F401 (says what to install)
 
 import tempfile
 from collections.abc import Iterator

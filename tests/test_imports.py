@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from utils.settings import packages
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core", "envs", "models", "utils", "configs", "bench", "runs")
@@ -149,6 +152,52 @@ def test_a_command_without_packages_says_what_to_install(command):
     assert done.stderr.startswith("error: jax is not installed") and "make demo" in done.stderr
 
 
+CHECKED = [path for path in FILES.values() if "import utils.settings.packages" in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("name", ["jax", "transformers"])
+@pytest.mark.parametrize("command", ["core/sft.py", "core/minimal.py", "models/hf_to_jax.py"])
+def test_command_names_a_package_of_another_version(name, command, tmp_path):
+    """Before it is imported: the folder that stands for it is empty."""
+    (tmp_path / f"{name}-0.6.1.dist-info").mkdir()
+    done = subprocess.run(
+        [sys.executable, command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": tmp_path}
+    )
+    needed = {"jax": ">=0.10,<0.12", "transformers": ">=5.0,<6"}[name]
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {name} 0.6.1 is installed, and {needed} is needed: `make demo`, or `pip")
+
+
+def test_versions_are_compared_as_numbers():
+    of = {"jax": ">=0.10,<0.12"}
+    expected = {"0.9.2": True, "0.10": False, "0.10.2rc1": False, "0.11.9": False, "0.12.0": True}
+    assert {version: bool(packages.find_wrong({"jax": version}, of)) for version in expected} == expected
+    ranges = packages.read_ranges((ROOT / "requirements.txt").read_text())
+    assert ranges.keys() == {x.replace("_", "-") for x in requirements("requirements.txt")}
+    assert set(packages.NEEDED) <= ranges.keys()
+    found = packages.find_versions(sys.path)
+    assert all(found[name] == importlib.metadata.version(name) for name in packages.NEEDED)
+
+
+OLD_PYTHON = "import runpy, sys; sys.version_info = (3, 8, 18); runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
+@pytest.mark.parametrize("file", CHECKED, ids=lambda file: str(file.relative_to(ROOT)))
+def test_old_python_parses_a_command_and_reads_which_is_needed(file):
+    for source in (file, ROOT / "utils/settings/packages.py"):
+        ast.parse(source.read_text("utf-8"), feature_version=(3, 8))
+    if file.parent.name in ("core", "models"):
+        done = subprocess.run([sys.executable, "-S", "-c", OLD_PYTHON, file], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith("error: this is Python 3.8.18, and lmpo needs 3.11 or newer: ")
+
+
+def test_oldest_python_is_that_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={'.'.join(map(str, packages.PYTHON))}"
+    assert len(CHECKED) >= 20
+
+
 IMPORT_ALL = """
 import importlib.util, json, sys
 from pathlib import Path
@@ -170,6 +219,7 @@ for name, path in json.loads(FILES):
             faults[name] = f"{type(error).__name__}: {error}"
         continue
     files = [f for f in opened if f.startswith(root) and "/.venv/" not in f and not f.endswith((".py", ".pyc"))]
+    files = [] if name == "utils.settings.packages" else files  # it reads requirements.txt
     if files:
         faults[name] = f"opens {files}"
     if "absl.flags" in sys.modules and sys.modules["absl.flags"].FLAGS.is_parsed():

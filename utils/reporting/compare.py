@@ -11,6 +11,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    import utils.settings.packages  # noqa: F401 (says what to install)
 
 from utils.reporting.page import label_runs, write_report
 from utils.reporting.plots import plot_runs, read_metrics
