@@ -36,6 +36,9 @@ class Row(NamedTuple):
 def main(subjects: list[str]) -> int:
     """Prints the table of each subject; returns the exit status."""
     outcomes: Counter[str] = Counter()
+    if unknown := set(subjects) - {*SUBJECTS}:
+        print(__doc__, f"\nerror: there is no {', '.join(unknown)}; the subjects are {', '.join(SUBJECTS)}", sep="")
+        return 2
     for subject in subjects or SUBJECTS:
         module = importlib.import_module(f"bench.clients_{subject}")
         versions = [f"{name} {importlib.metadata.version(name)}" for name in module.PACKAGES]
@@ -48,4 +51,4 @@ def main(subjects: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(print(__doc__) if "--help" in sys.argv else main(sys.argv[1:]))

@@ -28,6 +28,7 @@ from utils.settings.options import option
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # vocabulary, width, MLP, layers, query heads, key heads, channels of a head
+    "tiny": (512, 64, 128, 2, 4, 2, 16),  # to see that a command works
     "small": (4096, 256, 768, 8, 8, 4, 32),
     "small_vocab": (151936, 256, 768, 8, 8, 4, 32),
     "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128),

@@ -29,12 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from matplotlib.figure import Figure
 
 from core.extensions.distill import divergence
 from models.checkpoint import load_model
 from models.decoder import logits
-from utils.reporting.plots import COLOURS, Metrics, read_metrics
+from utils.reporting.plots import COLOURS, Metrics, make_figure, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "models/tiny"
@@ -61,12 +60,18 @@ CONTRAST = {
     "sibling": OWN | {"teacher_prefix": "sibling", "groups_per_batch": 8, "group_size": 8},
 }
 ALL_ARMS = (*ARMS, "SFT", *CONTRAST)
+SHORT = {  # options of commands
+    "grpo": {"groups_per_batch": 4, "group_size": 2, "ppo_minibatch": 0, "max_steps": 2, "num_eval_tasks": 2},
+    "sft": {"batch_size": 4, "max_steps": 2, "num_eval_tasks": 2},
+    "eval": {"num_eval_tasks": 8},
+}
+MORE: dict[str, dict[str, object]] = {}  # options of commands besides all others
 SCORE, PASS = "correct_answer", "pass@8"
 
 
 def call(command: str, options: Mapping[str, object], log: Path) -> None:
     """Runs a command with these options."""
-    flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    flags = [str(word) for name, value in (options | MORE.get(command, {})).items() for word in (f"--{name}", value)]
     line = [sys.executable, f"core/{command}.py", *flags]
     print(shlex.join(line[1:]), flush=True)
     with log.open("w") as file:
@@ -192,7 +197,7 @@ def num_tokens(log: Metrics) -> np.ndarray:
 
 def draw(folder: Path, out: Path) -> None:
     """Draws held-out scores by completions and by tokens drawn: means over seeds, with their range."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = make_figure(figsize=(12, 4.5))
     panels = figure.subplots(1, 2)
     for arm, colour in zip(ARMS, COLOURS, strict=False):
         runs = [folder / f"{arm}_{seed}" for seed in SEEDS]
@@ -291,7 +296,9 @@ def main() -> None:
     parser.add_argument("--only", default="", choices=["", "draw", "variance", "trl", "map", "contrast"])
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--arms", nargs="*", default=ALL_ARMS, choices=ALL_ARMS)
+    parser.add_argument("--short", action="store_true", help="two tiny steps of each run, to see that all works")
     args = parser.parse_args()
+    MORE.update(SHORT if args.short else {})
     folder = args.dir.resolve()
     steps = {"map": run_map, "contrast": run_contrast, "variance": show_variance}
     for name, step in steps.items():

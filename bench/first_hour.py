@@ -85,4 +85,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["page"] and len(sys.argv) == 3:
         write_page(Path(sys.argv[2]))
     else:
-        sys.exit(__doc__)
+        sys.exit(print(__doc__) if "--help" in sys.argv else __doc__)

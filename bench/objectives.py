@@ -20,9 +20,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from utils.reporting.plots import COLOURS, WINDOW, Metrics, read_metrics, running_mean
+from utils.reporting.plots import COLOURS, WINDOW, Metrics, make_figure, read_metrics, running_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
@@ -41,15 +40,19 @@ FLAGS = {name: DEMO[name] for name in SAME} | {  # so that presets change the ob
     "num_epochs": 0, "max_steps": 16, "test_interval": 8, "num_eval_samples": 1, "save_interval": 0,
     "save_rollouts": "none", "inference_batch_per_device": 2048,
 }  # fmt: skip
+SHORT = {
+    "groups_per_batch": 2, "group_size": 2, "max_steps": 2, "test_interval": 1, "num_eval_tasks": 2, "ppo_minibatch": 0,
+    "num_generation_tokens": 32, "force_answer_at": 8, "max_resampling": 1,
+}  # fmt: skip
 SCORE = "test_env/correct_answer"
 Runs = Mapping[str, Sequence[Metrics]]  # by preset, one of each seed
 
 
-def command(folder: Path) -> list[str]:
-    """Returns the command line of the population."""
+def command(folder: Path, options: Mapping[str, object]) -> list[str]:
+    """Returns the command line of the population, with `options` besides those that all comparisons share."""
     presets = ",".join(f"configs/{preset}.py" for preset in PRESETS)
     seeds = ",".join(map(str, SEEDS))
-    flags = [str(x) for name, value in FLAGS.items() for x in (f"--{name}", value)]
+    flags = [str(x) for name, value in (FLAGS | options).items() for x in (f"--{name}", value)]
     return [
         *(sys.executable, "core/population.py", "--population", f"seed={seeds};config={presets}"),
         *("--config", "configs/demo.py", "--config", str(folder / "four_updates.yaml")),
@@ -82,7 +85,7 @@ def table(runs: Runs) -> str:
 
 def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
     """Draws held-out score and training return by step: means over seeds, with their range."""
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = make_figure(figsize=(12, 5))
     panels = figure.subplots(1, 2)
     for i, (preset, logs) in enumerate(runs.items()):
         look = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
@@ -107,12 +110,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, required=True, help="folder of the population")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw and print what is there")
+    parser.add_argument("--short", action="store_true", help="two tiny steps of each run, to see that all works")
     args = parser.parse_args()
     folder = args.dir.resolve()
     if not args.draw:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "four_updates.yaml").write_text(FOUR_UPDATES)
-        line = command(folder)
+        line = command(folder, SHORT if args.short else {})
         print(shlex.join(line[1:]))
         subprocess.run(line, cwd=ROOT, check=True)
     runs = read_runs(folder)

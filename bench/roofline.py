@@ -98,7 +98,7 @@ def measure_rollout(config: BenchTraining, model: Decoder, params: Params, layou
     sampler = Sampler(model, limit, (), layout=layout)
     rollout = make_rollout(sampler, params, prompts, update.group_size)
     seconds = statistics.median(seconds_of(rollout, config.bench.repeats))
-    B = update.num_rollouts
+    B = config.batch_size
     columns = config.bench.prompt_tokens + (limit + 1) / 2
     item = jnp.dtype(model.dtype).itemsize
     # Bytes of all tokens of all rows.
@@ -126,7 +126,7 @@ def main(config: BenchTraining) -> None:
     layout = make_layout(config.devices)
     model, params = load_training(config, layout)
     row_length = config.bench.prompt_tokens + config.num_generation_tokens
-    limits = measure_limits(model, config.update.num_rollouts * row_length)
+    limits = measure_limits(model, config.batch_size * row_length)
     table = []
     for measure in (measure_rollout, measure_update):
         work = measure(config, model, params, layout)

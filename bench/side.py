@@ -74,4 +74,6 @@ def main(peer: str, variant: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(print(__doc__) if "--help" in sys.argv else __doc__)
     main(*sys.argv[1:])

@@ -20,7 +20,6 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TRL_EXPERIMENTAL_SILENCE="1")
 
-import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +31,7 @@ from core.records import Batch
 from models.distribution import TokenScores
 
 try:
+    import datasets
     import torch
     import trl
 except ImportError:

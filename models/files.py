@@ -12,10 +12,9 @@ import numpy as np
 
 from models.families import DTYPES
 from models.names import EXPERT, LAYERS
-from models.tokenizer import FILES, Tokenizer
+from models.tokenizer import CONFIG, FILES, Tokenizer
 from utils.settings.errors import UserError
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -327,7 +327,7 @@ def describe_memory(
         return []
     notes = [
         f"memory of a device: {gigabytes(sizes.available)} GB to use, {gigabytes(sizes.held)} held; sampling "
-        f"{gigabytes(sampling)} with {num_sampled_rows} rows, update {gigabytes(update)} with --remat {remat} "
+        f"{gigabytes(sampling)} with {num_sampled_rows} rows at once, update {gigabytes(update)} with --remat {remat} "
         f"--tokens_per_microbatch {num_tokens}; attention: {model.kernel}"
     ]
     if sampling > sizes.available:

@@ -25,6 +25,7 @@ from utils.settings.errors import UserError, describe_error
 if TYPE_CHECKING:
     import transformers  # which takes longer than JAX: an error of the options does not wait for it
 
+CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -516,7 +517,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
             contents[name] = parse_object(folder / name, files[name])
     growth = check_growth(folder / VOCABULARIES[0], contents.get(VOCABULARIES[0], {}))
     try:
-        hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
     except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -526,6 +527,16 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     check_ids(tokenizer, folder, vocab_size)
     check_template(tokenizer, folder)
     return tokenizer
+
+
+def without_warning(folder: Path) -> dict[str, bool]:
+    """Returns an argument without which some releases of transformers warn of Mistral's tokenizer for any model.
+
+    Of a model of Mistral's the warning is right, and stays.
+    """
+    model_type = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
+    is_its_own = any(name in model_type for name in ("mistral", "ministral", "voxtral", "pixtral"))
+    return {} if is_its_own else {"fix_mistral_regex": False}
 
 
 def check_template(tokenizer: Tokenizer, folder: Path) -> None:

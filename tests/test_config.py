@@ -410,7 +410,7 @@ def test_help_fits_into_80_columns_but_for_commands_to_copy(command, capsys):
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if len(line) > 79 and not line.startswith("    python ")] == []
         commands, shown = (
-            {line.partition("  # ")[0].rstrip() for line in page if line.startswith("    python core")}
+            {line.partition("  # ")[0].strip() for line in page if line.strip().startswith("python core")}
             for page in (command.__doc__.splitlines(), lines)
         )
         assert commands and commands <= shown

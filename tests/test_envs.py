@@ -9,6 +9,7 @@ import time
 import warnings
 from fractions import Fraction
 from functools import cache
+from importlib.util import find_spec
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -28,6 +29,8 @@ GRADERS = DATA / "graders"
 SAMPLES = ROOT / "tests" / "fixtures" / "data"  # a few rows of each data set
 DEMO = dict(numbers=3, min_number=1, max_number=15, max_target=30, expression="tree", max_value=30, prompt="bare")
 NAMES = [name + suffix for name in envs.ENVS for suffix in ("", "-test")]
+HAS_GYM = find_spec("reasoning_gym") is not None  # on Python 3.13 it needs a compiler
+INSTALLED = [name for name in NAMES if HAS_GYM or not name.startswith("reasoning_gym")]
 LOCAL = ("countdown34", "gsm8k", "deepscaler", "aime", "aime25", "amc", "amc23", "math500")
 BENCHMARKS = ("aime", "aime25", "amc", "amc23", "math500")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data beside the repository")
@@ -44,13 +47,14 @@ def environment(name: str, data_dir: Path = SAMPLES) -> envs.Env:
     elif base_name == "dataset":
         options = {"path": str(SAMPLES / "gsm8k" / "train.jsonl"), "prompt": "question", "form": "hash"}
     elif base_name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
         options = {"datasets": "leg_counting+spell_backward*2(min_word_len=3;max_word_len=6)"}
     return envs.make_env(name, **options)
 
 
 def digest() -> str:
     """A fingerprint of the first problems of environments that draw theirs in different ways."""
-    made = [environment(name) for name in NAMES]
+    made = [environment(name) for name in INSTALLED]
     problems = [repr(env.problem(i).messages) for env in made for i in range(min(20, env.num_tasks))]
     return hashlib.sha256("\n".join(problems).encode()).hexdigest()
 
@@ -275,7 +279,7 @@ def test_prompts_are_those_of_transformers_template():
     assert plain
     for vector in plain:
         assert tokenizer.chat(vector["messages"], thinking=vector["enable_thinking"]) == vector["ids"]
-    for name in NAMES:
+    for name in INSTALLED:
         problem = environment(name).problem(0)
         text = tokenizer.hf.apply_chat_template(
             problem.messages, tokenize=False, add_generation_prompt=True, enable_thinking=problem.thinking
@@ -475,6 +479,7 @@ def test_an_environment_names_the_package_that_it_lacks(tmp_path, package, name,
 
 
 def test_reasoning_gym_mixtures(tmp_path):
+    pytest.importorskip("reasoning_gym")
     (tmp_path / "mix.yaml").write_text(
         "specs:\n- {name: spell_backward, weight: 3, config: {min_word_len: 3}}\n- {name: leg_counting}\n"
     )
@@ -706,7 +711,8 @@ def test_hostile_text(kind):
     text = HOSTILE[kind]()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for env in map(environment, ("countdown3", "poem", "gsm8k", "math500", "dataset", "reasoning_gym")):
+        names = ["countdown3", "poem", "gsm8k", "math500", "dataset", *["reasoning_gym"] * HAS_GYM]
+        for env in map(environment, names):
             problem = env.problem(0)
             for reply in (text, f"<answer>{text}</answer>", f"<answer>{text}", f"{text}<answer>1</answer>"):
                 start = time.process_time()

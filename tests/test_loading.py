@@ -344,6 +344,22 @@ def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
         assert tokenizer.render([{"role": "user", "content": "1 + 1"}], False) == "1 + 1"
 
 
+@pytest.mark.parametrize(("model_type", "is_its_own"), [("qwen3", False), (None, False), ("mistral3", True)])
+def test_tokenizer_warns_of_mistral_for_its_models_only(model_type, is_its_own, tmp_path, monkeypatch):
+    """transformers 5.17 warns for every model whose config.json names no version, unless it gets the argument."""
+    import transformers
+
+    folder, given = tmp_path / "model", []
+    shutil.copytree(ROOT / "models/tiny", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = load_tokenizer(ROOT / "models/tiny").hf
+    answer = lambda *_, **options: given.append(options) or whole  # noqa: E731
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", answer)
+    load_tokenizer(folder)
+    assert ("fix_mistral_regex" not in given[0]) == is_its_own
+
+
 def test_a_text_at_which_a_tokenizer_panics_ends_in_one_sentence(folder):
     """Its panics are no Exception; the expression repeats no group, so that it is not tried at load."""
     shutil.rmtree(folder, ignore_errors=True)

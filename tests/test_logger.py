@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -179,6 +182,15 @@ def test_what_was_logged_can_be_drawn(tmp_path, metrics):
     header = (tmp_path / "plot.png").read_bytes()[:24]
     assert header[1:4] == b"PNG"
     assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]
+
+
+def test_picture_does_not_depend_on_the_backend_of_a_notebook(tmp_path):
+    """Jupyter hands MPLBACKEND on to the commands of a cell, in whose environment its backend may be missing."""
+    code = "import sys; from utils.reporting.plots import plot_runs; plot_runs({'a': {}}, sys.argv[1])"
+    environment = os.environ | {"MPLBACKEND": "module://nowhere.backend_inline"}
+    command = [sys.executable, "-c", code, str(tmp_path / "plot.png")]
+    subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, check=True)
+    assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_a_run_alone_has_its_name_as_the_title_and_held_out_scores_are_dotted(tmp_path, monkeypatch):

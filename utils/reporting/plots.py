@@ -6,6 +6,7 @@ strong as a trailing mean, with gaps at steps without a value. report.html draws
 
 import itertools
 import logging
+import os
 from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
     import matplotlib.axes
+    import matplotlib.figure
 
 MAIN = (  # (held out, training)
     ("test_env/correct_answer", "env/correct_answer"),
@@ -125,13 +127,10 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
 
     1200 x 600 pixels; panels of metrics that were never logged are left out.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where HOME cannot be written
-    from matplotlib.figure import Figure
-
     logged = set().union(*runs.values())
     held_out, training = next((pair for pair in (*MAIN, LOSS) if logged.intersection(pair)), MAIN[-1])
     side = [name for name in SIDE if name in logged and name != training]
-    figure = Figure(figsize=(12, 6), dpi=100, layout="constrained")  # not pyplot: no global state, no display
+    figure = make_figure(figsize=(12, 6), dpi=100)
     pairs = [(side[i], side[min(i + 1, len(side) - 1)]) for i in range(0, len(side), 2)]
     axes = figure.subplot_mosaic([["main", "main", *pair] for pair in pairs] or [["main"]])  # a row each
     colours = itertools.cycle(COLOURS)
@@ -151,6 +150,20 @@ def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
     format_main_axis(axes["main"], is_share(held_out))
     with replacing(out_png) as file:
         figure.savefig(file, facecolor="white", format=Path(out_png).suffix.removeprefix(".") or None)
+
+
+def make_figure(**options: object) -> "matplotlib.figure.Figure":
+    """Returns an empty figure, which is written to files and never shown: not pyplot's, which has a global state.
+
+    MPLBACKEND is not read: a notebook hands it on to the commands that it starts, where it may name no backend.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where HOME cannot be written
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        os.environ |= {"MPLBACKEND": backend} if backend else {}
+    return Figure(layout="constrained", **options)
 
 
 def plot_held_out(axis: "matplotlib.axes.Axes", run: Metrics, name: str, colour: str, label: str) -> None:

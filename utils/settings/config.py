@@ -289,9 +289,10 @@ def fit(description: str) -> list[str]:
     """Returns a docstring in lines of HELP_WIDTH; commands stay whole, behind their comment where both are too long."""
     lines = []
     for block in description.strip("\n").split("\n\n"):
-        if not block.startswith("    "):
+        is_code = block.startswith(("    ", "python "))  # Python 3.13 removes the indentation of docstrings
+        if not is_code:
             lines += textwrap.wrap(block, HELP_WIDTH, break_on_hyphens=False)
-        for line in block.splitlines() if block.startswith("    ") else ():
+        for line in textwrap.indent(textwrap.dedent(block), "    ").splitlines() if is_code else ():
             command, _, comment = line.partition("  # ")
             lines += [f"    # {comment}", command.rstrip()] if comment and len(line) > HELP_WIDTH else [line]
         lines.append("")
