@@ -61,7 +61,10 @@ def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     is_short = np.zeros(env.num_tasks, bool)
     for task in range(env.num_tasks):
         problem = env.problem(task)
-        is_short[task] = bound(problem) <= limit or len(encode(problem)) <= limit
+        try:
+            is_short[task] = bound(problem) <= limit or len(encode(problem)) <= limit
+        except UserError as error:  # of the chat template
+            raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
     return np.flatnonzero(is_short)
 
 

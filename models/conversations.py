@@ -207,7 +207,8 @@ def encode_rows(
         try:
             encoded.append(encode_conversation(tokenizer, messages, train_on, getattr(messages, "tools", ())))
         except UserError as error:
-            raise UserError(f"{name}: row {number}: {error}") from error
+            place = getattr(messages, "place", "") or f"{name}: row {number}"
+            raise UserError(f"{place}: {error}") from error
     lengths = [len(row) for row in encoded]
     num_long = sum(length > max_length for length in lengths)
     if num_long and long_rows == "error":

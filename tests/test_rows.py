@@ -15,8 +15,11 @@ from envs.data.files import read_file
 from envs.data.messages import Messages
 from envs.data.written import DataConfig, read_written
 from envs.dataset import Dataset
+from envs.prompts import find_tasks
 from envs.scoring.scorer import Scorer
 from envs.scoring.trial import try_rewards
+from models.conversations import encode_rows
+from models.tokenizer import load_tokenizer
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,6 +275,8 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
         ({"loss_mask": [1, 1, 1, 1]}, "loss_mask at message 1 has loss_mask=1: only what the assistant says"),
         ({"weight": 0.5}, "has weight=0.5: a reply is trained"),
         ({"label": False}, "its column label says whether its reply is wanted"),
+        ({"weights": [0, 1]}, "its column weights is not used"),
+        ({"functions": []}, "its column functions is not used"),
         ({"tools": "add(a, b)"}, "column tools is text, and not JSON"),
         ({"tools": [{"description": "Adds."}]}, "no list of JSON schemas with a name"),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}, *TURNS]}, "are both system messages"),
@@ -280,6 +285,18 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
 def test_what_is_wrong_in_a_row_of_sft_is_named(tmp_path, row, words):
     with pytest.raises(UserError, match=f"sft.jsonl:1 is malformed: .*{words}"):
         read_sft(tmp_path, {"messages": TURNS, **row})
+
+
+def test_a_row_that_the_chat_template_does_not_show_is_named_by_its_line(tmp_path):
+    tokenizer = load_tokenizer(ROOT / "models/tiny")
+    rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, CALLED, RESULT, SAY]}]
+    path = write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
+    data, _ = read_written(DataConfig(str(path), test_fraction=0.0))
+    with pytest.raises(UserError, match=r"rows.jsonl:2: the model's chat template .* tool"):
+        encode_rows(tokenizer, "rows", data.env.conversations, "all", 512, "error")
+    env = Dataset(path=str(path), test_path=str(path), split="test")
+    with pytest.raises(UserError, match=r"rows.jsonl:2: the model's chat template .* tool"):
+        find_tasks("dataset", env, lambda x: tokenizer.chat(x.messages, tools=x.tools), 512)
 
 
 def test_columns_for_rewards_stay_free(tmp_path):

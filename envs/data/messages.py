@@ -32,9 +32,10 @@ REFUSED = ("images", "image", "videos", "video", "audios", "audio", "chat_templa
 
 
 class Messages(list[Message]):
-    """Messages, with the JSON schemas of the tools that the assistant may call."""
+    """Messages, with the JSON schemas of the tools that the assistant may call, and the place of their row."""
 
     tools: tuple[Schema, ...] = ()
+    place: str = ""
 
     @classmethod
     def of(cls, messages: Sequence[Message], tools: tuple[Schema, ...]) -> "Messages":

@@ -16,6 +16,7 @@ from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
 THINK_END = "</think>"
+UNUSED = ("functions", "weights", "sample_weight", "loss_weight", "labels", "assistant_masks", "completion_mask")
 USUAL = Columns(usual_answers=("completion",), begins_with_messages=True)
 
 
@@ -75,6 +76,8 @@ class Written(Env):
 
     def __init__(self, rows: list[Row], note: str):
         self.rows, self.note, self.num_tasks = rows, note, len(rows)
+        for row in rows:
+            row.answer.place = row.place
         replies = [message for row in rows for message in row.answer if message["role"] == REPLY]
         self.thinking = any(THINK_END in reply["content"] or "reasoning_content" in reply for reply in replies)
 
@@ -137,6 +140,8 @@ def read_conversation(row: RawRow, columns: Columns = USUAL) -> Row:
         found = f"it has neither messages nor prompt and completion, only {', '.join(map(repr, row))[:200]}"
         advice = "name them by --columns prompt=COLUMN,completion=COLUMN or messages=COLUMN"
         raise ValueError(f"{found}: {advice}") from error
+    if wrong := next((name for name in UNUSED if row.get(name) is not None), ""):
+        raise ValueError(f"its column {wrong} is not used: write tools, or a loss_mask with a 0 or 1 for each reply")
     if isinstance(row.get("label"), bool):  # KTO's
         raise ValueError("its column label says whether its reply is wanted: keep rows with true, without the column")
     messages = as_messages(exchange.prompt, "user")
