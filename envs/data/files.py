@@ -53,7 +53,9 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     with open_file(path) as file:
         start = file.read(NUM_START)
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()
-    if start.startswith(PARQUET) and not is_compressed:
+    if start.startswith(PARQUET):
+        if is_compressed:
+            raise UserError(f"{path} is a Parquet file that is compressed by gzip: `gunzip` unpacks it")
         yield from read_parquet(path)
         return
     if not text:
@@ -62,7 +64,7 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
         raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {path} > NEW` converts it")
     if other := next((what for sign, what in FOREIGN.items() if text.startswith(sign)), ""):
         raise UserError(f"{path} is {other}")
-    if b"\0" in start:
+    if b"\0" in start.partition(b"\n")[0]:
         raise UserError(f"{path} holds a zero byte, and is of no known format: {READ}")
     yield from read_json(path) if looks_like_json(path) else read_csv(path)
 
