@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from models.messages import REPLY, Message, Schema, Tool, content_of
-from models.tokenizer import CONTENT, TURN, Tokenizer, behind, end_of_turns
+from models.tokenizer import CONTENT, TURN, Tokenizer, behind, end_of_turns, unused_mark
 from utils.settings.errors import UserError
 
 THINK, THINK_END = "<think>", "</think>"
@@ -106,8 +106,9 @@ def open_turn(
     # The template drops thinking from a reply when messages follow it: what follows is read off another reply.
     heard = before[len(before) - num_heard :]
     *past, last = before[: len(before) - num_heard]
-    past.append({key: x for key, x in last.items() if key != "reasoning_content"} | {"content": TURN})
-    closed, rest = behind(tokenizer, past, heard, thinks(reply), tools)
+    mark = unused_mark(text + opening)
+    past.append({key: x for key, x in last.items() if key != "reasoning_content"} | {"content": mark})
+    closed, rest = behind(tokenizer, past, heard, thinks(reply), tools, mark)
     opened = text + rest[len(closed) :]
     if not differs_by_thinking(opened, opening):
         raise UserError(

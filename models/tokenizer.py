@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -376,14 +377,14 @@ def make_bridge(
     if plain or not tokenizer.has_template:
         text = tokenizer.write(messages, thinking, plain)
         return Bridge([], tokenizer.encode_behind(TURN, f"\n{text}\n{prefix}"))
-    turn = UNREAD
+    check_roles(tokenizer, messages, may_be_called=False)
+    mark = unused_mark(said)
+    turn = {"role": REPLY, "content": mark}
     if is_begun(before):
         *before, begun = before
-        turn = {**begun, "content": content_of(begun) + TURN}
-    check_roles(tokenizer, messages, may_be_called=False)
-    whole, schemas = tokenizer.prepare([*before, turn, *messages], thinking, tools)
-    first = len(whole) - len(messages)
-    _, rest = behind(tokenizer, whole[:first], whole[first:], thinking, schemas)
+        turn = {**begun, "content": content_of(begun) + mark}
+    end = short_end(tokenizer, _template, thinking)
+    _, rest = behind(tokenizer, [*before, turn], messages, thinking, tools, mark, end)
     ids = tokenizer.encode_behind(TURN, rest + prefix)
     place = end_place(tokenizer, ids)
     return Bridge(ids[:place], ids[place:])
@@ -395,23 +396,39 @@ def behind(
     messages: Sequence[Message],
     thinking: bool | None,
     schemas: Sequence[Schema],
+    mark: str,
+    end: str | None = None,
 ) -> tuple[str, str]:
-    """Returns what the chat template writes behind TURN, in a last reply: to its end, and up to the reply to messages.
+    """Returns what the chat template writes behind a mark in a last reply: to its end, and up to the reply to messages.
 
+    `end`: what it writes behind a reply that nothing follows; None: it is rendered.
     Raises: UserError where it ends a reply in another way when messages follow it.
     """
-    closed = tokenizer.render(before, thinking, is_open=False, tools=schemas)
-    longer = tokenizer.render([*before, *messages], thinking, tools=schemas)
-    _, is_closed, end = closed.rpartition(TURN)
-    _, is_longer, rest = longer.rpartition(TURN)
+    if end is None:
+        end = tokenizer.render(before, thinking, is_open=False, tools=schemas).rpartition(mark)[2]
+    _, is_shown, rest = tokenizer.render([*before, *messages], thinking, tools=schemas).rpartition(mark)
     number = end_of_turns(tokenizer, tokenizer.template)
     text, sign, _ = end.partition("\0" if number is None else tokenizer.hf.convert_ids_to_tokens(number))
-    if not (is_closed and is_longer and rest.startswith(text + sign if sign else end.rstrip())):
+    if not (is_shown and rest.startswith(text + sign if sign else end.rstrip())):
         raise UserError(
             "the model's chat template ends a reply in another way when messages follow it, so that a conversation "
             "cannot go on behind the tokens that were drawn: choose an environment, or rows, with one reply"
         )
     return text + sign, rest
+
+
+def unused_mark(said: str) -> str:
+    """Returns a text that stands for a reply, and that nobody has said."""
+    return next(mark for mark in map(f"{TURN}{{}}".format, count()) if mark not in said)
+
+
+@lru_cache(maxsize=64)
+def short_end(tokenizer: Tokenizer, _template: str, thinking: bool | None) -> str | None:
+    """Returns what the chat template writes behind the reply of a short conversation; None where it refuses that."""
+    with contextlib.suppress(UserError):
+        messages = [{"role": "user", "content": "1"}, UNREAD]
+        return tokenizer.render(messages, thinking, is_open=False).rpartition(TURN)[2]
+    return None
 
 
 def end_place(tokenizer: Tokenizer, ids: Sequence[int]) -> int:

@@ -128,6 +128,14 @@ def test_a_begun_reply_goes_on_and_so_do_the_turns_behind_it():
     assert tok.chat([TURNS[0]], prefix="Let me") == tok.encode(tok.write([TURNS[0]], False) + "Let me")
 
 
+def test_a_message_that_spells_the_mark_of_a_reply_is_read_whole():
+    tok = make("bytes", TEMPLATES["plain turns"])
+    for said in (tokenizer.TURN, f"{tokenizer.TURN}0 and {tokenizer.TURN}1", "<|end|>"):
+        bridge, whole = tok.bridge(TURNS[:1], [says("user", said)]), [*TURNS[:2], says("user", said)]
+        expected = tok.hf.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
+        assert expected[-len(bridge.end + bridge.ids) :] == bridge.end + bridge.ids
+
+
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_a_base_model_begins_with_what_its_tokenizer_puts_first(kind):
     """Once, also behind a template that writes it."""
