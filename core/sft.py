@@ -54,7 +54,7 @@ LOGGED = ("lr", "grad_norm", "update_norm", "param_norm", "speed/padding")  # of
 class SftRun(Run):
     """A run without rollouts."""
 
-    command, last_step = SFT, 0
+    command, curve, last_step = SFT, "data/loss", 0
     tests: Sequence[Messages] = ()  # held-out conversations
     rows: Sequence[Conversation] = ()
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,16 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation():
     assert cells[0] == ["countdown-test", "64", "2", "correct_answer", *correct]
     assert cells[1] == ["countdown-test", "64", "2", "return", "-1 [-1.25, -0.75] (step 0)", "3 [2.5, 3.5] (step 20)"]
     assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
+
+
+def test_scores_are_compared_since_the_last_change_of_what_they_mean():
+    run = {"test_env/return": (np.array([0.0, 10, 20, 30]), np.array([1.0, 2, 3, 4]))}
+    segments = [{"step": 10, "changed": {"env_options": ["", "prefix=```\n# x"]}, "data": {}, "comparable": False}]
+    card = replace(card_of(**HELD_OUT), segments=segments)
+    text = card.render(Progress(33), run)
+    assert "| 3 (step 20) | 4 (step 30) |" in text and "Scores up to step 10 are of other data or settings" in text
+    assert "from step 11 on: --env_options 'prefix=```\\n# x' (before: '')" in blocks(text)["text"]
+    assert cards.NO_SCORES not in replace(card, segments=[segments[0] | {"step": 40}]).render(Progress(43), run)
 
 
 def test_the_loss_of_held_out_replies_is_in_the_card():

@@ -30,6 +30,7 @@ from utils.reporting.page import (
     count_changes,
     embed_json,
     first_and_last,
+    judge_segment,
     pair_rows,
     read_rollouts,
     run_data,
@@ -96,7 +97,7 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, 
         settings = {"env_name": env_name}
         (folder / "step31").mkdir()
         run = SimpleNamespace(layout=layout, directory=folder, model_dir="base", settings=settings)
-        run.print = partial(print, sep="\n")
+        run.print, run.card = partial(print, sep="\n"), SimpleNamespace(segments=[])
         Run.print_summary(run, Progress(step=31), None)
     verdict, *lines = capsys.readouterr().out.splitlines()
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
@@ -236,6 +237,19 @@ def test_seeds_are_judged_together_in_words_in_the_page_and_in_the_table(tmp_pat
     table = format_runs(runs, {"all": list(runs)})
     assert table.splitlines()[1].split()[-2:] == ["before", "after"]
     assert ("2 seeds  0.200 (too few seeds)  0.500 (too few seeds)" in table) == (kind == "open"), table
+
+
+def test_only_scores_of_the_same_problems_are_compared():
+    """A change by --resume force at step 20, after which the first score is that of step 30."""
+    steps, values = np.array([0.0, 10, 20, 30, 40]), np.array([0.9, 0.9, 0.9, 0.1, 0.1])
+    run = {"test_env/correct_answer": (steps, values), "num_updates": (steps, np.ones(5))}
+    run |= {f"test_env/correct_answer_{end}": (steps, values) for end in ("low", "high")}
+    segment = {"step": 20, "changed": {"env_options": ["", "numbers=4"]}, "data": {}}
+    texts = {same: judge_segment(run, {}, [segment | {"comparable": same}])["text"] for same in (True, False)}
+    assert "from 90.0% at step 0 to 10.0% at step 40" in texts[True] and "--resume force" not in texts[True]
+    assert "from 10.0% at step 30 to 10.0% at step 40" in texts[False]
+    assert texts[False].endswith("Scores up to step 20 are of other data or settings (--resume force).")
+    assert "Too early to tell" in judge_segment(run, {}, [segment | {"step": 40, "comparable": False}])["text"]
 
 
 def test_the_change_of_a_share_stays_within_what_is_possible():

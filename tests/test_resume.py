@@ -51,6 +51,8 @@ from utils.metrics.logger import LossyWriter
 from utils.runs import checkpoints, lock
 from utils.runs.checks import check_folder
 from utils.runs.lock import FolderLock
+from utils.runs.origin import read_settings
+from utils.runs.segments import add_segment, last_break
 from utils.settings.config import make_config, to_dict
 from utils.settings.errors import UserError
 from utils.settings.removed import REMOVED, Removed
@@ -371,6 +373,47 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
     assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
 
 
+def run_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["run"]
+
+
+def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
+    """Also after a plain resume; those that leave the scores alone do not divide them."""
+    with started(small_run(tmp_path, lr=1e-3)) as run:
+        save(run, 3)
+    assert "segments" not in run_of(tmp_path)
+    for options in ({"lr": 2e-3}, {"lr": 2e-3, "temperature": 0.5}):
+        run = small_run(tmp_path, **options, resume="force")
+        assert run.restore(states(0))[1].step == 3
+        started(run).release()
+    run = small_run(tmp_path, lr=2e-3, temperature=0.5)  # nothing changed, and nothing is forgotten
+    run.restore(states(0))
+    with started(run):
+        save(run, 4)
+    first, second = run_of(tmp_path)["segments"]
+    assert first == {"step": 3, "changed": {"lr": [1e-3, 2e-3]}, "data": {}, "comparable": True}
+    assert second == {"step": 3, "changed": {"temperature": [1.0, 0.5]}, "data": {}, "comparable": False}
+    assert last_break([first]) == -1 and last_break([first, second]) == 3
+    card = run.card.render(Progress(4), {})
+    assert "from step 4 on: --lr 0.002 (before: 0.001)" in card and "up to step 3 are of other data" in card
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["global_step"] for event in events] == [3, 3] and "--lr 0.002 (before: 0.001)" in events[0]["warning"]
+    assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()
+
+
+def test_a_segment_of_a_state_that_is_lost_begins_where_the_run_goes_on():
+    segments = add_segment([], 6, {"lr": [1, 2]}, {}, is_comparable=True)
+    assert [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)] == [4, 4]
+    assert add_segment(segments, 9, {}, {}, True) == segments
+
+
+@pytest.mark.parametrize("segments", [[1], [{"step": "1"}], [{"step": 1, "changed": {"lr": [1]}, "data": {}}]])
+def test_segments_that_no_run_writes_are_named(segments, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"segments": segments}}))
+    with pytest.raises(UserError, match="config.json: run.segments is"):
+        read_settings(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize(("value", "outcome"), [(1, ""), (2, "note: {}"), ("x", "refused: {}")])
 def test_a_run_with_an_option_that_went_says_what_replaces_it(value, outcome, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=value == "x"))
@@ -416,8 +459,12 @@ def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
     changed = played_file(tmp_path / "a.jsonl", CHANGED[kind])
     with pytest.raises(UserError, match="other data: dataset is .* problems, digest .* and was .* problems, digest"):
         small_run(folder, changed)
-    small_run(folder, changed, resume="force").release()
+    run = small_run(folder, changed, resume="force")
     assert "goes on with other data: dataset is" in capsys.readouterr().out
+    run.restore(states(0))
+    started(run).release()
+    (segment,) = run_of(folder)["segments"]
+    assert segment["data"].keys() == {"dataset"} and not segment["comparable"]
 
 
 def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):

@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from models.checkpoint import ROOT, find_local
 from models.files import CARD, CARD_MARK
 from utils.metrics.jsonl import JSON
 from utils.reporting.plots import Metrics, by_steps, format_point
+from utils.runs.segments import Segment, describe_segment, last_break, since
 from utils.settings.arguments import Value
 from utils.settings.checks import load_yaml
 from utils.settings.config import changed_options
@@ -44,7 +45,7 @@ TEMPLATE = """\
 Trained with lmpo, {version}. The command, with all options that change the result:
 
 {command}
-
+{changes}
 {settings}
 
 ## Held-out scores
@@ -57,6 +58,12 @@ Sampled with the settings above; means over problems with 95% intervals.
 | environment | problems | samples of each | score | before | after |
 |---|---|---|---|---|---|
 """
+OLD_SCORES = "Scores up to step {} are of other data or settings, and left out."
+CHANGES = """
+These are the settings of the last steps. `--resume force` changed them on the way:
+
+{}
+"""
 NO_SCORES = "None: the run was not evaluated on held-out problems."
 
 
@@ -68,17 +75,19 @@ class ModelCard:
     settings: Mapping[str, Value]  # all options by name
     environments: Mapping[str, RolloutSettings]  # by role
     script: str = GRPO  # one of METHODS
+    segments: Sequence[Segment] = ()  # what --resume force changed
     version: str = field(default_factory=lambda: find_version())  # of lmpo, when the run begins
 
     def render(self, progress: Progress, run: Metrics) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
-        name = self.environments["env"].name
+        name, changes = self.environments["env"].name, "\n".join(map(describe_segment, self.segments))
         return TEMPLATE.format(
             mark=CARD_MARK,
             metadata=to_yaml(self.metadata()),
             title=f"{name} by {METHODS[self.script][0]}, step {progress.step}",
             version=self.version,
             command=fenced("sh", training_command(self.config_class, self.settings, self.script)),
+            changes=CHANGES.format(fenced("text", changes)) if changes else "",
             settings=fenced("yaml", to_yaml(self.facts(progress))),
             scores=self.scores(run),
         )
@@ -114,7 +123,9 @@ class ModelCard:
         return facts
 
     def scores(self, run: Metrics) -> str:
-        """Returns a table of the first and the last held-out scores, with their steps."""
+        """Returns a table of the first and the last held-out scores since they are of the same, with their steps."""
+        step = last_break(self.segments)
+        run = {name: series for name, series in since(run, step).items() if len(series[0])}
         rows, played = [], self.environments.get("test_env")
         for score in SCORES:
             name = f"test_env/{score}"
@@ -128,6 +139,8 @@ class ModelCard:
         if LOSS in run:
             before, after = both_ends(run, LOSS)
             parts.append(f"Loss of held-out replies, nats a token, with its 95% interval: {before}, then {after}.")
+        if step >= 0:
+            parts = [*parts, OLD_SCORES.format(step)]
         return "\n\n".join(parts) or NO_SCORES
 
 

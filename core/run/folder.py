@@ -50,19 +50,20 @@ from utils.devices.compilation import forget_programs
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout
 from utils.files import replacing, skipping_damage, write_json
-from utils.metrics.jsonl import json_value
+from utils.metrics.jsonl import JSON, json_value
 from utils.metrics.logger import Logger, lossy_output
 from utils.metrics.sinks import open_sinks
 from utils.metrics.terminal import waiting
-from utils.reporting.page import held_out_scores, write_report
+from utils.reporting.page import held_out_scores, judge_segment, write_report
 from utils.reporting.plots import plot_runs, read_metrics
-from utils.reporting.verdict import judge, made_no_update
+from utils.reporting.verdict import made_no_update
 from utils.runs.bucket import Bucket, is_bucket, local_folder
 from utils.runs.checkpoints import NUM_STATES, CheckpointManager
 from utils.runs.checks import check_folder, check_models, check_name, describe_others
 from utils.runs.lock import FolderLock
 from utils.runs.origin import Origin, read_settings, start_of
 from utils.runs.resume import check_settings
+from utils.runs.segments import add_segment, describe_segment
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
 from utils.settings.config import changed_options, options_of, to_dict
@@ -78,6 +79,7 @@ CPU_PRESET = "configs/cpu.py"
 MANY_TOKENS_ON_CPU = 1 << 18  # to sample in a step: minutes for models/tiny on two cores
 DRAWING_INTERVAL = 60  # seconds between two drawings of plot.png and report.html, at least
 NUM_HELD_OUT = 32  # held-out problems whose rollouts are written
+SCORED = ("data", "env", "held_out", "sampling", "eval", "rewards")  # groups of options that change what scores mean
 SELECTION_SCORE = "test_env/return"  # by which --save_best chooses
 
 
@@ -111,6 +113,7 @@ class Run:
     """
 
     command = GRPO
+    curve = "env/return"  # of the report, on which changes by --resume force are marked
 
     def __init__(self, settings: RunSettings, layout: Layout, environments: Mapping[str, RolloutSettings]):
         self.config, self.layout, self.signals = settings.run, layout, Signals()
@@ -147,12 +150,17 @@ class Run:
         self.before = before | {"start": layout.broadcast(start_of(before))}
         date_prompts(self.before["start"])  # so that a run goes on with the prompts that it began with
         self.fingerprints = self.fingerprint()
+        self.new_settings: dict[str, list[JSON]] = {}  # old and new value of those that --resume force changes
+        self.new_data: dict[str, list[JSON]] = {}
+        options = options_of(type(settings))
         if self.checkpoints.steps:
-            resumable = {name for name, known in options_of(type(settings)).items() if known.resumable}
-            check_settings(self.directory / "config.json", self.settings, self.config.resume, resumable)
+            resumable = {name for name, known in options.items() if known.resumable}
+            file = self.directory / "config.json"
+            self.new_settings = check_settings(file, self.settings, self.config.resume, resumable)
+        self.keeps_scores = not any(options[name].group in SCORED for name in self.new_settings)
         compare_processes(self.fingerprints, layout)
         if self.checkpoints.steps:
-            compare_runs(self.directory / "data.json", self.fingerprints, self.config.resume)
+            self.new_data = compare_runs(self.directory / "data.json", self.fingerprints, self.config.resume)
         self.resumed: Progress | None = None
         self.newest: tuple[TrainState, Progress] | None = None  # lost if it is not saved
         self.num_steps = 0  # of this process
@@ -206,7 +214,7 @@ class Run:
         self.model, self.tokenizer, self.workers = model, tokenizer, list(workers)
         prompts = self.fingerprint_prompts()
         if self.resumed:
-            compare_runs(self.directory / "data.json", prompts, self.config.resume, OF_PROMPTS)
+            self.new_data |= compare_runs(self.directory / "data.json", prompts, self.config.resume, OF_PROMPTS)
         self.fingerprints |= prompts
         adapters = read_adapters(find_model(self.model_dir))
         base = adapters.base if adapters else self.model_dir
@@ -215,7 +223,11 @@ class Run:
         is_main = self.layout.is_main
         resume_step = self.resumed.step if self.resumed else -1
         check_models(self.directory, resume_step)
-        self.origin = Origin(self.card.version, self.layout.device_kinds, self.before)
+        is_comparable = self.keeps_scores and not self.new_data
+        old, changes = self.before.get("segments", []), (self.new_settings, self.new_data)
+        segments = add_segment(old, resume_step, *changes, is_comparable)
+        self.origin = Origin(self.card.version, self.layout.device_kinds, self.before | {"segments": segments})
+        self.card = replace(self.card, segments=segments)
         if is_main:
             self.write_config()
             write_json(self.directory / "data.json", self.fingerprints)
@@ -227,6 +239,8 @@ class Run:
                 test_interval=self.settings.get("test_interval", 0),
                 sinks=open_sinks(self.config, self.directory, self.settings, resume_step),
             )
+            if len(segments) > len(old):
+                self.logger.note(resume_step, self.curve, f"--resume force: {describe_segment(segments[-1])}")
         self.compilations = Compilations(self.directory / "programs.jsonl" if is_main else None)
         return self
 
@@ -604,7 +618,8 @@ class Run:
             self.save_step(state, progress)
         if self.layout.is_main:
             metrics = read_metrics(self.directory / "metrics.jsonl")
-            self.print(judge(metrics, held_out_scores(self.directory / "rollouts"))["text"])
+            scores = held_out_scores(self.directory / "rollouts")
+            self.print(judge_segment(metrics, scores, self.card.segments)["text"])
             if made_no_update(metrics):
                 self.print(f"no update was made: the saved model is {self.model_dir}, unchanged")
         model = str(self.directory / f"step{progress.step}")

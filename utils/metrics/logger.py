@@ -113,6 +113,10 @@ class Logger(contextlib.AbstractContextManager):
     def warn(self, step: int, metric: str, text: str) -> None:
         """Prints a warning about a metric, and keeps it in events.jsonl."""
         print(paint(f"warning: {text}", "33"), flush=True)
+        self.note(step, metric, text)
+
+    def note(self, step: int, metric: str, text: str) -> None:
+        """Keeps a sentence about a metric in events.jsonl."""
         self.write("events.jsonl", {"global_step": int(step), "metric": metric, "warning": text})
 
     def line(self, step: int, metrics: Mapping[str, float]) -> None:

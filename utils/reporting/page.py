@@ -21,9 +21,10 @@ from jaxtyping import Float, Int
 
 from utils.files import read_arrays, replacing, skipping_damage
 from utils.metrics.jsonl import JSON, parse_json, read_lines
-from utils.reporting.plots import COLOURS, Interval, intervals, read_metrics, running_mean
-from utils.reporting.verdict import TaskMeans, judge, judge_seeds
+from utils.reporting.plots import COLOURS, Interval, Metrics, intervals, read_metrics, running_mean
+from utils.reporting.verdict import TaskMeans, TaskScores, judge, judge_seeds
 from utils.runs.origin import read_settings
+from utils.runs.segments import Segment, describe_segment, last_break, since
 from utils.settings.errors import UserError, counted
 
 POINTS = 1000  # of a curve
@@ -199,22 +200,33 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     config, origin = {}, {}
     with skipping_damage():
         config, origin = read_settings(folder / "config.json")
+    changed, segments = origin.pop("changed", []), origin.pop("segments", [])
     events = read_events(folder / "events.jsonl")
     steps = [event["step"] for event in events]
     scores = held_out_scores(folder / "rollouts")
     return {
         "name": label,
-        "verdict": judge(logged, scores),
+        "verdict": judge_segment(logged, scores, segments),
         "problems": count_changes(scores),
         "events": events,
         "metrics": {name: curve_data(*series, intervals(logged, name)) for name, series in logged.items()},
-        "origin": origin,
+        "origin": origin | ({"segments": "\n".join(map(describe_segment, segments))} if segments else {}),
         "news": metrics_jsonl.stat().st_mtime,
         "config": config or None,
-        "changed": origin.pop("changed", []),
+        "changed": changed,
         "pairs": first_and_last(folder / "rollouts"),
         "rollouts": read_rollouts(folder / "rollouts", budget, steps),
     }
+
+
+def judge_segment(run: Metrics, scores: TaskScores, segments: Sequence[Segment]) -> dict[str, JSON]:
+    """Returns the verdict on the steps since the last change of what the scores are of: see `judge`."""
+    step = last_break(segments)
+    verdict = judge(since(run, step), scores)
+    if step < 0:
+        return verdict
+    note = f"Scores up to step {step} are of other data or settings (--resume force)."
+    return verdict | {"text": f"{verdict['text']} {note}"}
 
 
 def read_events(events_jsonl: Path) -> list[dict[str, JSON]]:

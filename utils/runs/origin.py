@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from utils.metrics.jsonl import JSON, read_json
+from utils.runs.segments import is_segment
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
 FORM = "%Y-%m-%d %H:%M:%S"  # of times, ISO 8601
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "transformers")
-KINDS = {"seconds": int | float, "changed": list}  # of what a run writes; others are text
+KINDS = {"seconds": int | float, "changed": list, "segments": list}  # of what a run writes; others are text
 
 
 class Origin:
@@ -36,6 +37,8 @@ class Origin:
             "versions": ", ".join([f"python {platform.python_version()}", *versions]),
             "start": start_of(before),
         }
+        if before.get("segments"):
+            self.facts["segments"] = before["segments"]
 
     def record(self, is_ended: bool) -> dict[str, JSON]:
         """Returns the facts as they are now; "end" is None while the run goes on, and after a process was killed."""
@@ -80,6 +83,7 @@ def read_settings(config_json: Path) -> tuple[dict[str, JSON], dict[str, JSON]]:
     settings, origin = split_origin(read_json(config_json))
     for name, value in origin.items():
         kind = KINDS.get(name, str | None)
-        if not isinstance(value, kind):
+        is_right = isinstance(value, kind) and (name != "segments" or all(map(is_segment, value)))
+        if not is_right:
             raise UserError(f"{config_json}: run.{name} is {reprlib.repr(value)}, which no run writes")
     return settings, origin

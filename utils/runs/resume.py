@@ -11,8 +11,10 @@ from utils.settings.removed import REMOVED, check_removed
 LENGTH = {"max_steps", "num_epochs"}  # may change too, but where the learning rate is on its way to 0 at the end
 
 
-def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resumable: Collection[str]) -> None:
-    """Compares the settings with those in `file`, of the run that is resumed.
+def check_settings(
+    file: Path, settings: Mapping[str, Value], resume: str, resumable: Collection[str]
+) -> dict[str, list[JSON]]:
+    """Compares the settings with those in `file`, of the run that is resumed; returns the old and the new of changes.
 
     `resumable` names may differ: where and how fast a run runs, and what it writes; all others are its meaning.
 
@@ -25,15 +27,17 @@ def check_settings(file: Path, settings: Mapping[str, Value], resume: str, resum
     for name in before.keys() & REMOVED.keys():
         check_removed(name, before[name], f"{name}={before[name]!r} in {file}", is_forced=resume == "force")
     may_differ = {*resumable, *(LENGTH if settings["lr_schedule"] == "constant" else ())}
-    changes = [
-        f"--{name} is {value!r} now and was {before[name]!r}"
+    changes = {
+        name: [before[name], value]
         for name, value in settings.items()
         if name in before and name not in may_differ and comparable(before[name]) != comparable(value)
-    ]
+    }
     advice = "go on with the old ones, with --resume force, or with another --save_dir"
-    if any(change.startswith(f"--{name} ") for name in LENGTH for change in changes):
+    if changes.keys() & LENGTH:
         advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
-    refuse_changes(file.parent, "settings", changes, resume, advice)
+    lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
+    refuse_changes(file.parent, "settings", lines, resume, advice)
+    return changes
 
 
 def read_before(file: Path, noun: str) -> dict[str, JSON]:

@@ -1,0 +1,46 @@
+"""Parts of a run with other settings or data: what --resume force changed, and from which step on."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from utils.metrics.jsonl import JSON
+
+Segment = Mapping[str, JSON]  # step: the last one before; changed, data: [old, new] by name; comparable: the scores
+Changes = Mapping[str, list[JSON]]  # old and new value, by name
+Run = Mapping[str, tuple[np.ndarray, np.ndarray]]  # metrics: steps and values
+
+
+def add_segment(
+    segments: Sequence[Segment], step: int, changed: Changes, data: Changes, is_comparable: bool
+) -> list[Segment]:
+    """Returns the segments of a run that is resumed at a step, with one more if anything was changed."""
+    segments = [{**segment, "step": min(segment["step"], step)} for segment in segments]  # if a later state is damaged
+    if changed or data:
+        segments.append({"step": step, "changed": changed, "data": data, "comparable": is_comparable})
+    return segments
+
+
+def is_segment(value: JSON) -> bool:
+    """True for a segment as `add_segment` makes it."""
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return False
+    changes = [value.get("changed"), value.get("data")]
+    return all(isinstance(x, dict) and all(isinstance(y, list) and len(y) == 2 for y in x.values()) for x in changes)
+
+
+def describe_segment(segment: Segment) -> str:
+    """Returns a segment in words."""
+    changes = [f"--{name} {new!r} (before: {old!r})" for name, (old, new) in segment["changed"].items()]
+    changes += [f"{name} is {new} (before: {old})" for name, (old, new) in segment["data"].items()]
+    return f"from step {segment['step'] + 1} on: {'; '.join(changes)}"
+
+
+def last_break(segments: Sequence[Segment]) -> int:
+    """Returns the last step whose scores are of other problems, or sampled in another way, than those now; -1: none."""
+    return max((segment["step"] for segment in segments if not segment.get("comparable")), default=-1)
+
+
+def since(run: Run, step: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns the metrics of later steps than this one."""
+    return {name: (steps[steps > step], values[steps > step]) for name, (steps, values) in run.items()}
