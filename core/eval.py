@@ -40,6 +40,8 @@ from utils.settings.groups import ComputeConfig, EvalConfig
 from utils.settings.options import group, option
 from utils.settings.presets import demo_of_tiny
 
+SHOWN_LENGTH = 1 << 14  # tokens of a prompt that --show prints, whatever --prompt_length is
+
 
 @dataclass(frozen=True)
 class OutputConfig:
@@ -132,9 +134,11 @@ def evaluate_checkpoint(
 ) -> list[Result]:
     """Returns a checkpoint's results on each environment; with --show, prints problems instead."""
     model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
-    results = []
+    sampling, results = config.sampling, []
+    if config.output.show:
+        sampling = replace(sampling, prompt_length=max(sampling.prompt_length, SHOWN_LENGTH))
     for settings in environments:
-        with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        with make_worker(settings, sampling, config.rewards, model, tokenizer, layout) as worker:
             worker = worker.with_room(sampling_room(model, layout, params))  # noqa: PLW2901
             if layout.is_main:
                 for note in worker.notes:

@@ -464,3 +464,9 @@ def test_each_text_option_of_an_environment_is_known_to_run_code_or_not():
     names += " path problems prompt questions reward_weights split subjects_file test_hub_split test_path words"
     parameters = {x for name in ENVS for x in inspect.signature(find_class(name)[0]).parameters.values()}
     assert {x.name for x in parameters if isinstance(x.default, str)} == {*names.split(), *CODE}
+
+
+def test_problems_are_shown_whatever_the_limit_of_prompts(capsys):
+    evaluation.main(evaluation.parse_command(["--env_name", "poem", "--prompt_length", "5", "--show", "1"]))
+    printed = capsys.readouterr().out
+    assert "======== problem 0" in printed and "left out" not in printed
