@@ -308,4 +308,5 @@ def check_files(config: EnvConfig, names: Iterable[str]) -> None:
         is_taken = any(flag in option_names(name) for name in names)
         if getattr(config, flag) and not is_taken:
             named = ", ".join(names) or "an empty --env_name"
-            raise UserError(f"--{flag}: no environment of {named} has such an option")
+            remedy = ": --env_name dataset does" if flag in CODE else ""
+            raise UserError(f"--{flag} {getattr(config, flag)}: no environment of {named} takes it{remedy}")

@@ -18,7 +18,12 @@ PRESETS = {
     "own_fault.py": "def get_config(): return {'env_name': 'poem', 'env_options': 'numbers=9'}",
     "groups.py": "def get_config(): return {'groups_per_batch': 4, 'group_size': 4, 'ppo_minibatch': 8}",
     "mapping.py": "get_config = {'lr': 1e-6}",
+    "rows.jsonl": "".join(f'{{"prompt": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(12)),
+    "other.jsonl": '{"q": "1 + 1", "a": "2"}\n',
+    "empty.jsonl": "",
+    "r.py": "def good(completion, answer): return 1.0\ndef wrong(completion, answr): return 1.0",
 }  # files in the folder of a test
+ROWS = "--env_name dataset --env_options path"
 SENTENCES = {  # command line: what is printed
     "--learning_rate 1e-4": "there is no option --learning_rate; did you mean --lr?",
     "--lr fast": "--lr=fast: lr must be of type float",
@@ -40,6 +45,24 @@ SENTENCES = {  # command line: what is printed
     "--config groups.py --groups_per_batch 3 ": "(groups.py sets --ppo_minibatch, groups.py sets --group_size)",
     "poem": "'poem' belongs to no option: options are written --name value.",
     "--lr": "--lr needs a value",
+    "--lr -1": "--lr must not be negative",
+    "--groups_per_batch 0": "--groups_per_batch must be at least 1",
+    "--do_group_filter maybe": "--do_group_filter takes 0, 1, true, false, not 'maybe'",
+    "--test_interval -1": "--test_interval must not be negative; 0: only before and after training",
+    "--env_name poem --env_options form=tags": "environment poem has no option 'form'; its options are max_characters",
+    "--env_name countdown --env_options numbers=many": "option numbers takes int, not 'many'",
+    "--env_name countdown --episode x.py:C": "no environment of countdown takes it: --env_name dataset does",
+    "--env_name countdown --data_dir x": "--data_dir x: no environment of countdown takes it",
+    "--env_name countdown --reward_weights 1": "--reward_weights are those of the functions of --reward: name some",
+    "--env_name dataset": "the environment dataset needs data: --env_options path=FILE (or owner/name on the hub)",
+    f"{ROWS}=nowhere.jsonl": "there is no file nowhere.jsonl",
+    f"{ROWS}=empty.jsonl": "empty.jsonl is empty: write rows into it",
+    f"{ROWS}=other.jsonl": "other.jsonl:1 has no column 'prompt', only 'q', 'a'",
+    f"{ROWS}=rows.jsonl,form=boxd": "form=boxd: choose one of tags, boxed, hash, any",
+    f"{ROWS}=rows.jsonl --reward nowhere.py:f": "with a file that is there: there is no nowhere.py",
+    f"{ROWS}=rows.jsonl --reward r.py": "name a function of r.py behind a colon, as in r.py:good (it has good, wrong)",
+    f"{ROWS}=rows.jsonl --reward r.py:nothing": "r.py has no function nothing, only good, wrong",
+    f"{ROWS}=rows.jsonl --reward r.py:wrong": "needs 'answr', which is no column: there are 'prompt', 'answer'",
 }
 
 
@@ -78,7 +101,7 @@ def test_options_of_a_preset_go_with_its_environment(capsys):
 
 def test_a_folder_of_other_files_is_named(folder):
     assert describe_others(folder).endswith(
-        "holds other files (games.py, groups.py, mapping.py): those of the run are written beside them"
+        "holds other files (empty.jsonl, games.py, groups.py): those of the run are written beside them"
     )
     (folder / "config.json").write_text("{}")
     assert describe_others(folder) == ""
