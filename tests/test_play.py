@@ -251,7 +251,7 @@ def test_every_option_of_style_reaches_another_environment():
     ("name", "test", "flags", "message"),
     [
         ("countdown", "", {"data_dir": DATA}, f"--data_dir {DATA}: no environment of countdown takes it"),
-        ("countdown", "poem", {"episode": "r.py:f"}, "no environment of countdown, poem-test takes it: --env_name dataset does"),
+        ("countdown", "poem", {"episode": "r.py:f"}, "of countdown, poem-test takes it: --env_name dataset does"),
         ("countdown", "gsm8k", {"data_dir": DATA, "test_env_options": "numbers=3"}, "gsm8k has no option 'numbers'"),
         ("countdown", "", {"env_options": "form=boxed"}, "countdown has no option 'form'"),
         ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_options 'max_characters': "),
