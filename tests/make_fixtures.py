@@ -43,12 +43,15 @@ LENGTHS, NUM_NEW = (9, 4, 1), 12  # tokens of the prompts, and of each completio
 MIN_GAP = 1e-3  # between the two likeliest tokens of a greedy step: the choice must not hang on rounding
 MIN_ROUTER_GAP = 1e-4  # between the probabilities of the last expert that a token is sent to and of the next one
 
-BASE = {"intermediate_size": 40, "num_hidden_layers": 2, "initializer_range": 0.25, "max_position_embeddings": 128}
+BASE = {  # positions for prompts of any environment
+    "intermediate_size": 40, "num_hidden_layers": 2, "initializer_range": 0.25, "max_position_embeddings": 4096
+}  # fmt: skip
 LLAMA3 = {  # a context short enough that frequencies of all three kinds are tested
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SHORT = {"max_position_embeddings": 128}  # the factor times those before it, by which transformers 4 scales
 HYBRID = {  # rotated: a quarter of the channels of a head; layers of attention: every fourth
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "rope_theta": 1e3, "rope": {"partial_rotary_factor": 0.25},
@@ -72,7 +75,7 @@ SHAPES = {  # name: (config class, hidden, query heads, key heads, channels, oth
     "qwen2-tied": (Qwen2Config, 32, 4, 2, 8, {"tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen2-untied": (Qwen2Config, 48, 6, 1, 8, {"rms_norm_eps": 1e-5}),
     "qwen2-deep": (Qwen2Config, 16, 2, 2, 8, {"num_hidden_layers": 5, "intermediate_size": 24}),
-    "llama-scaled": (LlamaConfig, 32, 4, 2, 8, {"tie_word_embeddings": True, "rope": LLAMA3}),
+    "llama-scaled": (LlamaConfig, 32, 4, 2, 8, {"tie_word_embeddings": True, "rope": LLAMA3} | SHORT),
     "llama-untied": (LlamaConfig, 48, 6, 1, 8, {"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
     "llama-linear": (LlamaConfig, 24, 3, 3, 8, {"rope": {"rope_type": "linear", "factor": 2.0}}),
     "smollm3-tied": (SmolLM3Config, 32, 4, 2, 8, {"num_hidden_layers": 4, "rope_theta": 5e4}),
@@ -83,7 +86,7 @@ SHAPES = {  # name: (config class, hidden, query heads, key heads, channels, oth
     "gemma3-linear": (
         Gemma3TextConfig, 40, 4, 4, 8, WINDOWS | {"pattern": 4, "rope": {"rope_type": "linear", "factor": 8.0}}
     ),
-    "olmo3-yarn": (Olmo3Config, 32, 4, 2, 8, WINDOWS | {"pattern": 4, "rope": YARN, "rope_theta": 5e5}),
+    "olmo3-yarn": (Olmo3Config, 32, 4, 2, 8, WINDOWS | {"pattern": 4, "rope": YARN, "rope_theta": 5e5} | SHORT),
     "olmo3-rest": (Olmo3Config, 24, 3, 1, 8, WINDOWS | {"num_hidden_layers": 5, "pattern": 2}),
     "olmo3-tied": (Olmo3Config, 32, 2, 2, 16, WINDOWS | {"pattern": 3, "tie_word_embeddings": True}),
     "qwen3moe-untied": (Qwen3MoeConfig, 32, 4, 2, 8, EXPERTS | {"rope_theta": 1e6}),

@@ -252,13 +252,6 @@ def test_references_of_any_kind_are_written():
 # The command
 
 
-def copy_model(folder: Path) -> None:
-    """Copies the model, with positions for the prompts of any environment."""
-    shutil.copytree(MODEL, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-
-
 def command(*argv: str, **flags) -> evaluation.Command:
     flags = {"num_generation_tokens": 8, "num_score_workers": 1} | flags
     return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
@@ -267,7 +260,7 @@ def command(*argv: str, **flags) -> evaluation.Command:
 def test_a_run_folder_on_two_environments(tmp_path, capsys):
     run, scores, samples = tmp_path / "run", tmp_path / "scores.json", tmp_path / "samples.jsonl"
     for step in (2, 10):
-        copy_model(run / f"step{step}")
+        shutil.copytree(MODEL, run / f"step{step}")
     trained = {"env_name": "countdown3", "env_options": "max_number=9"}
     (run / "config.json").write_text(json.dumps(trained))
     flags = {"num_eval_tasks": 3, "num_epochs": 4, "json": scores, "save_samples": samples, "prompt_length": 1024}
@@ -391,7 +384,7 @@ def foreign(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
     for name in ("model", "step1", "best"):
-        copy_model(Path("x") / name)
+        shutil.copytree(MODEL, f"x/{name}")
     Path("x/rollouts").mkdir()
     np.savez("x/rollouts/step_1.npz", tokens=[[1]], lengths=[1], prompt_lengths=[0], mask=[[1]], tasks=[0], places=[0])
     Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")

@@ -34,11 +34,11 @@ from core.config import Config
 from core.records import Batch, Completions, Episodes, Progress
 from core.run import fingerprints
 from core.run import folder as run_folder
-from core.run.folder import Run
+from core.run.folder import Run, model_steps
 from envs import make_env
 from envs.base import ForcedAnswer
 from envs.settings import RolloutSettings, resolve_environments
-from models.checkpoint import load_model
+from models.checkpoint import load_model, resolve_model_dir
 from models.state import TrainState
 from models.tokenizer import load_tokenizer
 from utils.devices import runtime
@@ -148,7 +148,10 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
     assert train(tmp_path / "run") == 128 + signal.SIGINT
     reached = 3 if place == "collect" else 4
     assert len(records(tmp_path / "run")) == 1 + reached, "step 4 is abandoned or finished"
-    assert f"stopped by SIGINT; step {reached} is saved" in capsys.readouterr().out
+    model = tmp_path / "run" / f"step{reached}"
+    printed = capsys.readouterr().out
+    assert f"stopped by SIGINT; step {reached} is saved" in printed and f"\nmodel: {model}\n" in printed
+    assert resolve_model_dir(str(tmp_path / "run")) == str(model) and load_model(model)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert train(tmp_path / "run") == 0
     assert_same(tmp_path / "run", whole)
@@ -173,6 +176,29 @@ def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, 
     assert f"model: {tmp_path}/run/step{STEPS}" in capsys.readouterr().out
     assert train(tmp_path / "run", max_steps=STEPS + 1, save_interval=1) == 0
     assert {path.name for path in (tmp_path / "run" / "state").iterdir()} == {str(STEPS), str(STEPS + 1)}
+
+
+def test_the_last_models_are_kept_and_a_lost_one_is_written_again(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    content = (folder / f"step{STEPS}/model.safetensors").read_bytes()
+    shutil.rmtree(folder / f"step{STEPS}")
+    assert train(folder, keep=2) == 0
+    printed = capsys.readouterr().out
+    assert f"model: {folder}/step{STEPS}\n" in printed and "report.html is there after" not in printed
+    assert (folder / f"step{STEPS}/model.safetensors").read_bytes() == content
+    assert model_steps(folder) == [STEPS - 2, STEPS]
+    assert train(folder, max_steps=STEPS + 1, keep=1, save_best=True) == 0
+    assert model_steps(folder) == [STEPS + 1], "best/ is none of them"
+    assert "--keep 1: the next save removes 1 model, from step4 on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("free", "words"), [(10_000, "each save writes a model"), (500_000, "no room for 3 models")])
+def test_a_disk_without_room_is_named_before_the_run(free, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    status = train(tmp_path / "run")
+    printed = capsys.readouterr()
+    assert (status, words in printed.out + printed.err) == (0 if "room" in words else 2, True), printed
 
 
 # Damage
