@@ -2,7 +2,8 @@
 
 A file imports what lies in its folder as it does under `python FILE.py`, a utils.py too: its modules are those of a
 package of their own, so that none takes the name of one of this repository's. An import looks into the folder first
-where it stands in such a file, and nowhere else.
+where it stands in such a file, and nowhere else. The package's name has the folder in it: a process that a reward
+spawns finds its functions, too.
 """
 
 import ast
@@ -14,7 +15,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial, partialmethod
+from functools import partial, partialmethod
+from importlib import import_module
 from importlib.machinery import FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -24,7 +26,8 @@ from typing import NamedTuple, SupportsFloat
 from utils.settings.errors import UserError, most_similar
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "own_code_"  # with a number for each folder
+__path__ = []  # the packages of folders are inside of this module
+PACKAGE = f"{__name__}.folder_"  # and the folder in hexadecimal digits
 LMPO = ("core", "envs", "models", "utils")
 
 # Environment variables that rewards and classes of the user see. Also: what is named REWARD_..., and as ... alone.
@@ -176,7 +179,7 @@ def load_object(named: Named, flag: str, kind: str) -> Callable[..., object]:
     try:
         module = load_module(file.absolute())
     except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}".replace(PACKAGE, "")
+        reason = re.sub(rf"{re.escape(PACKAGE)}[0-9a-f]*\.?", "", f"{type(error).__name__}: {error}")
         raise UserError(f"{flag} {file}:{name}: {file} fails with {reason}{variable_note(reason)}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -211,15 +214,9 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-@cache
 def package_of(folder: str) -> str:
     """Returns the name of the package of the modules in a folder."""
-    if OwnFinder not in sys.meta_path:
-        sys.meta_path.insert(0, OwnFinder)
-    package = ModuleType(f"{PACKAGE}{sum(name.startswith(PACKAGE) and '.' not in name for name in sys.modules)}")
-    package.__path__ = [folder]
-    sys.modules[package.__name__] = package
-    return package.__name__
+    return import_module(PACKAGE + folder.encode().hex()).__name__
 
 
 class OwnLoader(SourceFileLoader):
@@ -229,7 +226,8 @@ class OwnLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         modified = os.stat(self.path).st_mtime_ns
-        package = module.__name__.partition(".")[0]
+        depth = PACKAGE.count(".") + 1
+        package = ".".join(module.__name__.split(".")[:depth])
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(import_beside, package)}
         super().exec_module(module)
         self.loaded[module.__name__] = self.path, modified
@@ -240,12 +238,21 @@ class OwnFinder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith(PACKAGE) or path is None:
+        if not name.startswith(PACKAGE):
             return None
+        folder, _, module = name.removeprefix(PACKAGE).partition(".")
+        if not module:
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [bytes.fromhex(folder).decode()]
+            return spec
         spec = PathFinder.find_spec(name, path, target)
         if spec and type(spec.loader) is SourceFileLoader:
             spec.loader = OwnLoader(name, spec.origin)
         return spec
+
+
+if OwnFinder not in sys.meta_path:
+    sys.meta_path.insert(0, OwnFinder)
 
 
 def import_beside(
@@ -265,7 +272,10 @@ def import_beside(
 
 
 def is_beside(name: str, folders: Sequence[str]) -> bool:
-    """True where a folder has a module of this name, and it is not the one that every import finds."""
+    """True where a folder has a module of this name, and it is not the one that every import finds.
+
+    A folder that is a package itself comes last: its own files import its modules by relative names.
+    """
     if name in sys.builtin_module_names or FrozenImporter.find_spec(name):
         return False
     spec = PathFinder.find_spec(name, folders)
@@ -278,7 +288,8 @@ def is_beside(name: str, folders: Sequence[str]) -> bool:
     if usual is None:
         return True
     is_same = usual.origin and spec.origin and os.path.realpath(usual.origin) == os.path.realpath(spec.origin)
-    return spec.origin is not None and not is_same  # a folder without __init__.py comes last
+    is_of_package = any(Path(folder, "__init__.py").is_file() for folder in folders) and name not in LMPO
+    return spec.origin is not None and not is_same and not is_of_package  # a folder without __init__.py comes last
 
 
 # what it returns

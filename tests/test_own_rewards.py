@@ -292,6 +292,21 @@ def test_the_modules_beside_a_file_are_its_own(folder):
     assert [file for file in before if before[file] != after[file]] == [str(folder / "late.py")]
 
 
+def test_a_reward_may_spawn_processes_and_be_a_file_of_a_package(folder):
+    (folder / "__init__.py").touch()
+    (folder / "json.py").write_text("raise ValueError('the module json of a package is no json of others')\n")
+    (folder / "helper.py").write_text("def double(x): return 2 * x\n")
+    (folder / "own.py").write_text(
+        "import json, multiprocessing\nfrom .helper import double\n"
+        "def f(completion, **row):\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.map(double, [len(completion)])[0]\n"
+    )
+    options = {"path": str(folder / "rows.jsonl"), "reward": f"{folder / 'own.py'}:f"}
+    with Scorer("dataset", options, num_workers=1, timeout=60) as scorer:
+        assert scorer.score_replies([0], ["abc"])[0][0]["return"] == 6
+
+
 def test_files_share_the_modules_beside_them(folder):
     (folder / "other.py").write_text("from own import Object\nmade = Object\ndef f(completion, **row): return 1\n")
     dataset(folder, f"thing,{folder / 'other.py'}:f")

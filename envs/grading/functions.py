@@ -183,7 +183,9 @@ class RewardFunction:
         return numbers
 
     def scored(self, value: object) -> Parts:
-        """Returns what verl reads of a value: a dict's "score"; its other numbers are logged, and not added."""
+        """Returns what verl reads of a value: a dict's "score", a list's first item; other numbers are logged."""
+        if isinstance(value, list | tuple) and value:
+            value = value[0]
         if not isinstance(value, Mapping):
             return self.parts(value, 'a number, or a dict with a "score"')
         numbers = {name: as_number(part) for name, part in value.items()}
