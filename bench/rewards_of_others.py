@@ -1,20 +1,20 @@
 """Rewards of TRL, open-r1 and verl by --reward, beside what their own trainers would get: how many values are equal.
 
     pip install --no-deps trl verl
-    OPEN_R1=~/open-r1 python bench/rewards_of_others.py    # github.com/huggingface/open-r1 at 5dcfae8
+    python bench/rewards_of_others.py --open_r1 FOLDER    # a checkout of github.com/huggingface/open-r1, 5dcfae8
 
 Each file is named as it is installed; those that a trainer's docs show are written here in our words. Groups of eight
 replies are graded in worker processes; the same functions are called directly with the arguments of their trainer. What
 is not installed, or does not import, is skipped with the reason. Exit status 1: a value differs.
 """
 
+import argparse
 import asyncio
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,13 +97,12 @@ class Case(NamedTuple):
     function: str
 
 
-def cases(folder: Path) -> Iterator[Case]:
-    """Yields the rewards; those of TRL stand in a file in this folder, which makes and imports them."""
+def cases(folder: Path, checkout: Path) -> Iterator[Case]:
+    """Yields the rewards; those of TRL stand in a file in this folder, open-r1's in their checkout."""
     file = folder / "rewards_of_trl.py"
     file.write_text(TRL_FILE)
     yield from (Case("TRL", name, file, name) for name in TRL)
     yield from (Case("TRL's docs", name, file, name) for name in DOCS)
-    checkout = Path(os.path.expanduser(os.environ.get("OPEN_R1", "open-r1")))
     yield from (Case("open-r1", name, checkout / "src/open_r1/rewards.py", name) for name in OPEN_R1)
     spec = importlib.util.find_spec("verl")
     scores = Path(spec.origin).parent / "utils/reward_score" if spec else Path("verl")
@@ -206,12 +205,15 @@ def load(file: Path) -> ModuleType:
 
 def main() -> int:
     """Prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--open_r1", type=Path, default=Path("open-r1"), help="checkout of open-r1")
+    checkout = parser.parse_args().open_r1.expanduser()
     outcomes = []
     names = [name for name in ("trl", "verl", "math-verify") if is_there(name)]
     print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
     print("\n| trainer | reward | here | |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(Path(folder)):
+        for case in cases(Path(folder), checkout):
             outcome, detail = compared(case, Path(folder))
             outcomes.append(outcome)
             detail = " ".join(detail.split()).replace("|", "\\|")

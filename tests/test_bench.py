@@ -44,6 +44,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "objectives": "--dir FOLDER --short",
     "paged_attention": "--rows 8 --repeats 1",
     "peers": f"--peers= --warmup 1 {SHAPE} {ROWS}",
+    "rewards_of_others": "",
     "rollout": f"{SHAPE} {ROWS}",
     "roofline": f"{SHAPE} {ROWS}",
     "rows": "--model_dir models/tiny",
