@@ -402,7 +402,7 @@ def test_formulas_are_tried_in_the_form_that_the_prompt_shows(tmp_path):
 
 
 def test_references_that_no_reply_can_meet_stop_a_run_with_rows_reasons_and_a_way_out(tmp_path):
-    words = r"is wrong for 34 of 34 problems \(.*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): compare .*--reward FILE"
+    words = r"the reference of 34 of 34 .*rows.jsonl:1: '\\\\frac\{1\}\{', .*; \.\.\.\): compare .*--reward FILE"
     for form in ("any", "tags"):
         with pytest.raises(UserError, match=words):
             tried(tmp_path, [r"\frac{1}{"], form=form)
@@ -410,11 +410,11 @@ def test_references_that_no_reply_can_meet_stop_a_run_with_rows_reasons_and_a_wa
 
 def test_few_references_that_no_reply_can_meet_are_a_warning(tmp_path):
     (warning,) = tried(tmp_path, [*map(str, range(19)), r"\frac{1}{"], form="boxed")
-    assert re.search(r"wrong for [12] of 34 problems \(.*rows.jsonl:[24]0: '\\\\frac\{1\}\{'", warning)
+    assert re.search(r"the reference of [12] of 34 .*\(.*rows.jsonl:[24]0: '\\\\frac\{1\}\{'", warning)
 
 
 def test_another_form_is_named_where_it_reads_more(tmp_path):
-    with pytest.raises(UserError, match="in the form hash is wrong .*give --env_options form=tags, which reads 34 of"):
+    with pytest.raises(UserError, match="of the form hash .*give --env_options form=tags, which reads 34 of"):
         tried(tmp_path, ["a\nb"], form="hash")
 
 

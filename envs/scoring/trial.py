@@ -44,8 +44,8 @@ def try_references(scorer: Scorer, env: Env) -> list[str]:
     num_read = len(refused) - left[best]
     form = f"give --env_options form={best}, which reads {num_read} of them, and ask for it in the prompts; or "
     message = (
-        f"a reply that gives the reference in the form {env.form} is wrong for {len(refused)} of {len(indices)} "
-        f"problems ({'; '.join(shown)}): {form * bool(num_read)}compare by a function, --reward FILE.py:FUNCTION"
+        f"the grader cannot read the reference of {len(refused)} of {len(indices)} problems in a reply of the form "
+        f"{env.form} ({'; '.join(shown)}): {form * bool(num_read)}compare by a function, --reward FILE.py:FUNCTION"
     )
     if len(refused) > MAX_REFUSED * len(indices):
         raise UserError(f"{scorer.settings.env_name}: {message}")
