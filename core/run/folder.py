@@ -421,7 +421,7 @@ class Run:
             removed = counted(len(steps) - keep, "model")
             lines.append(f"--keep {keep}: the next save removes {removed}, from step{steps[0]} on")
         done, interval = self.resumed.step if self.resumed else 0, self.config.save_interval
-        num_models = -(-max(0, self.last_step - done) // interval) if interval else 1
+        num_models = max(1, -(-(self.last_step - done) // interval)) if interval else 1
         num_models = min(num_models, keep + 1) if keep else num_models
         num_bytes = num_models * self.model_bytes + (NUM_STATES + 1) * self.state_bytes
         free = shutil.disk_usage(self.directory).free
