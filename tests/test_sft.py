@@ -3,7 +3,11 @@
 import csv
 import gzip
 import json
+import os
+import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -401,3 +405,21 @@ def test_a_mesh_changes_rounding_only(data, tmp_path):
     on_four_devices(__file__, f"runs_on_a_mesh({str(tmp_path)!r}, {str(data)!r})")
     for mesh in ("data=4", "fsdp=2,tp=2"):
         assert difference(tmp_path / mesh, tmp_path / "one", 3) < 20 * rounding(1000)
+
+
+@pytest.mark.slow
+def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
+    """Its last lines, not only its exit status; two runs of under a minute."""
+    page = (ROOT / "docs/own_data.md").read_text()
+    (block,) = (block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "make_replies.py" in block)
+    for name in ("core", "models", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = "set -e\n" + block.replace("python ", f"{sys.executable} ")
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    verdict = r"^Learnt: held-out correct answers went from ([\d.]+)% .* to ([\d.]+)%"
+    verdicts = re.findall(verdict, done.stdout, re.MULTILINE)
+    (before, after), (start, end) = [tuple(map(float, pair)) for pair in verdicts]
+    assert before == 0 and 5 < after < 20 and start == after and end > start + 2
+    assert "warning" not in done.stdout + done.stderr
