@@ -361,7 +361,7 @@ def test_options_that_do_not_fit_are_refused(flags, capsys):
 REFUSED_AT_START = {
     "models/tiny": ({}, "has another vocabulary than the policy"),
     FIXTURES / "nothing": ({}, "there is no folder"),
-    "self": ({"teacher_prefix": "ab " * 60}, "more than the 128 of the teacher's context"),
+    "self": ({"teacher_prefix": "ab " * 2000}, "more than the 4096 of the teacher's context"),
     FIXTURES / "qwen3-tied": ({"teacher_prefix": "@nothing.txt"}, "there is no such file"),
 }
 

@@ -630,7 +630,7 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
         return [failure if has_no_score(text) else {"return": 0.5} for _, text in jobs]
 
     monkeypatch.setattr(HereScorer, "request_outcomes", request_outcomes)
-    monkeypatch.setattr(Layout, "share", lambda self, work, n: json.loads(json.dumps(work(range(n)))))
+    monkeypatch.setattr(Layout, "share", lambda self, work, n, group=1: json.loads(json.dumps(work(range(n)))))
     _, episodes, _ = evaluate(make_worker(7), random_params(), 4, 4, seed=3)
     expected = np.array([has_no_score(text) for text in episodes.texts])
     assert 0 < expected.sum() < 16 and episodes.failed.tolist() == expected.tolist()
