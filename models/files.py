@@ -13,6 +13,7 @@ import numpy as np
 from models.families import DTYPES
 from models.names import EXPERT, LAYERS
 from models.tokenizer import CONFIG, FILES, Tokenizer
+from utils.files import remove
 from utils.settings.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -71,7 +72,7 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
     for entry in entries:
         if entry.is_dir():
             raise UserError(f"{directory} has a subfolder {entry.name}, so it is not a model's: choose another folder")
-    shutil.rmtree(new, ignore_errors=True)
+    remove(new)  # of a process that was killed, or a file of this name
     new.mkdir(parents=True)
     for entry in entries:
         is_model = entry.name in (CONFIG, INDEX, ADAPTER_CONFIG, *FILES) or entry.suffix == ".safetensors"
@@ -83,7 +84,7 @@ def new_folder(directory: str | Path, tokenizer: Tokenizer, card: str) -> Iterat
         (new / CARD).write_text(card, encoding="utf-8", errors="replace")
     yield new
     if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
         directory.rename(old)
     new.rename(directory)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Adapters in and out: folders of PEFT, which peft and vLLM load (github.com/huggingface/peft)."""
 
+import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.architecture import Decoder
-from models.families import module_names, tensor_name
+from models.families import DTYPES, module_names, tensor_name
 from models.files import (
     ADAPTER_CONFIG,
     Shape,
@@ -34,6 +35,8 @@ MERGE = "merge it by peft (merge_and_unload, save_pretrained), and name the merg
 PLAIN = "pissa, olora, corda and lora_ga become plain LoRA where peft saves them with "
 PLAIN += "path_initial_model_for_weight_conversion, and others are merged by it (merge_and_unload)"
 NO_MATRIX = "it changes no matrix of the layers that could be merged"
+READABLE = (*DTYPES.values(), "F64")
+MAX_NUMBER = 65_504.0  # of float16: no weights have more
 ANY = object()
 # Each field of adapter_config.json (those of LoraConfig in peft 0.21.2), with the values that are supported: any other
 # but null, false and empty ones is refused, and so is a field of a later release.
@@ -193,9 +196,15 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
         raise UserError(f"{folder} has no file {WEIGHTS}: {pickled if (folder / PICKLE).exists() else 'copy it again'}")
     try:
         with safe_open(file, "np") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            shapes = {name: tuple(stored.get_shape()) for name, stored in slices.items()}
+            dtypes = {name: stored.get_dtype() for name, stored in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
+    for name, dtype in dtypes.items():
+        if dtype not in READABLE:
+            raise UserError(f"{file}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
+    return shapes
 
 
 def read_adapters(folder: Path) -> AdapterConfig | None:
@@ -207,7 +216,8 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     """Loads the adapters of a PEFT folder, float32, on the host; missing ones are zeros, which stay zeros.
 
     All have one rank and one scale: smaller ranks are padded with zeros, and B is multiplied by the matrix's factor.
-    Raises: UserError where a tensor is unknown, lacks its other half, has another shape, or is not finite.
+    Raises: UserError where a tensor is unknown, lacks its other half, has another shape, is not finite, or so large
+    that the weights would not be, with what is added to them.
     """
     folder = config.folder
     stored = stored_names(config, model)
@@ -220,6 +230,7 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     check_names(folder, "has the unknown tensor", shapes.keys() - every, "adapters of the matrices of layers are read")
     check_names(folder, "lacks tensor", halves - shapes.keys(), "copy it again")
     adapters = {name: np.zeros(spec.shape, np.float32) for name, spec in table.items()}
+    largest = {}
     with safe_open(folder / WEIGHTS, "np") as tensors:
         for name, stacked in names.items():
             matrices_of_layers = adapters[name].reshape(-1, *table[name].shape[-2:])
@@ -232,11 +243,23 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
                 if shapes[tensor] != own.shape:
                     raise UserError(f"{folder}: {tensor} has shape {shapes[tensor]}, the base makes it {own.shape}")
                 factor = 1.0 if is_A else config.factors[stored[matrix + LORA_A].removesuffix(LORA_A)]
-                own[:] = tensors.get_tensor(stored[tensor]).astype(np.float32) * factor
-            if not np.isfinite(adapters[name]).all():
-                problem = "holds NaN or infinity: the file is damaged, or its training diverged"
-                raise UserError(f"{folder}: {name} {problem}")
+                with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinity
+                    own[:] = tensors.get_tensor(stored[tensor]).astype(np.float32) * factor
+                largest[tensor] = check_size(f"{folder}: {tensor}", own)
+    for matrix in matrices:
+        A, B = (largest[matrix + part] for part in (LORA_A, LORA_B))
+        rank = shapes[matrix + LORA_A][0]
+        check_size(f"{folder}: {matrix}, B times A", A * B * rank * config.alpha / config.rank)
     return adapters
+
+
+def check_size(name: str, x: np.ndarray) -> float:
+    """Returns the largest magnitude of an array. Raises: UserError for NaN, and what float16 does not hold."""
+    magnitude = float(np.abs(x).max(initial=0.0))
+    if not magnitude <= MAX_NUMBER:
+        what = f"numbers up to {magnitude:g}, beyond {MAX_NUMBER:g}" if math.isfinite(magnitude) else "NaN or infinity"
+        raise UserError(f"{name} holds {what}: the file is damaged, or its training diverged")
+    return magnitude
 
 
 def stored_names(config: AdapterConfig, model: Decoder) -> dict[str, str]:

@@ -15,6 +15,7 @@ from core.sampler import SamplingConfig
 from envs.settings import EnvConfig, HeldOutConfig, resolve_environments
 from models.speed import PEAKS
 from utils.devices import startup
+from utils.settings.checks import check_password, hide_passwords
 from utils.settings.config import make_config, options_of, parse, to_dict, with_options
 from utils.settings.errors import UserError, user_errors
 from utils.settings.lmpo import LMPO
@@ -496,3 +497,20 @@ def test_a_file_that_is_not_there_is_named_without_the_number_of_the_error(capsy
     with pytest.raises(SystemExit) as end, user_errors():
         sampling.read_prompts(str(tmp_path / "x.jsonl"))
     assert end.value.code == 2 and capsys.readouterr().err == f"error: {tmp_path}/x.jsonl: No such file or directory\n"
+
+
+def test_passwords_of_addresses_are_hidden_and_never_taken_for_passwords():
+    addresses = {
+        "http://me:pa/ss@host:5000/x": "http://me:***@host:5000/x",
+        "postgresql://u:p@ss@h/db": "postgresql://u:***@h/db",
+        "path=x,url=https://:tok@h/,y=a@b": "path=x,url=https://:***@h/,y=a@b",
+        "https://h/x?token=abc&y=1": "https://h/x?token=***&y=1",
+    }
+    assert {address: hide_passwords(address) for address in addresses} == addresses
+    plain = ["http://host:5000/a@b", "sqlite:///m.db", "models/tiny", "user@host:x", 5, None]
+    assert [hide_passwords(value) for value in plain] == plain
+    for hidden in addresses.values():
+        with pytest.raises(UserError, match="--x has \\*\\*\\* for a password"):
+            check_password("--x", hidden)
+    for value in (*addresses, *plain, "***"):
+        check_password("--x", value)

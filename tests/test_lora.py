@@ -533,3 +533,27 @@ def test_a_run_that_was_stopped_equals_one_that_never_was(tmp_path):
             assert train_here(tmp_path / name, **flags | {"max_steps": num_steps}) == 0
     files = (tmp_path / name / "step2" / "adapter_model.safetensors" for name in ("whole", "stopped"))
     assert_trees_all_equal(*map(load_file, files))
+
+
+@pytest.mark.parametrize(
+    "dtype, value, reason",
+    [
+        ("int32", 1, "lora_A.weight has type I32, supported is"),
+        ("bool", 1, "lora_A.weight has type BOOL, supported is"),
+        ("float32", 1e38, "lora_A.weight holds numbers up to 1e[+]38"),
+        ("float64", 1e300, "lora_A.weight holds NaN or infinity"),
+        ("float32", np.nan, "lora_A.weight holds NaN or infinity"),
+        ("float32", 6e4, "q_proj, B times A holds numbers up to .*, beyond 65504"),
+    ],
+)
+def test_adapters_that_no_weights_can_hold_are_refused_by_name(dtype, value, reason, tmp_path):
+    model, base, adapters, tokenizer = load("qwen3-tied")
+    adapters = {name: jnp.full_like(x, 1e-3 if value < 1e5 else 1.0) for name, x in adapters.items()}
+    save_adapters(tmp_path / "a", model, adapters, tokenizer, str(FIXTURES / "qwen3-tied"))
+    tensors = load_file(tmp_path / "a" / WEIGHTS)
+    for name in [name for name in tensors if "layers.0.self_attn.q_proj" in name]:
+        is_changed = "lora_A" in name or value == 6e4
+        tensors[name] = np.full(tensors[name].shape, value, dtype) if is_changed else tensors[name]
+    save_file(tensors, tmp_path / "a" / WEIGHTS)
+    with pytest.raises(UserError, match=reason):
+        load_model(tmp_path / "a")

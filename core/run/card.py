@@ -21,7 +21,7 @@ from utils.metrics.jsonl import JSON
 from utils.reporting.plots import Metrics, by_steps, format_point
 from utils.runs.segments import Segment, describe_segment, last_break, since
 from utils.settings.arguments import Value
-from utils.settings.checks import load_yaml
+from utils.settings.checks import hide_passwords, load_yaml
 from utils.settings.config import changed_options
 
 GRPO, SFT = "core/grpo.py", "core/sft.py"  # commands that train
@@ -81,7 +81,7 @@ class ModelCard:
     def render(self, progress: Progress, run: Metrics) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
         name, changes = self.environments["env"].name, "\n".join(map(describe_segment, self.segments))
-        return TEMPLATE.format(
+        card = TEMPLATE.format(
             mark=CARD_MARK,
             metadata=to_yaml(self.metadata()),
             title=f"{name} by {METHODS[self.script][0]}, step {progress.step}",
@@ -91,6 +91,7 @@ class ModelCard:
             settings=fenced("yaml", to_yaml(self.facts(progress))),
             scores=self.scores(run),
         )
+        return hide_passwords(card)
 
     def metadata(self) -> dict[str, JSON]:
         """Returns the front matter, as the hub defines it; a base model that is a local folder has no name there."""

@@ -66,6 +66,7 @@ from utils.runs.resume import check_settings
 from utils.runs.segments import add_segment, describe_segment
 from utils.runs.shutdown import Signals, Stop
 from utils.settings.arguments import Value
+from utils.settings.checks import hide_passwords
 from utils.settings.config import changed_options, options_of, to_dict
 from utils.settings.errors import UserError, counted, describe_file_error
 from utils.settings.groups import RunConfig
@@ -118,7 +119,8 @@ class Run:
     def __init__(self, settings: RunSettings, layout: Layout, environments: Mapping[str, RolloutSettings]):
         self.config, self.layout, self.signals = settings.run, layout, Signals()
         self.model_dir = resolve_model_dir(settings.model_dir)
-        self.settings = to_dict(settings) | {"model_dir": self.model_dir}
+        options = to_dict(settings) | {"model_dir": self.model_dir}
+        self.settings = {name: hide_passwords(value) for name, value in options.items()}  # they are written to files
         self.changed = list(changed_options(type(settings), self.settings))
         self.environments = environments
         self.card = ModelCard(type(settings), self.settings, environments, self.command)
@@ -442,7 +444,7 @@ class Run:
     def print(self, *lines: str) -> None:
         """Prints lines in the main process."""
         if self.layout.is_main and lines:
-            print(*lines, sep="\n", flush=True)
+            print(*map(hide_passwords, lines), sep="\n", flush=True)
 
     def log(self, step: int, metrics: dict[str, float | list[float]]) -> None:
         """Logs the metrics of a step, and prints some of them."""

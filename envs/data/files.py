@@ -5,15 +5,24 @@ import contextlib
 import csv
 import gzip
 import json
+import os
 import re
+import resource
+import shlex
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+from utils.settings.checks import open_file as open_regular
 from utils.settings.errors import UserError, check_installed
+
+if TYPE_CHECKING:
+    import pyarrow
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 RawRow = dict[str, JSON]  # of a file, by column
@@ -22,6 +31,12 @@ READ = "a file of rows holds JSON, JSON lines, CSV or Parquet; the first three m
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
 MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
+BATCH = 256  # rows of Parquet that are decoded at once
+DECODED = 1 << 30  # bytes that they may take
+DECODING = 10  # CPU seconds for a file of Parquet, and one for each 10 MB
+PROCESS = "import sys; sys.path[0] = sys.argv[1]; from envs.data.files import try_parquet; try_parquet(sys.argv[2])"
+ROOT = Path(__file__).resolve().parents[2]
+MAX_JSON = 1 << 28  # bytes of a file that is one value, which is read at once
 NUM_START = 1 << 12  # bytes by which formats are told apart
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # how such files begin
 NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
@@ -61,7 +76,7 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     if not text:
         raise UserError(f"{path} is empty: write rows into it")
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {path} > NEW` converts it")
+        raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {shlex.quote(str(path))} > NEW` converts it")
     if other := next((what for sign, what in FOREIGN.items() if text.startswith(sign)), ""):
         raise UserError(f"{path} is {other}")
     if b"\0" in start.partition(b"\n")[0]:
@@ -70,7 +85,7 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def begins_with(path: Path, sign: bytes) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(len(sign)) == sign
 
 
@@ -100,7 +115,7 @@ def check_compressed(path: Path) -> None:
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a file to read, decompressed where it is of gzip."""
-    return gzip.open(path) if begins_with(path, GZIP) else path.open("rb")
+    return gzip.open(path) if begins_with(path, GZIP) else open_regular(path)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -149,12 +164,17 @@ def read_values(path: Path) -> list[JSON]:
     decoder, values = json.JSONDecoder(), []
     with open_file(path) as file:
         try:
-            text = file.read().decode("utf-8-sig")
+            content = file.read(MAX_JSON + 1)
+            if len(content) > MAX_JSON:
+                raise UserError(f"{path} has more than {MAX_JSON:,} bytes, and is read at once: write one row a line")
+            text = content.decode("utf-8-sig")
             end = SPACE.match(text).end()
             while end < len(text):
                 value, end = decoder.raw_decode(text, end)
                 values.append(value)
                 end = SPACE.match(text, end).end()
+        except UserError:
+            raise
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is {NOT_UTF8}") from error
         except (ValueError, RecursionError) as error:
@@ -250,11 +270,12 @@ def check_names(path: Path, names: list[str]) -> None:
             encoding = "utf-8"
         except UnicodeDecodeError:
             encoding = "latin-1"
-        arguments = f"{str(path)!r}, sep={separator!r}, encoding={encoding!r}"
-        convert = f"pandas.read_csv({arguments}).to_csv('commas.csv', index=False)"
+        file, sep = json.dumps(str(path), ensure_ascii=False), json.dumps(separator)
+        read = f'pandas.read_csv({file}, sep={sep}, encoding="{encoding}")'
+        code = f'import pandas; {read}.to_csv("commas.csv", index=False)'
         raise UserError(
-            f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c \"import "
-            f'pandas; {convert}"`, and take commas.csv'
+            f"{path} has {separator!r} between its columns, not commas: convert it, for example by `python -c "
+            f"{shlex.quote(code)}`, and take commas.csv"
         )
 
 
@@ -272,20 +293,77 @@ def csv_lines(path: Path) -> Iterator[str]:
 # Parquet
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, RawRow]]:
+def read_parquet(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
+    """Yields the rows of a file, once a process with limits has decoded it."""
     check_installed("pyarrow", f"a Parquet file ({path})")
-    import pyarrow
+    check_parquet(path)
+    for i, row in enumerate(parquet_rows(path), 1):
+        yield f"{path}, row {i}", row if isinstance(row, Exception) else without_nulls(decoded(row))
+
+
+def check_parquet(path: Path) -> None:
+    """Raises UserError for a file whose rows take far more time or memory than the file: few bytes may hold one value
+    for all rows, as long as it likes. A process decodes it, which the kernel ends.
+    """
+    command = [sys.executable, "-c", PROCESS, str(ROOT), str(path.absolute())]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    if done.returncode:
+        most = f"{DECODED >> 20:,} MiB for {BATCH} rows, or too much time"
+        raise UserError(f"{path} takes more than {most}: write its rows into another file")
+    if done.stdout:
+        raise UserError(f"{path} {done.stdout.strip()}")
+
+
+def try_parquet(file: str) -> None:
+    """Decodes a file under limits, and prints what is wrong with it, if anything; runs in the process."""
+    size = os.stat(file).st_size
+    seconds = DECODING + size // 10**7
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve more than they use
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (DECODED + size, DECODED + size))
+    try:
+        for batch in parquet_batches(file):
+            batch.validate(full=True)
+    except Exception as error:  # noqa: BLE001 (of pyarrow, which raises many kinds for damage)
+        print(explain_damage(error))
+
+
+def explain_damage(error: Exception) -> str:
+    """Returns what is wrong with a file of Parquet, behind its name."""
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return reason if isinstance(error, UserError) else f"is not a whole Parquet file ({reason}): copy it again"
+
+
+def parquet_batches(file: str | Path) -> "Iterator[pyarrow.RecordBatch]":
+    """Yields the rows of a file, some at a time. Raises: what pyarrow raises for a damaged one, UserError."""
     import pyarrow.parquet
 
+    opened = pyarrow.parquet.ParquetFile(file)
+    repeated = [name for name, count in Counter(opened.schema_arrow.names).items() if count > 1]
+    if repeated:
+        raise UserError(f"has several columns {repeated[0]!r}: give each a name of its own")
+    yield from opened.iter_batches(BATCH, use_threads=False)
+
+
+def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
+    """Yields rows; those of large batches one by one, since a dictionary holds a value once that they all have.
+
+    Raises: UserError where the file has changed since it was checked, or holds values that Python lacks.
+    """
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        if file.metadata.num_rows > path.stat().st_size:
-            raise UserError(f"it claims {file.metadata.num_rows:,} rows")
-        rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-        yield from ((f"{path}, row {i}", without_nulls(decoded(row))) for i, row in enumerate(rows, 1))
-    except (ValueError, OSError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is not a whole Parquet file ({reason}): copy it again") from error
+        for batch in parquet_batches(path):
+            if batch.nbytes <= MAX_ROW_BYTES:
+                yield from batch.to_pylist()
+                continue
+            for i in range(batch.num_rows):
+                columns = [column.slice(i, 1) for column in batch.columns]
+                columns = [x.dictionary_decode() if hasattr(x, "dictionary_decode") else x for x in columns]
+                if sum(column.nbytes for column in columns) > MAX_ROW_BYTES:
+                    yield ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
+                else:
+                    yield {name: column[0].as_py() for name, column in zip(batch.schema.names, columns, strict=True)}
+    except Exception as error:  # as in `try_parquet`
+        raise UserError(f"{path} {explain_damage(error)}") from error
 
 
 def decoded(row: RawRow) -> RawRow:

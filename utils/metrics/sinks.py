@@ -23,6 +23,7 @@ from urllib.parse import urlparse
 import numpy as np
 
 from utils.metrics.jsonl import JSON, json_value
+from utils.settings.checks import hide_passwords
 from utils.settings.errors import is_installed, on_one_line
 from utils.settings.groups import SinkConfig
 
@@ -96,7 +97,7 @@ class GuardedSink:
 def describe(error: BaseException) -> str:
     """Returns the message of an error without control characters, even of one that cannot be printed."""
     try:
-        return on_one_line(str(error))
+        return hide_passwords(on_one_line(str(error)))
     except BaseException:  # noqa: BLE001 (the message may be code, too)
         return "no message"
 

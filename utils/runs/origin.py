@@ -13,6 +13,7 @@ from pathlib import Path
 
 from utils.metrics.jsonl import JSON, read_json
 from utils.runs.segments import is_segment
+from utils.settings.checks import hide_passwords
 from utils.settings.errors import UserError
 from utils.settings.presets import split_origin
 
@@ -30,7 +31,7 @@ class Origin:
         versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
         self.facts = {
             "lmpo": version,
-            "command": shlex.join(["python", *sys.argv]),
+            "command": hide_passwords(shlex.join(["python", *sys.argv])),
             "host": platform.node(),
             "cpu": f"{find_cpu()}, {os.cpu_count()} cores",
             "devices": devices,

@@ -1,15 +1,20 @@
 """Checks of what comes from outside, and may be hostile: files, numbers, YAML. envs/ and all others read by these."""
 
 import os
+import re
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from utils.settings.errors import UserError
 
 MAX_TEXT = 1 << 26  # bytes
 MAX_YAML = 1 << 17  # characters
+HIDDEN = "***"  # stands for a password
+KEYS = "password|passwd|pwd|token|secret|api_?key|access_?key|signature"
+PASSWORD = re.compile(rf"(://[^\s:/?#@]*:)(?!\d+/)[^\s,]+(?=@)|([?&][\w-]*(?:{KEYS})=)[^\s&,]+", re.IGNORECASE)
 MAX_DEPTH = 20  # lists and mappings in one another
+Setting = TypeVar("Setting")
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
@@ -41,6 +46,17 @@ def open_file(path: str | Path, most: int = 0) -> BinaryIO:
     if kind != stat.S_IFREG:
         raise UserError(f"{path} is {KINDS.get(kind, 'a device')} and not a file: put a file in its place")
     raise UserError(f"{path} has {status.st_size:,} bytes, more than the {most:,} that are read")
+
+
+def hide_passwords(value: Setting) -> Setting:
+    """Returns a text with HIDDEN for the passwords of addresses in it (scheme://user:password@host, ?token=...)."""
+    return PASSWORD.sub(rf"\1\2{HIDDEN}", value) if isinstance(value, str) else value
+
+
+def check_password(name: str, value: object) -> None:
+    """Raises UserError for a setting whose password was hidden when it was written."""
+    if isinstance(value, str) and HIDDEN in value and hide_passwords(value) == value and PASSWORD.search(value):
+        raise UserError(f"{name} has {HIDDEN} for a password, which is never written down: give the address again")
 
 
 def read_text(path: Path) -> str:

@@ -23,7 +23,7 @@ from typing import TypeVar
 from absl import flags
 
 from utils.settings.arguments import Assignment, Value, nearest, read_assignments
-from utils.settings.checks import check_number
+from utils.settings.checks import check_number, check_password
 from utils.settings.errors import SET_BY, UserError, fail, most_similar
 from utils.settings.lmpo import Spelling, rewrite
 from utils.settings.presets import list_presets
@@ -140,6 +140,7 @@ def make_config(config_class: type[Config], /, **options: Value) -> Config:
         if name not in known:
             raise UserError(f"there is no option {name}{nearest(name, known)}")
         known[name].check(value)
+        check_password(f"--{name}", value)
         values[known[name].group][name] = value
     members = {group_name: group_class(**values[group_name]) for group_name, group_class in groups.items()}
     return config_class(**values[""], **members)
