@@ -15,7 +15,7 @@ if __name__ == "__main__":
     gc.disable()  # while modules are imported: `ending_together` enables it
     import utils.settings.packages  # noqa: F401 (says what to install)
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.extensions.preview import show
@@ -35,7 +35,7 @@ from utils.metrics.logger import writable
 from utils.runs.origin import read_settings
 from utils.settings.arguments import Value
 from utils.settings.config import changed_options, options_of, parse, to_dict
-from utils.settings.errors import user_errors
+from utils.settings.errors import SET_BY, user_errors
 from utils.settings.groups import ComputeConfig, EvalConfig
 from utils.settings.options import group, option
 from utils.settings.presets import demo_of_tiny
@@ -107,6 +107,8 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained and "replay" not in options:
         trained = demo_of_tiny(options)
+    others = trained.keys() - options_of(Command).keys()  # as test_env_options, which only the run can have set
+    name_source(run, others)
     trained = as_held_out(trained)
     env_name = str(trained.get("env_name", ""))
     if not env_name or split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
@@ -115,8 +117,16 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     env = {field.name for field in fields if field.group == "env"}
     sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
     inherited = {name: x for name, x in trained.items() if name in env | sampling}
-    check_code(run, trained, inherited.keys() - options.keys())
+    taken = inherited.keys() - options.keys()
+    check_code(run, trained, taken)
+    name_source(run, taken)
     return inherited
+
+
+def name_source(run: str, names: Iterable[str]) -> None:
+    """Lets an error about these settings name the file of the run that they are taken from."""
+    if run:
+        SET_BY.update(dict.fromkeys(names, f"{run}/config.json"))
 
 
 def inheritance_note(config: Command) -> str:

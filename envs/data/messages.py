@@ -272,7 +272,7 @@ def read_reference(value: JSON) -> str:
         key = next(iter(value), "KEY") if isinstance(value, dict) else ""
         advice = f"; name one of its keys, as answer=COLUMN.{key}" if key else ""
         raise ValueError(f"its answer is a {type(value).__name__}, not text, a number or a list of these{advice}")
-    if not math.isfinite(value):
+    if not isinstance(value, int) and not math.isfinite(value):  # which has no answer for large integers
         raise ValueError(f"its answer is {value}, which is no number")
     return str(int(value)) if value == int(value) else str(value)
 

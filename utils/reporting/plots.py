@@ -89,9 +89,9 @@ def is_held_out(name: str) -> bool:
 def intervals(run: Metrics, name: str) -> dict[float, Interval]:
     """Returns the ends of a metric's 95% interval by step: as logged, else from half its width; empty without both."""
     by_step = by_steps(run, name)
-    ends = {step: (by_step[step] - half, by_step[step] + half) for step, half in by_steps(run, f"{name}_ci").items()}
-    highs = by_steps(run, f"{name}_high")
-    return ends | {step: (low, highs[step]) for step, low in by_steps(run, f"{name}_low").items()}
+    halves, lows, highs = (by_steps(run, f"{name}_{end}") for end in ("ci", "low", "high"))
+    ends = {step: (by_step[step] - half, by_step[step] + half) for step, half in halves.items() if step in by_step}
+    return ends | {step: (low, highs[step]) for step, low in lows.items() if step in highs}
 
 
 def by_steps(run: Metrics, name: str) -> dict[float, float]:

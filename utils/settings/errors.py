@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 MAX_MESSAGE = 4000  # characters of an error message
-SET_BY: dict[str, str] = {}  # the preset that set an option, by its name: `fail` says where an option comes from
+SET_BY: dict[str, str] = {}  # the file (a preset, a run's config.json) that set an option: `fail` names it
 
 
 class UserError(ValueError):

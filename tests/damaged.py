@@ -1,0 +1,282 @@
+"""Files of ten kinds, damaged by a seed, and the readers that meet them; for tests/test_damaged.py.
+
+A damage is one of bytes (a cut, flips, zeros, noise, another encoding, nothing, twice the file), or one of what the
+file holds (a value of another type, a key removed or renamed, huge numbers, NaN, lists nested 10,000 deep).
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from core.config import Config
+from core.eval import parse_command
+from core.replay import read_stored
+from envs import make_env
+from models.checkpoint import load_model
+from models.peft import load_adapters, read_adapters
+from models.tokenizer import load_tokenizer
+from utils.files import write_json
+from utils.reporting.compare import main as compare
+from utils.reporting.page import task_means
+from utils.settings.config import parse, to_dict
+from utils.settings.errors import UserError
+
+TESTS = Path(__file__).resolve().parent
+TINY = TESTS.parent / "models" / "tiny"
+ADAPTERS, BASE = TESTS / "fixtures" / "lora-qwen3", TESTS / "fixtures" / "qwen3-tied"
+# Texts that stand for what json.dumps does not write.
+RAW = {"@huge@": "1e400", "@digits@": "9" * 5000, "@nested@": "[" * 10**4 + "]" * 10**4, "@NaN@": "NaN"}
+VALUES = (None, True, -1, 0.5, 10**400, "x", "", [], {}, [[1]], {"a": [None]}, *RAW)
+TEMPLATES = (
+    "{% endif %}", "{{ x.y.z }}", "{{ messages[9].content }}", "{{ raise_exception('no') }}", "{% for %}",
+    "{{ 1 / 0 }}", "{{ messages | tojson | int }}", "{{ ''.__class__.__mro__ }}", "{% include '/etc/hosts' %}",
+    "{{ 'a' * 10**10 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 10 ** 10 ** 8 }}",
+)  # fmt: skip
+ARRAYS = (
+    lambda x: x.astype(str), lambda x: x.astype(complex), lambda x: x.astype(object), lambda x: x[None],
+    lambda x: x[:0], lambda x: x[:-1], lambda x: np.full(x.shape, np.nan), lambda x: np.full(x.shape, 2**62),
+    lambda x: np.full(x.shape, -7), lambda x: np.array(5), lambda x: np.full(x.shape, np.inf),
+)  # fmt: skip
+Damage = Callable[[np.random.Generator, bytes], bytes]
+
+
+class Kind(NamedTuple):
+    """A kind of files: which of `make_files`, what damages their contents, what reads them."""
+
+    files: tuple[str, ...]
+    damage: Damage
+    read: Callable[[Path], object]
+
+
+def make_files(folder: Path) -> None:
+    """Writes one whole file of each kind: a run folder without its model, a tokenizer, adapters, rows."""
+    rng = np.random.default_rng(0)
+    run = folder / "run"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "step2").mkdir()
+    settings = to_dict(parse(Config, ["--config", "configs/demo.py", "--group_size", "4"]))
+    write_json(run / "config.json", settings | {"run": {"command": "python core/grpo.py", "changed": ["lr"]}})
+    scores = {"env/return": 0.3, "env/correct_answer": 0.2, "loss": 0.1, "entropy": None, "times/step": 2.0}
+    held_out = {"test_env/return": 0.3, "test_env/return_ci": 0.1, "test_env/correct_answer": 0.2}
+    records = [{"global_step": i} | scores | (held_out if i % 2 == 0 else {}) for i in range(8)]
+    (run / "metrics.jsonl").write_bytes(dump_lines(records))
+    B, T = 8, 20
+    lengths = rng.integers(10, T + 1, B)
+    arrays = {"tokens": rng.integers(0, 99, (B, T)), "mask": np.arange(T)[None] >= np.full((B, 1), 5)}
+    arrays |= {"lengths": lengths, "prompt_lengths": np.full(B, 5), "tasks": np.arange(B), "positions": np.arange(B)}
+    np.savez_compressed(run / "rollouts" / "step_2.npz", **arrays)
+    tasks, returns = np.repeat(np.arange(8), 2), rng.random(16, np.float32)
+    scores = {"tasks": tasks, "returns": returns, "scores/correct_answer": np.round(returns)}
+    np.savez_compressed(run / "rollouts" / "held_out_2.npz", **scores)
+    shutil.copytree(TINY, folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
+    shutil.copytree(ADAPTERS, folder / "adapters")
+    rows = [make_row(i) for i in range(20)]
+    (folder / "rows.jsonl").write_bytes(dump_lines(rows))
+    (folder / "rows.json").write_bytes(dump(rows))
+    (folder / "rows.parquet").write_bytes(dump_parquet(rows))
+
+
+def make_row(i: int) -> dict:
+    """A row of a conversation, with what may be damaged deep in it."""
+    user = {"role": "user", "content": f"What is {i} and {i}?"}
+    turns = [user, {"role": "assistant", "content": "A café?"}, user | {"content": f"No, {i} + {i}."}]
+    return {"messages": turns, "answer": str(2 * i), "info": {"level": i, "tags": ["sum", "easy"]}}
+
+
+def dump(value: object) -> bytes:
+    """Writes JSON, with the texts of RAW as what they stand for."""
+    text = json.dumps(value, ensure_ascii=False)
+    for name, raw in RAW.items():
+        text = text.replace(f'"{name}"', raw)
+    return text.encode()
+
+
+def dump_lines(rows: list) -> bytes:
+    return b"".join(dump(row) + b"\n" for row in rows)
+
+
+def dump_parquet(rows: list) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+# Damages
+
+
+def damage_bytes(rng: np.random.Generator, content: bytes) -> bytes:
+    """A cut, flips, a region of zeros or of noise, another encoding, nothing, or the file twice."""
+    x = np.frombuffer(content, np.uint8).copy()
+    start, end = np.sort(rng.integers(0, len(x), 2))
+    way = rng.integers(8)
+    if way == 0:
+        x = x[:end]
+    elif way in (1, 2):
+        x[rng.integers(0, len(x), 1 + rng.integers(8))] ^= np.uint8(1 << rng.integers(8))
+    elif way == 3:
+        x[start:end] = 0
+    elif way == 4:
+        x[start : start + 64] = rng.integers(0, 256, len(x[start : start + 64]))
+    elif way == 5:
+        return content.decode("latin-1").encode(str(rng.choice(["utf-16", "utf-32", "utf-8-sig", "utf-7"])))
+    elif way == 6:
+        return b"" if rng.random() < 0.5 else content[start:]
+    else:
+        return content * 2
+    return x.tobytes()
+
+
+def damage_tree(rng: np.random.Generator, root: object) -> object:
+    """Replaces, removes or renames a value anywhere in a tree; changes it in place."""
+    place, keys = [root], [0]  # the root as the only item of a list
+    holder, key = place, 0
+    while isinstance(holder[key], dict | list) and holder[key] and (holder is place or rng.random() < 0.85):
+        holder = holder[key]
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+        key = keys[rng.integers(len(keys))]
+    way = rng.integers(5)
+    if way == 0 and holder is not place:
+        del holder[key]
+    elif way == 1 and isinstance(holder, dict):
+        holder[key + "_"] = holder.pop(key)
+    else:
+        holder[key] = VALUES[rng.integers(len(VALUES))]
+    return place[0]
+
+
+def damage_json(rng: np.random.Generator, content: bytes) -> bytes:
+    return dump(damage_tree(rng, json.loads(content)))
+
+
+def damage_lines(rng: np.random.Generator, content: bytes) -> bytes:
+    rows = [json.loads(line) for line in content.splitlines()]
+    i = rng.integers(len(rows))
+    rows[i] = damage_tree(rng, rows[i])
+    return dump_lines(rows)
+
+
+def damage_parquet(rng: np.random.Generator, content: bytes) -> bytes:
+    """Damages one column in all rows alike: its values have one type there."""
+    rows = [make_row(i) for i in range(20)]
+    seed = rng.integers(2**31)
+    rows = [damage_tree(np.random.default_rng(seed), row) for row in rows]
+    try:
+        return dump_parquet(rows)
+    except (ValueError, TypeError, OverflowError, NotImplementedError):  # what Parquet cannot hold
+        return damage_bytes(rng, content)
+
+
+def damage_arrays(rng: np.random.Generator, content: bytes) -> bytes:
+    """Gives an array another type, shape or values, removes or renames it."""
+    arrays = dict(np.load(io.BytesIO(content)))
+    name = list(arrays)[rng.integers(len(arrays))]
+    way = rng.integers(len(ARRAYS) + 2)
+    x = arrays.pop(name)
+    if way < len(ARRAYS):
+        arrays[name] = ARRAYS[way](x)
+    elif way == len(ARRAYS):
+        arrays[name + "_"] = x
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def damage_template(rng: np.random.Generator, content: bytes) -> bytes:
+    """Puts a statement that fails, or takes for ever, anywhere between the tags."""
+    places = [i for i in range(len(content)) if content[i : i + 2] in (b"{%", b"{{")]
+    place = places[rng.integers(len(places))]
+    return content[:place] + TEMPLATES[rng.integers(len(TEMPLATES))].encode() + content[place:]
+
+
+def damage_adapters(rng: np.random.Generator, content: bytes) -> bytes:
+    """Damages adapter_config.json, or of a safetensors file its header."""
+    if content[:1] == b"{":
+        return damage_json(rng, content)
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    header = damage_json(rng, content[8:end])
+    return struct.pack("<Q", len(header)) + header + content[end:]
+
+
+# Readers
+
+
+def read_run(file: Path) -> None:
+    """As core/eval.py reads the config.json of the run whose model it is given."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            parse_command(["--model_dir", str(file.parent / "step2")])
+    except SystemExit as end:  # with one sentence
+        raise UserError(printed.getvalue()) from end
+
+
+def read_curves(file: Path) -> None:
+    out = file.parent.parent
+    compare([str(file), "--html", str(out / "report.html"), "--out", str(out / "plot.png")])
+
+
+def read_tokenizer(file: Path) -> None:
+    load_tokenizer(file.parent).chat([{"role": "user", "content": "What is 2 + 2?"}])
+
+
+def read_rows(file: Path) -> None:
+    env = make_env("dataset", path=str(file))
+    for i in range(env.num_tasks):
+        env.problem(i)
+
+
+@cache
+def base_of_adapters() -> object:
+    return load_model(BASE)[0]
+
+
+def read_peft(file: Path) -> None:
+    load_adapters(read_adapters(file.parent), base_of_adapters())
+
+
+def read_replay(file: Path) -> None:
+    for row in range(2):
+        stored, _ = read_stored(str(file.with_suffix("")), row)
+        assert len(stored.turns) >= 0
+
+
+TOKENIZER = "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"
+TENSORS = "adapters/adapter_config.json", "adapters/adapter_model.safetensors"
+KINDS = {
+    "npz": Kind(("run/rollouts/held_out_2.npz",), damage_arrays, task_means),
+    "metrics": Kind(("run/metrics.jsonl",), damage_lines, read_curves),
+    "config": Kind(("run/config.json",), damage_json, read_run),
+    "replay": Kind(("run/rollouts/step_2.npz",), damage_arrays, read_replay),
+    "tokenizer": Kind(TOKENIZER, damage_json, read_tokenizer),
+    "template": Kind(("tokenizer/chat_template.jinja",), damage_template, read_tokenizer),
+    "jsonl": Kind(("rows.jsonl",), damage_lines, read_rows),
+    "json": Kind(("rows.json",), damage_json, read_rows),
+    "parquet": Kind(("rows.parquet",), damage_parquet, read_rows),
+    "adapters": Kind(TENSORS, damage_adapters, read_peft),
+}
+
+
+@contextlib.contextmanager
+def damaged(folder: Path, kind: str, number: int) -> Iterator[Path]:
+    """Yields the file of a kind with damage number `number`, and restores it."""
+    files, damage, _ = KINDS[kind]
+    file = folder / files[number % len(files)]
+    content = file.read_bytes()
+    rng = np.random.default_rng([sorted(KINDS).index(kind), number])
+    file.write_bytes((damage if rng.random() < 0.5 else damage_bytes)(rng, content))
+    try:
+        yield file
+    finally:
+        file.write_bytes(content)
