@@ -535,7 +535,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     growth = check_growth(folder / VOCABULARIES[0], contents.get(VOCABULARIES[0], {}))
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
-        hf.decode(hf.encode("1 + 1", add_special_tokens=False))  # which reads fields that the loader only keeps
+        hf.encode("1 + 1", add_special_tokens=False)  # which reads fields that the loader only keeps
     except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
