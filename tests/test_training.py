@@ -806,6 +806,7 @@ def test_the_presets_of_policy_gradients_are_its_files(loss):
     assert optimizer.lr == 5e-6 and not objective.do_group_filter and not objective.kl_coef
     if loss == "ppo":
         assert (objective.gamma, objective.gae_lambda, optimizer.critic_lr) == (theirs["gamma"], theirs["lam"], 5e-6)
+    pytest.importorskip("reasoning_gym")
     env = make_env(config.env.env_name, **parse_options(config.env.env_options))
     assert env.num_tasks == theirs["size"]
     words = [env.problem(index).answer[1]["metadata"]["word"] for index in range(50)]
