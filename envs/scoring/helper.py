@@ -460,9 +460,12 @@ class Pool:
         left = worker.chunk[worker.num_done :]
         lost = None if worker.place is None else worker.chunk[worker.place]
         if left and lost is None:
-            self.suspected[left[0]] += 1
-            is_at_fault = failure.kind == "reward_timeouts" or self.suspected[left[0]] >= MAX_SUSPECTED
-            lost = left[0] if is_at_fault else None
+            is_late = failure.kind == "reward_timeouts"
+            if is_late and len(left) > 1:  # its place was no place: the reply at fault is found by trying each alone
+                self.alone |= set(left)
+            else:
+                self.suspected[left[0]] += 1
+                lost = left[0] if is_late or self.suspected[left[0]] >= MAX_SUSPECTED else None
         self.queue.extendleft(number for number in reversed(left) if number != lost)
         self.remove(worker)
         if lost is None:
