@@ -30,7 +30,7 @@ from core.extensions.teacher import (
     successful_siblings,
 )
 from core.learner import Learner, accumulate
-from core.records import Batch
+from core.records import Batch, Episodes
 from envs.base import Problem
 from models import decoder
 from models.architecture import Decoder
@@ -457,8 +457,8 @@ def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatc
     seen = []
     original = Prefix.of_rows
 
-    def of_rows(self, batch: Batch) -> list[list[int]]:
-        seen.append((self, batch, original(self, batch)))
+    def of_rows(self, batch: Batch, episodes: Episodes) -> list[list[int]]:
+        seen.append((self, batch, episodes, original(self, batch, episodes)))
         return seen[-1][-1]
 
     monkeypatch.setattr(Prefix, "of_rows", of_rows)
@@ -468,12 +468,12 @@ def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatc
     flags |= {"model_dir": "models/tiny", "teacher": "self", "teacher_prefix": SIBLING, "groups_per_batch": 4}
     flags |= {"group_size": 8, "max_steps": 1, "advantage": "none", "max_resampling": 1, "prompt_length": 200}
     assert train_here(tmp_path / "run", **RUN | flags) == 0
-    ((prefix, batch, prompts),) = seen
+    ((prefix, batch, episodes, prompts),) = seen
     siblings, num_forced = successful_siblings(batch.rewards, 8), 0
     for prompt, sibling in zip(prompts, siblings, strict=True):
         assert bool(prompt) == (sibling >= 0)
         if prompt:
-            text = prefix.episodes.texts[sibling]
+            text = episodes.texts[sibling]
             assert text.startswith("<think>") and SHOWN + text in prefix.tokenizer.decode(prompt)
             num_forced += bool((~batch.mask[sibling])[batch.prompt_lengths[sibling] : batch.lengths[sibling]].any())
     assert num_forced

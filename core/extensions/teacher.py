@@ -81,24 +81,23 @@ class Prefix:
     tokenizer: Tokenizer
     text: str = ""  # SIBLING: the reply of each row's sibling
     longest: int = 0  # tokens that it may add to a prompt
-    episodes: Episodes | None = None  # of the step
 
     def prompt(self, problem: Problem, text: str) -> list[int]:
         """Returns the ids of a problem's prompt with this system message before it, rendered as one conversation."""
         return encode_prompt(self.tokenizer, replace(problem, messages=[system(text), *problem.messages]))
 
-    def of_rows(self, batch: Batch) -> list[list[int]]:
-        """Returns the teacher's prompt of each row; empty if the teacher reads that of the policy."""
+    def of_rows(self, batch: Batch, episodes: Episodes | None) -> list[list[int]]:
+        """Returns the teacher's prompt of each row of these episodes; empty if the teacher reads that of the policy."""
         if not self.text:
             return [[]] * len(batch)
         rows, texts = batch.row.tolist(), [self.text] * len(batch)
         if self.text == SIBLING:
             siblings = successful_siblings(batch.rewards, batch.group_size)
-            texts = [SHOWN + self.episodes.texts[rows[i]] if i >= 0 else "" for i in siblings]
+            texts = [SHOWN + episodes.texts[rows[i]] if i >= 0 else "" for i in siblings]
         prompts: dict[tuple[int, str], list[int]] = {}  # rows of a group are of one problem
         shown = []
         for row, text in zip(rows, texts, strict=True):
-            problem = self.episodes.problems[row]
+            problem = episodes.problems[row]
             key = id(problem), text
             if key not in prompts:
                 prompts[key] = self.prompt(problem, text) if text else []
@@ -169,14 +168,13 @@ class TaughtLearner(Learner):
             kept = move_average(kept, params, np.float32(self.config.distill.teacher_decay))
             state = replace(state, extra=state.extra | {TEACHER: kept})
         if len(batch):
-            reader = replace(self, prefix=replace(self.prefix, episodes=episodes))
             with self.out_of_memory():
-                batch = replace(batch, extras=batch.extras | reader.ask(state, batch))
+                batch = replace(batch, extras=batch.extras | self.ask(state, batch, episodes))
         if self.config.objective.advantage == "none":
             batch = replace(batch, rewards=np.nan_to_num(batch.rewards))  # one that failed drops no row
         return state, batch
 
-    def ask(self, state: TrainState, batch: Batch) -> Extras:
+    def ask(self, state: TrainState, batch: Batch, episodes: Episodes | None) -> Extras:
         """Returns what the teacher computes for a batch, and the coefficients of its rows.
 
         These are 0 for rows without a prompt to show, and if prompt and completion are longer than the memory plan.
@@ -186,7 +184,7 @@ class TaughtLearner(Learner):
         if policy is None:
             policy = self.policy(state.extra[TEACHER] if options.teacher_decay else state.params)
         most = self.teacher.row_length - (batch.lengths - batch.prompt_lengths)
-        prompts = self.prefix.of_rows(batch)
+        prompts = self.prefix.of_rows(batch, episodes)
         prompts = [prompt if len(prompt) <= room else [] for prompt, room in zip(prompts, most, strict=True)]
         is_taught = [bool(prompt) or not self.prefix.text for prompt in prompts]
         shown, columns = with_prompts(prompts, batch)
