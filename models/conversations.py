@@ -82,8 +82,9 @@ def write_turns(
             heard.append(message)
             continue
         if tokenizer.has_template:
-            opened = open_turn(tokenizer, text, messages[: i + 1], len(heard), tools)
-            text = write_reply(tokenizer, opened, messages[: i + 1], tools)
+            opening = tokenizer.render(messages[:i], thinks(message), tools=tools)
+            opened = open_turn(tokenizer, text, opening, messages[: i + 1], len(heard), tools)
+            text = write_reply(tokenizer, opened, opening, messages[: i + 1], tools)
             place = text.rfind(end, len(opened))
             text = text[: place + len(end)] if place >= 0 else text
         else:
@@ -96,11 +97,18 @@ def write_turns(
 
 
 def open_turn(
-    tokenizer: Tokenizer, text: str, messages: Sequence[Message], num_heard: int, tools: Sequence[Schema]
+    tokenizer: Tokenizer,
+    text: str,
+    opening: str,
+    messages: Sequence[Message],
+    num_heard: int,
+    tools: Sequence[Schema],
 ) -> str:
-    """Returns a text with what the chat template writes behind it, up to the last of the messages, a reply."""
+    """Returns a text with what the chat template writes behind it, up to the last of the messages, a reply.
+
+    `opening`: what it writes up to there of the messages alone.
+    """
     *before, reply = messages
-    opening = tokenizer.render(before, thinks(reply), tools=tools)
     if opening.startswith(text):
         return opening
     # The template drops thinking from a reply when messages follow it: what follows is read off another reply.
@@ -118,11 +126,12 @@ def open_turn(
     return opened
 
 
-def write_reply(tokenizer: Tokenizer, opened: str, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
-    """Returns a text with what the chat template writes of the last of the messages, a reply."""
+def write_reply(
+    tokenizer: Tokenizer, opened: str, opening: str, messages: Sequence[Message], tools: Sequence[Schema]
+) -> str:
+    """Returns an opened turn with what the chat template writes of the last of the messages: see `open_turn`."""
     *before, reply = messages
     thinking, content = thinks(reply), content_of(reply)
-    opening = tokenizer.render(before, thinking, tools=tools)
     closed = tokenizer.render(messages, thinking, is_open=False, tools=tools)
     if closed.startswith(opening):
         return opened + closed.removeprefix(opening)
