@@ -217,7 +217,6 @@ class Env:
         """Returns example replies by name: "right" earns full marks, "wrong" looks alike; else the reference itself."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
 
-
     def trials(self, problem: Problem, form: str) -> list[Trial]:
         """Returns a reply in this form for each reference that replies are compared with; none where there is none."""
         return []

@@ -152,8 +152,8 @@ class Dataset(Env):
         if exchange.tools:
             prompt = Messages.of(as_messages(prompt, "user"), exchange.tools)
         given = exchange.answer
-        for message in exchange.reply:
-            given = message["content"] if given is None else given
+        if given is None and exchange.reply:
+            given = exchange.reply[-1]["content"]
         row = {**row, exchange.column: prompt}
         has_answer = has_column(row, self.answer_column) and get_column(row, self.answer_column) is not None
         if given is not None and not has_answer:

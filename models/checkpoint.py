@@ -209,6 +209,12 @@ def find_model(path_or_hub_id: str | Path) -> Path:
         raise UserError(f"{missing}, and {error}") from error
 
 
+def model_steps(run: Path) -> list[int]:
+    """Returns the steps of the models in a run folder, in order."""
+    names = [path.name for path in run.glob("step*/")]
+    return sorted(int(name.removeprefix("step")) for name in names if re.fullmatch(r"step\d+", name))
+
+
 def find_checkpoints(name: str) -> list[tuple[str, Path]]:
     """Returns the checkpoints under a name, each with a name: one model, or step20/, step40/, ... of a run folder.
 
@@ -218,14 +224,8 @@ def find_checkpoints(name: str) -> list[tuple[str, Path]]:
     folder = find_model(name)
     if any(folder.glob("*.safetensors")):
         return [(name, folder)]
-    steps = {}
-    for path in folder.iterdir():
-        if re.fullmatch(r"step\d+", path.name):
-            number = int(path.name.removeprefix("step"))
-            steps[number] = path
-    if steps:
-        paths = [steps[number] for number in sorted(steps)]
-        return [(f"{name}/{path.name}", path) for path in paths]
+    if steps := model_steps(folder):
+        return [(f"{name}/step{step}", folder / f"step{step}") for step in steps]
     has_metrics = (folder / "metrics.jsonl").is_file()
     has_states = (folder / "state").is_dir()
     if has_metrics or has_states:

@@ -13,7 +13,7 @@ from local_hub import local_hub, put
 
 import envs
 from envs.data.files import read_file
-from envs.data.hub import CONVERTED, KINDS, choose_split, find_splits, folder_split, matches
+from envs.data.hub import CONVERTED, KINDS, files_of_split, find_splits, folder_split, matches
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,7 +220,7 @@ def test_a_split_without_all_of_its_shards_is_not_read():
     """As a download that was cut off leaves it: its rows would be another data set."""
     splits = find_splits([f"data/train-0000{i}-of-00004.parquet" for i in (0, 2)], {}, "", "me/mine")
     with pytest.raises(UserError, match="^me/mine lacks data/train-00001-of-00004, 2 such files in all$"):
-        choose_split(splits, "train", "me/mine")
+        files_of_split(splits, "train", "me/mine")
 
 
 def test_no_pattern_takes_long():

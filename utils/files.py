@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -57,10 +57,11 @@ def skipping_damage() -> Iterator[None]:
         print(f"warning: {describe_file_error(error)}", file=sys.stderr)
 
 
-def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
+def read_arrays(path: str | Path, needed: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Returns the arrays of numbers of an .npz file by name.
 
-    Raises: UserError naming the file, the array and what is wrong with it, or for more than MAX_ARRAYS bytes; OSError.
+    Raises: UserError naming the file, the array and what is wrong with it, for more than MAX_ARRAYS bytes, and for a
+    `needed` array that is not there; OSError.
     """
     arrays, name = {}, ""
     with open_file(path) as file:
@@ -75,6 +76,9 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
             reason = error if type(error) is ValueError else describe_error(error)
             array = f"{name.removesuffix('.npy')}: " if name else ""
             raise UserError(f"{path} is not a whole .npz file ({array}{reason}): copy it again") from error
+    for name in needed:
+        if name not in arrays:
+            raise UserError(f"{path} has no array {name}")
     return arrays
 
 

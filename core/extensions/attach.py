@@ -29,11 +29,11 @@ def attach(
     sampler = with_options(sampler, num_drafted, settings.force_answer_at, answer)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
-    if env.max_turns == 1:
-        return {"sampler": sampler, "notes": compare_samples(settings, sampler.tokenizer, encode)}
-    check_conversations(sampler, settings, num_drafted)
-    notes = compare_samples(settings, sampler.tokenizer, encode)
-    return {"sampler": sampler, "make_replies": Conversations, "notes": notes}
+    attached = {"sampler": sampler}
+    if env.max_turns > 1:
+        check_conversations(sampler, settings, num_drafted)
+        attached["make_replies"] = Conversations
+    return attached | {"notes": compare_samples(settings, sampler.tokenizer, encode)}
 
 
 def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Encode) -> tuple[str, ...]:

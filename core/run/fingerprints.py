@@ -22,23 +22,20 @@ NUM_SAMPLED = 64  # problems of a generated environment that are compared; of ro
 def fingerprint_env(env: Env) -> str:
     """Returns the number of problems and a digest of their messages and answers."""
     count = min(env.num_tasks, NUM_SAMPLED) if env.is_generated else env.num_tasks
-    digest = hashlib.blake2b(digest_size=8)
-    for index in np.linspace(0, env.num_tasks - 1, count).astype(int).tolist():
-        problem = env.problem(index)
-        digest.update(json.dumps([problem.messages, problem.answer], sort_keys=True, default=stable).encode())
-    return f"{env.num_tasks:,} problems, digest {digest.hexdigest()}"
+    problems = map(env.problem, np.linspace(0, env.num_tasks - 1, count).astype(int).tolist())
+    texts = (json.dumps([x.messages, x.answer], sort_keys=True, default=stable).encode() for x in problems)
+    return f"{env.num_tasks:,} problems, digest {digest_of(*texts)}"
 
 
 def fingerprint_rows(rows: Sequence[Messages]) -> str:
     """Returns the number of conversations and a digest of their messages and tools."""
     text = json.dumps([[row, row.tools] for row in rows], sort_keys=True, default=stable)
-    return f"{counted(len(rows), 'conversation')}, digest {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return f"{counted(len(rows), 'conversation')}, digest {digest_of(text.encode())}"
 
 
 def fingerprint_code(env: Env) -> dict[str, str]:
     """Returns a digest of each file of the user's code that an environment runs."""
-    digests = {file: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in env.code}
-    return {str(file): f"code, digest {digest}" for file, digest in digests.items()}
+    return {str(file): f"code, digest {digest_of(file.read_bytes())}" for file in env.code}
 
 
 def fingerprint_prompts(env: Env, encode: Encode) -> str:
@@ -49,8 +46,16 @@ def fingerprint_prompts(env: Env, encode: Encode) -> str:
 
 def fingerprint_tokens(rows: Sequence[Sequence[int]]) -> str:
     """Returns the number of rows of token ids and a digest of them."""
-    digest = hashlib.blake2b(json.dumps([[int(i) for i in row] for row in rows]).encode(), digest_size=8)
-    return f"{counted(len(rows), 'sample')}, digest {digest.hexdigest()}"
+    text = json.dumps([[int(i) for i in row] for row in rows])
+    return f"{counted(len(rows), 'sample')}, digest {digest_of(text.encode())}"
+
+
+def digest_of(*parts: bytes) -> str:
+    """Returns a digest of bytes, one part behind the other."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def stable(value: object) -> JSON:

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -39,7 +38,7 @@ from core.run.rollouts import NUM_GROUPS, rollout_arrays, rollout_rows, score_ar
 from envs.base import Env, Problem
 from envs.settings import RolloutSettings, describe_environments
 from models.architecture import Decoder
-from models.checkpoint import find_local, find_model, resolve_model_dir, save_model
+from models.checkpoint import find_local, find_model, model_steps, resolve_model_dir, save_model
 from models.memory import gigabytes
 from models.names import CRITIC, LAYERS, Adapters, Params
 from models.peft import read_adapters, save_adapters
@@ -627,12 +626,6 @@ class Run:
         model = str(self.directory / f"step{progress.step}")
         self.print(f"model: {model}", f"curves and completions: {self.directory / 'report.html'}")
         self.print(*next_commands(self.model_dir, model, is_played=bool(self.settings["env_name"])))
-
-
-def model_steps(directory: Path) -> list[int]:
-    """Returns the steps of the models in a run folder, in order."""
-    names = [path.name for path in directory.glob("step*/")]
-    return sorted(int(name.removeprefix("step")) for name in names if re.fullmatch(r"step\d+", name))
 
 
 def next_commands(base: str, model: str, is_played: bool) -> list[str]:

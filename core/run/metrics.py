@@ -55,10 +55,16 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def row_sums(
+    logprobs: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]
+) -> tuple[Float[np.ndarray, "B"], Float[np.ndarray, "B"]]:
+    """Returns the sum of -log p over the tokens of each row, and how many these are."""
+    return -np.sum(logprobs, axis=1, where=mask, dtype=np.float64), mask.sum(axis=1, dtype=np.float64)
+
+
 def row_losses(logprobs: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> dict[str, np.ndarray]:
     """Returns the arrays of rollouts/held_out_rows_N.npz: the mean of -log p over the tokens of each row, and these."""
-    num_tokens = mask.sum(axis=1)
-    sums = -np.sum(logprobs, axis=1, where=mask, dtype=np.float64)
+    sums, num_tokens = row_sums(logprobs, mask)
     return {"losses": np.float32(sums / np.maximum(num_tokens, 1)), "num_tokens": np.int32(num_tokens)}
 
 
@@ -68,8 +74,7 @@ def loss_metrics(logprobs: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T
     Rows are what varies, so the error is that of a ratio of two sums over them; one row has none.
     Source: Cochran 1977, section 6.4.
     """
-    num_tokens = mask.sum(axis=1, dtype=np.float64)
-    sums = -np.sum(logprobs, axis=1, where=mask, dtype=np.float64)
+    sums, num_tokens = row_sums(logprobs, mask)
     loss = sums.sum() / num_tokens.sum()
     num_rows = len(sums)
     if num_rows == 1:

@@ -43,14 +43,14 @@ def fetch_split(name: str, config: str, split: str) -> list[Path]:
         with suppress(RevisionNotFoundError):
             commit, names, _ = look_up(name, CONVERTED)
             splits = converted_splits(names, config, name)
-    files = choose_split(splits, split, f"{name}:{config}" if config else name)
+    files = files_of_split(splits, split, f"{name}:{config}" if config else name)
     return [Path(hf_hub_download(name, file, repo_type="dataset", revision=commit)) for file in files]
 
 
 def folder_split(folder: Path, config: str, split: str) -> list[Path]:
     """Returns the files of a split of a data set in a folder. Raises: UserError where it has no such one."""
     splits = find_splits(list_files(folder), read_card(folder), config, str(folder))
-    return [folder / name for name in choose_split(splits, split, f"{folder}:{config}" if config else str(folder))]
+    return [folder / name for name in files_of_split(splits, split, f"{folder}:{config}" if config else str(folder))]
 
 
 def look_up(name: str, revision: str) -> tuple[str, list[str], Mapping[str, Any]]:
@@ -196,7 +196,7 @@ def converted_splits(names: Sequence[str], config: str, origin: str) -> Splits:
     return configs[choose_config(configs, config, origin)] if configs else {}
 
 
-def choose_split(splits: Splits, split: str, origin: str) -> list[str]:
+def files_of_split(splits: Splits, split: str, origin: str) -> list[str]:
     """Returns the files of a split. Raises: UserError where there is none, or a shard is missing."""
     if not splits:
         raise UserError(f"{origin} holds no file of rows ({', '.join(KINDS)})")

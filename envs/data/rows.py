@@ -185,8 +185,6 @@ def fetch_files(name: str, source: Source) -> list[Path]:
         raise UserError(f"{name} could not load {hub} from the hub ({reason}). Without it: {source.advice}") from error
 
 
-
-
 def text_answer(value: JSON) -> str:
     """Returns a reference as text: 142.0 is "142", "025" "25". Raises TypeError unless it is text or a number."""
     if isinstance(value, float) and value.is_integer():

@@ -306,10 +306,13 @@ def grouped(jobs: Sequence[Job]) -> list[Job]:
 
 def ungrouped(jobs: Sequence[Job], outcomes: Sequence[Outcome | Outcomes]) -> list[Outcome]:
     """Returns an outcome for each reply: a group that failed did so for all of its own."""
-    each = []
-    for job, outcome in zip(jobs, outcomes, strict=True):
-        each += outcome if isinstance(outcome, list) else [outcome] * job_size(job)
-    return each
+    pairs = zip(jobs, outcomes, strict=True)
+    return [each for job, outcome in pairs for each in of_replies(outcome, job_size(job))]
+
+
+def of_replies(outcome: Outcome | Outcomes, num_replies: int) -> Outcomes:
+    """Returns the outcomes of the replies of a group: one for all is that of each."""
+    return outcome if isinstance(outcome, list) else [outcome] * num_replies
 
 
 def blamed(jobs: Sequence[Job | Scored]) -> str:
@@ -381,8 +384,7 @@ class ScoringStream:
     def publish(self, outcomes: Mapping[int, Outcome | Outcomes], error: BaseException | None = None) -> None:
         """Gives outcomes, or an error, to waiting threads."""
         if outcomes and self.scorer.takes_groups:
-            groups = {first: [outcome] * self.group_size if isinstance(outcome, Failure) else outcome
-                      for first, outcome in outcomes.items()}  # fmt: skip
+            groups = {first: of_replies(outcome, self.group_size) for first, outcome in outcomes.items()}
             outcomes = {first + i: outcome for first, group in groups.items() for i, outcome in enumerate(group)}
         with self.has_changed:
             self.outcomes |= outcomes

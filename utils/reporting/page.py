@@ -322,10 +322,8 @@ def task_means(file: Path) -> dict[str, TaskMeans]:
 
     Raises: UserError where they are not that, or not finite.
     """
-    scores = {name.removeprefix("scores/"): x for name, x in read_arrays(file).items()}
-    for name in ("tasks", "returns"):
-        if name not in scores:
-            raise UserError(f"{file} has no array {name}")
+    arrays = read_arrays(file, ("tasks", "returns"))
+    scores = {name.removeprefix("scores/"): x for name, x in arrays.items()}
     tasks = scores.pop("tasks")
     scores["return"] = scores.pop("returns")
     for name, x in (("tasks", tasks), *scores.items()):
@@ -343,11 +341,9 @@ def row_means(file: Path) -> dict[str, TaskMeans]:
     The values of long and short rows differ as the terms of a ratio of two sums do, so that differences between steps
     have the spread of that ratio (Cochran 1977, section 6.4). Raises: UserError where the file has other arrays.
     """
-    arrays = read_arrays(file)
-    for name in ("losses", "num_tokens"):
-        if name not in arrays:
-            raise UserError(f"{file} has no array {name}")
-    losses, num_tokens = (np.asarray(arrays[name], np.float64) for name in ("losses", "num_tokens"))
+    names = "losses", "num_tokens"
+    arrays = read_arrays(file, names)
+    losses, num_tokens = (np.asarray(arrays[name], np.float64) for name in names)
     if losses.ndim != 1 or losses.shape != num_tokens.shape or not np.isfinite(losses).all() or num_tokens.sum() <= 0:
         raise UserError(f"{file}: losses is {list(losses.shape)}, and not a finite number for each row with tokens")
     loss = losses @ num_tokens / num_tokens.sum()
