@@ -40,7 +40,6 @@ THINKING_DEFAULT = "{%- if enable_thinking is not defined %}{%- set enable_think
 PREFIX_DEFAULT = "{% if add_generation_prompt %}{{ assistant_prefix | default(VALUE) }}{% endif %}"
 PREFIX_PATTERN = re.compile(r'("(?:[^"\\]|\\.)*")'.join(map(re.escape, PREFIX_DEFAULT.split("VALUE"))) + r"\Z")
 MAX_TEMPLATE = 10**6  # bytes
-FIRST = "1 + 1"  # text of a first message, tried when a tokenizer is loaded
 MAX_JSON_BYTES = 10**8  # the largest tokenizers have a third of it
 TAG = re.compile(r"</?\w+>")  # such as <think>: prompts quote them, and templates look for them
 CONTENT, TURN = "lmpocontent", "lmpoturn"  # of messages that show what a template does with others
@@ -113,14 +112,14 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def bounds(self, text: str) -> Iterator[None]:
-        """Raises UserError for a text that may become too long for the memory, and for a panic of tokenizers at it."""
+        """Raises UserError for a text that may become too long for the memory, and for what tokenizers raise at it."""
         if len(text) * self.growth > MAX_TEXT:
             size = f"{len(text):,} characters, and the tokenizer may make {self.growth:,.0f} of each"
             raise UserError(f"a text has {size}: more than {MAX_TEXT:,}")
         try:
             yield
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # which is no Exception, and cannot be imported
+        except BaseException as error:  # in the block stand calls of the library alone
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # cannot be imported
                 raise
             raise UserError(f"the tokenizer fails at a text, {reprlib.repr(text)} ({describe_error(error)})") from error
 
@@ -536,8 +535,6 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     growth = check_growth(folder / VOCABULARIES[0], contents.get(VOCABULARIES[0], {}))
     try:
         hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **without_warning(folder))
-        if len(FIRST) * growth <= MAX_TEXT:  # else `check_template` refuses it
-            hf.encode(FIRST, add_special_tokens=False)  # which reads fields that the loader only keeps
     except BaseException as error:  # of transformers, of tokenizers, and panics of the latter, which are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -563,7 +560,7 @@ def check_template(tokenizer: Tokenizer, folder: Path) -> None:
     """Raises UserError if a first conversation cannot be rendered within limits, or has no ids."""
     if len(tokenizer.template) > MAX_TEMPLATE:
         raise UserError(f"{folder}: its chat template has more than {MAX_TEMPLATE:,} characters")
-    messages = [{"role": "user", "content": FIRST}]
+    messages = [{"role": "user", "content": "1 + 1"}]
     try:
         if tokenizer.has_template:
             tokenizer.render(messages, thinking=False)
