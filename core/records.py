@@ -41,8 +41,6 @@ class Completions:
     num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
-    num_drafted: Int[Array, "B"] | None = None  # tokens that speculation proposed; None: there was none
-    num_accepted: Int[Array, "B"] | None = None  # drafts that equal the tokens drawn
     extras: Extras = field(default_factory=dict)  # see EXTRAS
 
 

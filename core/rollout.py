@@ -271,7 +271,7 @@ def make_worker(
     env = settings.env
     encode = partial(encode_prompt, tokenizer)
     sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
-    attached = attach(sampler, settings, encode, sampling.num_speculative_tokens)
+    attached = attach(sampler, settings, encode)
     limit, room = sampler.max_prompt_tokens, ""
     if limit < sampling.prompt_length:
         room = f"{settings.name}: prompts of at most {limit} tokens, as the model has {model.num_positions:,} positions"

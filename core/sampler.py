@@ -69,13 +69,6 @@ class SamplingConfig:
         0, "Rows sampled at a time on each device; 0: as many as fit in memory", resumable=True
     )
 
-    num_speculative_tokens: int = option(
-        0,
-        "Number of tokens drafted at a time for the last rows of a batch, from what followed the same tokens before; "
-        "the tokens drawn do not depend on it; 0: none",
-        resumable=True,
-    )
-
     def __post_init__(self):
         check_sampling(self)
 

@@ -25,7 +25,7 @@ from jaxtyping import Int
 
 from core.chat.terminal import Message, ShowText, converse
 from core.chat.web import serve
-from core.extensions.attach import with_options
+from core.extensions.attach import with_forced_answer
 from core.records import Completions
 from core.run.foreign import find_run, settings_with_code
 from core.sampler import Sampler, SamplingConfig, make_sampler
@@ -321,7 +321,7 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     for note in () if config.prompts.raw else compare_chat(tokenizer, config.prompts.thinking):
         if layout.is_main:
             print(note, file=sys.stderr)
-    return with_options(sampler, config.sampling.num_speculative_tokens, force_answer_at)
+    return with_forced_answer(sampler, force_answer_at)
 
 
 def compare_chat(tokenizer: Tokenizer, thinking: str) -> list[str]:

@@ -41,7 +41,7 @@ install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 
 
 # Files that take longest: workers take whole files, and these first, so that all end together.
-LONG = "turns model objectives sampling lora resume training meshes hosts speed ahead speculation scoring tools envs"
+LONG = "turns model objectives sampling lora resume training meshes hosts speed ahead scoring tools envs"
 
 
 @pytest.fixture(autouse=True, scope="module")

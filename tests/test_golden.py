@@ -42,7 +42,7 @@ CASES = {
     "lora": DEMO | {"lora_rank": 4, "lora_merge": "never", "lr": 6e-3},
     "lora_experts": POEM | {"model_dir": FIXTURES / "qwen3moe-tied", "lora_rank": 2},
     "hybrid": POEM | {"model_dir": FIXTURES / "qwen3_5-tied", "objective": "cispo"},
-    "windows": POEM | {"model_dir": FIXTURES / "gemma3-tied", "num_speculative_tokens": 3, "optimizer": "muon"},
+    "windows": POEM | {"model_dir": FIXTURES / "gemma3-tied", "optimizer": "muon"},
     "ahead": DEMO | {"ahead": 1},
     "turns": GAMES | {"advantage": "turn_mean", "lr_schedule": "constant"},
     "calculator": GAMES | {"env_name": "calculator", "test_env_name": "calculator-test", "env_options": CALCULATOR},

@@ -27,7 +27,7 @@ from helpers import (
     slow,
 )
 
-from core.extensions.attach import with_options
+from core.extensions.attach import with_forced_answer
 from core.records import Completions
 from core.sampler import Sampler, SamplingConfig, make_sampler, prefill, row_keys
 from envs.base import ForcedAnswer
@@ -242,7 +242,7 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
     tokenizer = Letters({think: "</think>", answer: "<answer>"})
     sampler = Sampler(MODEL, LIMIT, stop_ids(), tokenizer=tokenizer)
-    r = draw_all(with_options(sampler, 0, LIMIT - at, ForcedAnswer(opening="<think>\n")))
+    r = draw_all(with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")))
     found, forced, kinds = completions(r), {}, []
     for number, ((task, sample), x) in enumerate(rows.items()):
         kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
@@ -385,7 +385,7 @@ def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
     """Before the first update the ratio is 1, but for rounding; entropy is that of the cut distribution."""
     distribution = Distribution(temperature=0.6, **cut)
     sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters())
-    r = draw_all(with_options(sampler, 0, 4), PROMPTS[:2], IDS[:2])
+    r = draw_all(with_forced_answer(sampler, 4), PROMPTS[:2], IDS[:2])
     assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
     scores = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
     ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]

@@ -311,18 +311,17 @@ def test_processes_share_the_turns_and_play_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "force_answer_at", "stop_strings", "num_drafted", "message"),
+    ("model", "force_answer_at", "stop_strings", "message"),
     [
-        (HYBRID, 0, ("x",), 0, "Gated DeltaNet"),
-        (MODEL, 10, (), 0, "--force_answer_at 0"),
-        (MODEL, 0, (), 3, "--num_speculative_tokens 0"),
+        (HYBRID, 0, ("x",), "Gated DeltaNet"),
+        (MODEL, 10, (), "--force_answer_at 0"),
     ],
 )
-def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, num_drafted, message):
+def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, message):
     sampler = Sampler(model, 100, (), stop_strings=stop_strings, tokenizer=load_tokenizer(TINY))
     settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
     with pytest.raises(UserError, match=message):
-        attach(sampler, settings, lambda problem: [1], num_drafted)
+        attach(sampler, settings, lambda problem: [1])
 
 
 RUN = (

@@ -1,4 +1,4 @@
-"""What the settings attach to a sampler: drafts, forced answers, conversations; and what cannot be combined."""
+"""What the settings attach to a sampler: forced answers, conversations; and what cannot be combined."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,6 @@ from functools import cache, partial
 
 from core.extensions.checks import refuse
 from core.extensions.forced import ForcingChain, reply_opening
-from core.extensions.speculation import SpeculativeChain
 from core.extensions.turns import Conversations, answering_calls
 from core.sampler import Chain, Sampler
 from envs.base import DIALECTS, ForcedAnswer
@@ -19,19 +18,17 @@ NUM_PROMPTS = 4  # that are compared with transformers' rendering
 SAID = ' It is "7" & so on.\n'  # what an environment or a tool says in such a comparison
 
 
-def attach(
-    sampler: Sampler, settings: RolloutSettings, encode: Encode, num_drafted: int
-) -> dict[str, Sampler | Callable]:
+def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode) -> dict[str, Sampler | Callable]:
     """Returns the fields of a RolloutWorker that options replace. Raises: UserError for what cannot be combined."""
     env, problem = settings.env, settings.env.problem(0)
     opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
     answer = replace(settings.forced_answer, opening=opening)
-    sampler = with_options(sampler, num_drafted, settings.force_answer_at, answer)
+    sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
     attached = {"sampler": sampler}
     if env.max_turns > 1:
-        check_conversations(sampler, settings, num_drafted)
+        check_conversations(sampler, settings)
         attached["make_replies"] = Conversations
     return attached | {"notes": compare_samples(settings, sampler.tokenizer, encode)}
 
@@ -59,41 +56,33 @@ def compare_samples(settings: RolloutSettings, tokenizer: Tokenizer, encode: Enc
     return tuple(f"{settings.name}: {note}" for note in dict.fromkeys(notes))
 
 
-def with_options(
+def with_forced_answer(
     sampler: Sampler,
-    num_drafted: int = 0,
-    force_answer_at: int = 0,
+    force_answer_at: int,
     answer: ForcedAnswer = ForcedAnswer(),  # noqa: B008 (frozen)
 ) -> Sampler:
-    """Returns a sampler with drafts, or with an answer that is forced so many tokens before the limit; 0: without."""
+    """Returns a sampler with an answer that is forced so many tokens before the limit; 0: without."""
     refuse([
-        (num_drafted > 0 and sampler.model.delta is not None,
-         "--num_speculative_tokens: the state of a Gated DeltaNet cannot go back to a token; give 0"),
-        (num_drafted > 0 and force_answer_at > 0,
-         "--num_speculative_tokens does not support forced answers: --force_answer_at 0"),
         (not 0 <= force_answer_at < sampler.max_new_tokens,
          f"--force_answer_at {force_answer_at} must be below the {sampler.max_new_tokens} tokens of a completion"),
     ])  # fmt: skip
-    if num_drafted:
-        return replace(sampler, make_chain=chain_maker(SpeculativeChain, num_drafted))
-    if force_answer_at:
-        return replace(sampler, force_answer_at=force_answer_at, make_chain=chain_maker(ForcingChain, answer))
-    return sampler
+    if not force_answer_at:
+        return sampler
+    return replace(sampler, force_answer_at=force_answer_at, make_chain=chain_maker(answer))
 
 
 @cache
-def chain_maker(chain: type[Chain], setting: int | ForcedAnswer) -> Callable[..., Chain]:
-    """Returns a constructor of chains: one object for a setting, so that samplers with equal settings are equal."""
-    return partial(chain, setting)
+def chain_maker(answer: ForcedAnswer) -> Callable[..., Chain]:
+    """Returns a constructor of chains: one object for an answer, so that samplers with equal settings are equal."""
+    return partial(ForcingChain, answer)
 
 
-def check_conversations(sampler: Sampler, settings: RolloutSettings, num_drafted: int) -> None:
+def check_conversations(sampler: Sampler, settings: RolloutSettings) -> None:
     """Raises UserError where conversations cannot be drawn as they are trained on."""
     start = f"{settings.name} has several turns, and"
     refuse([
         (sampler.model.delta is not None and bool(sampler.stop_strings),
          f"{start} the state of a Gated DeltaNet cannot go back to where the text of a turn stops: leave "
          "--stop_strings out, or name special tokens"),
-        (num_drafted > 0, f"{start} no draft supports them: --num_speculative_tokens 0"),
         (settings.force_answer_at > 0, f"{start} forced answers do not support them: --force_answer_at 0"),
     ])  # fmt: skip

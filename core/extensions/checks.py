@@ -24,7 +24,6 @@ def check_sampling(config: Any) -> None:
          "--prompt_length and --num_generation_tokens start at 1; -1: the environment's own limit"),
         (config.inference_batch_per_device < 0,
          "--inference_batch_per_device must not be negative; 0: as many rows as fit in memory"),
-        (config.num_speculative_tokens < 0, "--num_speculative_tokens must not be negative; 0: none"),
     ])  # fmt: skip
     config.distribution.describe()  # it checks its own settings when it is made
 
@@ -79,8 +78,6 @@ def check_combinations(config: Any) -> None:
          "--save_best needs held-out scores: give --test_env_name"),
         (sampling.temperature == 0,
          "--temperature 0 always draws the same completion: training needs one above 0"),
-        (config.precompile and sampling.num_speculative_tokens > 0,
-         "--precompile does not know the programs of --num_speculative_tokens: drop one"),
         (config.precompile and config.distill.teacher != "",
          "--precompile does not know the programs of --teacher: drop one"),
         (config.distill.teacher != "" and not sampling.distribution.is_whole,

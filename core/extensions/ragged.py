@@ -1,4 +1,4 @@
-"""Chains whose rows go on at lengths of their own, as those of conversations and of drafts do.
+"""Chains whose rows go on at lengths of their own, as those of conversations do.
 
 S sampler slots, s columns of a segment.
 """

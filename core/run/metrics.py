@@ -101,9 +101,6 @@ def speed_metrics(
         "speed/occupancy": float(num_tokens / np.sum(completions.slot_steps)),
         "speed/decode_gb_per_second": num_bytes / episodes.times["rollout"] / 1e9,
     }
-    num_drafted = completions.num_drafted
-    if num_drafted is not None and num_drafted.sum():
-        speed["speed/accepted_drafts"] = float(completions.num_accepted.sum() / num_drafted.sum())
     if metrics.get("num_updates"):
         flops = metrics["num_updates"] * metrics["speed/flops"]
         speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12

@@ -30,6 +30,7 @@ REMOVED: Mapping[str, Removed] = {
     "length_weight": Removed(1.0, "--length_reward is added as it is (envs/scoring/shaping.py)", changes_results=True),
     "max_error_share": Removed(0.5, "a run stops where half of its rewards fail: catch the errors within the reward"),
     "num_processes": Removed(-1, "set JAX_NUM_PROCESSES in the environment"),
+    "num_speculative_tokens": Removed(0, "the last rows of a batch are drawn as all others"),
     "on_reward_failure": Removed("drop", "failures are dropped: return 0 within the reward", changes_results=True),
     "overlong_buffer": Removed(0, "it is a fifth of the token limit (envs/scoring/shaping.py)", changes_results=True),
     "process_id": Removed(-1, "set JAX_PROCESS_ID in the environment"),
