@@ -376,7 +376,7 @@ def test_the_host_computes_the_fingerprint_of_devices():
     state = [rng.random((3, 50, 700), np.float32), np.int8(rng.integers(-9, 9, 70_000)), jnp.ones((5, 3), jnp.bfloat16)]
     with Compilations() as compilations:
         found = fingerprint(jax.device_put([*state, np.int32(3)]))
-        assert not compilations.num_programs
+        assert not compilations.programs
     np.testing.assert_array_equal(found, mix_bits([*state, np.int32(3)]))
 
 

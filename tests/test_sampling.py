@@ -453,7 +453,7 @@ def test_keys_and_uniforms_are_those_of_jax(seed):
     np.testing.assert_array_equal(row_keys(key, ids, samples), jax.random.key_data(keys))
     with Compilations() as compilations:
         made = make_key(seed, 3, 2**31 - 1)
-        assert not compilations.num_programs
+        assert not compilations.programs
     assert made == jax.random.fold_in(jax.random.fold_in(key, 3), 2**31 - 1)
     expected = [[jax.random.uniform(jax.random.fold_in(keys[i], row[i]), (2,)) for i in range(3)] for row in steps]
     np.testing.assert_array_equal(sampling_uniforms(jax.random.key_data(keys), jnp.asarray(steps)), np.array(expected))

@@ -26,7 +26,7 @@ from envs.prompts import prompt_lengths
 from models import decoder
 from models.cache import Cache, gather_cache, take_rows
 from models.lora import attach, make_policy, split_policy
-from models.names import ADAPTERS, LAYERS
+from models.names import ADAPTERS
 from models.packing import Packing, pack_rows
 from models.state import TrainState
 from utils.batching import (
@@ -39,41 +39,44 @@ from utils.batching import (
     round_up,
     row_width,
 )
-from utils.devices.compilation import Programs, compile_programs, shapes_of
-from utils.devices.memory import DEVICE, fingerprint, host_views
-from utils.devices.sharding import Layout
-from utils.metrics.terminal import waiting
+from utils.devices.compilation import Programs, shapes_of
+from utils.devices.memory import DEVICE
+from utils.devices.sharding import Layout, zeros
 
 
-@waiting("compiling ahead")
-def precompile(
-    config: Config, workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
+def with_few_shapes(
+    config: Config, workers: Mapping[str, RolloutWorker], learner: Learner
 ) -> tuple[dict[str, RolloutWorker], Learner]:
-    """Compiles the programs of a run; returns its workers and learner, with all prompts padded alike: few shapes.
+    """Returns workers and learner of few shapes: all prompts are padded as the longest one, known of an environment."""
+    workers = {role: with_prompt_columns(worker, max(prompt_lengths_of(worker))) for role, worker in workers.items()}
+    return workers, replace(learner, fractions=ONE_SHAPE)
 
-    They are padded as the longest one of an environment, or of 1,000 of a large one.
-    """
+
+def run_programs(
+    config: Config, workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
+) -> list[Programs]:
+    """Returns the programs of a run in lists that are independent of one another, those that compile longest first."""
+    lengths = prompt_lengths_of(workers["env"])
+    longest = max(lengths) + learner.num_generation_tokens
+    row_lengths = range(min(lengths) + 1, longest + 1)
+    widths = dict.fromkeys(row_width(length, learner.row_length) for length in row_lengths)
+    lists = [update_programs(learner, state, width) for width in widths]
     policy = learner.policy(state.params)
     params = shapes_of(workers["env"].take_over(policy) if config.ahead else policy)
-    lengths = {role: prompt_lengths(worker.env, worker.encode, worker.fitting_ids) for role, worker in workers.items()}
-    workers = {role: with_prompt_columns(worker, max(lengths[role])) for role, worker in workers.items()}
     worker, group_size, max_groups = workers["env"], config.update.group_size, config.update.max_groups
     largest = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     refills = group_counts(largest) if max_groups > largest else []
-    for num_prompts in {largest, *refills, max_groups % largest} - {0}:
-        compile_programs(rollout_programs(worker, params, num_prompts, group_size))
+    for num_prompts in sorted({largest, *refills, max_groups % largest} - {0}):
+        lists.append(rollout_programs(worker, params, num_prompts, group_size))
     if tester := workers.get("test_env"):
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
-        compile_programs(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
-    learner = replace(learner, fractions=ONE_SHAPE)
-    longest = max(lengths["env"]) + learner.num_generation_tokens
-    row_lengths = range(min(lengths["env"]) + 1, longest + 1)
-    for width in dict.fromkeys(row_width(length, learner.row_length) for length in row_lengths):
-        compile_programs(update_programs(learner, state, width))
-    # Small programs of a step that are not listed: the state's checksum, the slices of a saved model.
-    fingerprint(state)
-    jax.tree.map(lambda x: x[0], host_views(state.params.get(LAYERS, {})))
-    return workers, learner
+        lists.append(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
+    return lists
+
+
+def prompt_lengths_of(worker: RolloutWorker) -> list[int]:
+    """Returns the lengths of an environment's prompts, or of 1,000 of a large one's."""
+    return prompt_lengths(worker.env, worker.encode, worker.fitting_ids)
 
 
 def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker:
@@ -187,13 +190,21 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
         arguments = batch.tokens, batch.support, None
         yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing, batch.extras)
     batch, packing = zero_batch(learner, width, config.minibatch_size)
-    sums = shapes_of(learner.zero_sums(params))
+    sums = yield from sum_programs(learner, params)
     settings = model, config.objective.loss, distribution
     yield learners.accumulate, (*settings, params, sums, batch, packing, *shapes_of((learner.base, learner.beside)))
     others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
     trained = shapes_of(state.trained, DEVICE)
     warmup_steps = config.optimizer.warmup_steps
     yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1), others)
+
+
+def sum_programs(learner: Learner, params: PyTree) -> Programs:
+    """Yields the program of `zero_sums`, and returns the shapes of the sums."""
+    dtype = learner.config.memory.grad_dtype or "float32"
+    leaves, tree = jax.tree.flatten(params)
+    grads = yield zeros, (tuple(leaves), dtype)
+    return jax.tree.unflatten(tree, grads), jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
 
 
 def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Packing]:

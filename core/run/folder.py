@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,8 +45,8 @@ from models.peft import read_adapters, save_adapters
 from models.state import TrainState
 from models.templates import date_prompts
 from models.tokenizer import Tokenizer
-from utils.devices.compilation import forget_programs
-from utils.devices.compile_log import Compilations
+from utils.devices.compilation import Compiler, Programs, forget_programs
+from utils.devices.compile_log import Compilations, compile_metrics, describe_programs
 from utils.devices.sharding import Layout
 from utils.files import replacing, skipping_damage, write_json
 from utils.metrics.jsonl import JSON, json_value
@@ -165,6 +165,7 @@ class Run:
         self.resumed: Progress | None = None
         self.newest: tuple[TrainState, Progress] | None = None  # lost if it is not saved
         self.num_steps = 0  # of this process
+        self.ahead: list[dict] = []  # programs that were compiled ahead, until the first metrics count them
         self.times: dict[str, float] = {}  # seconds of the phases of a step
         self.step_start = 0.0  # by the clock
         self.next_drawing = 0.0  # by the clock
@@ -275,6 +276,7 @@ class Run:
                 self.checkpoints.close()
                 if saved:  # behind the state, which nothing can replace
                     self.save_step(*saved)
+                self.print(*self.compilations.take_late())
                 if is_stopped or kind is None:
                     self.write_config(is_ended=True)
                     self.draw()
@@ -451,17 +453,27 @@ class Run:
             self.logger.log(step, metrics)
             self.logger.line(step, metrics)
 
-    def print_compilations(self) -> None:
-        """Prints how many programs were compiled ahead; the metrics of the first step do not count them."""
-        metrics = self.compilations.take_metrics()
-        programs = counted(metrics["compile/num_programs"], "program")
-        self.print(f"compiled ahead: {programs}, {metrics['compile/num_from_cache']} more in the cache")
+    def compile(self, lists: Sequence[Programs]) -> None:
+        """Compiles the programs of the run ahead of its steps, and prints how many they are and how long that took."""
+        clock = time.perf_counter()
+        with waiting("compiling"):
+            notes = Compiler(lists).wait()
+        self.print(*notes)
+        self.compilations.are_all_known = not notes
+        self.ahead += self.compilations.take_programs()
+        self.print(describe_programs(self.ahead, time.perf_counter() - clock))
+
+    def compile_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the programs since the last call; prints those that are compiled too late."""
+        self.print(*self.compilations.take_late())
+        ahead, self.ahead = self.ahead, []
+        return compile_metrics(self.compilations.take_programs(), ahead)
 
     def log_start(
         self, metrics: dict[str, float], examples: Episodes | None, state: TrainState, progress: Progress
     ) -> Progress:
         """Logs the evaluation before the first step; returns the progress with its score as the best one."""
-        metrics |= self.compilations.take_metrics()
+        metrics |= self.compile_metrics()
         self.log(0, metrics)
         if examples is not None:
             self.write_held_out(0, examples)
@@ -484,7 +496,7 @@ class Run:
         """
         step = progress.step
         self.trace.close()
-        metrics |= self.compilations.take_metrics()
+        metrics |= self.compile_metrics()
         if episodes is not None:
             metrics["rollout/total_rollouts"] = progress.num_rollouts
         metrics["times/step"] = time.perf_counter() - self.step_start - metrics.get("times/test", 0.0)
@@ -503,7 +515,9 @@ class Run:
             self.save_step(state, progress)
         if self.layout.is_cpu and forget_programs():
             self.print(f"step {step}: there were too many compiled programs for this process; it loads them as needed")
+            self.compilations.are_all_known = False
         self.num_steps += 1
+        self.compilations.num_steps = self.num_steps
         memory = json.loads(json.dumps(progress.memory))  # a copy, which the loop cannot change before it is saved
         assert memory == progress.memory, "Progress.memory must be as JSON returns it: names are text, values finite"
         self.newest = state, replace(progress, memory=memory)

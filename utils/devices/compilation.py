@@ -1,11 +1,18 @@
 """Compiles the programs of a run before its first step, and clears them before Linux's limit on memory mappings."""
 
 import contextlib
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import jax
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
+
+from utils.settings.errors import describe_error
 
 # Yields jitted functions with their arguments, or shapes of them, and is sent the shapes of what they return.
 Programs = Generator[tuple[Callable, tuple], PyTree, None]
@@ -14,16 +21,53 @@ MAPS = Path("/proc/self/maps")  # a line for each memory mapping of this process
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
 
 
-def compile_programs(programs: Programs) -> None:
-    """Compiles programs for the shapes of their arguments; calls with such arguments find them compiled."""
-    results = None
-    while True:
-        try:
-            function, arguments = programs.send(results)
-        except StopIteration:
-            return
-        lowered = function.lower(*arguments)
-        results = with_shardings(lowered.out_info, lowered.compile().output_shardings)
+class Compiler:
+    """Compiles programs for the shapes of their arguments, side by side; calls with such arguments find them compiled.
+
+    Each list is traced in a thread, since on several devices it waits for how results are laid out. XLA compiles in as
+    many threads as there are cores, in one if processes have to compile in the same order.
+    """
+
+    def __init__(self, lists: Sequence[Programs]):
+        self.tracers = ThreadPoolExecutor(len(lists) or 1, "tracing")
+        self.pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else os.cpu_count() or 1, "XLA")
+        self.lock = Lock()
+        self.started: dict[tuple, tuple[jax.stages.Traced, Future]] = {}  # by function and shapes
+        self.lists = [self.tracers.submit(self.compile_list, programs) for programs in lists]
+
+    def wait(self) -> list[str]:
+        """Waits for all programs; returns a note on each list that ended early."""
+        with self.pool, self.tracers:
+            return [note for ended in self.lists if (note := ended.result())]
+
+    def compile_list(self, programs: Programs) -> str:
+        """Traces programs one after the other, and begins to compile them; returns why the list ended early.
+
+        What cannot be compiled raises its error when it is called, with what to do about it.
+        """
+        results = None
+        while True:
+            try:
+                function, arguments = programs.send(results)
+                results = self.begin(function, shapes_of(arguments))
+            except StopIteration:
+                return ""
+            except Exception as error:  # noqa: BLE001 (of a changed loss or sampler, say, whose arguments are not listed)
+                return f"note: some programs are compiled when they are first called: {describe_error(error)}"
+
+    def begin(self, function: Callable, arguments: tuple) -> PyTree:
+        """Begins to compile a program, unless it has begun; returns the shapes of its results."""
+        leaves, tree = jax.tree.flatten(arguments)
+        key = function, tree, *leaves
+        with self.lock:
+            if key not in self.started:
+                traced = function.trace(*arguments)
+                self.started[key] = traced, self.pool.submit(lambda: traced.lower().compile())
+            traced, compiled = self.started[key]
+        sharding = next((x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct) and x.sharding), None)
+        if sharding is None or len(sharding.device_set) > 1:  # the compiler says how results are laid out
+            return with_shardings(traced.out_info, compiled.result().output_shardings)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
@@ -35,14 +79,18 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(lay_out, shapes, shardings)
 
 
-def shapes_of(arrays: PyTree, memory_kind: str = "") -> PyTree:
-    """Returns the shapes of arrays, laid out as they are, or so in another kind of memory."""
+def shapes_of(tree: PyTree, memory_kind: str = "") -> PyTree:
+    """Returns the shapes of arrays, laid out as they are, or so in another kind of memory; other leaves as they are."""
 
-    def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def shape_of(x: ArrayLike) -> ArrayLike | jax.ShapeDtypeStruct:
+        if isinstance(x, np.ndarray):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+            return x
         sharding = x.sharding.with_memory_kind(memory_kind) if memory_kind else x.sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(shape_of, arrays)
+    return jax.tree.map(shape_of, tree)
 
 
 def forget_programs() -> bool:

@@ -1,32 +1,40 @@
-"""Counts and lists the programs that XLA compiles, and those that the compilation cache returns."""
+"""Lists the programs that XLA compiles, and those that the compilation cache returns."""
 
 import contextlib
 import json
 import logging
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from utils.files import open_log
-from utils.metrics.terminal import COMPILED
+from utils.metrics.terminal import COMPILED, program_name
+from utils.settings.errors import counted
 
 COMPILER = "jax._src.interpreters.pxla"  # logs the shapes of a program that is lowered
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
+MOST_NAMED = 5  # programs in a warning
 
 
 class Compilations:
-    """Counts the programs that are compiled within the block, and those that the cache returns.
+    """Lists the programs that are compiled within the block, in any thread, and those that the cache returns.
 
-    All are listed in `file`, one JSON object a line: name, shapes of arguments, seconds, and whether the cache had it.
+    Each is a JSON object, also a line of `file`: its name, shapes of its arguments (without a file: none), seconds,
+    whether the cache had it, and how many steps the process had made by then.
     """
 
     def __init__(self, file: Path | None = None):
         self.file = file
-        self.shapes: dict[str, list[str]] = {}  # of the program that is about to be compiled, by name
-        self.num_programs = 0
-        self.num_from_cache = 0
-        self.seconds = 0.0
-        self.is_from_cache = False  # the program that is reported next
+        self.thread = threading.local()  # .shapes, .is_from_cache: of the program that it reports next
+        self.lock = threading.Lock()
+        self.num_steps = 0
+        self.are_all_known = False  # all programs were compiled ahead, so that a step compiles none
+        self.programs: list[dict] = []  # since the last `take_programs`
+        self.known: dict[str, set[str]] = defaultdict(set)  # shapes, by program
+        self.late: list[str] = []  # compiled after the first step: names, and the shapes that are new
 
     def __enter__(self) -> "Compilations":
         jax.monitoring.register_event_duration_secs_listener(self.on_compiled)
@@ -44,41 +52,65 @@ class Compilations:
     def on_lowered(self, record: logging.LogRecord) -> bool:
         """Reads the shapes from the compiler's log, and hides the debug records switched on for that."""
         with contextlib.suppress(IndexError, TypeError, AttributeError):  # of another version of JAX
-            name, shapes = record.args[:2]
-            self.shapes[name] = list(dict.fromkeys(shape.str_short() for shape in shapes))
+            _, shapes = record.args[:2]
+            self.thread.shapes = list(dict.fromkeys(shape.str_short() for shape in shapes))
         return record.levelno > logging.DEBUG
 
     def on_cache_hit(self, event: str, **_) -> None:
-        """Counts a program from the cache; JAX calls it before `on_compiled`."""
+        """Marks a program from the cache; JAX calls it before `on_compiled`, in the same thread."""
         if event == CACHE_HIT:
-            self.num_from_cache += 1
-            self.is_from_cache = True
+            self.thread.is_from_cache = True
 
     def on_compiled(self, event: str, seconds: float, fun_name: str = "", **_) -> None:
-        """Counts and lists a program that was compiled or taken from the cache."""
+        """Lists a program that was compiled or taken from the cache."""
         if event != COMPILED:
             return
-        if self.file:
-            row = {
-                "program": fun_name,
-                "shapes": self.shapes.pop(fun_name, []),
-                "seconds": round(seconds, 3),
-                "from_cache": self.is_from_cache,
-            }
-            with contextlib.suppress(OSError), open_log(self.file) as file:
-                file.write(json.dumps(row) + "\n")
-        self.num_programs += 1
-        self.seconds += seconds
-        self.is_from_cache = False
+        own = vars(self.thread)
+        shapes, is_from_cache = own.pop("shapes", []), own.pop("is_from_cache", False)
+        row = {"program": fun_name, "shapes": shapes, "seconds": round(seconds, 3), "from_cache": is_from_cache}
+        row["num_steps"] = self.num_steps
+        with self.lock:
+            known = self.known[fun_name]
+            if self.num_steps and self.are_all_known and not is_from_cache:
+                new = (shape for shape in shapes if shape not in known)
+                self.late.append(" ".join([program_name(fun_name), *new]))
+            known.update(shapes)
+            self.programs.append(row)
+            if self.file:
+                with contextlib.suppress(OSError), open_log(self.file) as file:
+                    file.write(json.dumps(row) + "\n")
 
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call, and starts to count anew."""
-        metrics = {
-            "compile/num_programs": self.num_programs - self.num_from_cache,
-            "compile/num_from_cache": self.num_from_cache,
-            "times/compile": self.seconds,
-        }
-        self.num_programs = 0
-        self.num_from_cache = 0
-        self.seconds = 0.0
-        return metrics
+    def take_programs(self) -> list[dict]:
+        """Returns the programs since the last call."""
+        with self.lock:
+            programs, self.programs = self.programs, []
+        return programs
+
+    def take_late(self) -> list[str]:
+        """Returns a warning that names the programs since the last call that a later step than the first compiled."""
+        with self.lock:
+            late, self.late = self.late, []
+        if not late:
+            return []
+        names = "; ".join(late[:MOST_NAMED]) + "; ..." * (len(late) > MOST_NAMED)
+        cure = "all should be before its end, as core/extensions/programs.py lists them"
+        return [f"warning: {counted(len(late), 'program')} compiled after the first step: {names} ({cure})"]
+
+
+def compile_metrics(programs: Sequence[Mapping], ahead: Sequence[Mapping] = ()) -> dict[str, float]:
+    """Returns the metrics of these programs; those of before the steps count without their seconds."""
+    is_from_cache = [row["from_cache"] for row in (*ahead, *programs)]
+    return {
+        "compile/num_programs": is_from_cache.count(False),
+        "compile/num_from_cache": is_from_cache.count(True),
+        "times/compile": sum((row["seconds"] for row in programs), 0.0),
+    }
+
+
+def describe_programs(programs: Sequence[Mapping], seconds: float) -> str:
+    """Returns how many programs were compiled, or taken from the cache, in so many seconds."""
+    num_compiled = compile_metrics(programs)["compile/num_programs"]
+    how = "compiled" if num_compiled else "from the cache"
+    if 0 < num_compiled < len(programs):
+        how = f"({num_compiled:,} compiled, the others from the cache)"
+    return f"{counted(len(programs), 'program')} {how} in {seconds:.0f} s"

@@ -135,7 +135,12 @@ class Terminal:
 
 def lowered_program(event: str, fun_name: str) -> str:
     """Returns the name of the program that XLA is about to compile, from an event of JAX; empty for other events."""
-    return fun_name.removeprefix("jit(").removesuffix(")") if event == LOWERED else ""
+    return program_name(fun_name) if event == LOWERED else ""
+
+
+def program_name(fun_name: str) -> str:
+    """Returns the name of a program without that of JAX around it."""
+    return fun_name.removeprefix("jit(").removesuffix(")")
 
 
 @functools.cache
