@@ -582,7 +582,7 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
         held + of_teacher - bytes_on_device(beside) + update.peak,
         update_bytes(planned, model, model.remat, num_rows * width, width),
         bytes_on_device(base) + of_teacher + apply_gradients(model, layout, config).peak,
-        training_flops(model, np.full(num_rows, width), num_rows * width) / layout.mesh.shape["tp"],
+        training_flops(model, np.full(num_rows, width), num_rows * width, num_rows * width) / layout.mesh.shape["tp"],
         measure_communication(model, layout, update.hlo),
         scoring,
     )

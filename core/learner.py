@@ -194,7 +194,8 @@ class Learner:
         parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
         metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)
-        metrics["speed/flops"] = training_flops(self.model, minibatch.lengths, num_tokens, config.objective.has_critic)
+        counts = minibatch.lengths, num_tokens, int(minibatch.mask.sum())
+        metrics["speed/flops"] = training_flops(self.model, *counts, config.objective.has_critic)
         return state, Update(minibatch, parts, metrics)
 
     def add_up(self, params: Params | Adapters, microbatches: Iterator[Rows]) -> tuple[Sums, list[Part]]:

@@ -1,17 +1,24 @@
-"""Least bytes of sampling, operations of training, and what devices can do of both in a second.
+"""Least seconds of sampling, operations of training, and what devices can do in a second: nominal, and measured.
 
 Letters: L layers, H query heads, K key heads, C channels of a head, T row length.
 """
 
-from collections.abc import Mapping
+import time
+from collections import Counter
+from functools import cache, partial
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jax.typing import ArrayLike
+from jaxtyping import Float, Int
 
-from models.architecture import Decoder
+from models.architecture import LINEAR, SLIDING, Decoder
 from models.lora import adapter_parameters
 from models.names import Array
+from utils.batching import RowSizes
+from utils.devices.sharding import Layout
 
 # Of a device, by its kind: bfloat16 FLOP/s without sparsity and with sums in float32, bytes/s of its memory. Source:
 # NVIDIA's data sheets and architecture papers, of the A10G AWS's, and cloud.google.com/tpu/docs.
@@ -42,59 +49,122 @@ PEAKS = {
 Counts = Int[Array, "B"]  # tokens of each row
 
 
-def sampling_bytes(model: Decoder, prompt_lengths: Counts, lengths: Counts) -> float:
-    """Returns the least bytes that sampling these rows in one batch reads: weights for each token, caches, states.
+class Limits(NamedTuple):
+    """What a device reached in a second when it was measured: operations of matrix products, bytes of its memory."""
 
-    Of a mixture of experts, a step reads as many experts as its live rows choose in all, at most all of them.
+    flops: float
+    bandwidth: float
+
+    def seconds(self, flops: ArrayLike, num_bytes: ArrayLike) -> float:
+        """Returns the seconds of pieces of work: of each the longer of its products and its bytes."""
+        return float(np.maximum(flops / self.flops, num_bytes / self.bandwidth).sum())
+
+    def describe(self) -> str:
+        return f"{self.flops / 1e12:.4g} TFLOP/s and {self.bandwidth / 1e9:,.0f} GB/s"
+
+
+@cache
+def measure_limits(device: jax.Device, dtype: str) -> Limits:
+    """Measures a device by one program, in less than a second, once in a process."""
+    side, size, repeats = 2**14 // jnp.dtype(dtype).itemsize, 2**27, 8
+    if device.platform == "cpu":
+        side, size, repeats = 1024, 2**25, 4
+
+    def seconds(*counts: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(exercise(dtype, side, size, *map(np.int32, counts)))
+        return time.perf_counter() - start
+
+    with jax.default_device(device):
+        seconds(1, 1)  # compiles
+        tries = ((0, 0), (repeats, 0), (0, repeats))
+        nothing, products, copies = (min(seconds(*counts) for _ in range(3)) for counts in tries)
+    return Limits(repeats * 2 * side**3 / (products - nothing), repeats * 2 * 4 * size / (copies - nothing))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def exercise(
+    dtype: str, side: int, size: int, num_products: Int[Array, ""], num_copies: Int[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Multiplies a square matrix, then reads and writes an array, as often as the numbers say."""
+    matrix = jax.random.normal(jax.random.key(0), (side, side), dtype) / side**0.5  # zeros would take less power
+    product = jax.lax.fori_loop(0, num_products, lambda _, x: matrix @ x, matrix)
+    copy = jax.lax.fori_loop(0, num_copies, lambda _, x: x / 2 + 1, jnp.zeros(size))
+    return product[0, 0], copy[0]
+
+
+def limits_of(layout: Layout, dtype: str) -> Limits | None:
+    """Returns the limits of a run's devices; None: they are CPUs, whose cores other threads of the run use too."""
+    return None if layout.is_cpu else measure_limits(layout.mesh.local_devices[0], dtype)
+
+
+def decode_seconds(model: Decoder, rows: RowSizes, limits: Limits) -> float:
+    """Returns the least seconds in which a device can draw the `scored` tokens of rows, all rows at once.
+
+    It adds up parts, and takes of each the longer of its products and its bytes. In each step these are the weights of
+    the layers, read once (of experts those that the live rows choose, at most all), and the head with its logits.
+    Over all steps they are attention and states: each token reads the keys and values before it, those of a prompt
+    once for all its rows. All other tokens, a prompt's once, are prefilled at once.
     """
-    final_tokens = lengths * (lengths - 1)
-    prompt_tokens = prompt_lengths * (prompt_lengths - 1)
-    cached_tokens = (final_tokens - prompt_tokens) / 2  # summed over the draws
-    steps = np.arange((lengths - prompt_lengths).max())
-    num_rows = (lengths - prompt_lengths > steps[:, None]).sum(1)
-    num_experts = np.minimum(num_rows * model.num_experts_per_tok, model.num_experts)
-    other_parameters = model.num_parameters - model.expert_parameters(model.num_experts)
-    num_read = other_parameters * len(steps) + model.expert_parameters(1) * num_experts.sum()
-    num_draws = (lengths - prompt_lengths).sum()
-    row_bytes = model.cache_bytes * cached_tokens.sum() + model.state_bytes * num_draws
-    return float(jnp.dtype(model.dtype).itemsize * num_read + row_bytes)
+    _, firsts = np.unique(rows.prompts, return_index=True)
+    prompt_lengths = rows.prompt_lengths[firsts, None]
+    num_draws = rows.scored.sum(axis=1)
+    num_steps = np.zeros((len(firsts), 1), int)
+    np.maximum.at(num_steps[:, 0], rows.prompts, num_draws)
+    live = len(num_draws) - np.cumsum(np.bincount(num_draws))[:-1]  # rows that draw a token in each step
+    columns = np.arange(rows.scored.shape[1])
+    own = columns - rows.prompt_lengths[:, None]  # 0: the first token behind the prompt
+    is_appended = (own >= 0) & (columns < rows.lengths[:, None]) & ~rows.scored
+    drawn_columns = rows.scored.sum(axis=0)
+    prefilled_columns = is_appended.sum(axis=0) + (columns < prompt_lengths).sum(axis=0)
+    num_prefilled = prefilled_columns.sum() - len(firsts)  # the first step computes the last token of a prompt
+
+    itemsize, base_itemsize = (jnp.dtype(dtype).itemsize for dtype in (model.dtype, model.base_dtype or model.dtype))
+    head = model.vocab_size * model.hidden_size
+    layers = model.num_matrix_parameters - head
+    others = layers - model.expert_parameters(model.num_experts_per_tok)
+    experts = model.expert_parameters(1) * np.minimum(live * model.num_experts_per_tok, model.num_experts)
+    seconds = limits.seconds(2 * layers * live, base_itemsize * others + itemsize * experts)
+    seconds += limits.seconds(2 * head * live, itemsize * head + 4 * model.vocab_size * live)
+
+    memory_size = model.num_linear_layers * (model.delta.memory_size if model.delta else 0)
+    seconds += limits.seconds(6 * memory_size * num_draws.sum(), 2 * model.state_bytes * num_draws.sum())
+    prefill_flops = (2 * layers + 6 * memory_size) * num_prefilled
+    windows = Counter(model.sliding_window * (kind == SLIDING) for kind in model.kinds if kind != LINEAR)
+    for window, num_layers in windows.items():
+        width = window or len(columns)
+        flops = 4 * num_layers * model.num_attention_heads * model.head_dim * np.minimum(columns, width)
+        of_prompts = np.clip(width - columns, 0, prompt_lengths).sum(where=columns < num_steps)
+        num_read = np.minimum(own, width).sum(where=rows.scored) + of_prompts
+        share = num_layers / model.num_attention_layers
+        seconds += limits.seconds(flops @ drawn_columns, share * model.cache_bytes * num_read)
+        prefill_flops += flops @ prefilled_columns
+    return seconds + limits.seconds(prefill_flops, 0)
 
 
-def training_flops(model: Decoder, lengths: Counts, num_tokens: int, has_critic: bool = False) -> float:
+def training_flops(
+    model: Decoder, lengths: Counts, num_tokens: int, num_scored: int, has_critic: bool = False
+) -> float:
     """Returns the operations of a forward and a backward pass; recomputed ones do not count.
 
-    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, 4 where it has no gradient
-    as below adapters, and those of causal attention of rows of these lengths. A token of linear attention makes three
-    products with the memory: it reads the old value, writes the new one, and reads the output. A critic is a second
-    trunk.
+    They are 6 for each of `num_tokens` (a prompt that rows share counts once) and parameter, of the head for each of
+    `num_scored` tokens, 4 where it has no gradient as below adapters, and those of causal attention of rows of these
+    lengths. A token of linear attention makes three products with the memory: it reads the old value, writes the new
+    one, and reads the output. A critic is a second trunk.
     Source: arXiv 2204.02311, appendix B, with half of the attention, since the other half is masked.
     """
     width = model.num_attention_layers * model.num_attention_heads * model.head_dim
-    products = (4 if model.lora_rank else 6) * model.num_matrix_parameters + 6 * adapter_parameters(model)
+    head = model.vocab_size * model.hidden_size
+    factor = 4 if model.lora_rank else 6
+    products = factor * (model.num_matrix_parameters - head) + 6 * adapter_parameters(model)
     attention = 6 * width * lengths.astype(np.float64) ** 2
     memory_size = model.delta.memory_size if model.delta else 0
     recurrence = 18 * model.num_linear_layers * memory_size * lengths
     mixing = (attention + recurrence).sum()
     if has_critic:
-        products += 6 * (model.num_matrix_parameters - model.vocab_size * model.hidden_size)
+        products += 6 * (model.num_matrix_parameters - head)
         mixing *= 2
-    return float(products * num_tokens + mixing)
-
-
-def shares_of_peak(
-    speed: Mapping[str, float],
-    peak_flops: float,
-    peak_bandwidth: float,
-    num_devices: int,
-    num_rollout_devices: int,
-) -> dict[str, float]:
-    """Returns the rates of a step as shares of what its devices can do."""
-    bandwidth = speed["speed/decode_gb_per_second"] * 1e9
-    shares = {"speed/decode_bandwidth": bandwidth / peak_bandwidth / num_rollout_devices}
-    if "speed/update_tflops" in speed:
-        flops = speed["speed/update_tflops"] * 1e12
-        shares["speed/mfu"] = flops / peak_flops / num_devices
-    return shares
+    return float(products * num_tokens + factor * head * num_scored + mixing)
 
 
 def attention_cost(model: Decoder) -> float:

@@ -216,7 +216,7 @@ def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
     batch = fresh_batch()
     num_tokens = sum(packing.num_tokens for chain in learner.chains(batch, 8) for *_, packing in chain)
     of_teacher = 0 if kind == SAMPLED else 2 * OTHER.vocab_size * OTHER.hidden_size * batch.mask.sum()
-    expected = training_flops(MODEL, batch.lengths, num_tokens) + of_teacher
+    expected = training_flops(MODEL, batch.lengths, num_tokens, batch.mask.sum()) + of_teacher
     assert metrics["speed/flops"] == pytest.approx(expected), "with the teacher's logits"
 
 

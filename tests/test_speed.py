@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_equal
 
-from core.records import Episodes
+from core.records import Completions, Episodes
+from core.run import metrics
 from core.run.metrics import speed_metrics
 from core.sampler import Sampler
 from models import decoder
@@ -24,10 +25,11 @@ from models.checkpoint import save_model
 from models.deltanet import RecurrentState
 from models.lora import adapter_parameters, init_adapters, make_policy
 from models.names import CRITIC
-from models.speed import PEAKS, sampling_bytes, shares_of_peak, training_flops
+from models.speed import Limits, decode_seconds, training_flops
 from models.tokenizer import load_tokenizer
 from tests.helpers import ROOT, slow, train_here
 from tests.kill_runs import FLAGS, arguments, start
+from utils.batching import RowSizes
 from utils.devices import compilation
 from utils.devices.compile_log import Compilations, compile_metrics
 from utils.devices.sharding import single_device
@@ -50,7 +52,7 @@ def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized
         return scores.logprobs.sum() + (scores.values.sum() if has_critic else 0)
 
     counted = jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]
-    found = training_flops(model, np.full(2, 256), 512, has_critic)
+    found = training_flops(model, np.full(2, 256), 512, 512, has_critic)
     # The compiler counts what stands right of a token in its quarter of the row too, and what is no matrix product.
     masked = (2 if has_critic else 1) * 2 * 6 * 3 * 4 * 32 * 256**2 / 4
     assert 0.85 * counted < found + masked < 1.05 * counted
@@ -62,24 +64,65 @@ def test_a_token_is_multiplied_by_the_adapters_of_its_own_experts():
     assert adapter_parameters(model) == attention + 3 * 4 * 2 * 3 * (128 + 96)
 
 
-def test_bytes_of_sampling_are_the_weights_for_each_step_and_the_cache_for_each_draw():
-    prompts, lengths = np.array([3, 5, 2]), np.array([4, 9, 2])  # the last has no completion
-    expected = 0
-    for column in range(4):  # the longest completion
-        expected += 4 * MODEL.num_parameters
-        for prompt, length in zip(prompts, lengths, strict=True):
-            if prompt + column < length:
-                expected += (prompt + column) * 2 * 3 * 2 * 32 * 4
-    assert sampling_bytes(MODEL, prompts, lengths) == expected
+@pytest.mark.parametrize("window", [0, 4])
+def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
+    """In float64: two rows of a prompt, one with an observation, and a row without a completion."""
+    kinds = ("full_attention", "sliding_attention", "full_attention") if window else ()
+    model = replace(MODEL, layer_types=kinds, sliding_window=window)
+    limits = Limits(0.75, 1.0)  # two rows are bound by products with weights, one row by their bytes
+    prompts, prompt_lengths, lengths = np.array([0, 0, 1]), np.array([3, 3, 5]), np.array([7, 8, 5])
+    drawn = [[3, 4, 5, 6], [3, 6, 7], []]  # the second row's columns 4 and 5 are an observation
+    head, layers = 512 * 128, 3 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128 + 2 * 32) + 128
+    expected, at_once = 0.0, {(prompts[row], c, c) for row in range(3) for c in range(1, prompt_lengths[row])}
+    read, products = np.zeros(3), np.zeros(3)  # of attention, by layer
+    seen = [lambda c: range(c), lambda c: range(max(0, c - window) if window else 0, c), lambda c: range(c)]
+    for step in range(4):
+        live = [(row, columns[step]) for row, columns in enumerate(drawn) if step < len(columns)]
+        expected += max(2 * layers * len(live) / 0.75, 4 * layers)
+        expected += max(2 * head * len(live) / 0.75, 4 * (head + 512 * len(live)))
+        for layer, of_column in enumerate(seen):
+            keys = {(prompts[row] if c < 3 else (row, "own"), c) for row, column in live for c in of_column(column)}
+            read[layer] += len(keys) * 2 * 2 * 32 * 4
+            products[layer] += sum(len(of_column(column)) for _, column in live) * 4 * 4 * 32
+    at_once |= {("observed", 4, 4), ("observed", 5, 5)}
+    expected += np.maximum(products / 0.75, read).sum() + len(at_once) * 2 * layers / 0.75
+    expected += sum(len(of_column(c)) * 4 * 4 * 32 for of_column in seen for *_, c in at_once) / 0.75
+    scored = np.zeros((3, 16), bool)
+    for row, columns in enumerate(drawn):
+        scored[row, columns] = True
+    for width in (8, 16):
+        rows = RowSizes(prompts, prompt_lengths, lengths, scored[:, :width])
+        assert decode_seconds(model, rows, limits) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_step_reads_each_expert_once_at_most():
+def test_a_step_reads_each_expert_once_at_most_and_states_twice():
     prompts, lengths = np.array([3, 5]), np.array([4, 7])
+    columns = np.arange(7)
+    rows = RowSizes(np.arange(2), prompts, lengths, (columns >= prompts[:, None]) & (columns < lengths[:, None]))
+    in_bytes = Limits(np.inf, 1)
     expert = 4 * 3 * 3 * 128 * 96
-    cache = sampling_bytes(MODEL, prompts, lengths) - 2 * 4 * MODEL.num_parameters
-    others = EXPERTS.num_parameters * 4 - 6 * expert
+    router = 4 * 3 * 6 * 128
+    others = decode_seconds(replace(MODEL, intermediate_size=0), rows, in_bytes) + 2 * router
     # Two rows choose 8 of the 6 experts, which are all of them; one row chooses 4.
-    assert sampling_bytes(EXPERTS, prompts, lengths) == 2 * others + (6 + 4) * expert + cache
+    assert decode_seconds(EXPERTS, rows, in_bytes) == others + (6 + 4) * expert
+
+
+def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
+    prompt_lengths, lengths = np.array([2, 2]), np.array([4, 5])
+    tokens, zeros = np.ones((2, 5), int), np.zeros((2, 5))
+    mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
+    counts = np.ones(2, bool), np.full(2, 4.0), np.zeros(2, int)
+    work = Completions(tokens, mask, zeros, lengths, prompt_lengths, *counts)
+    episodes = Episodes(work, np.zeros(2, int), [""] * 2, {}, np.zeros(2, bool), {}, {"rollout": 2.0})
+    update = {"num_updates": 3, "speed/flops": 8e12, "times/update": 4.0}
+    settings = MODEL, single_device(), single_device(), episodes
+    assert set(speed_metrics(*settings, update)) == {"speed/occupancy", "speed/update_tflops"}, "a CPU is not measured"
+    limits = Limits(60e12, 3e12)
+    monkeypatch.setattr(metrics, "limits_of", lambda *_: limits)
+    speed = speed_metrics(*settings, update)
+    rows = RowSizes(np.zeros(2, int), prompt_lengths, lengths, mask)
+    assert speed["speed/decode_roofline"] == decode_seconds(MODEL, rows, limits) / 2
+    assert speed["speed/update_roofline"] == pytest.approx(3 * 8 / 4 / 60)
 
 
 def test_a_token_is_multiplied_by_its_own_experts_only():
@@ -106,13 +149,6 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
     episodes = Episodes(completions, np.zeros(64, int), [""] * 64, {}, np.zeros(64, bool), {}, {"rollout": 2.0})
     speed = speed_metrics(model, single_device(), single_device(), episodes, {})
     assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
-    assert set(speed) == {"speed/occupancy", "speed/decode_gb_per_second"}  # nothing is known of this device's limits
-
-
-def test_a_chip_of_tpu7x_is_two_devices():
-    rates = {"speed/decode_gb_per_second": 7380, "speed/update_tflops": 2307}  # of a chip, at its peaks
-    shares = shares_of_peak(rates, *PEAKS["TPU7x"], num_devices=2, num_rollout_devices=2)
-    np.testing.assert_allclose(list(shares.values()), 1)
 
 
 def test_compilations_are_counted_once():

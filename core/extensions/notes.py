@@ -9,6 +9,7 @@ from core.objectives import TERMS
 from models.architecture import Decoder
 from models.names import Adapters, Params
 from models.optimizers import describe_optimizer
+from models.speed import limits_of
 
 FULL_RATES = 2e-6  # learning rates of full training are up to this; those of adapters are about 10 times as high
 SMALL = 10**8  # parameters; smaller models take higher rates
@@ -50,6 +51,7 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters) 
         describe_adapters(config, learner.model, bool(learner.base)),
         describe_padding(config.minibatch_size, learner.layout.row_shards),
         describe_ahead(config),
+        describe_limits(learner),
     )
     return list(filter(None, notes))
 
@@ -105,6 +107,12 @@ def describe_ahead(config: Config) -> str:
     where = f"on {num_devices} devices of their own" if num_devices else "on the same device"
     old = "the sampler's" if config.trusts_sampler else "recomputed, with the weight w for the difference"
     return f"rollouts are drawn a step ahead, {where}, by weights that are a step old; p_old is {old}"
+
+
+def describe_limits(learner: Learner) -> str:
+    """Returns in one line what a device was measured to do, by which speed/decode_roofline and update_roofline go."""
+    limits = limits_of(learner.layout, learner.model.dtype)
+    return f"a device was measured: {limits.describe()}" if limits else ""
 
 
 def describe_padding(num_rows: int, shards: int) -> str:

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 
 from core.records import Batch, Episodes
 from models.architecture import Decoder
-from models.speed import PEAKS, sampling_bytes, shares_of_peak
+from models.speed import PEAKS, decode_seconds, limits_of
+from utils.batching import measure_rows
 from utils.devices.sharding import Layout
 
 
@@ -90,23 +91,27 @@ def speed_metrics(
     episodes: Episodes,
     metrics: Mapping[str, float],
 ) -> dict[str, float]:
-    """Returns the rates of a step, and their share of the devices' peaks, where those are known.
+    """Returns the rates of a step, and shares of the least seconds that the devices need in those that it took.
 
-    `mfu` counts the rows of the update without padding; `decode_bandwidth` the bytes that had to be read.
+    Work is that of the tokens that are there, without padding and recomputation; `mfu` is by the nominal rate.
     """
     completions = episodes.completions
-    num_bytes = sampling_bytes(model, np.asarray(completions.prompt_lengths), np.asarray(completions.lengths))
     num_tokens = episodes.completion_lengths.sum()
-    speed = {
-        "speed/occupancy": float(num_tokens / np.sum(completions.slot_steps)),
-        "speed/decode_gb_per_second": num_bytes / episodes.times["rollout"] / 1e9,
-    }
+    speed = {"speed/occupancy": float(num_tokens / np.sum(completions.slot_steps))}
+    limits = limits_of(layout, model.dtype)
+    if limits:
+        arrays = completions.tokens, completions.prompt_lengths, completions.lengths, completions.mask
+        seconds = decode_seconds(model, measure_rows(*map(np.asarray, arrays)), limits) / rollout_layout.mesh.size
+        speed["speed/decode_roofline"] = seconds / episodes.times["rollout"]
     if metrics.get("num_updates"):
-        flops = metrics["num_updates"] * metrics["speed/flops"]
-        speed["speed/update_tflops"] = flops / metrics["times/update"] / 1e12
-    device_kind = layout.mesh.devices.flat[0].device_kind
-    if device_kind in PEAKS:
-        speed |= shares_of_peak(speed, *PEAKS[device_kind], layout.mesh.size, rollout_layout.mesh.size)
+        flops = metrics["num_updates"] * metrics["speed/flops"] / metrics["times/update"]
+        speed["speed/update_tflops"] = flops / 1e12
+        flops /= layout.mesh.size
+        if limits:
+            speed["speed/update_roofline"] = flops / limits.flops
+        device_kind = layout.mesh.devices.flat[0].device_kind
+        if device_kind in PEAKS:
+            speed["speed/mfu"] = flops / PEAKS[device_kind][0]
     return speed
 
 
