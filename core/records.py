@@ -33,7 +33,7 @@ class Completions:
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]  # tokens that the policy chose: completion with its stop token, without forced tokens
-    logprobs: Float[Array, "B T"]  # of completion tokens under the distribution that was sampled, nats
+    logprobs: Float[Array, "B T"]  # of drawn tokens under the distribution that was sampled, nats; 0: of forced ones
     lengths: Int[Array, "B"]  # tokens of prompt and completion
     prompt_lengths: Int[Array, "B"]
     finished: Bool[Array, "B"]  # ended in another way than by the limit of tokens; else it was cut off

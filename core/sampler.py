@@ -95,7 +95,7 @@ class Drawn:
         self,
         slots: Int[np.ndarray, "S"],
         start: int,
-        forced: Int[np.ndarray, "S s"] | None,
+        forced: Int[np.ndarray, "S s"],
         results: Sequence[np.ndarray],
     ) -> Int[np.ndarray, "R"]:
         """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
@@ -109,7 +109,7 @@ class Drawn:
         self.logprobs[rows, columns] = logprobs[live]
         self.support[rows, columns] = support[live]
         self.routes[rows, columns] = routes[live]
-        self.mask[rows, columns] = True if forced is None else forced[live] < 0
+        self.mask[rows, columns] = forced[live] < 0
         return rows
 
     def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
@@ -155,7 +155,9 @@ class Sampler:
     stop_ids: tuple[int, ...]
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
-    force_answer_at: int = 0  # tokens before the limit: a segment begins there. See core/extensions/forced.py
+    force_answer_at: int = 0  # tokens before the limit: a segment begins there
+    # Tokens to write there in place of drawn ones, behind those of a reply: core/extensions/forced.py.
+    forced_answer: Callable[[Int[np.ndarray, "A"]], list[int]] = lambda reply: []
     max_prompt_tokens: int = 1 << 30
     fewest_slots: int = FEWEST_SLOTS  # that compaction leaves
     segment: int = SEGMENT
@@ -258,7 +260,7 @@ class Sampler:
 class Chain:
     """The completions of some prompts while they are drawn: slots on the device, rows on the host.
 
-    Those of core/extensions/ have other `segments`, `forced_tokens`, or rows of their own length.
+    Those of core/extensions/ have rows of their own length.
     """
 
     def __init__(
@@ -324,9 +326,15 @@ class Chain:
             yield start, steps
             start += steps
 
-    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"] | None:
-        """Returns tokens to write in place of drawn ones, -1 for none; None: this chain never forces any."""
-        return None
+    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
+        """Returns tokens to write in place of drawn ones, -1 for none."""
+        sampler = self.sampler
+        forced = np.full((len(self.slots), steps), -1, np.int32)
+        if start == sampler.max_new_tokens - sampler.force_answer_at:
+            for slot in np.flatnonzero(self.slots >= 0):
+                answer = sampler.forced_answer(self.drawn.tokens[self.slots[slot], :start])[:steps]
+                forced[slot, : len(answer)] = answer
+        return forced
 
     def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
         """Returns the weights that these rows are drawn with."""
@@ -424,8 +432,9 @@ def decode_segment(
 ) -> tuple[Cache, Columns]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
 
-    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones. States of slots
-    stay those before the last of `num_allowed` tokens (None: all), or before the first of `stop_ids`.
+    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones, with 0 for their
+    log-probability. States of slots stay those before the last of `num_allowed` tokens (None: all), or before the first
+    of `stop_ids`.
     """
     # All at once: in the loop it would be twenty small programs for a token.
     numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
@@ -437,7 +446,8 @@ def decode_segment(
         logits, cache, route = decoder.decode(model, weights, *state, is_live)
         token, logprob, ids = distribution.draw(logits, uniforms[i])
         if forced is not None:
-            token, logprob = distribution.force(logits, forced[:, i], token, logprob)
+            is_forced = forced[:, i] >= 0
+            token, logprob = jnp.where(is_forced, forced[:, i], token), jnp.where(is_forced, 0.0, logprob)
         token = token.astype(jnp.int32)
         new = token, logprob, ids, route[:, 0]
         columns = jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)

@@ -104,14 +104,6 @@ class Distribution:
         tokens = jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0]
         return tokens, logprobs, jnp.where(keep, ids, -1)
 
-    def force(
-        self, logits: Logits, forced: Tokens, tokens: Tokens, logprobs: Nats
-    ) -> tuple[Tokens, Nats]:
-        """Returns drawn tokens and their log-probabilities, with those of forced tokens (-1: none) in their place."""
-        is_forced = forced >= 0
-        scores = self.score(logits, jnp.maximum(forced, 0))
-        return jnp.where(is_forced, forced, tokens), jnp.where(is_forced, scores.logprobs, logprobs)
-
     def score(
         self, logits: Logits, tokens: Tokens, support: Support | None = None, extras: Extras | None = None
     ) -> TokenScores:

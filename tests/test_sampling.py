@@ -242,7 +242,9 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
     tokenizer = Letters({think: "</think>", answer: "<answer>"})
     sampler = Sampler(MODEL, LIMIT, stop_ids(), tokenizer=tokenizer)
-    r = draw_all(with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")))
+    forcing, again = (with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")) for _ in range(2))
+    assert forcing == again, "members of a population draw together"
+    r = draw_all(forcing)
     found, forced, kinds = completions(r), {}, []
     for number, ((task, sample), x) in enumerate(rows.items()):
         kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
@@ -259,9 +261,7 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     assert set(kinds) == {"finished", "answers", "needs 2", "needs 3"}, "change KEY"
     assert_well_formed(r, lambda row, t: t in forced.get(row, {}))
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens)
-    columns = np.arange(r.tokens.shape[1])
-    drawn = (columns >= r.prompt_lengths[:, None]) & (columns < r.lengths[:, None])
-    assert_close(r.logprobs, np.where(drawn, expected, 0.0), OPERATIONS, LOGIT, err_msg="forced tokens included")
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT, err_msg="0 for forced tokens")
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 13])

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import cache, partial
 
 from core.extensions.checks import refuse
-from core.extensions.forced import ForcingChain, reply_opening
+from core.extensions.forced import forced_answer, reply_opening
 from core.extensions.turns import Conversations, answering_calls
-from core.sampler import Chain, Sampler
+from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
 from envs.settings import RolloutSettings
@@ -68,13 +68,13 @@ def with_forced_answer(
     ])  # fmt: skip
     if not force_answer_at:
         return sampler
-    return replace(sampler, force_answer_at=force_answer_at, make_chain=chain_maker(answer))
+    return replace(sampler, force_answer_at=force_answer_at, forced_answer=answer_function(sampler.tokenizer, answer))
 
 
 @cache
-def chain_maker(answer: ForcedAnswer) -> Callable[..., Chain]:
-    """Returns a constructor of chains: one object for an answer, so that samplers with equal settings are equal."""
-    return partial(ForcingChain, answer)
+def answer_function(tokenizer: Tokenizer, answer: ForcedAnswer) -> Callable[..., list[int]]:
+    """Returns `forced_answer` of these: one object, so that samplers with equal settings are equal."""
+    return partial(forced_answer, tokenizer, answer)
 
 
 def check_conversations(sampler: Sampler, settings: RolloutSettings) -> None:

@@ -119,7 +119,7 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
                 cache = yield from gather_programs(layout, cache, num_slots, needed)
                 width = needed
             keys = row_shape(layout, num_slots, 2, dtype=np.uint32)
-            forced = row_shape(layout, num_slots, steps) if sampler.force_answer_at else None
+            forced = row_shape(layout, num_slots, steps)
             settings = model, sampler.distribution, steps
             state = np.int32(0), starts, slots, keys, forced
             cache, _ = yield sampling.decode_segment, (*settings, weights, prompt_cache, cache, *state)
