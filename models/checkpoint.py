@@ -7,13 +7,14 @@ import reprlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
 from models.architecture import Decoder, Spec
@@ -42,6 +43,7 @@ from models.names import (
     TRANSPOSED,
     Adapters,
     Array,
+    LayerParams,
     Params,
     Weights,
     decode_axes,
@@ -452,9 +454,21 @@ def save_model(
     layers_with = model.layers_with()
     params = host_views(params)
 
+    @lru_cache(maxsize=1)
+    def read_layer(layer: int) -> LayerParams:
+        rows = layer_rows(layers_with, layer)
+        is_on_host = all(isinstance(x, np.ndarray) for x in params[LAYERS].values())
+        return (take_layer.__wrapped__ if is_on_host else take_layer)(params[LAYERS], rows)
+
+    @lru_cache(maxsize=1)  # of experts, which are read one after the other
+    def read_array(layer: int, name: str) -> np.ndarray:
+        return np.asarray(fetch(read_layer(layer)[name]))
+
     def read(name: str) -> np.ndarray:
-        array = fetch(select_tensor(layers_with, params, name))
-        return np.asarray(array)
+        if not name.startswith(f"{LAYERS}."):
+            return np.asarray(fetch(params[name]))
+        layer, name, expert = split_tensor(name)
+        return read_array(layer, name)[expert]
 
     write_model(directory, model, tokenizer, jnp.dtype(dtype or params[EMBED].dtype), read, write, card)
 
@@ -507,14 +521,30 @@ def split_shards(shapes: Mapping[str, Shape], itemsize: int) -> dict[str, dict[s
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
+def split_tensor(name: str) -> tuple[int, str, tuple[int, ...]]:
+    """Returns the layer of a layer's tensor, the name of its parameter, and its expert; empty: none."""
+    layer, *expert = re.findall(r"\.(\d+)\.", name)
+    parameter = re.sub(r"experts\.\d+", f"experts.{EXPERT}", name.removeprefix(f"{LAYERS}.{layer}."))
+    return int(layer), parameter, tuple(map(int, expert))
+
+
 def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: str) -> Array:
     """Returns the array of a tensor's name; a layer's or an expert's is sliced from the array of all that have one."""
     if not name.startswith(f"{LAYERS}."):
         return params[name]
-    layer, *expert = re.findall(r"\.(\d+)\.", name)
-    name = re.sub(r"experts\.\d+", f"experts.{EXPERT}", name.removeprefix(f"{LAYERS}.{layer}."))
-    indices = layers_with[name].index(int(layer)), *map(int, expert)
-    return params[LAYERS][name][indices]
+    layer, name, expert = split_tensor(name)
+    return params[LAYERS][name][layers_with[name].index(layer), *expert]
+
+
+def layer_rows(layers_with: Mapping[str, list[int]], layer: int) -> dict[str, np.int32]:
+    """Returns the row of each parameter's array that is a layer's; 0 where the layer has no such parameter."""
+    return {name: np.int32(layers.index(layer) if layer in layers else 0) for name, layers in layers_with.items()}
+
+
+@jax.jit
+def take_layer(layers: LayerParams, rows: Mapping[str, Int[Array, ""]]) -> LayerParams:
+    """Returns a row of each parameter's array: one program for all layers, not one for each shape and slice."""
+    return {name: x[rows[name]] for name, x in layers.items()}
 
 
 def lay_out_adapters(model: Decoder, adapters: Adapters, layout: Layout) -> Adapters:

@@ -24,9 +24,11 @@ from core.rollout import RolloutWorker
 from core.sampler import Sampler
 from envs.prompts import prompt_lengths
 from models import decoder
+from models.architecture import Decoder
 from models.cache import Cache, gather_cache, take_rows
+from models.checkpoint import layer_rows, take_layer
 from models.lora import attach, make_policy, split_policy
-from models.names import ADAPTERS
+from models.names import ADAPTERS, LAYERS
 from models.packing import Packing, pack_rows
 from models.state import TrainState
 from utils.batching import (
@@ -40,7 +42,7 @@ from utils.batching import (
     row_width,
 )
 from utils.devices.compilation import Programs, shapes_of
-from utils.devices.memory import DEVICE
+from utils.devices.memory import DEVICE, by_mesh, mix_bits
 from utils.devices.sharding import Layout, zeros
 
 
@@ -71,6 +73,8 @@ def run_programs(
     if tester := workers.get("test_env"):
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         lists.append(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
+    if not learner.layout.is_single_cpu:
+        lists.append(saving_programs(learner.model, state))
     return lists
 
 
@@ -197,6 +201,14 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
     trained = shapes_of(state.trained, DEVICE)
     warmup_steps = config.optimizer.warmup_steps
     yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1), others)
+
+
+def saving_programs(model: Decoder, state: TrainState) -> Programs:
+    """Yields the programs that read a state to save it; arrays of a single CPU are read without."""
+    for arrays in by_mesh(jax.tree.leaves(shapes_of(state, DEVICE))):
+        yield mix_bits, (arrays,)
+    if LAYERS in state.params:
+        yield take_layer, (state.params[LAYERS], layer_rows(model.layers_with(), 0))
 
 
 def sum_programs(learner: Learner, params: PyTree) -> Programs:

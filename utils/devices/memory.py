@@ -1,5 +1,7 @@
 """Kinds of memory that arrays are in, and the fingerprint of their bits."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,11 +60,15 @@ def fingerprint(state: PyTree) -> list[UInt[jax.Array | np.ndarray, ""]]:
     arrays = jax.tree.leaves(host_views(in_memory(DEVICE, state, keep=True)))
     if all(isinstance(x, np.ndarray) for x in arrays):
         return [mix_on_host(x) for x in arrays]
-    by_mesh: dict[frozenset[jax.Device], list[jax.Array]] = {}
+    return [number for arrays in by_mesh(map(jnp.asarray, arrays)) for number in mix_bits(arrays)]
+
+
+def by_mesh(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> list[list[jax.Array | jax.ShapeDtypeStruct]]:
+    """Returns the arrays on the same devices, which one program may read."""
+    parts: dict[frozenset[jax.Device], list] = {}
     for x in arrays:
-        x = jnp.asarray(x)
-        by_mesh.setdefault(frozenset(x.sharding.device_set), []).append(x)
-    return [number for arrays in by_mesh.values() for number in mix_bits(arrays)]
+        parts.setdefault(frozenset(x.sharding.device_set), []).append(x)
+    return list(parts.values())
 
 
 def mix_on_host(x: np.ndarray) -> UInt[np.ndarray, ""]:

@@ -46,6 +46,9 @@ class CheckpointManager:
         import orbax.checkpoint as ocp  # here: neither an error of the options nor the first step waits for it
 
         silence_orbax()
+        # Of an array that several devices hold, each would write a slice, which XLA compiles for each shape.
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=self.layout.mesh.is_multi_process)
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=NUM_STATES, create=True, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
