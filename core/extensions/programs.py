@@ -194,7 +194,8 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
         arguments = batch.tokens, batch.support, None
         yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing, batch.extras)
     batch, packing = zero_batch(learner, width, config.minibatch_size)
-    sums = yield from sum_programs(learner, params)
+    sums = sum_shapes(learner, params)
+    yield zeros, (tuple(jax.tree.leaves(params)), learner.config.memory.grad_dtype or "float32")
     settings = model, config.objective.loss, distribution
     yield learners.accumulate, (*settings, params, sums, batch, packing, *shapes_of((learner.base, learner.beside)))
     others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
@@ -211,12 +212,11 @@ def saving_programs(model: Decoder, state: TrainState) -> Programs:
         yield take_layer, (state.params[LAYERS], layer_rows(model.layers_with(), 0))
 
 
-def sum_programs(learner: Learner, params: PyTree) -> Programs:
-    """Yields the program of `zero_sums`, and returns the shapes of the sums."""
+def sum_shapes(learner: Learner, params: PyTree) -> PyTree:
+    """Returns the shapes of `zero_sums`."""
     dtype = learner.config.memory.grad_dtype or "float32"
-    leaves, tree = jax.tree.flatten(params)
-    grads = yield zeros, (tuple(leaves), dtype)
-    return jax.tree.unflatten(tree, grads), jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
+    return grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
 
 
 def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Packing]:

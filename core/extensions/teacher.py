@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -174,21 +174,30 @@ class TaughtLearner(Learner):
             batch = replace(batch, rewards=np.nan_to_num(batch.rewards))  # one that failed drops no row
         return state, batch
 
+    def teaching_policy(self, state: TrainState) -> Policy:
+        """Returns the policy of the teacher: of --teacher self the current one, or an average."""
+        if self.policy_of_teacher is not None:
+            return self.policy_of_teacher
+        return self.policy(state.extra[TEACHER] if self.config.distill.teacher_decay else state.params)
+
+    def with_head(self, state: TrainState) -> Self:
+        """Returns a learner whose updates read the teacher's head: that which the state keeps, if it keeps one."""
+        if TEACHER not in state.extra or self.base or self.config.distill.distill == SAMPLED:
+            return self
+        return replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
+
     def ask(self, state: TrainState, batch: Batch, episodes: Episodes | None) -> Extras:
         """Returns what the teacher computes for a batch, and the coefficients of its rows.
 
         These are 0 for rows without a prompt to show, and if prompt and completion are longer than the memory plan.
         """
         options = self.config.distill
-        policy = self.policy_of_teacher
-        if policy is None:
-            policy = self.policy(state.extra[TEACHER] if options.teacher_decay else state.params)
         most = self.teacher.row_length - (batch.lengths - batch.prompt_lengths)
         prompts = self.prefix.of_rows(batch, episodes)
         prompts = [prompt if len(prompt) <= room else [] for prompt, room in zip(prompts, most, strict=True)]
         is_taught = [bool(prompt) or not self.prefix.text for prompt in prompts]
         shown, columns = with_prompts(prompts, batch)
-        said = self.teacher.token_scores(policy, shown)[0]
+        said = self.teacher.token_scores(self.teaching_policy(state), shown)[0]
         if any(prompts):
             said = said[np.arange(len(batch))[:, None], columns]
         coefficients = options.distill_coef * np.float32(is_taught)
@@ -201,9 +210,7 @@ class TaughtLearner(Learner):
             gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
             minibatch = replace(minibatch, advantages=minibatch.advantages + np.where(minibatch.mask, gain, 0))
             return super().update(state, minibatch, fraction_done)
-        learner = self
-        if TEACHER in state.extra and not self.base:
-            learner = replace(self, beside={TEACHER: state.extra[TEACHER][head_name(self.model)]})
+        learner = self.with_head(state)
         state, update = Learner.update(learner, state, minibatch, fraction_done)
         # The teacher's logits. Its states were computed before, by `score`, in times/logprobs.
         update.metrics["speed/flops"] += 2 * learner.beside[TEACHER].size * int(minibatch.mask.sum())
