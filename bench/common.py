@@ -21,8 +21,9 @@ from models.decoder import init_params
 from models.families import text_config
 from models.files import CONFIG
 from models.names import Params
-from models.tokenizer import load_tokenizer, read_json
+from models.tokenizer import GENERATION_CONFIG, load_tokenizer, read_json
 from utils.devices.sharding import Layout
+from utils.files import write_json
 from utils.metrics.jsonl import JSON
 from utils.settings.options import option
 
@@ -52,7 +53,7 @@ Setting = bool | float | str | Mesh | None  # a field of Decoder
 class BenchConfig:
     """Benchmark."""
 
-    shape: str = option("small", "Shape of a random model", list(SHAPES))
+    shape: str = option("small", "Shape of a random model", [*SHAPES, "Qwen2.5-0.5B"])
     prompt_tokens: int = option(64, "Tokens of each prompt")
     repeats: int = option(5, "Timed runs, after one that compiles; medians are reported")
     json: str = option("", "File for the figures; empty: not written")
@@ -102,13 +103,21 @@ def read_shape(folder: str | Path) -> Decoder:
     return Decoder(**read_config(read_json(file), file))
 
 
-def write_random_model(name: str, folder: str | Path) -> str:
-    """Returns a folder with a random model of a named shape and the tokenizer of models/tiny; written if not there."""
+def write_random_model(name: str, folder: str | Path, stop_share: float = 0.0) -> str:
+    """Returns a folder with a random model of a named shape and the tokenizer of models/tiny; written if not there.
+
+    So much of the vocabulary ends a completion besides: the ids below.
+    """
     folder = Path(folder) / name
     if not (folder / CONFIG).is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         model = shape(name)
-        save_model(folder, model, init_params(model, jax.random.key(0)), load_tokenizer(ROOT / "models/tiny"))
+        params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
+        save_model(folder, model, params, load_tokenizer(ROOT / "models/tiny"))
+        generation = read_json(folder / GENERATION_CONFIG)
+        num_stops = int(stop_share * model.vocab_size)
+        stops = [*generation["eos_token_id"], *range(model.vocab_size - num_stops, model.vocab_size)]
+        write_json(folder / GENERATION_CONFIG, generation | {"eos_token_id": stops})
     return str(folder)
 
 

@@ -8,6 +8,8 @@ Differences are of log-probabilities in nats, and of a gradient as a fraction of
 """
 
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,18 +100,27 @@ def check(config: Command, layout: Layout) -> list[tuple[Figure, ...]]:
     tokens = np.array(make_prompts(model.vocab_size, NUM_ROWS * layout.row_shards, NUM_COLUMNS), np.int32)
     exact = replace(model, dtype="float32")
     half = replace(model, dtype="bfloat16", mesh=layout.mesh)
-    plain = train(replace(half, attention="plain"), params, layout, tokens)
-    with jax.default_matmul_precision("highest"):
-        in_float32 = train(exact, params, layout, tokens)
-        on_cpu = train(exact, params, single_device("cpu"), tokens)
-        rows = compare("float32 against CPU", in_float32, on_cpu, ROUNDING, ROUNDING)
-        rows.append(sampler_gap(exact, params, layout, ROUNDING))
-    rows += compare("bfloat16 against float32", plain, in_float32, NATS, GRADIENT)
-    by_kernel = train(half, params, layout, tokens)
-    rows += compare(f"attention by {half.kernel} against plain", by_kernel, plain, NATS, GRADIENT)
-    rows.append(sampler_gap(half, params, layout, NATS))
-    rows.append(sampler_gap(replace(half, kv_dtype="int8"), params, layout, 3 * NATS))
-    return rows
+
+    def exactly(work: Callable, *arguments: object) -> Result | tuple[Figure, ...]:
+        with jax.default_matmul_precision("highest"):
+            return work(*arguments)
+
+    with ThreadPoolExecutor() as pool:  # most of the time is compilation
+        in_float32 = pool.submit(exactly, train, exact, params, layout, tokens)
+        on_cpu = pool.submit(exactly, train, exact, params, single_device("cpu"), tokens)
+        plain = pool.submit(train, replace(half, attention="plain"), params, layout, tokens)
+        by_kernel = pool.submit(train, half, params, layout, tokens)
+        gaps = [
+            pool.submit(exactly, sampler_gap, exact, params, layout, ROUNDING),
+            pool.submit(sampler_gap, half, params, layout, NATS),
+            pool.submit(sampler_gap, replace(half, kv_dtype="int8"), params, layout, 3 * NATS),
+        ]
+    return [
+        *compare("float32 against CPU", in_float32.result(), on_cpu.result(), ROUNDING, ROUNDING),
+        *compare("bfloat16 against float32", plain.result(), in_float32.result(), NATS, GRADIENT),
+        *compare(f"attention by {half.kernel} against plain", by_kernel.result(), plain.result(), NATS, GRADIENT),
+        *(gap.result() for gap in gaps),
+    ]
 
 
 def main(config: Command) -> None:

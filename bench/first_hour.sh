@@ -1,76 +1,56 @@
 #!/usr/bin/env bash
-# Asks a machine with a new accelerator whether results are right, then how fast it is, the most important first.
+# Looks at a new accelerator, in six minutes, the most important first: what a run compiles and how fast it is, kernels
+# of a segment, shares of the roofline by slots and pages, what a second start compiles, whether results are right.
 #
-#     bash bench/first_hour.sh FOLDER      # again until it says that all is done
+#     bash bench/first_hour.sh FOLDER
 #
-# A call takes at most MINUTES (9), and goes on where the last one ended or was killed. What a part found is in
-# FOLDER/PART.json, what it printed in PART.log; PART.failed is the log of one that failed, which is tried again when
-# that file is removed. FOLDER/page.md and page.json hold all of them. On a machine without an accelerator shapes are
-# tiny: then it only shows that everything runs. Parts whose packages are absent (torch, the compilers that
-# bench/compiled.py needs) are left out.
+# FOLDER/page.md has it all, and FOLDER/PART.log what a part printed. A part that takes longer than its seconds is
+# interrupted, and says what it has. The model is random, with the sizes of Qwen2.5-0.5B, replies have 280 tokens on
+# average, and the reward is their number of characters. Without an accelerator shapes are tiny: then it only shows that
+# everything runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?"bash bench/first_hour.sh FOLDER"}
 python=${PYTHON:-python}
-limit=$((${MINUTES:-9} * 60))
-left=()
-ran=0
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$folder"
+export JAX_COMPILATION_CACHE_DIR=$scratch/cache PYTHONUNBUFFERED=1
 platform=$("$python" -c "import jax; print(jax.default_backend())") || exit
 
 part() { # its name, the seconds that it may take, the command
-    local name=$1 seconds=$2
+    local name=$1 seconds=$2 start=$SECONDS
     shift 2
-    [[ -e $folder/$name.json || -e $folder/$name.failed ]] && return
-    if ((ran && SECONDS + seconds > limit)); then
-        left+=("$name")
-        return
-    fi
-    echo "$name: $*"
-    ran=1
-    local start=$SECONDS
-    if timeout -k 10 "$seconds" "$python" "$@" --json "$folder/$name.part" > "$folder/$name.log" 2>&1; then
-        mv "$folder/$name.part" "$folder/$name.json"
-    else
-        mv "$folder/$name.log" "$folder/$name.failed"
-        tail -n 3 "$folder/$name.failed"
-    fi
-    echo "    $((SECONDS - start)) s"
+    timeout -s INT -k 15 "$seconds" "$python" "$@" > "$folder/$name.log" 2>&1
+    echo "$name: status $?, $((SECONDS - start)) s of $seconds"
+}
+
+run() { # its name, the seconds that it may take, steps: trains, then says what was compiled and how fast it was
+    local name=$1
+    part "$name" "$2" core/grpo.py --model_dir "$scratch/$shape" --env_name poem --max_steps "$3" --save_interval 0 \
+        --save_dir "$scratch/$name" "${training[@]}"
+    cp "$scratch/$name/programs.jsonl" "$folder/$name.programs.jsonl"
+    "$python" bench/first_hour.py run "$scratch/$name" >> "$folder/$name.log"
 }
 
 if [[ $platform == cpu ]]; then
-    part checks 400 bench/device_checks.py --layers 1 --vocabulary 512
-    part decode_and_update 120 bench/roofline.py --groups_per_batch 2 --repeats 1
-    part lengths_100_to_1024 120 bench/rollout.py --lengths 10,40 --groups_per_batch 16 --group_size 1 --repeats 1
-    part step 120 bench/grpo_step.py --groups_per_batch 2 --num_generation_tokens 32 --repeats 1
-    part step_int8 120 bench/grpo_step.py --groups_per_batch 2 --num_generation_tokens 32 --repeats 1 --kv_dtype int8 \
-        --importance_correction truncate
-    part transformers 300 bench/peers.py --work rollout --peers torch --groups_per_batch 2 --num_generation_tokens 16 \
-        --repeats 1
+    shape=tiny
+    training=(--groups_per_batch 4 --ppo_minibatch 16 --num_generation_tokens 40)
+    sizes=(--slots 16,32,8 --groups_per_batch 2 --prompt_tokens 8 --num_generation_tokens 64 --repeats 1)
+    checks=(--layers 1 --vocabulary 512 --shape tiny)
 else
-    part checks 300 bench/device_checks.py
-    part decode_and_update 300 bench/roofline.py --shape Qwen3-0.6B --groups_per_batch 32 --prompt_tokens 512 \
-        --num_generation_tokens 512
-    part lengths_100_to_1024 400 bench/rollout.py --shape Qwen3-0.6B --lengths 100,1024 --groups_per_batch 256 \
-        --group_size 1 --repeats 3
-    part update_1.7B 300 bench/roofline.py --shape Qwen3-1.7B --groups_per_batch 2 --prompt_tokens 512 \
-        --num_generation_tokens 512 --repeats 3
-    part step_1.7B 400 bench/grpo_step.py --shape Qwen3-1.7B --groups_per_batch 32 --prompt_tokens 256 \
-        --num_generation_tokens 768 --repeats 3
-    part step_1.7B_int8 400 bench/grpo_step.py --shape Qwen3-1.7B --groups_per_batch 32 --prompt_tokens 256 \
-        --num_generation_tokens 768 --repeats 3 --kv_dtype int8 \
-        --importance_correction truncate
-    part transformers 500 bench/peers.py --work rollout --peers torch --shape Qwen3-0.6B --groups_per_batch 16 \
-        --num_generation_tokens 512 --repeats 2
-    target=$("$python" bench/first_hour.py target)
-    if [[ -n $target ]]; then
-        JAX_PLATFORMS=cpu part predicted 500 bench/compiled.py --target "$target" --models 0.6B,1.7B --devices 1 \
-            --layers 1,2
-    fi
+    shape=Qwen2.5-0.5B
+    training=(--groups_per_batch 64 --ppo_minibatch 128 --num_generation_tokens 400)
+    sizes=(--slots 512,1024,128 --groups_per_batch 16 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
+    checks=()
 fi
-"$python" bench/first_hour.py page "$folder"
-if ((${#left[@]})); then
-    echo "left for the next call: ${left[*]}"
-else
-    echo "all is done: $folder/page.md"
-fi
+part model 45 bench/first_hour.py model $shape "$scratch" 0.0036
+run run 120 3
+part roofline 110 bench/roofline.py --shape $shape --stop_share 0.0036 --kernels 1 "${sizes[@]}"
+run again 60 1
+part checks 75 bench/device_checks.py "${checks[@]}"
+for name in run roofline again checks; do
+    printf '\n## %s\n\n' $name
+    grep -Ev "^(model|curves|chat|side by side|evaluate): |^--- |^$" "$folder/$name.log" | tail -n 120
+done > "$folder/page.md"
+echo "all is done: $folder/page.md"

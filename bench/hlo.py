@@ -128,6 +128,12 @@ def loop_bodies(hlo: str) -> Computations:
     return {name: parsed[name] for name in names}
 
 
+def step_kernels(hlo: str) -> int:
+    """Returns the instructions in the longest loop of a program, a decode segment's step: on a GPU its kernels."""
+    bodies = loop_bodies(hlo).values()
+    return max(sum(line.op not in FREE and not line.op.endswith("-done") for line in body) for body in bodies)
+
+
 def large_moves(hlo: str, num_elements: int) -> list[str]:
     """Returns what each iteration of a loop writes in pieces of at least `num_elements`: all but updates in place."""
     parsed = computations(hlo)

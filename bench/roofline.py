@@ -1,13 +1,17 @@
-"""How near sampling and training come to what this machine can do, its limits measured in the same run.
+"""How near sampling and training come to what a device can do, by limits of the same run, and where their time goes.
 
-    python bench/roofline.py                                 # the small model, on CPU
-    python bench/roofline.py --shape Qwen3-0.6B --groups_per_batch 32 --prompt_tokens 512 --num_generation_tokens 512
+    python bench/roofline.py                                 # the small model, on a CPU
+    python bench/roofline.py --shape Qwen2.5-0.5B --slots 512,1024,128 --pages 64,16 --stop_share 0.003
+    python bench/roofline.py --kernels 1                     # on a CPU on one of its cores, since threads add up
 
-Limits: the best rate of square and model-sized matrix products in the model's type, and the bandwidth of reading an
-array too large for caches and of copying it. Decode: bytes of weights and of the filled cache that a token must read,
-over time, as a fraction of the read bandwidth; and its matrix products as a fraction of the matmul rate, since small
-models with many rows are bound by these. Training: 6 x parameters (embedding lookups are none) + attention, per token,
-over time, as a fraction of the matmul rate (MFU). Padding and recomputation count as time, not as work.
+The roofline's share is that of speed/decode_roofline and speed/update_roofline: docs/metrics.md. All rollouts draw the
+same completions, as many as fill the most slots, with each number of slots and the first size of pages, then with each
+other size and the first number of slots. --stop_share S makes completions end at random: so much of the vocabulary are
+stop tokens, and to a random model all tokens are about equally likely, so that lengths are geometric with mean 1 / S.
+
+The profile is of about one segment, the second, and of one update, by JAX's profiler. An operation is of the kind of
+what it computes: a product of activations and weights, a product within rows (attention), a move (caches that are
+written or gathered), or anything else: norms, rotations, softmax, drawing, losses, the optimiser. What is left waits.
 """
 
 import sys
@@ -17,132 +21,275 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+import contextlib
+import os
+import re
 import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.profiler import ProfileData
+from jaxtyping import PyTree
 
-from bench.common import environment, make_prompts, report, seconds_of
-from bench.rollout import make_rollout
+from bench import hlo
+from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
-from core.sampler import Sampler
+from core.records import Completions
+from core.sampler import Sampler, make_sampler
 from models.architecture import Decoder
 from models.names import Params
+from models.speed import Limits, decode_seconds, measure_limits, training_flops
+from models.tokenizer import load_tokenizer
+from utils.batching import concatenate, measure_rows
+from utils.devices.runtime import prepare, runs_on_cpu
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
 from utils.settings.config import parse
+from utils.settings.options import group, option
 
-GIGA = 1e9
+WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attention", "moves", "everything else"
+KINDS = WEIGHTS, ATTENTION, MOVES, OTHERS
+MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
+NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
+LIBRARIES = {"gemm|nvjet|cutlass|xmma|cublas": WEIGHTS, "fmha|flash|attend|cudnn": ATTENTION, "memcpy|copy": MOVES}
+MOST_NAMED = 15  # operations of a profile
+Operation = tuple[str, str]  # its program, empty where the profiler does not say it, and its name
 
 
-class Limits(NamedTuple):
-    """Best rates of this machine: FLOP/s, and bytes/s."""
+@dataclass(frozen=True)
+class WorkConfig:
+    """Roofline."""
 
-    matmul: float
-    read: float
-    copy: float
+    slots: str = option("", "Rows sampled at a time, with commas between; empty: all")
+    pages: str = option("0", "Tokens of a page of the cache, with commas between; 0: there are none")
+    stop_share: float = option(0.0, "Share of the vocabulary that ends a completion")
+    kernels: bool = option(False, "Profile of a segment and an update")
 
 
-class Measurement(NamedTuple):
-    """Work that was timed: its tokens, its bytes that must be read, and its FLOPs."""
+@dataclass(frozen=True)
+class Command(BenchTraining):
+    """Roofline."""
+
+    work: WorkConfig = group(WorkConfig)
+
+
+class Rollout(NamedTuple):
+    """What draws the same completions at every call, with so many slots."""
 
     name: str
-    seconds: float
-    num_tokens: float
-    num_bytes: float
-    flops: float
+    sampler: Sampler
+    params: Params
+    prompts: Sequence[list[int]]
+    group_size: int
+    per_call: int  # prompts
+
+    def draw(self, sampler: Sampler) -> Completions:
+        weights = sampler.load_weights(self.params)
+        parts = []
+        for start in range(0, len(self.prompts), self.per_call):
+            rows = slice(start, start + self.per_call)
+            ids = np.arange(len(self.prompts))[rows]
+            parts.append(sampler.generate(weights, self.prompts[rows], ids, self.group_size, jax.random.key(0)))
+        return concatenate(parts)
+
+    def measure(self, limits: Limits, repeats: int) -> tuple[Figure, ...]:
+        """Returns the row of the table."""
+        found = []
+        seconds = statistics.median(seconds_of(lambda: found.append(self.draw(self.sampler)), repeats))
+        drawn, layout = found[-1], self.sampler.layout
+        rows = measure_rows(drawn.tokens, drawn.prompt_lengths, drawn.lengths, drawn.mask)
+        share = decode_seconds(self.sampler.model, rows, limits) / layout.mesh.size / seconds
+        num_tokens = int(drawn.mask.sum())
+        occupancy = num_tokens / drawn.slot_steps.sum()
+        return self.name, seconds, f"{num_tokens / seconds:,.0f}", f"{occupancy:.0%}", f"{share:.1%}"
 
 
-def measure_limits(model: Decoder, num_rows: int) -> Limits:
-    """Measures the limits of this machine; `num_rows`: of the product of the model's MLP."""
-    on_cpu = jax.default_backend() == "cpu"
-    read, copy = bandwidths(256 << 20 if on_cpu else 4 << 30)
-    return Limits(matmul_rate(model, num_rows), read, copy)
+def make_rollouts(config: Command, model: Decoder, params: Params, layout: Layout) -> list[Rollout]:
+    """Returns a rollout for each number of slots and each size of pages."""
+    work, group_size = config.work, config.update.group_size
+    counts = [int(x) for x in work.slots.split(",") if x] or [config.update.groups_per_batch * group_size]
+    sizes = list(map(int, work.pages.split(",")))
+    num_prompts = max(*counts, config.update.groups_per_batch * group_size) // group_size
+    prompts = make_prompts(model.vocab_size, num_prompts, config.bench.prompt_tokens)
+    tokenizer = load_tokenizer(ROOT / "models/tiny")
+    stop_ids = tuple(range(int(work.stop_share * model.vocab_size)))
+    rollouts = []
+    for slots, page in [*((slots, sizes[0]) for slots in counts), *((counts[0], page) for page in sizes[1:])]:
+        sampling = replace(config.sampling, inference_batch_per_device=slots // layout.row_shards)
+        sampler = make_sampler(sampling, model, tokenizer, layout, config.num_generation_tokens)
+        sampler = replace(sampler, stop_ids=stop_ids)
+        name = f"{num_prompts * group_size} rows, {slots} slots, {f'pages of {page}' if page else 'no pages'}"
+        per_call = num_prompts if page else slots // group_size
+        rollouts.append(Rollout(name, sampler, params, prompts, group_size, per_call))
+    return rollouts
 
 
-def matmul_rate(model: Decoder, num_rows: int) -> float:
-    """Returns the best FLOP/s of products of squares and of the model's MLP, in its type."""
-    sides = (1024, 2048) if jax.default_backend() == "cpu" else (4096, 8192)
-    sizes = [(side,) * 3 for side in sides]
-    sizes.append((num_rows, model.hidden_size, model.intermediate_size))
-    rates = []
-    for m, k, n in sizes:
-        a = jnp.ones((m, k), model.dtype)
-        b = jnp.ones((k, n), model.dtype)
-        product = jax.jit(jnp.matmul)
-        seconds = seconds_of(lambda f=product, a=a, b=b: f(a, b), 10)
-        rates.append(2 * m * k * n / min(seconds))
-    return max(rates)
-
-
-def bandwidths(num_bytes: int) -> tuple[float, float]:
-    """Returns bytes/s of reading an array, and of copying it (read and written)."""
-    x = jnp.ones(num_bytes // 4, jnp.float32)
-    add_up = jax.jit(jnp.sum)
-    plus_one = jax.jit(lambda x: x + 1)
-    read = min(seconds_of(lambda: add_up(x), 10))
-    copy = min(seconds_of(lambda: plus_one(x), 10))
-    return num_bytes / read, 2 * num_bytes / copy
-
-
-def attention_flops(model: Decoder, columns: float) -> float:
-    """Returns the FLOPs of both products of attention for one token that sees so many columns, forward."""
-    return 4.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * columns
-
-
-def measure_rollout(config: BenchTraining, model: Decoder, params: Params, layout: Layout) -> Measurement:
-    """Times sampling."""
-    update, limit = config.update, config.num_generation_tokens
-    prompts = make_prompts(model.vocab_size, update.groups_per_batch, config.bench.prompt_tokens)
-    sampler = Sampler(model, limit, (), layout=layout)
-    rollout = make_rollout(sampler, params, prompts, update.group_size)
-    seconds = statistics.median(seconds_of(rollout, config.bench.repeats))
-    B = config.batch_size
-    columns = config.bench.prompt_tokens + (limit + 1) / 2
-    item = jnp.dtype(model.dtype).itemsize
-    # Bytes of all tokens of all rows.
-    num_bytes = limit * (B * model.cache_bytes * columns + model.num_matrix_parameters * item)
-    flops = limit * B * (2 * model.num_matrix_parameters + attention_flops(model, columns))
-    return Measurement(f"rollout {B} x {limit}", seconds, B * limit, num_bytes, flops)
-
-
-def measure_update(config: BenchTraining, model: Decoder, params: Params, layout: Layout) -> Measurement:
-    """Times one update from given rollouts."""
-    batch = random_batch(config, model.vocab_size)
-    update = make_update(config, model, params, layout, batch)
+def measure_update(config: Command, update: Callable[[], PyTree], model: Decoder, limits: Limits) -> tuple[Figure, ...]:
+    """Returns the row of the table of an update from given rollouts of equal length."""
     seconds = statistics.median(seconds_of(update, config.bench.repeats))
-    B, T = batch.tokens.shape
-    head = model.vocab_size * model.hidden_size
-    # The head sees completion tokens only.
-    flops = 6 * B * T * (model.num_matrix_parameters - head)
-    flops += 6 * B * config.num_generation_tokens * head
-    flops += 3 * B * T * attention_flops(model, (T + 1) / 2)
-    num_bytes = 4 * 4 * model.num_parameters  # weights, gradient and two moments are read at least once
-    return Measurement(f"update {B} x {T}", seconds, B * T, num_bytes, flops)
+    num_rows, prompt, completion = config.batch_size, config.bench.prompt_tokens, config.num_generation_tokens
+    num_tokens = config.update.groups_per_batch * (prompt - 1) + num_rows * completion
+    flops = training_flops(model, np.full(num_rows, prompt + completion), num_tokens, num_rows * completion)
+    share = flops / limits.flops / jax.device_count() / seconds
+    name = f"update of {num_rows} rows of {prompt + completion}"
+    return name, seconds, f"{num_tokens / seconds:,.0f}", "", f"{share:.1%}"
 
 
-def main(config: BenchTraining) -> None:
+class Operations(NamedTuple):
+    """Seconds that operations took in a profile, and how often they ran; seconds from the first to the last."""
+
+    seconds: Counter[Operation]
+    counts: Counter[Operation]
+    span: float
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[list[Operations]]:
+    """Profiles the block; the list holds what ran behind it."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        with jax.profiler.trace(folder):
+            yield found
+            span = time.perf_counter() - start
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        found.append(read_profile(ProfileData.from_file(str(file)), span))
+
+
+def read_profile(profile: ProfileData, span: float) -> Operations:
+    """Returns the operations of a profile: on a GPU its kernels, elsewhere operations of programs."""
+    seconds, counts, ends = Counter(), Counter(), []
+    for plane in profile.planes:
+        is_gpu = plane.name.startswith("/device:GPU")
+        for line in plane.lines:
+            for event in line.events if is_gpu or "TPU" not in plane.name or line.name == "XLA Ops" else ():
+                stats = dict(event.stats)
+                if (is_gpu or "hlo_op" in stats) and not event.name.startswith(NESTING):
+                    operation = stats.get("hlo_module", ""), stats.get("hlo_op", event.name)
+                    seconds[operation] += event.duration_ns / 1e9
+                    counts[operation] += 1
+                    ends += [event.start_ns, event.start_ns + event.duration_ns] if is_gpu else []
+    return Operations(seconds, counts, (max(ends) - min(ends)) / 1e9 if ends else span)
+
+
+def trace_segment(rollout: Rollout) -> Operations:
+    """Returns what ran between the ends of the first segment and the second, as the host learnt of them."""
+    stack, found = contextlib.ExitStack(), []
+
+    def on_segment(*_: object) -> None:
+        if not found:
+            found.append(stack.enter_context(tracing()))
+        else:
+            stack.close()
+
+    with stack:
+        rollout.draw(replace(rollout.sampler, on_segment=on_segment))
+    return found[0][0]
+
+
+def programs() -> dict[str, str]:
+    """Returns the optimised HLO of the programs of this process, by name: the longest of each."""
+    texts = {}
+    for executable in jax.devices()[0].client.live_executables():
+        for module in executable.hlo_modules():
+            text = module.to_string()
+            texts[module.name] = max(texts.get(module.name, ""), text, key=len)
+    return texts
+
+
+def kinds_of(text: str) -> dict[str, str]:
+    """Returns the kind of each instruction of a program, by its name."""
+    parsed = hlo.computations(text)
+    return {line.name: kind_of(line, parsed) for lines in parsed.values() for line in lines}
+
+
+def kind_of(line: hlo.Instruction, parsed: hlo.Computations) -> str:
+    """Returns the kind of an instruction, of a fusion that of its largest work."""
+    inner = [line, *instructions_in(line, parsed)]
+    products = [each.line for each in inner if each.op == "dot" or "matmul" in each.op]
+    if products:
+        is_batched = any(re.search(r"lhs_batch_dims=\{\d", product) for product in products)
+        return ATTENTION if is_batched else WEIGHTS
+    computing = {each.op for each in inner} - hlo.FREE - {"fusion"}
+    return MOVES if computing & MOVING and len(inner) <= 8 else OTHERS
+
+
+def instructions_in(line: hlo.Instruction, parsed: hlo.Computations) -> Iterator[hlo.Instruction]:
+    """Yields the instructions of the fusion that an instruction runs, and of those within it."""
+    for each in parsed.get(line.calls, ()):
+        yield each
+        yield from instructions_in(each, parsed)
+
+
+def kind_of_operation(operation: Operation, kinds: Mapping[Operation, str]) -> str:
+    """Returns the kind of an operation by its program, of a kernel by its name, which has "_" for other letters."""
+    for pattern, kind in LIBRARIES.items():
+        if re.search(pattern, operation[1], re.I):
+            return kind
+    return kinds.get(operation, OTHERS)
+
+
+def report_profile(works: Mapping[str, Operations]) -> None:
+    """Prints kernels of a token's step, shares of the time by kind, and the operations that take most of it."""
+    kinds = {}
+    print()
+    for program, text in programs().items():
+        for name, kind in kinds_of(text).items():
+            kinds |= {(program, name): kind, ("", re.sub(r"\W", "_", name)): kind}
+        if "decode" in program and hlo.loop_bodies(text):
+            print(f"{program}: {hlo.step_kernels(text)} kernels (instructions on a CPU) in a token's step")
+    table = []
+    for work, found in works.items():
+        spent = Counter()
+        for operation, seconds in found.seconds.items():
+            spent[kind_of_operation(operation, kinds)] += seconds
+        shares = [spent[kind] / found.span for kind in KINDS]
+        table.append((work, found.span * 1e3, *(f"{share:.0%}" for share in (*shares, 1 - sum(shares)))))
+    report("Where the time goes", ("work", "ms", *KINDS, "waits"), table, environment())
+    for work, found in works.items():
+        seconds, counts = Counter(), Counter()
+        for operation in found.seconds:
+            name = re.sub(r"[._]?\d+$", "", operation[1])[:60]
+            seconds[name] += found.seconds[operation]
+            counts[name] += found.counts[operation]
+        rows = [(name, counts[name], x * 1e3, x / counts[name] * 1e6) for name, x in seconds.most_common(MOST_NAMED)]
+        report(f"Operations: {work}", ("operation", "times", "ms", "us each"), rows, {})
+
+
+def main(config: Command) -> None:
+    has_profile = config.work.kernels
+    if has_profile and runs_on_cpu():
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX makes its threads
+    prepare()
     layout = make_layout(config.devices)
     model, params = load_training(config, layout)
-    row_length = config.bench.prompt_tokens + config.num_generation_tokens
-    limits = measure_limits(model, config.batch_size * row_length)
-    table = []
-    for measure in (measure_rollout, measure_update):
-        work = measure(config, model, params, layout)
-        speed = work.num_tokens / work.seconds
-        of_read = work.num_bytes / work.seconds / limits.read
-        of_matmul = work.flops / work.seconds / limits.matmul
-        table.append((work.name, f"{work.seconds:.3f}", f"{speed:,.0f}", f"{of_read:.1%}", f"{of_matmul:.1%}"))
-    rates = {
-        "matmul GFLOP/s": round(limits.matmul / GIGA),
-        "read GB/s": round(limits.read / GIGA, 1),
-        "copy GB/s": round(limits.copy / GIGA, 1),
-    }
-    columns = ("work", "seconds", "tokens/s", "of read bandwidth", "of matmul rate")
+    limits = measure_limits(layout.mesh.local_devices[0], model.dtype)
+    print(f"limits: {limits.describe()}", flush=True)
+    table, profiles = [], {}
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is printed
+        for rollout in make_rollouts(config, model, params, layout):
+            table.append(rollout.measure(limits, config.bench.repeats))
+            print(*table[-1], sep="  ", flush=True)
+            if has_profile and not profiles:
+                profiles["segment"] = trace_segment(rollout)
+        update = make_update(config, model, params, layout, random_batch(config, model.vocab_size))
+        table.append(measure_update(config, update, model, limits))
+        if has_profile:
+            with tracing() as traced:
+                jax.block_until_ready(update())
+            profiles["update"] = traced[0]
+    columns = ("work", "seconds", "tokens/s", "occupancy", "of the roofline")
     title = f"Roofline, {config.model_name}, {model.dtype}: median of {config.bench.repeats}"
-    report(title, columns, table, environment() | rates, config.bench.json)
+    report(title, columns, table, environment() | {"limits": limits.describe()}, config.bench.json)
+    if profiles:
+        report_profile(profiles)
 
 
 if __name__ == "__main__":
-    main(parse(BenchTraining, sys.argv[1:], __doc__))
+    main(parse(Command, sys.argv[1:], __doc__))
