@@ -57,7 +57,7 @@ WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attent
 KINDS = WEIGHTS, ATTENTION, MOVES, OTHERS
 MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
 NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
-LIBRARIES = {"gemm|nvjet|cutlass|xmma|cublas": WEIGHTS, "fmha|flash|attend|cudnn": ATTENTION, "memcpy|copy": MOVES}
+LIBRARIES = {"gemm|nvjet|cutlass|xmma": WEIGHTS, "fmha|cudnn|attend|attention|pallas": ATTENTION, "memcpy": MOVES}
 MOST_NAMED = 15  # operations of a profile
 Operation = tuple[str, str]  # its program, empty where the profiler does not say it, and its name
 
@@ -155,7 +155,9 @@ def tracing() -> Iterator[list[Operations]]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        with jax.profiler.trace(folder):
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # calls of Python would wait for it
+        with jax.profiler.trace(folder, profiler_options=options):
             yield found
             span = time.perf_counter() - start
         (file,) = Path(folder).rglob("*.xplane.pb")
@@ -163,19 +165,18 @@ def tracing() -> Iterator[list[Operations]]:
 
 
 def read_profile(profile: ProfileData, span: float) -> Operations:
-    """Returns the operations of a profile: on a GPU its kernels, elsewhere operations of programs."""
+    """Returns the operations of a profile: kernels of the device, of a CPU the operations of programs."""
     seconds, counts, ends = Counter(), Counter(), []
-    for plane in profile.planes:
-        is_gpu = plane.name.startswith("/device:GPU")
-        for line in plane.lines:
-            for event in line.events if is_gpu or "TPU" not in plane.name or line.name == "XLA Ops" else ():
-                stats = dict(event.stats)
-                if (is_gpu or "hlo_op" in stats) and not event.name.startswith(NESTING):
-                    operation = stats.get("hlo_module", ""), stats.get("hlo_op", event.name)
-                    seconds[operation] += event.duration_ns / 1e9
-                    counts[operation] += 1
-                    ends += [event.start_ns, event.start_ns + event.duration_ns] if is_gpu else []
-    return Operations(seconds, counts, (max(ends) - min(ends)) / 1e9 if ends else span)
+    on_device = [plane for plane in profile.planes if plane.name.startswith(("/device:GPU", "/device:TPU"))]
+    for line in (line for plane in on_device or profile.planes for line in plane.lines):
+        for event in line.events if not on_device or line.name.startswith(("Stream", "XLA Ops")) else ():
+            stats = dict(event.stats)
+            if (on_device or "hlo_op" in stats) and not event.name.startswith(NESTING):
+                operation = stats.get("hlo_module", ""), stats.get("hlo_op", event.name)
+                seconds[operation] += event.duration_ns / 1e9
+                counts[operation] += 1
+                ends += [event.start_ns, event.start_ns + event.duration_ns]
+    return Operations(seconds, counts, (max(ends) - min(ends)) / 1e9 if on_device and ends else span)
 
 
 def trace_segment(rollout: Rollout) -> Operations:
@@ -211,6 +212,8 @@ def kinds_of(text: str) -> dict[str, str]:
 
 def kind_of(line: hlo.Instruction, parsed: hlo.Computations) -> str:
     """Returns the kind of an instruction, of a fusion that of its largest work."""
+    if line.op == "custom-call":
+        return kind_of_kernel(line.line)
     inner = [line, *instructions_in(line, parsed)]
     products = [each.line for each in inner if each.op == "dot" or "matmul" in each.op]
     if products:
@@ -227,12 +230,9 @@ def instructions_in(line: hlo.Instruction, parsed: hlo.Computations) -> Iterator
         yield from instructions_in(each, parsed)
 
 
-def kind_of_operation(operation: Operation, kinds: Mapping[Operation, str]) -> str:
-    """Returns the kind of an operation by its program, of a kernel by its name, which has "_" for other letters."""
-    for pattern, kind in LIBRARIES.items():
-        if re.search(pattern, operation[1], re.I):
-            return kind
-    return kinds.get(operation, OTHERS)
+def kind_of_kernel(name: str) -> str:
+    """Returns the kind of a kernel that XLA does not make, by words in its name."""
+    return next((kind for words, kind in LIBRARIES.items() if re.search(words, name, re.I)), OTHERS)
 
 
 def report_profile(works: Mapping[str, Operations]) -> None:
@@ -248,7 +248,7 @@ def report_profile(works: Mapping[str, Operations]) -> None:
     for work, found in works.items():
         spent = Counter()
         for operation, seconds in found.seconds.items():
-            spent[kind_of_operation(operation, kinds)] += seconds
+            spent[kinds.get(operation) or kind_of_kernel(operation[1])] += seconds
         shares = [spent[kind] / found.span for kind in KINDS]
         table.append((work, found.span * 1e3, *(f"{share:.0%}" for share in (*shares, 1 - sum(shares)))))
     report("Where the time goes", ("work", "ms", *KINDS, "waits"), table, environment())
