@@ -37,6 +37,8 @@ def prepare(model_dir: str = "") -> None:
     """
     open_closed_streams()
     raise_file_limit()
+    if jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir:
         keep_programs(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmpo")
     set_tpu_options()
@@ -53,7 +55,6 @@ def keep_programs(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):  # else JAX warns of each program
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     else:
         advice = "name a folder for compiled programs in JAX_COMPILATION_CACHE_DIR"
         print(f"warning: {folder} cannot be written, so each start compiles anew: {advice}", file=sys.stderr)
