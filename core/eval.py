@@ -149,7 +149,8 @@ def evaluate_checkpoint(
         sampling = replace(sampling, prompt_length=max(sampling.prompt_length, SHOWN_LENGTH))
     for settings in environments:
         with make_worker(settings, sampling, config.rewards, model, tokenizer, layout) as worker:
-            worker = worker.with_room(sampling_room(model, layout, params))  # noqa: PLW2901
+            num_rows = worker.num_eval_tasks(config.eval.num_eval_tasks) * config.eval.num_eval_samples
+            worker = worker.with_room(sampling_room(model, layout, params), num_rows)  # noqa: PLW2901
             if layout.is_main:
                 for note in worker.notes:
                     print(note, flush=True)

@@ -262,7 +262,7 @@ def make_member(
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
     learner = replace(learner, fractions=FEW_SHAPES)  # each is compiled for each objective
-    workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
+    workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
     return Member(name, config, run, workers, learner, tokenizer, state, progress)
 

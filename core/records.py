@@ -41,6 +41,7 @@ class Completions:
     num_observed: Int[Array, "B"]  # tokens behind the prompt that an environment said
     support: Int[Array, "B T S"] | None = None  # ids that could be drawn, padded with -1; None: all
     routes: Int[Array, "B T L k"] | None = None  # experts by which it was drawn, from 1 on; 0: not recorded
+    num_recomputed: Int[Array, "B"] | None = None  # tokens whose cache was lost and computed again; None: drawn in step
     extras: Extras = field(default_factory=dict)  # see EXTRAS
 
 

@@ -26,7 +26,7 @@ from envs.scoring.shaping import RewardConfig, add_truncation_penalty
 from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
-from models.memory import out_of_memory, rows_that_fit
+from models.memory import out_of_memory, pages_that_fit, rows_that_fit
 from models.names import Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate
@@ -70,11 +70,19 @@ class RolloutWorker:
     def max_new_tokens(self) -> int:
         return self.sampler.max_new_tokens
 
-    def with_room(self, num_bytes: int) -> Self:
-        """Returns a worker that samples as many rows at once as fit in memory, unless the settings give a number."""
+    def with_room(self, num_bytes: int, num_rows: int) -> Self:
+        """Returns a worker that samples as many rows at once as fit in memory, unless the settings give a number.
+
+        `num_rows`: those of a step.
+        """
+        sampler, paging = self.sampler, self.sampler.paging
+        if paging.page and not paging.adapts:
+            longest = sampler.max_prompt_tokens + sampler.max_new_tokens
+            sizes = longest, paging.num_slots or self.rows_per_call or num_rows
+            paging = pages_that_fit(num_bytes, sampler.model, self.layout, paging, *sizes)
+            return replace(self, sampler=replace(sampler, paging=paging), rows_per_call=0)
         if self.rows_per_call:
             return self
-        sampler = self.sampler
         row_length = bucket(sampler.max_prompt_tokens + sampler.max_new_tokens)
         num_rows = rows_that_fit(num_bytes, sampler.model, self.layout, row_length)
         return replace(self, rows_per_call=num_rows * self.layout.row_shards)
@@ -271,7 +279,7 @@ def make_worker(
     env = settings.env
     encode = partial(encode_prompt, tokenizer)
     sampler = make_sampler(sampling, model, tokenizer, layout, settings.max_new_tokens)
-    attached = attach(sampler, settings, encode)
+    attached = attach(sampler, settings, encode, sampling.page_size)
     limit, room = sampler.max_prompt_tokens, ""
     if limit < sampling.prompt_length:
         room = f"{settings.name}: prompts of at most {limit} tokens, as the model has {model.num_positions:,} positions"

@@ -17,7 +17,7 @@ from threading import Event
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Float, Int, PyTree, UInt32
 
 from core.extensions.checks import check_sampling
 from core.records import Completions
@@ -27,6 +27,7 @@ from models.cache import Cache, resize_cache
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, LayerNumbers, Params, Policy, Weights
+from models.pages import Paging
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate, few_widths, live_slots, round_up
 from utils.devices.sharding import Layout, single_device
@@ -65,6 +66,11 @@ class SamplingConfig:
         0.0, "Least probability of a token that is sampled, as a share of the likeliest token's; 0: all"
     )
     stop_strings: str = option("", "Texts or special tokens that end a completion, with commas between")
+    page_size: int = option(
+        -1,
+        "Tokens of a page of the KV cache; 0: no pages, for single replies on one CPU; -1: chosen by the device",
+        resumable=True,
+    )
     inference_batch_per_device: int = option(
         0, "Rows sampled at a time on each device; 0: as many as fit in memory", resumable=True
     )
@@ -111,6 +117,20 @@ class Drawn:
         self.routes[rows, columns] = routes[live]
         self.mask[rows, columns] = forced[live] < 0
         return rows
+
+    def add(
+        self,
+        rows: Int[np.ndarray, "R"],
+        starts: Int[np.ndarray, "R"],
+        counts: Int[np.ndarray, "R"],
+        results: Sequence[np.ndarray],
+    ) -> None:
+        """Writes the first `counts` tokens that were drawn for rows, from the columns `starts` on."""
+        i, j = np.nonzero(np.arange(results[0].shape[1]) < counts[:, None])
+        places = rows[i], starts[i] + j
+        for array, new in zip((self.tokens, self.logprobs, self.support, self.routes), results, strict=True):
+            array[places] = new[i, j]
+        self.mask[places] = True
 
     def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
         """Returns each row's completion behind its prompt, number `owner` of `prompts`."""
@@ -163,6 +183,7 @@ class Sampler:
     segment: int = SEGMENT
     prompt_columns: int = 0  # least width to which prompts are padded
     prompt_slots: int = 0  # least number of prompts in a chain, with padding
+    paging: Paging = field(default_factory=Paging)  # see core/pages.py
     tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
     make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/extensions/ has others
@@ -412,9 +433,10 @@ def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts:
 
 # Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.
 Columns = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
+Step = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="stop_ids", donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def decode_segment(
     model: Decoder,
     distribution: Distribution,
@@ -422,28 +444,47 @@ def decode_segment(
     weights: Weights,
     prompt_cache: Cache,
     cache: Cache,
-    start: Int[Array, "*S"],
+    start: Int[Array, ""],
     starts: Int[Array, "N"],
     last_tokens: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
     forced: Int[Array, "S s"] | None = None,
-    num_allowed: Int[Array, "S"] | None = None,
-    stop_ids: tuple[int, ...] = (),
 ) -> tuple[Cache, Columns]:
-    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token; `start`: of all, or of each.
+    """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
 
     Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones, with 0 for their
-    log-probability. States of slots stay those before the last of `num_allowed` tokens (None: all), or before the first
-    of `stop_ids`.
+    log-probability.
+    """
+
+    def forward(i: Int[Array, ""], cache: Cache, last: Int[Array, "S"]) -> Step:
+        return decoder.decode(model, weights, prompt_cache, cache, last[:, None], start + i, starts)
+
+    numbers = jnp.broadcast_to(start, len(keys))
+    cache, _, columns = draw_tokens(model, distribution, num_steps, forward, cache, last_tokens, keys, numbers, forced)
+    return cache, columns
+
+
+def draw_tokens(
+    model: Decoder,
+    distribution: Distribution,
+    num_steps: int,
+    forward: Callable[..., Step],
+    cache: PyTree,
+    last: Int[Array, "S"],
+    keys: UInt32[Array, "S 2"],
+    numbers: Int[Array, "S"],
+    forced: Int[Array, "S s"] | None = None,
+) -> tuple[PyTree, Int[Array, "S"], Columns]:
+    """Draws tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
+
+    `forward` computes the logits behind the last tokens of step i, the new cache, and the experts.
     """
     # All at once: in the loop it would be twenty small programs for a token.
-    numbers = jnp.broadcast_to(start, len(keys)) + jnp.arange(num_steps)[:, None]
-    uniforms = sampling_uniforms(keys, numbers)
+    uniforms = sampling_uniforms(keys, numbers + jnp.arange(num_steps)[:, None])
 
     def step(i: Int[Array, ""], state: tuple) -> tuple:
-        cache, last, columns, is_live = state
-        state = prompt_cache, cache, last[:, None], start + i, starts
-        logits, cache, route = decoder.decode(model, weights, *state, is_live)
+        cache, last, columns = state
+        logits, cache, route = forward(i, cache, last)
         token, logprob, ids = distribution.draw(logits, uniforms[i])
         if forced is not None:
             is_forced = forced[:, i] >= 0
@@ -451,17 +492,11 @@ def decode_segment(
         token = token.astype(jnp.int32)
         new = token, logprob, ids, route[:, 0]
         columns = jax.tree.map(lambda column, x: column.at[:, i].set(x), columns, new)
-        if num_allowed is not None:
-            is_stop = jnp.isin(token, jnp.array(stop_ids, jnp.int32))
-            is_live = is_live & ~is_stop[:, None] & (i + 1 < num_allowed)[:, None]
-        return cache, token, columns, is_live
+        return cache, token, columns
 
     columns = empty_columns(model, distribution, (len(keys), num_steps))
-    is_live = None if num_allowed is None else (num_allowed > 0)[:, None]
     # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    state = cache, last_tokens, columns, is_live
-    cache, _, columns, _ = jax.lax.fori_loop(0, num_steps, step, state)
-    return cache, columns
+    return jax.lax.fori_loop(0, num_steps, step, (cache, last, columns))
 
 
 def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> Columns:

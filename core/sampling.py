@@ -26,6 +26,7 @@ from jaxtyping import Int
 from core.chat.terminal import Message, ShowText, converse
 from core.chat.web import serve
 from core.extensions.attach import with_forced_answer
+from core.pages import with_pages
 from core.records import Completions
 from core.run.foreign import find_run, settings_with_code
 from core.sampler import Sampler, SamplingConfig, make_sampler
@@ -321,7 +322,7 @@ def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, lay
     for note in () if config.prompts.raw else compare_chat(tokenizer, config.prompts.thinking):
         if layout.is_main:
             print(note, file=sys.stderr)
-    return with_forced_answer(sampler, force_answer_at)
+    return with_pages(with_forced_answer(sampler, force_answer_at), config.sampling.page_size)
 
 
 def compare_chat(tokenizer: Tokenizer, thinking: str) -> list[str]:

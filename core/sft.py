@@ -103,7 +103,7 @@ def main(config: Config) -> None:
     model.check_positions("a row", most_tokens, "lower --max_length")
     learner, state = make_learner(softmax, model, params, layout, most_tokens - 1, run.write_bad_batch, base)
     del params  # the state holds them, and each update replaces them
-    workers = {role: worker.with_room(learner.sampling_room) for role, worker in workers.items()}
+    workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
     run.rows, run.last_step = rows, config.num_steps(len(rows))
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved

@@ -205,6 +205,13 @@ def to_cache(k: NewHeads, v: NewHeads, kv_dtype: str) -> LayerCache:
     return keys, values
 
 
+def from_cache(heads: CachedHeads | QuantizedKV, dtype: DTypeLike) -> KeyHeads:
+    """Returns keys or values of a cache as new tokens have them."""
+    if isinstance(heads, QuantizedKV):
+        heads = (heads.integers * heads.scale).astype(dtype)
+    return rearrange(heads, "B K T C -> B T K C")
+
+
 def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, kv_dtype: str) -> LayerCache:
     """Writes the keys and values of new tokens into the cache, from `columns` on; those beyond it are dropped.
 
@@ -243,9 +250,10 @@ def decode_attention(
     q: RowHeads,
     k: NewHeads,
     v: NewHeads,
-    prompts: PromptCache,
+    before: PromptCache,
     cache: LayerCache,
     starts: Int[Array, "N"],
+    ends: Int[Array, "N"],
     columns: Columns,
     view: View,
     kv_dtype: str = "",
@@ -254,13 +262,13 @@ def decode_attention(
 
     Returns the cache with the new tokens in it, from `columns` on; what it held from there on is masked.
     B / N adjacent rows share one of the prompts [N, K, P, C], which is read once for all of them; it occupies columns
-    [starts, P).
+    [starts, ends). With one prompt a row, that is whatever came before the cache: the pages of models/pages.py.
     """
     cache = write_cache(cache, k, v, columns, kv_dtype)
     keys, key_scale = dequantize_kv(cache[0], q.dtype)
     values, value_scale = dequantize_kv(cache[1], q.dtype)
-    prompt_keys, prompt_key_scale = dequantize_kv(prompts[0], q.dtype)
-    prompt_values, prompt_value_scale = dequantize_kv(prompts[1], q.dtype)
+    prompt_keys, prompt_key_scale = dequantize_kv(before[0], q.dtype)
+    prompt_values, prompt_value_scale = dequantize_kv(before[1], q.dtype)
     P = prompt_keys.shape[2]
     T = q.shape[1]
     q = rearrange(q, "B T (K G) C -> B K (G T) C", K=prompt_keys.shape[1])
@@ -269,13 +277,14 @@ def decode_attention(
     by_row = partial(rearrange, pattern="N K (R Q) X -> (N R) K Q X", Q=Q)
     # The queries of the R rows that share a prompt are rows of one matmul.
     prompt_scores = jnp.einsum("nkqc,nkpc->nkqp", by_prompt(q), prompt_keys, preferred_element_type=jnp.float32)
-    is_prompt = jnp.arange(P) >= starts[:, None]
+    is_prompt = (jnp.arange(P) >= starts[:, None]) & (jnp.arange(P) < ends[:, None])
     prompt_scores = jnp.where(is_prompt[:, None, None], prompt_scores * prompt_key_scale, MASKED)
     scores = row_scores(q, keys)
-    in_window, is_seen = seen_columns(columns, T, P, keys.shape[2], view.window)
+    is_seen = seen_columns(columns, T, keys.shape[2], view.window)
     if view.window:
-        in_window = jnp.broadcast_to(of_queries(in_window, Q), (len(q), 1, Q, P))
-        prompt_scores = jnp.where(by_prompt(in_window), prompt_scores, MASKED)
+        row_ends = jnp.repeat(ends, len(q) // len(starts))[:, None, None]
+        in_window = jnp.arange(P) > row_ends + columns_of(columns, T) - view.window
+        prompt_scores = jnp.where(by_prompt(of_queries(in_window, Q)), prompt_scores, MASKED)
     scores = jnp.where(of_queries(is_seen, Q), scores.astype(jnp.float32) * key_scale, MASKED)
 
     prompt_mass, mass, total = joint_softmax(prompt_scores, scores, by_prompt, by_row, view.scale)
@@ -306,18 +315,19 @@ def joint_softmax(
     return prompt_mass, mass, total
 
 
-def seen_columns(
-    columns: Columns, num_tokens: int, num_prompt_columns: int, num_columns: int, window: int
-) -> tuple[Bool[Array, "*B T P"], Bool[Array, "*B T S"]]:
-    """Returns the columns of the prompt that are in the window of new tokens, and those of the cache that they see."""
-    own_columns = (columns[..., None] + jnp.arange(num_tokens))[..., None]
-    prompt_columns = jnp.arange(num_prompt_columns)
+def columns_of(first: Columns, num_tokens: int) -> Int[Array, "*B T 1"]:
+    """Returns the columns of new tokens."""
+    return (first[..., None] + jnp.arange(num_tokens))[..., None]
+
+
+def seen_columns(columns: Columns, num_tokens: int, num_columns: int, window: int) -> Bool[Array, "*B T S"]:
+    """Returns the columns of the cache that new tokens see."""
+    own_columns = columns_of(columns, num_tokens)
     cache_columns = jnp.arange(num_columns)
-    in_window = prompt_columns > num_prompt_columns + own_columns - window
     is_seen = cache_columns <= own_columns
     if window:
         is_seen &= cache_columns > own_columns - window
-    return in_window, is_seen
+    return is_seen
 
 
 def of_queries(mask: Bool[Array, "*B T S"], num_queries: int) -> Bool[Array, "*B 1 Q S"]:

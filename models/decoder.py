@@ -23,6 +23,7 @@ from models.attention import (
     PromptCache,
     View,
     decode_attention,
+    from_cache,
     plain_attention,
     to_cache,
     train_attention,
@@ -542,9 +543,11 @@ def prompt_attention(
     k: Float[Array, "B T K C"],
     v: Float[Array, "B T K C"],
 ) -> tuple[Hidden, LayerCache]:
-    """Computes attention of left-padded rows in a layer of this kind, and the cache."""
-    out = plain_attention(q, k, v, view_of(model, kind), is_token)
-    return out, to_cache(k, v, model.kv_dtype)
+    """Computes attention of left-padded rows in a layer of this kind, over what the cache holds of them."""
+    cache = to_cache(k, v, model.kv_dtype)
+    if model.kv_dtype:  # else what is drawn would depend on how much of a prompt is computed at once
+        k, v = (from_cache(heads, q.dtype) for heads in cache)
+    return plain_attention(q, k, v, view_of(model, kind), is_token), cache
 
 
 def without_states(caches: list[PyTree]) -> list[PyTree]:
@@ -553,14 +556,6 @@ def without_states(caches: list[PyTree]) -> list[PyTree]:
 
 
 def decode(
-    model: Decoder, weights: Weights, *state: PyTree
-) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
-    """Computes logits after the last of some more tokens per row; arguments and other results as `decode_states`."""
-    hidden, caches, routes = decode_states(model, weights, *state)
-    return head(model, weights, hidden[:, -1]), caches, routes
-
-
-def decode_states(
     model: Decoder,
     weights: Weights,
     prompts: list[PromptCache | None],
@@ -569,31 +564,53 @@ def decode_states(
     columns: Columns,
     starts: Int[Array, "N"],
     is_token: Bool[Array, "B T"] | None = None,
-) -> tuple[Hidden, list[Kept], Int[Array, "B T L k"]]:
-    """Computes hidden states, before the final norm, of some more tokens per row, written to its cache.
+) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
+    """Computes logits after the last of some more tokens per row, which are written to its cache from `columns` on.
 
-    That is from `columns` on. Also returns the tokens' experts. B / N adjacent rows share a prompt, which occupies
-    columns [starts, P) of its cache. States hold the prompt already; padding on the right (`is_token` False) leaves
-    them as they are.
+    B / N adjacent rows share a prompt, which occupies columns [starts, P) of its cache. States hold the prompt already.
+    Other results as `decode_states`.
     """
-    x = embed(model, weights, tokens)
     num_columns = prompt_columns(prompts)
     group_size = len(tokens) // len(starts)
     prompt_lengths = jnp.repeat(num_columns - starts, group_size)
-    positions = (prompt_lengths + columns)[:, None] + jnp.arange(tokens.shape[1])
-    angles = rotary_by_kind(model, positions)
-    write = partial(decode_attention, starts=starts, columns=columns, kv_dtype=model.kv_dtype)
-    new_caches, routes = [], []
-    for kind, layer, prompt, cache in zip(model.kinds, weights[LAYERS], prompts, caches, strict=True):
+    ends = jnp.full_like(starts, num_columns)
+    attention = partial(decode_attention, starts=starts, ends=ends, columns=columns, kv_dtype=model.kv_dtype)
+    state = prompts, caches, tokens, prompt_lengths + columns, attention, is_token
+    hidden, caches, routes = decode_states(model, weights, *state)
+    return head(model, weights, hidden[:, -1]), caches, routes
+
+
+def decode_states(
+    model: Decoder,
+    weights: Weights,
+    before: list[PyTree],
+    caches: list[Kept],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B"],
+    attention: Callable[..., Mixed],
+    is_token: Bool[Array, "B T"] | None = None,
+    routes: Routes | None = None,
+) -> tuple[Hidden, list[Kept], Routes]:
+    """Computes hidden states, before the final norm, of some more tokens per row; `positions`: of the first of each.
+
+    `attention(q, k, v, before, cache, view)` reads what is `before` and changes the cache. Also returns the tokens'
+    experts; those in `routes` are taken if they are recorded. Padding on the right (`is_token` False) leaves states as
+    they are.
+    """
+    x = embed(model, weights, tokens)
+    angles = rotary_by_kind(model, positions[:, None] + jnp.arange(tokens.shape[1]))
+    new_caches, new_routes = [], []
+    for i, (kind, layer) in enumerate(zip(model.kinds, weights[LAYERS], strict=True)):
         if kind == LINEAR:
-            mixer = partial(gated_deltanet, model, cache, is_token=is_token)
+            mixer = partial(gated_deltanet, model, caches[i], is_token=is_token)
         else:
-            attention = partial(write, prompts=prompt, cache=cache, view=view_of(model, kind))
-            mixer = partial(attend, model, angles[kind], attention)
-        x, new_cache, route = decoder_layer(model, layer, x, mixer)
+            of_layer = partial(attention, before=before[i], cache=caches[i], view=view_of(model, kind))
+            mixer = partial(attend, model, angles[kind], of_layer)
+        recorded = None if routes is None else routes[:, :, i]
+        x, new_cache, route = decoder_layer(model, layer, x, mixer, recorded)
         new_caches.append(new_cache)
-        routes.append(route)
-    return x, new_caches, jnp.stack(routes, axis=2)
+        new_routes.append(route)
+    return x, new_caches, jnp.stack(new_routes, axis=2)
 
 
 def prompt_columns(prompts: list[PromptCache | None]) -> int:

@@ -6,7 +6,7 @@ vocabulary.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ from jaxtyping import PyTree
 from models.architecture import LINEAR, Decoder
 from models.deltanet import CHUNK
 from models.names import LAYERS, Array
+from models.pages import Paging, page_bytes
+from utils.batching import power_above
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, fail
 from utils.settings.options import option
@@ -24,6 +26,7 @@ USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 TIGHT = 0.8  # share of the usable memory above which start-up prints a note
 PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
 PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
+MOST_SLOTS = 1024  # of a device: on an H100 a step of 1,024 rows took 1.5 times that of 512
 MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of a CPU is not ours alone
 FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
@@ -265,6 +268,29 @@ def rows_that_fit(room: int, model: Decoder, layout: Layout, row_length: int) ->
     logits = 3 * 4 * model.vocab_size // layout.mesh.shape["tp"]  # and what is drawn from them
     num_rows = room // (kv_row_bytes(model, layout, row_length) + logits)
     return max(1, min(num_rows // 2, MOST_ROWS_ON_CPU) if layout.is_cpu else num_rows)
+
+
+def pages_that_fit(room: int, model: Decoder, layout: Layout, paging: Paging, longest: int, num_rows: int) -> Paging:
+    """Returns the slots and pages of a cache in `room` bytes of each device, for at most `num_rows` at once.
+
+    Raises: UserError where not even one row of the `longest` tokens fits.
+    """
+    shards, tp = layout.row_shards, layout.mesh.shape["tp"]
+    bytes_of_page = page_bytes(model, paging.page) // (tp if model.num_key_value_heads % tp == 0 else 1)
+    bytes_of_slot = 3 * 4 * model.vocab_size // tp + 2 * model.state_bytes // tp  # logits, and what is drawn from them
+    width = -(-longest // paging.page)  # pages of the longest row
+    pages_beside = room // bytes_of_page
+    # More slots than rows that the pages hold would be computed for nothing: rows have a quarter of the most tokens.
+    num_slots = min(power_above(-(-num_rows // shards)), MOST_SLOTS, power_above(4 * max(1, pages_beside // width)))
+    while num_slots > 1 and num_slots * bytes_of_slot > room // 4:
+        num_slots //= 2
+    num_pages = min((room - num_slots * bytes_of_slot) // max(1, bytes_of_page), num_slots * width)
+    if num_pages < width:
+        raise UserError(
+            f"the cache of one row of {longest:,} tokens takes {gigabytes(width * bytes_of_page)} GB of a device, and "
+            f"{gigabytes(room)} GB are free: lower --num_generation_tokens or --prompt_length, or {SMALLER}"
+        )
+    return replace(paging, num_pages=num_pages * shards, num_slots=num_slots * shards)
 
 
 def sampling_room(model: Decoder, layout: Layout, params: PyTree) -> int:

@@ -186,7 +186,7 @@ def test_members_of_one_step_equal_runs_alone(tmp_path):
 
 def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
     """What fits of the environment may not of a held-out one with a larger limit, nor of another member."""
-    room = lambda worker, _: replace(worker, rows_per_call=6400 // worker.max_new_tokens)  # noqa: E731
+    room = lambda worker, *_: replace(worker, rows_per_call=6400 // worker.max_new_tokens)  # noqa: E731
     monkeypatch.setattr(RolloutWorker, "with_room", room)
     options = [*ALL, "--inference_batch_per_device=0", "--test_env_options=num_generation_tokens=200"]
     shared = SharedSampler(["a"])

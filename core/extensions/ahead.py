@@ -133,5 +133,5 @@ def prepare_ahead(
     state = with_behavior(state, worker, learner)
     if is_apart:
         room = sampling_room(worker.sampler.model, worker.layout, (worker.own_base, state.extra[BEHAVIOR]))
-        ours = {role: worker.with_room(room) for role, worker in ours.items()}
+        ours = {role: worker.with_room(room, learner.config.batch_size) for role, worker in ours.items()}
     return ours, state

@@ -7,6 +7,7 @@ from functools import cache, partial
 from core.extensions.checks import refuse
 from core.extensions.forced import forced_answer, reply_opening
 from core.extensions.turns import Conversations, answering_calls
+from core.pages import with_pages
 from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode
@@ -18,12 +19,15 @@ NUM_PROMPTS = 4  # that are compared with transformers' rendering
 SAID = ' It is "7" & so on.\n'  # what an environment or a tool says in such a comparison
 
 
-def attach(sampler: Sampler, settings: RolloutSettings, encode: Encode) -> dict[str, Sampler | Callable]:
+def attach(
+    sampler: Sampler, settings: RolloutSettings, encode: Encode, page_size: int = -1
+) -> dict[str, Sampler | Callable]:
     """Returns the fields of a RolloutWorker that options replace. Raises: UserError for what cannot be combined."""
     env, problem = settings.env, settings.env.problem(0)
     opening = reply_opening(problem, sampler.tokenizer.decode(encode(problem)))
     answer = replace(settings.forced_answer, opening=opening)
     sampler = with_forced_answer(sampler, settings.force_answer_at, answer)
+    sampler = with_pages(sampler, page_size, has_turns=env.max_turns > 1)
     if env.dialect:
         sampler = answering_calls(sampler, DIALECTS[env.dialect])
     attached = {"sampler": sampler}

@@ -4,7 +4,7 @@ What was said is never encoded or computed again: observations are appended behi
 at its own length. A draw depends on the row's own tokens and their number alone, neither on other rows nor on how long
 an environment takes.
 
-B rows, A columns behind the prompt, S sampler slots, s steps of a segment.
+B rows, A columns behind the prompt.
 """
 
 import time
@@ -16,20 +16,16 @@ from threading import Event
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from core.extensions.ragged import RaggedChain
+from core.pages import PagedChain
 from core.records import Completions, Message
-from core.sampler import Cache, Sampler, decode_segment
+from core.sampler import Sampler
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
 from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.scorer import ScoringStream
-from models import decoder
-from models.architecture import Decoder
 from models.messages import is_begun
-from models.names import Array, Weights
 from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.devices.threads import between_turns
@@ -37,7 +33,6 @@ from utils.metrics.terminal import Wait
 from utils.settings.errors import UserError
 
 PATIENCE = 0.1  # seconds that rows which can draw wait for the others, as a share of their last segment's
-CHUNKS = (16, 64, 256)  # observation tokens that are computed at once: few widths to compile
 
 
 class Observation(NamedTuple):
@@ -47,46 +42,22 @@ class Observation(NamedTuple):
     finished: bool = False  # the episode ended in another way than by the limit of tokens
 
 
-class TurnChain(RaggedChain):
+class TurnChain(PagedChain):
     """The conversations of some prompts while they are drawn; rows whose environment computes wait."""
 
-    def __init__(self, environment: "Conversations", first_row: int, sampler: Sampler, *arguments: object):
-        super().__init__(sampler, *arguments)
+    def __init__(self, environment: "Conversations", first_row: int, *arguments: object):
+        super().__init__(*arguments)
         self.environment = environment
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
-        self.finished = np.zeros(len(self.keys), bool)
+        longest = self.sampler.segment  # short turns would wait for the end of a longer one
+        self.steps = min(longest, environment.tokens_per_turn or longest)
         self.segment_time = 0.0  # seconds of the last segment
+        self.clock = time.perf_counter()
 
     def run(self, cancelled: Event) -> Completions:
-        """Draws segments and appends observations until all episodes are done."""
-        drawn = self.drawn
-        longest = self.sampler.segment  # short turns would wait for the end of a longer one
-        steps = min(longest, self.environment.tokens_per_turn or longest)
-        self.prefill()
-        while not (drawn.done.all() or cancelled.is_set()):
-            self.compact()
-            if self.is_drawing.any():
-                self.draw_segment(steps)
-            self.observe()
-        drawn.lengths = self.num_tokens
-        completions = drawn.completions(self.prompts, self.owner)
-        return replace(completions, finished=self.finished, num_observed=self.num_observed)
-
-    def decode(self, steps: int) -> Sequence[np.ndarray]:
-        """Returns what a segment draws: see `RaggedChain`. States of slots stay those of the end of a turn."""
-        program = decode_segment
-        if self.sampler.model.delta is not None:
-            num_left = self.turn_limits() - self.num_tokens
-            rows = np.maximum(self.slots, 0)
-            may_draw = (self.slots >= 0) & self.is_drawing[rows]
-            num_allowed = np.int32(np.where(may_draw, num_left[rows], 0))
-            limits = {"num_allowed": self.layout.put(num_allowed), "stop_ids": self.sampler.stop_ids}
-            program = partial(decode_segment, **limits)
-        clock = time.perf_counter()
-        columns = super().decode(steps, program)
-        self.segment_time = time.perf_counter() - clock
-        return columns
+        """Draws segments and appends observations until all episodes are over."""
+        return replace(super().run(cancelled), num_observed=self.num_observed)
 
     def turn_limits(self) -> Int[np.ndarray, "B"]:
         """Returns the column of each row before which its turn must end."""
@@ -99,67 +70,34 @@ class TurnChain(RaggedChain):
         stop = int(self.num_tokens[row])
         turn = self.drawn.tokens[row, self.turn_starts[row] : stop].copy()
         num_left = self.sampler.max_new_tokens - stop
+        self.is_drawing[row] = False
         self.environment.end_turn(self.row_offset + row, turn, -1 if is_cut_off and not num_left else num_left)
 
-    def add_observed(self, row: int, tokens: Int[np.ndarray, "n"]) -> None:
-        """Adds what was said to a row."""
-        drawn, start = self.drawn, int(self.num_tokens[row])
-        columns = slice(start, start + len(tokens))
-        drawn.tokens[row, columns] = tokens
-        drawn.mask[row, columns] = False
-        for array in (drawn.logprobs, drawn.support, drawn.routes):
-            array[row, columns] = 0
-        self.num_tokens[row] = self.turn_starts[row] = columns.stop
-        self.num_observed[row] += len(tokens)
-        self.last_tokens[row] = tokens[-1]
-        self.is_drawing[row] = True
+    def between_segments(self, is_idle: bool) -> None:
+        """Appends the observations that have come; waits for one if no row can draw."""
+        now = time.perf_counter()
+        if not is_idle:
+            self.segment_time = now - self.clock
+        waiting = np.flatnonzero(~self.is_drawing & ~self.is_over)
+        if waiting.size:
+            rows = {self.row_offset + row for row in waiting.tolist()}
+            # Waiting up to one segment is cheaper than decoding late rows in one of their own.
+            patience = self.segment_time * (1.0 if is_idle else PATIENCE)
+            with between_turns():
+                observations = self.environment.observe(rows, is_idle, patience)
+            for number, observation in observations.items():
+                self.take(number - self.row_offset, observation)
+        self.clock = time.perf_counter()
 
-    def observe(self) -> None:
-        """Appends the observations that have come; waits for one where no row can draw."""
-        waiting = np.flatnonzero(~self.is_drawing & ~self.drawn.done)
-        if not waiting.size:
-            return
-        rows = {self.row_offset + row for row in waiting.tolist()}
-        is_blocking = not self.is_drawing.any()
-        # Waiting up to one segment is cheaper than decoding late rows in one of their own.
-        patience = self.segment_time * (1.0 if is_blocking else PATIENCE)
-        with between_turns():
-            observations = self.environment.observe(rows, is_blocking, patience)
-        said = {}
-        for number, observation in observations.items():
-            row = number - self.row_offset
-            if observation.tokens:
-                said[row] = np.int32(observation.tokens)
-            else:
-                self.drawn.done[row] = True
-                self.finished[row] = observation.finished
-        if said:
-            self.append(said)
-
-    def append(self, said: dict[int, Int[np.ndarray, "n"]]) -> None:
-        """Appends tokens to rows. Their last one is left to the next segment, which draws from it."""
-        self.grow(max(int(self.num_tokens[row]) + len(tokens) for row, tokens in said.items()))
-        left = max(map(len, said.values()))
-        offset = 0
-        while left > 0:
-            width = next((width for width in CHUNKS if width >= left), CHUNKS[-1])
-            self.extend(said, offset, width)
-            offset += width
-            left -= width
-        for row, tokens in said.items():
-            self.add_observed(row, tokens)
-
-    def extend(self, said: dict[int, Int[np.ndarray, "n"]], offset: int, width: int) -> None:
-        """Computes the cache of `width` tokens of each row, from the one before `offset` on."""
-        tokens = np.zeros((len(self.slots), width), np.int32)
-        lengths = np.zeros(len(self.slots), np.int32)
-        for slot in np.flatnonzero(np.isin(self.slots, list(said))):
-            row = self.slots[slot]
-            part = np.append(self.last_tokens[row], said[row])[offset:-1][:width]
-            tokens[slot, : len(part)] = part
-            lengths[slot] = len(part)
-        state = self.layout.put((tokens, lengths, self.next_columns() + np.int32(offset), self.starts))
-        self.cache = extend(self.sampler.model, self.weights, self.prompt_cache, self.cache, *state)
+    def take(self, row: int, observation: Observation) -> None:
+        """Appends what was said to a row, or takes an episode out that is over."""
+        if observation.tokens:
+            self.append(row, observation.tokens)
+            self.turn_starts[row] = self.num_tokens[row]
+            self.is_drawing[row] = True
+            self.num_observed[row] += len(observation.tokens)
+        else:
+            self.finish(row, observation.finished)
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
@@ -171,26 +109,6 @@ def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:
     if closing is None:
         return replace(sampler, stop_strings=(*sampler.stop_strings, dialect.closing))
     return replace(sampler, stop_ids=(*sampler.stop_ids, closing))
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def extend(
-    model: Decoder,
-    weights: Weights,
-    prompt_cache: Cache,
-    cache: Cache,
-    tokens: Int[Array, "S s"],
-    lengths: Int[Array, "S"],
-    columns: Int[Array, "S"],
-    starts: Int[Array, "N"],
-) -> Cache:
-    """Returns the cache with these tokens in it, from each slot's column on.
-
-    Rows with fewer tokens are padded: cache entries beyond a row's length are masked, and later overwritten.
-    """
-    is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    _, cache, _ = decoder.decode(model, weights, prompt_cache, cache, tokens, columns, starts, is_token)
-    return cache
 
 
 @dataclass

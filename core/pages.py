@@ -1,0 +1,631 @@
+"""Draws completions over pages of a cache: rows take slots and leave them, in one queue, and few programs do it all.
+
+A draw depends on its row's key, number and tokens alone. So rows may be admitted in any order, put aside if pages run
+out, and computed again from their own tokens, and not a token changes. What the cache of a row lacks is computed in one
+way, by `PagedChain.prefill`: prompts, observations, forced answers, and rows that were put aside.
+
+To change when a row is admitted: `PageTable.admit` and `Lengths`. To change what a step draws: core/sampler.py.
+
+B rows, A columns behind the prompt, S lanes of a decode program, s steps of a segment, R rows and T tokens of a
+prefill, w pages of the longest row, p tokens of a page.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Event
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int16, UInt32
+
+from core.records import Completions
+from core.sampler import FEWEST_SLOTS, Columns, Drawn, Sampler, draw_tokens
+from models import decoder
+from models.architecture import Decoder
+from models.distribution import Distribution
+from models.names import Array, Weights
+from models.pages import (
+    NOWHERE,
+    Pages,
+    Paging,
+    State,
+    begin,
+    end,
+    new_state,
+    page_attention,
+    read_slots,
+    write_slots,
+)
+from utils.batching import few_widths, power_above, round_up
+from utils.settings.errors import UserError
+
+PAGE, PAGE_ON_CPU = 64, 16  # tokens
+PRIOR_ROWS = 8  # rows of all lengths that are taken to have ended before the first one does
+CHUNKS = ((128, 64), (32, 256), (4, 2048))  # rows and tokens of a prefill, on all devices that share rows
+CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
+
+
+def expected_lengths(
+    ended: Sequence[int], num_drawn: Int[np.ndarray, "B"], limit: int
+) -> Float[np.ndarray, "B"]:
+    """Returns the expected length, at most `limit`, of rows that are not over and have `num_drawn` tokens.
+
+    By the lengths of rows that have `ended`: the product-limit estimate of Kaplan and Meier (1958), which counts the
+    rows that are not over for what they have.
+    """
+    num_bins = min(limit, 256)
+    width = limit / num_bins
+
+    def bins_of(lengths: Sequence[int]) -> Int[np.ndarray, "n"]:
+        return np.minimum(np.asarray(lengths, int) / width, num_bins - 1).astype(int)
+
+    bins = bins_of(num_drawn)
+    num_ended = np.bincount(bins_of(ended), minlength=num_bins) + PRIOR_ROWS / num_bins
+    num_left = num_ended + np.bincount(bins[num_drawn > 0], minlength=num_bins)
+    num_at_risk = np.cumsum(num_left[::-1])[::-1]
+    survival = np.cumprod(1 - num_ended / num_at_risk)
+    before = np.maximum(np.append(1.0, survival[:-1]), 1e-9)
+    num_more = np.cumsum(before[::-1])[::-1] / before * width
+    return np.minimum(num_drawn + num_more[bins], limit)
+
+
+@dataclass
+class SharedPages:
+    """The pages that a prompt fills, and the number of rows that hold them."""
+
+    pages: list[int]
+    num_rows: int = 0
+
+
+@dataclass
+class Shard:
+    """Free pages and slots of a shard of the mesh, and its rows."""
+
+    pages: list[int]
+    slots: list[int]
+    waiting: list[int]  # rows without a slot, the next one first
+    resident: list[int] = field(default_factory=list)  # rows with a slot, the oldest first
+    prompts: dict[int, SharedPages] = field(default_factory=dict)
+
+    def take(self, num_pages: int) -> list[int]:
+        """Returns so many free pages, which are no longer free."""
+        return [self.pages.pop() for _ in range(num_pages)]
+
+
+class PageTable:
+    """Which slots and pages rows have; each row belongs to a shard, whose slots and pages are numbered on their own."""
+
+    def __init__(
+        self,
+        num_shards: int,
+        num_slots: int,
+        num_pages: int,
+        width: int,
+        prompts: Int[np.ndarray, "B"],
+        num_shared: Int[np.ndarray, "B"],
+    ):
+        """`num_slots`, `num_pages`: of a shard; `num_shared`: pages that the prompt of each row fills."""
+        self.num_slots, self.num_all_pages = num_slots, num_pages
+        self.prompts, self.num_shared = prompts, num_shared
+        self.table = np.full((num_shards * num_slots, width), NOWHERE, np.int32)
+        self.slots = np.full(len(prompts), -1)  # of rows, over all shards
+        self.num_pages = np.zeros(len(prompts), int)  # of rows
+        parts = np.array_split(np.arange(len(prompts)), num_shards)
+        self.shard_of_row = np.repeat(np.arange(num_shards), list(map(len, parts)))
+        self.shards = []
+        for rows in parts:
+            free = (list(range(count))[::-1] for count in (num_pages, num_slots))
+            self.shards.append(Shard(*free, rows.tolist()))
+
+    def reserve(self, needed: Int[np.ndarray, "B"]) -> list[int]:
+        """Gets resident rows the pages that they need; returns the youngest ones, put aside where there are too few."""
+        aside = []
+        for shard in self.shards:
+            for row in [row for row in shard.resident if needed[row] > self.num_pages[row]]:
+                while self.slots[row] >= 0 and len(shard.pages) < needed[row] - self.num_pages[row]:
+                    aside.append(shard.resident[-1])
+                    self.leave(aside[-1])
+                    shard.waiting.insert(0, aside[-1])
+                if self.slots[row] >= 0:
+                    self.extend(shard, row, int(needed[row]))
+        return aside
+
+    def admit(
+        self, may_draw: Bool[np.ndarray, "B"], needed: Int[np.ndarray, "B"], expected: Int[np.ndarray, "B"]
+    ) -> tuple[list[int], list[int]]:
+        """Gives slots to rows that wait, while pages last by the `expected` number of each row's.
+
+        Returns these rows, and the first of each prompt whose pages have to be computed.
+        """
+        admitted, firsts = [], []
+        for shard in self.shards:
+            if not shard.slots or not shard.waiting:
+                continue
+            num_own = sum(expected[row] - self.num_shared[row] for row in shard.resident)
+            num_left = self.num_all_pages - num_own - sum(len(shared.pages) for shared in shard.prompts.values())
+            for row in [row for row in shard.waiting if may_draw[row]]:
+                num_present = self.num_shared[row] if self.prompts[row] in shard.prompts else 0
+                num_left -= expected[row] - num_present
+                is_expected = num_left >= 0 or not shard.resident
+                if not shard.slots or not is_expected or len(shard.pages) < needed[row] - num_present:
+                    break
+                if self.prompts[row] not in shard.prompts:
+                    shard.prompts[self.prompts[row]] = SharedPages(shard.take(self.num_shared[row]))
+                    firsts += [row] if self.num_shared[row] else []
+                self.enter(shard, row, int(needed[row]))
+                admitted.append(row)
+        return admitted, firsts
+
+    def enter(self, shard: Shard, row: int, num_pages: int) -> None:
+        """Gives a row a slot, the pages of its prompt, and pages of its own."""
+        shared = shard.prompts[self.prompts[row]]
+        shared.num_rows += 1
+        slot = self.slots[row] = self.shard_of_row[row] * self.num_slots + shard.slots.pop()
+        self.num_pages[row] = len(shared.pages)
+        self.table[slot, : len(shared.pages)] = shared.pages
+        self.extend(shard, row, num_pages)
+        shard.waiting.remove(row)
+        shard.resident.append(row)
+
+    def extend(self, shard: Shard, row: int, num_pages: int) -> None:
+        """Gets a row pages until it has so many."""
+        new = slice(self.num_pages[row], num_pages)
+        self.table[self.slots[row], new] = shard.take(num_pages - self.num_pages[row])
+        self.num_pages[row] = num_pages
+
+    def leave(self, row: int) -> None:
+        """Frees the slot and the pages of a row."""
+        shard, slot = self.shards[self.shard_of_row[row]], self.slots[row]
+        shard.pages += self.table[slot, self.num_shared[row] : self.num_pages[row]].tolist()
+        shared = shard.prompts[self.prompts[row]]
+        shared.num_rows -= 1
+        if not shared.num_rows:
+            shard.pages += shard.prompts.pop(self.prompts[row]).pages
+        shard.slots.append(int(slot % self.num_slots))
+        shard.resident.remove(row)
+        self.table[slot] = NOWHERE
+        self.slots[row], self.num_pages[row] = -1, 0
+
+    def drop(self, row: int) -> None:
+        """Takes a row out for good."""
+        if self.slots[row] >= 0:
+            self.leave(row)
+        else:
+            self.shards[self.shard_of_row[row]].waiting.remove(row)
+
+    def lanes(self, rows: Int[np.ndarray, "R"], num_lanes: int) -> Int[np.ndarray, "R"]:
+        """Returns places for rows among `num_lanes`, of which each shard has an equal part."""
+        shards = self.shard_of_row[rows]
+        order = np.argsort(shards, kind="stable")
+        places = np.empty(len(rows), int)
+        firsts = np.searchsorted(shards[order], shards[order])
+        places[order] = np.arange(len(rows)) - firsts
+        return places + shards * (num_lanes // len(self.shards))
+
+    def pages(
+        self,
+        lanes: Int[np.ndarray, "R"],
+        num_lanes: int,
+        table: Int[np.ndarray, "R w"],
+        slots: Int[np.ndarray, "R"],
+        columns: Int[np.ndarray, "R"],
+        counts: Int[np.ndarray, "R"],
+    ) -> Pages:
+        """Returns the pages of rows in their lanes; the others have none."""
+        filled = np.full((num_lanes, table.shape[1]), NOWHERE, np.int32)
+        filled[lanes] = table
+        of_lanes = np.full(num_lanes, NOWHERE, np.int32), *np.zeros((2, num_lanes), np.int32)
+        for array, x in zip(of_lanes, (slots, columns, counts), strict=True):
+            array[lanes] = x
+        return Pages(filled, *of_lanes)
+
+
+class Job(NamedTuple):
+    """Tokens whose cache is to be computed, of a row, or of the prompt that it shares."""
+
+    row: int
+    slot: int  # of the row's shard
+    table: Int[np.ndarray, "..."]
+    column: int  # of the first token
+    tokens: Sequence[int]
+    routes: Int16[np.ndarray, "n L k"] | None  # experts by which they were computed, 0 where that is not known
+
+    def cut(self, num_tokens: int) -> "tuple[Job, Job]":
+        """Returns the first tokens, and the others."""
+        first = self._replace(tokens=self.tokens[:num_tokens])
+        routes = None if self.routes is None else self.routes[num_tokens:]
+        rest = self.tokens[num_tokens:]
+        return first, self._replace(column=self.column + num_tokens, tokens=rest, routes=routes)
+
+
+class Segment(NamedTuple):
+    """A segment that was launched: its rows, their lanes, where they were, how many tokens count, and the results."""
+
+    rows: Int[np.ndarray, "R"]
+    lanes: Int[np.ndarray, "R"]
+    starts: Int[np.ndarray, "R"]
+    counts: Int[np.ndarray, "R"]
+    versions: Int[np.ndarray, "R"]
+    columns: Columns
+
+
+class PagedChain:
+    """The completions of some prompts while they are drawn over pages; tokens and tables are on the host."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        weights: Weights,
+        prompts: Sequence[list[int]],
+        keys: UInt32[np.ndarray, "B 2"],
+        num_columns: int,
+        row_offset: int,
+    ):
+        model, layout = sampler.model, sampler.layout
+        self.sampler, self.model, self.layout, self.weights = sampler, model, layout, weights
+        self.prompts, self.keys, self.row_offset = prompts, keys, row_offset
+        num_rows, limit = len(keys), sampler.max_new_tokens
+        self.drawn = Drawn(num_rows, limit, sampler.distribution.support_size(model.vocab_size), model.route_shape)
+        self.owner = np.repeat(np.arange(len(prompts)), num_rows // len(prompts))  # prompt of each row
+        self.prompt_lengths = np.array([len(prompt) for prompt in prompts])[self.owner]
+        self.num_tokens = np.zeros(num_rows, int)  # behind the prompt
+        self.num_launched = np.zeros(num_rows, int)  # with those of segments whose results are not here yet
+        self.num_cached = np.zeros(num_rows, int)  # of prompt and completion
+        self.num_lost = np.zeros(num_rows, int)  # of these, when the row was put aside
+        self.num_recomputed = np.zeros(num_rows, int)
+        self.versions = np.zeros(num_rows, int)  # what was launched for an earlier one is passed over
+        self.turn_starts = np.zeros(num_rows, int)
+        self.steps = segment_steps(sampler)
+        self.is_drawing = np.ones(num_rows, bool)
+        self.is_over = np.zeros(num_rows, bool)
+        self.was_forced = np.full(num_rows, not sampler.force_answer_at)
+
+        paging, num_shards = sampler.paging, layout.row_shards
+        page = self.page = paging.page or PAGE_ON_CPU
+        longest = limit + (int(self.prompt_lengths.max()) if paging.adapts else sampler.max_prompt_tokens)
+        width = -(-longest // page)
+        num_slots = paging.num_slots or round_up(power_above(num_rows), num_shards)
+        num_pages = paging.num_pages or num_slots * width
+        if num_pages // num_shards < width:
+            raise UserError(
+                f"the cache has pages for {num_pages // num_shards * page:,} tokens on each device, and a row may have "
+                f"{longest:,}: lower --num_generation_tokens or --prompt_length"
+            )
+        # A state of linear attention is a row's own: its prompt is computed for each row.
+        num_shared = np.where(model.delta is None, (self.prompt_lengths - 1) // page, 0)
+        of_shard = num_slots // num_shards, num_pages // num_shards
+        self.table = PageTable(num_shards, *of_shard, width, self.owner, num_shared)
+        self.state = new_state(model, layout, num_pages // num_shards * num_shards, page, num_slots)
+        self.last_tokens = layout.put(np.zeros(num_slots, np.int32))
+        self.num_lanes = lane_sizes(paging, num_slots, num_shards)
+        self.chunks = prefill_shapes(paging, longest, num_shards)
+        # What nobody reads takes time of a CPU. States cannot go back to the end of a turn.
+        self.is_ahead = not (paging.adapts or model.delta)
+
+    def run(self, cancelled: Event) -> Completions:
+        """Draws segments until all rows are over, and returns what they hold."""
+        launched = None
+        while not (self.is_over.all() or cancelled.is_set()):
+            self.prefill()
+            previous, launched = launched, self.launch()
+            if not self.is_ahead:
+                previous, launched = launched, None
+            if previous:
+                self.read(previous)
+                self.report()
+            self.between_segments(is_idle=not (previous or launched))
+        self.drawn.lengths = self.num_tokens
+        return replace(self.drawn.completions(self.prompts, self.owner), num_recomputed=self.num_recomputed)
+
+    # What is asked of a chain with turns: see core/extensions/turns.py.
+
+    def turn_limits(self) -> Int[np.ndarray, "B"]:
+        """Returns the number of tokens of each row at which its turn ends."""
+        limit = self.sampler.max_new_tokens
+        return np.where(self.was_forced, limit, limit - self.sampler.force_answer_at)
+
+    def end_turn(self, row: int, is_cut_off: bool) -> None:
+        """Takes a row whose turn has ended, with a stop or at its limit."""
+        sampler, num_tokens = self.sampler, int(self.num_tokens[row])
+        if not is_cut_off or self.was_forced[row]:
+            self.finish(row, is_finished=not is_cut_off)
+            return
+        self.was_forced[row] = True
+        tokens = sampler.forced_answer(self.drawn.tokens[row, :num_tokens])[: sampler.max_new_tokens - num_tokens]
+        self.append(row, tokens)
+        stop = sampler.completion_end(self.drawn.tokens[row], num_tokens, num_tokens + len(tokens))
+        if stop or num_tokens + len(tokens) == sampler.max_new_tokens:
+            self.num_tokens[row] = stop or sampler.max_new_tokens
+            self.finish(row, is_finished=stop is not None)
+
+    def between_segments(self, is_idle: bool) -> None:
+        """Is called after each segment; `is_idle`: no row draws."""
+
+    # Pages
+
+    def prefill(self) -> None:
+        """Gets rows slots and pages, and computes what their cache lacks but for their last token."""
+        paging, lengths = self.sampler.paging, self.prompt_lengths - 1
+        page = self.page
+        needed = -(-(lengths + np.minimum(self.num_launched + self.steps, self.turn_limits())) // page)
+        for row in self.table.reserve(np.where(self.is_drawing, needed, 0)):
+            self.num_lost[row], self.num_cached[row] = self.num_cached[row], 0
+        is_read = self.num_launched == self.num_tokens
+        jobs = []
+        if any(shard.waiting for shard in self.table.shards):
+            num_drawn = np.where(self.is_over, 0, self.num_launched)
+            expected = expected_lengths(paging.ended, num_drawn, self.sampler.max_new_tokens)
+            expected = -(-(lengths + np.ceil(expected).astype(int)) // page)
+            admitted, firsts = self.table.admit(self.is_drawing & is_read, needed, np.maximum(needed, expected))
+            for row in admitted:
+                self.num_cached[row] = self.table.num_shared[row] * page
+                self.num_recomputed[row] += max(0, self.num_lost[row] - self.num_cached[row])
+            jobs = [self.make_job(row, 0, self.table.num_shared[row] * page, is_shared=True) for row in firsts]
+        self.compute(jobs)
+        num_known = lengths + self.num_tokens
+        is_behind = (self.table.slots >= 0) & self.is_drawing & is_read & (self.num_cached < num_known)
+        rows = np.flatnonzero(is_behind).tolist()
+        self.compute([self.make_job(row, self.num_cached[row], num_known[row]) for row in rows])
+        self.num_cached[rows] = num_known[rows]
+
+    def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> Job:
+        """Returns the computation of some columns of a row."""
+        prompt = self.prompts[self.owner[row]]
+        first = len(prompt)
+        tokens = [*prompt[start:stop], *self.drawn.tokens[row, max(0, start - first) : max(0, stop - first)].tolist()]
+        slot, routes = self.table.slots[row], None
+        if self.model.num_experts:  # those of a column are recorded with the token that was drawn behind it
+            own = self.drawn.routes[row, max(0, start - first + 1) : max(0, stop - first + 1)]
+            routes = np.pad(own, ((stop - start - len(own), 0), (0, 0), (0, 0)))
+        table = self.table.table[slot].copy()
+        table[-(-stop // self.page) :] = NOWHERE  # padding is written nowhere
+        return Job(row, NOWHERE if is_shared else slot % self.table.num_slots, table, start, tokens, routes)
+
+    def compute(self, jobs: list[Job]) -> None:
+        """Computes the cache of tokens, those of several rows at once, in few shapes."""
+        num_shards = len(self.table.shards)
+        while jobs:
+            jobs.sort(key=lambda job: -len(job.tokens))
+            longest = len(jobs[0].tokens)
+            num_rows, num_tokens = next((c for c in self.chunks if c[1] >= longest), self.chunks[-1])
+            rows_left, now, later = np.full(num_shards, num_rows // num_shards), [], []
+            for job in jobs:
+                shard = self.table.shard_of_row[job.row]
+                rows_left[shard] -= 1
+                if rows_left[shard] < 0:
+                    later.append(job)
+                    continue
+                first, rest = job.cut(num_tokens)
+                now.append(first)
+                later += [rest] if rest.tokens else []
+            self.compute_chunk(now, num_rows, num_tokens)
+            jobs = later
+
+    def compute_chunk(self, jobs: list[Job], num_rows: int, num_tokens: int) -> None:
+        """Computes the cache of jobs of at most so many tokens, at most so many rows."""
+        rows, slots, table, columns, tokens, routes = map(list, zip(*jobs, strict=True))
+        rows, counts = np.array(rows), np.array(list(map(len, tokens)))
+        lanes = self.table.lanes(rows, num_rows)
+        width = self.read_width(int((np.array(columns) + counts).max()))
+        pages = self.table.pages(lanes, num_rows, np.array(table)[:, :width], slots, columns, counts)
+        padded = np.zeros((num_rows, num_tokens), np.int32)
+        recorded = np.zeros((num_rows, num_tokens, *self.model.route_shape), np.int16)
+        for lane, own, own_routes in zip(lanes, tokens, routes, strict=True):
+            padded[lane, : len(own)] = own
+            if own_routes is not None:
+                recorded[lane, : len(own)] = own_routes
+        weights = self.weights_of(self.of_lanes(rows, lanes, num_rows))
+        arrays = self.layout.put((pages, padded, recorded if self.model.num_experts else None))
+        self.state = prefill_pages(self.model, weights, self.state, *arrays)
+
+    def read_width(self, num_tokens: int) -> int:
+        """Returns how many pages of each row a program gets: of all, or of few numbers that hold these tokens."""
+        width = self.table.table.shape[1]
+        if not self.sampler.paging.adapts:
+            return width
+        page = self.page
+        return min(width, -(-few_widths(num_tokens, width * page) // page))
+
+    def of_lanes(self, x: Int[np.ndarray, "R *n"], lanes: Int[np.ndarray, "R"], num_lanes: int) -> np.ndarray:
+        """Returns what rows have in their lanes, 0 in the others."""
+        filled = np.zeros((num_lanes, *x.shape[1:]), x.dtype)
+        filled[lanes] = x
+        return filled
+
+    def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
+        """Returns the weights that these rows are drawn with."""
+        return self.sampler.weights_of(self.weights, self.row_offset + rows)
+
+    # Segments
+
+    def launch(self) -> Segment | None:
+        """Launches the next segment of all rows that can draw; None: there are none."""
+        sampler, limits = self.sampler, self.turn_limits()
+        rows = np.flatnonzero((self.table.slots >= 0) & self.is_drawing & (self.num_launched < limits))
+        if not rows.size:
+            return None
+        starts = self.num_launched[rows]
+        counts = np.minimum(self.steps, limits[rows] - starts)
+        num_shards = len(self.table.shards)
+        fullest = np.bincount(self.table.shard_of_row[rows]).max() * num_shards
+        num_lanes = next(size for size in self.num_lanes if size >= fullest)
+        lanes = self.table.lanes(rows, num_lanes)
+        columns = self.prompt_lengths[rows] - 1 + starts
+        width = self.read_width(int(columns.max()) + self.steps)
+        slots = self.table.slots[rows]
+        pages = self.table.pages(
+            lanes, num_lanes, self.table.table[slots, :width], slots % self.table.num_slots, columns, counts
+        )
+        is_read = starts == self.num_tokens[rows]
+        given = np.where(is_read, self.last_tokens_of(rows), -1).astype(np.int32)
+        state = given, starts.astype(np.int32), self.keys[rows]
+        arrays = self.layout.put((pages, *(self.of_lanes(x, lanes, num_lanes) for x in state)))
+        settings = self.model, sampler.distribution, self.steps, sampler.stop_ids if self.model.delta else ()
+        weights = self.weights_of(self.of_lanes(rows, lanes, num_lanes))
+        self.state, self.last_tokens, columns = decode_pages(*settings, weights, self.state, self.last_tokens, *arrays)
+        self.num_launched[rows] += counts
+        self.num_cached[rows] = self.prompt_lengths[rows] - 1 + self.num_launched[rows]
+        return Segment(rows, lanes, starts, counts, self.versions[rows], columns)
+
+    def last_tokens_of(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:
+        """Returns the last token of rows that is known."""
+        of_prompts = np.array([prompt[-1] for prompt in self.prompts])[self.owner[rows]]
+        num_tokens = self.num_tokens[rows]
+        return np.where(num_tokens, self.drawn.tokens[rows, num_tokens - 1], of_prompts)
+
+    def read(self, segment: Segment) -> None:
+        """Adds what a segment drew to its rows, up to the end of their turns."""
+        results = self.layout.fetch(segment.columns)
+        is_valid = (self.versions[segment.rows] == segment.versions) & ~self.is_over[segment.rows]
+        rows, lanes, starts, counts = (x[is_valid] for x in segment[:4])
+        if not len(rows):
+            return
+        results = [x[lanes] for x in results]
+        counts, has_stop = self.turn_ends(rows, starts, counts, results[0])
+        self.drawn.add(rows, starts, counts, results)
+        self.drawn.slot_steps[rows] += segment.columns[0].size / len(rows)
+        self.num_tokens[rows] += counts
+        is_at_end = has_stop | (self.num_tokens[rows] == self.turn_limits()[rows])
+        for row, is_stop in zip(rows[is_at_end].tolist(), has_stop[is_at_end].tolist(), strict=True):
+            self.forget_launched(row)
+            self.end_turn(row, is_cut_off=not is_stop)
+
+    def turn_ends(
+        self, rows: Int[np.ndarray, "R"], starts: Int[np.ndarray, "R"], counts: Int[np.ndarray, "R"], tokens: np.ndarray
+    ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
+        """Returns how many of the new tokens belong to a turn, and True where the last of them ends it."""
+        is_stop = np.isin(tokens, self.sampler.stop_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
+        has_stop = is_stop.any(axis=1)
+        counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
+        for i, row in enumerate(rows.tolist() if self.sampler.stop_strings else []):
+            said = self.drawn.tokens[row, self.turn_starts[row] : starts[i]]
+            turn = np.append(said, tokens[i, : counts[i]])
+            stop = self.sampler.completion_end(turn, len(said), len(turn))
+            if stop:
+                counts[i], has_stop[i] = stop - len(said), True
+        return counts, has_stop
+
+    def forget_launched(self, row: int) -> None:
+        """Takes a row back to the tokens that are known: what was launched behind them is not its own."""
+        self.num_launched[row] = self.num_tokens[row]
+        self.num_cached[row] = min(self.num_cached[row], self.prompt_lengths[row] - 1 + self.num_tokens[row])
+        self.versions[row] += 1
+
+    def append(self, row: int, tokens: Sequence[int]) -> None:
+        """Appends tokens to a row that were not drawn."""
+        start = int(self.num_tokens[row])
+        self.drawn.tokens[row, start : start + len(tokens)] = tokens
+        self.num_tokens[row] = self.num_launched[row] = start + len(tokens)
+
+    def finish(self, row: int, is_finished: bool) -> None:
+        """Takes a row out; `is_finished`: it ended in another way than by its limit."""
+        self.drawn.done[row] = is_finished
+        self.is_over[row], self.is_drawing[row] = True, False
+        self.sampler.paging.ended.append(int(self.num_tokens[row]))
+        self.table.drop(row)
+
+    def report(self) -> None:
+        """Calls `on_segment`; rows that are not over have a length beyond the drawn columns."""
+        if self.sampler.on_segment:
+            longest = int(self.num_tokens.max())
+            lengths = np.where(self.is_over, self.num_tokens, longest + 1)
+            self.sampler.on_segment(self.row_offset, self.drawn.tokens, longest, lengths)
+
+
+def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sampler:
+    """Returns a sampler that draws over pages of this size; -1: chosen, 0: one that draws rows in step.
+
+    In step, single replies are drawn in less time on one CPU. Raises: UserError where nothing else is.
+    """
+    layout = sampler.layout
+    may_be_in_step = layout.is_single_cpu and not has_turns
+    if page_size == 0 and not may_be_in_step:
+        raise UserError("--page_size 0 is for single replies on one CPU: leave it out")
+    if page_size == 0 or page_size < 0 and may_be_in_step:
+        return sampler
+    adapts = layout.is_cpu and page_size < 0
+    page = page_size if page_size > 0 else PAGE_ON_CPU if layout.is_cpu else PAGE
+    return replace(sampler, paging=Paging(page, adapts=adapts), make_chain=PagedChain)
+
+
+def segment_steps(sampler: Sampler) -> int:
+    """Returns the steps of a segment, which rows that end in one wait for; if it is ahead, for the next one, too."""
+    fewest = 16 if sampler.paging.adapts else 8
+    return min(sampler.segment, max(fewest, sampler.max_new_tokens // 64))
+
+
+def lane_sizes(paging: Paging, num_slots: int, num_shards: int) -> list[int]:
+    """Returns the numbers of lanes of decode programs, the smallest first."""
+    sizes = [num_slots]
+    if not paging.adapts:
+        return sorted({round_up(-(-num_slots // 4), num_shards), num_slots})
+    while sizes[-1] % (2 * num_shards) == 0 and sizes[-1] > FEWEST_SLOTS:
+        sizes.append(sizes[-1] // 2)
+    return sizes[::-1]
+
+
+def prefill_shapes(paging: Paging, longest: int, num_shards: int) -> list[tuple[int, int]]:
+    """Returns the rows and tokens of prefills, for rows of at most `longest` tokens."""
+    chunks = CHUNKS_ON_CPU if paging.adapts else CHUNKS
+    shapes = [(round_up(num_rows, num_shards), num_tokens) for num_rows, num_tokens in chunks]
+    return [shape for i, shape in enumerate(shapes) if i < 2 or shapes[i - 1][1] * 4 < longest]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill_pages(
+    model: Decoder,
+    weights: Weights,
+    state: State,
+    pages: Pages,
+    tokens: Int[Array, "R T"],
+    routes: Int[Array, "R T L k"] | None,
+) -> State:
+    """Returns the state with the keys and values of tokens in it, of the first ones of each row."""
+    num_tokens = tokens.shape[1]
+    before, cache = map(list, zip(*begin(model, state, pages, num_tokens), strict=True))
+    is_token = jnp.arange(num_tokens) < pages.counts[:, None]
+    attention = partial(page_attention, model=model, pages=pages, number=jnp.int32(0))
+    inputs = before, cache, tokens, pages.columns, attention, is_token, routes
+    _, cache, _ = decoder.decode_states(model, weights, *inputs)
+    return end(model, state, cache, pages)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
+def decode_pages(
+    model: Decoder,
+    distribution: Distribution,
+    num_steps: int,
+    stop_ids: tuple[int, ...],
+    weights: Weights,
+    state: State,
+    last_tokens: Int[Array, "N"],
+    pages: Pages,
+    given: Int[Array, "S"],
+    numbers: Int[Array, "S"],
+    keys: UInt32[Array, "S 2"],
+) -> tuple[State, Int[Array, "N"], Columns]:
+    """Draws tokens number `numbers`, ... of each lane, behind the token that is `given`; -1: the slot's last one.
+
+    Returns the state, the last token of each slot, and the columns. States of linear attention stay those before the
+    last token that counts, or before the first of `stop_ids`.
+    """
+    last = jnp.where(given >= 0, given, read_slots(last_tokens, pages.slots))
+    before, layers = map(list, zip(*begin(model, state, pages, num_steps), strict=True))
+    has_states = model.delta is not None
+
+    def forward(i: Int[Array, ""], cache: tuple, last: Int[Array, "S"]) -> tuple[Float[Array, "S V"], tuple, Array]:
+        layers, is_live = cache
+        if has_states:
+            is_live &= (i < pages.counts) & ((i == 0) | ~jnp.isin(last, jnp.array(stop_ids, jnp.int32)))
+        attention = partial(page_attention, model=model, pages=pages, number=i)
+        inputs = before, layers, last[:, None], pages.columns + i, attention, is_live[:, None] if has_states else None
+        hidden, layers, routes = decoder.decode_states(model, weights, *inputs)
+        return decoder.head(model, weights, hidden[:, -1]), (layers, is_live), routes
+
+    cache = layers, jnp.ones(len(keys), bool)
+    (layers, _), last, columns = draw_tokens(model, distribution, num_steps, forward, cache, last, keys, numbers)
+    last_tokens = write_slots(last_tokens, last, pages.slots)
+    return end(model, state, layers, pages), last_tokens, columns

@@ -1,0 +1,177 @@
+"""Draws over pages are those of rows in step, also with few pages and all kinds of layers; the kernel; admission."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core.pages import PagedChain, PageTable, expected_lengths, with_pages
+from core.sampler import Sampler
+from models import decoder
+from models.architecture import Decoder
+from models.attention import QuantizedKV, View
+from models.deltanet import DeltaShape
+from models.distribution import Distribution
+from models.memory import pages_that_fit
+from models.pages import NOWHERE, Paging, page_bytes, triton
+from utils.devices.sharding import single_device
+from utils.settings.errors import UserError
+
+LIMIT, LONGEST_PROMPT, G = 50, 40, 4
+LAYOUT = single_device()
+SIZES = {
+    "vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "mesh": LAYOUT.mesh,
+}  # fmt: skip
+KINDS = {
+    "full": {},
+    "int8": {"kv_dtype": "int8"},
+    "window": {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 7},
+    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "states": {"layer_types": ("linear_attention", "full_attention") * 2, "delta": DeltaShape(2, 4, 8, 8, 4)},
+}
+PAGING = {
+    "as many as needed": Paging(8),
+    "few": Paging(4, num_pages=30, num_slots=8, adapts=False),
+}
+KEY = jax.random.key(3)
+rng = np.random.default_rng(0)
+PROMPTS = [rng.integers(10, 160, n).tolist() for n in (1, 2, 9, 17, 33, 40)]
+POSITIONS = np.arange(len(PROMPTS))
+
+
+def sampler_of(kind: str, **settings: object) -> Sampler:
+    sizes = SIZES | KINDS[kind]
+    model = Decoder(**sizes | {"num_hidden_layers": len(sizes.get("layer_types", "123"))})
+    return Sampler(model, LIMIT, (0, 50, 100), layout=LAYOUT, max_prompt_tokens=LONGEST_PROMPT, **settings)
+
+
+def weights_of(sampler: Sampler) -> dict:
+    params = jax.tree.map(lambda x: 2 * x, decoder.init_params(sampler.model, jax.random.key(0)))
+    return sampler.load_weights(params)
+
+
+@pytest.mark.parametrize("paging", PAGING)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("full", {}),
+        ("full", {"distribution": Distribution(top_k=5)}),
+        ("full", {"distribution": Distribution(temperature=0.7, top_p=0.8, min_p=0.01)}),
+        ("full", {"force_answer_at": 15, "forced_answer": lambda reply: [7, 8, 9][: len(reply) % 4]}),
+        ("int8", {}),
+        ("window", {}),
+        ("experts", {"distribution": Distribution(top_k=5)}),
+        ("states", {}),
+        ("states", {"force_answer_at": 15, "forced_answer": lambda reply: [7, 8, 9]}),
+    ],
+)
+def test_tokens_are_those_of_rows_in_step(kind, settings, paging):
+    sampler = sampler_of(kind, **settings)
+    weights = weights_of(sampler)
+    in_step = sampler.generate(weights, PROMPTS, POSITIONS, G, KEY)
+    paged = replace(sampler, make_chain=PagedChain, paging=PAGING[paging])
+    on_pages = paged.generate(weights, PROMPTS, POSITIONS, G, KEY)
+    for name in ("tokens", "mask", "lengths", "finished", "routes"):
+        expected, found = getattr(in_step, name), getattr(on_pages, name)
+        if name == "routes" and found is not None:  # those of forced tokens are not recorded
+            expected, found = (x * in_step.mask[..., None, None] for x in (expected, found))
+        np.testing.assert_array_equal(found, expected, name)
+    # A number of an int8 cache is rounded up in one program and down in another.
+    np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=1e-2 if kind == "int8" else 3e-5)
+    if in_step.support is not None:
+        is_drawn = in_step.mask[..., None]
+        ids = [np.sort(r.support * is_drawn, axis=-1) for r in (on_pages, in_step)]  # equal ones may change places
+        np.testing.assert_array_equal(*ids)
+    if paging == "few":
+        assert on_pages.num_recomputed.sum() > len(PROMPTS) * G, "rows are put aside"
+
+
+def attention_in_float64(q, keys, values, columns, scale, window):
+    out = np.zeros_like(q)
+    num_groups = q.shape[2] // keys.shape[2]
+    for row, token, head in np.ndindex(q.shape[:3]):
+        column = columns[row] + token
+        seen = slice(max(0, column - window + 1) if window else 0, column + 1)
+        scores = keys[row, seen, head // num_groups] @ q[row, token, head] * scale
+        mass = np.exp(scores - scores.max())
+        out[row, token, head] = mass / mass.sum() @ values[row, seen, head // num_groups]
+    return out
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_key_heads", "window"), [(1, 7, 1, 0), (1, 4, 2, 5), (9, 4, 2, 0), (20, 6, 2, 11)]
+)
+def test_the_kernel_attends_to_pages(num_tokens, num_heads, num_key_heads, window, is_int8):
+    rng = np.random.default_rng(num_tokens)
+    num_rows, page, width, channels = 3, 8, 6, 16
+    table = rng.permutation(num_rows * width + 2)[: num_rows * width].reshape(num_rows, width).astype(np.int32)
+    columns = np.array([0, 13, width * page - num_tokens - 1], np.int32)
+    pool = rng.normal(size=(num_rows * width + 2, page, 2 * num_key_heads, channels))
+    scale = np.abs(pool).max(-1, keepdims=True) / 127
+    integers = np.round(pool / scale)
+    stored = QuantizedKV(jnp.int8(integers), jnp.float32(scale)) if is_int8 else jnp.float32(pool)
+    pool = integers * np.float32(scale) if is_int8 else pool
+    rows = pool[table].reshape(num_rows, width * page, num_key_heads, 2, channels)
+    q = rng.normal(size=(num_rows, num_tokens, num_heads, channels))
+    found = triton(jnp.float32(q), stored, table, columns, View(0.3, window), interpret=True)
+    expected = attention_in_float64(q, rows[..., 0, :], rows[..., 1, :], columns, 0.3, window)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_a_page_has_one_row_or_the_rows_of_a_prompt():
+    """Rows come and go at random; every page is free, or a prompt's, or one row's."""
+    rng = np.random.default_rng(0)
+    prompts, num_pages = np.repeat(np.arange(10), 4), 20
+    num_shared = (prompts % 3).astype(int)
+    table = PageTable(2, 6, num_pages, 12, prompts, num_shared)
+    length, num_aside = np.ones(40, int), 0
+    while any(shard.resident or shard.waiting for shard in table.shards):
+        needed = num_shared + length
+        num_aside += len(table.reserve(needed))
+        table.admit(np.ones(40, bool), needed, needed + 2)
+        for number, shard in enumerate(table.shards):
+            own = [table.table[table.slots[row], num_shared[row] : table.num_pages[row]] for row in shard.resident]
+            held = [x for part in own for x in part] + [x for prompt in shard.prompts.values() for x in prompt.pages]
+            assert sorted([*held, *shard.pages]) == list(range(num_pages))
+            assert {table.shard_of_row[row] for row in shard.resident} <= {number}
+            assert all(table.num_pages[row] >= needed[row] for row in shard.resident)
+        assert all(shard.resident for shard in table.shards if shard.waiting), "somebody always goes on"
+        for row in np.flatnonzero(table.slots >= 0).tolist():
+            length[row] += rng.integers(0, 3)
+            if rng.random() < 0.05 or length[row] > 9:
+                table.drop(row)
+    assert num_aside > 5
+    assert (table.table == NOWHERE).all()
+
+
+def test_expected_lengths_are_means_of_those_that_went_on():
+    lengths = np.random.default_rng(0).geometric(0.01, 4000).clip(max=1000)
+    for num_drawn in (0, 50, 200):
+        mean = lengths[lengths > num_drawn].mean()
+        found = expected_lengths(lengths, np.array([num_drawn]), 1000)
+        np.testing.assert_allclose(found, mean, rtol=0.05)
+    assert expected_lengths([], np.array([0]), 1000) == pytest.approx(500, rel=0.01), "nothing is known"
+    assert expected_lengths([100] * 100, np.array([999]), 1000) <= 1000
+
+
+def test_pages_for_not_one_row_are_refused():
+    model = Decoder(**SIZES)
+    paging = Paging(16, adapts=False)
+    room = 100 * page_bytes(model, 16) + 4 * 12 * model.vocab_size
+    fitting = pages_that_fit(room, model, LAYOUT, paging, 1600, 512)
+    assert (fitting.num_pages, fitting.num_slots) == (100, 4)
+    with pytest.raises(UserError, match="one row of 1,700 tokens"):
+        pages_that_fit(room, model, LAYOUT, paging, 1700, 512)
+
+
+def test_rows_in_step_are_for_single_replies():
+    sampler = sampler_of("full")
+    assert with_pages(sampler, -1) is sampler
+    assert with_pages(sampler, -1, has_turns=True).paging.adapts
+    assert with_pages(sampler, 32).paging == Paging(32, adapts=False)
+    with pytest.raises(UserError, match="--page_size 0"):
+        with_pages(sampler, 0, has_turns=True)
