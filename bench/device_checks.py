@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 
 from bench.common import Figure, environment, make_prompts, report, shape
 from bench.sampler_gap import token_gaps
+from core.pages import with_pages
 from core.sampler import Sampler
 from models.architecture import Decoder, is_spec
 from models.decoder import init_params, score_tokens
@@ -87,7 +88,8 @@ def sampler_gap(model: Decoder, params: Params, layout: Layout, limit: float) ->
     """Returns the row of |log p of the sampler - log p of the trainer| of drawn tokens."""
     model = replace(model, mesh=layout.mesh)
     prompts = make_prompts(model.vocab_size, NUM_ROWS, NUM_COLUMNS // 4)
-    sampler = Sampler(model, 3 * NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256)), layout=layout)
+    settings = 3 * NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256))
+    sampler = with_pages(Sampler(model, *settings, max_prompt_tokens=NUM_COLUMNS // 4, layout=layout), -1)
     gap = token_gaps(sampler, lay_out(model, params, layout), prompts, group_size=4)
     cache = model.kv_dtype or model.dtype
     return f"sampler with a cache in {cache}, trainer in {model.dtype}", float(gap.mean()), float(gap.max()), limit

@@ -36,12 +36,12 @@ run() { # its name, the seconds that it may take, steps: trains, then says what 
 if [[ $platform == cpu ]]; then
     shape=tiny
     training=(--groups_per_batch 4 --ppo_minibatch 16 --num_generation_tokens 40)
-    sizes=(--slots 16,32,8 --groups_per_batch 2 --prompt_tokens 8 --num_generation_tokens 64 --repeats 1)
+    sizes=(--slots 16,32,8 --pages 16,8 --groups_per_batch 2 --prompt_tokens 8 --num_generation_tokens 64 --repeats 1)
     checks=(--layers 1 --vocabulary 512 --shape tiny)
 else
     shape=Qwen2.5-0.5B
     training=(--groups_per_batch 64 --ppo_minibatch 128 --num_generation_tokens 400)
-    sizes=(--slots 512,1024,128 --groups_per_batch 16 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
+    sizes=(--slots 512,1024,128 --pages 64,16 --groups_per_batch 16 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
     checks=()
 fi
 part model 45 bench/first_hour.py model $shape "$scratch" 0.0036

@@ -9,7 +9,7 @@ same completions, as many as fill the most slots, with each number of slots and 
 other size and the first number of slots. --stop_share S makes completions end at random: so much of the vocabulary are
 stop tokens, and to a random model all tokens are about equally likely, so that lengths are geometric with mean 1 / S.
 
-The profile is of about one segment, the second, and of one update, by JAX's profiler. An operation is of the kind of
+The profile is of a few segments from the second on, and of an update, by JAX's profiler. An operation is of the kind of
 what it computes: a product of activations and weights, a product within rows (attention), a move (caches that are
 written or gathered), or anything else: norms, rotations, softmax, drawing, losses, the optimiser. What is left waits.
 """
@@ -22,6 +22,7 @@ if __name__ == "__main__":
     import utils.settings.packages  # noqa: F401 (says what to install)
 
 import contextlib
+import itertools
 import os
 import re
 import statistics
@@ -40,6 +41,7 @@ from jaxtyping import PyTree
 from bench import hlo
 from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
+from core.pages import segment_steps, with_pages
 from core.records import Completions
 from core.sampler import Sampler, make_sampler
 from models.architecture import Decoder
@@ -56,9 +58,11 @@ from utils.settings.options import group, option
 WEIGHTS, ATTENTION, MOVES, OTHERS = "products with weights", "products of attention", "moves", "everything else"
 KINDS = WEIGHTS, ATTENTION, MOVES, OTHERS
 MOVING = {"dynamic-update-slice", "scatter", "gather", "copy", "transpose", "concatenate", "pad"}
+IN_ATTENTION = r"[bn]kq\w+(,|->)"  # models/attention.py's einsums
 NESTING = ("while", "call", "conditional")  # their time is that of the operations in them
 LIBRARIES = {"gemm|nvjet|cutlass|xmma": WEIGHTS, "fmha|cudnn|attend|attention|pallas": ATTENTION, "memcpy": MOVES}
 MOST_NAMED = 15  # operations of a profile
+NUM_TRACED = 4  # segments
 Operation = tuple[str, str]  # its program, empty where the profiler does not say it, and its name
 
 
@@ -67,7 +71,7 @@ class WorkConfig:
     """Roofline."""
 
     slots: str = option("", "Rows sampled at a time, with commas between; empty: all")
-    pages: str = option("0", "Tokens of a page of the cache, with commas between; 0: there are none")
+    pages: str = option("-1", "Sizes of pages of the cache, with commas between, as --page_size")
     stop_share: float = option(0.0, "Share of the vocabulary that ends a completion")
     kernels: bool = option(False, "Profile of a segment and an update")
 
@@ -121,12 +125,14 @@ def make_rollouts(config: Command, model: Decoder, params: Params, layout: Layou
     stop_ids = tuple(range(int(work.stop_share * model.vocab_size)))
     rollouts = []
     for slots, page in [*((slots, sizes[0]) for slots in counts), *((counts[0], page) for page in sizes[1:])]:
-        sampling = replace(config.sampling, inference_batch_per_device=slots // layout.row_shards)
-        sampler = make_sampler(sampling, model, tokenizer, layout, config.num_generation_tokens)
-        sampler = replace(sampler, stop_ids=stop_ids)
-        name = f"{num_prompts * group_size} rows, {slots} slots, {f'pages of {page}' if page else 'no pages'}"
-        per_call = num_prompts if page else slots // group_size
-        rollouts.append(Rollout(name, sampler, params, prompts, group_size, per_call))
+        sampler = make_sampler(config.sampling, model, tokenizer, layout, config.num_generation_tokens)
+        sampler = replace(sampler, stop_ids=stop_ids, max_prompt_tokens=config.bench.prompt_tokens)
+        sampler = with_pages(sampler, page)
+        paging = replace(sampler.paging, num_slots=slots)
+        schedule = f"pages of {paging.page}" if paging.page else "in step"
+        name = f"{num_prompts * group_size} rows, {slots} slots, {schedule}"
+        per_call = num_prompts if paging.page else slots // group_size
+        rollouts.append(Rollout(name, replace(sampler, paging=paging), params, prompts, group_size, per_call))
     return rollouts
 
 
@@ -179,14 +185,15 @@ def read_profile(profile: ProfileData, span: float) -> Operations:
     return Operations(seconds, counts, (max(ends) - min(ends)) / 1e9 if on_device and ends else span)
 
 
-def trace_segment(rollout: Rollout) -> Operations:
-    """Returns what ran between the ends of the first segment and the second, as the host learnt of them."""
-    stack, found = contextlib.ExitStack(), []
+def trace_segments(rollout: Rollout) -> Operations:
+    """Returns what ran from the end of the first segment to that of the last of those that are traced."""
+    stack, found, numbers = contextlib.ExitStack(), [], itertools.count()
 
     def on_segment(*_: object) -> None:
-        if not found:
+        number = next(numbers)
+        if number == 0:
             found.append(stack.enter_context(tracing()))
-        else:
+        if number == NUM_TRACED:
             stack.close()
 
     with stack:
@@ -217,8 +224,7 @@ def kind_of(line: hlo.Instruction, parsed: hlo.Computations) -> str:
     inner = [line, *instructions_in(line, parsed)]
     products = [each.line for each in inner if each.op == "dot" or "matmul" in each.op]
     if products:
-        is_batched = any(re.search(r"lhs_batch_dims=\{\d", product) for product in products)
-        return ATTENTION if is_batched else WEIGHTS
+        return ATTENTION if any(re.search(IN_ATTENTION, product) for product in products) else WEIGHTS
     computing = {each.op for each in inner} - hlo.FREE - {"fusion"}
     return MOVES if computing & MOVING and len(inner) <= 8 else OTHERS
 
@@ -277,7 +283,8 @@ def main(config: Command) -> None:
             table.append(rollout.measure(limits, config.bench.repeats))
             print(*table[-1], sep="  ", flush=True)
             if has_profile and not profiles:
-                profiles["segment"] = trace_segment(rollout)
+                steps = NUM_TRACED * segment_steps(rollout.sampler)
+                profiles[f"{steps} steps" if rollout.sampler.paging.page else "segments"] = trace_segments(rollout)
         update = make_update(config, model, params, layout, random_batch(config, model.vocab_size))
         table.append(measure_update(config, update, model, limits))
         if has_profile:

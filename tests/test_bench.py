@@ -46,7 +46,7 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "peers": f"--peers= --warmup 1 {SHAPE} {ROWS}",
     "rewards_of_others": "",
     "rollout": f"{SHAPE} {ROWS}",
-    "roofline": f"{SHAPE} {ROWS} --slots 4,2 --kernels 1",
+    "roofline": f"{SHAPE} {ROWS} --slots 4,2 --pages -1,8 --kernels 1",
     "rows": "--model_dir models/tiny",
     "sampler_gap": f"--model_dirs {ROOT}/tests/fixtures/qwen3-tied --num_prompts 2 --group_size 2",
     "scaling": "--devices 1 --tokens 64 --rows 1",
