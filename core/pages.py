@@ -44,7 +44,7 @@ from utils.settings.errors import UserError
 
 PAGE, PAGE_ON_CPU = 64, 16  # tokens
 PRIOR_ROWS = 8  # rows of all lengths that are taken to have ended before the first one does
-CHUNKS = ((128, 64), (32, 256), (4, 2048))  # rows and tokens of a prefill, on all devices that share rows
+CHUNKS = ((128, 64), (8, 1024))  # rows and tokens of a prefill, over all devices that share rows
 CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
 
 
@@ -278,32 +278,21 @@ class PagedChain:
         self.num_recomputed = np.zeros(num_rows, int)
         self.versions = np.zeros(num_rows, int)  # what was launched for an earlier one is passed over
         self.turn_starts = np.zeros(num_rows, int)
-        self.steps = segment_steps(sampler)
         self.is_drawing = np.ones(num_rows, bool)
         self.is_over = np.zeros(num_rows, bool)
         self.was_forced = np.full(num_rows, not sampler.force_answer_at)
 
-        paging, num_shards = sampler.paging, layout.row_shards
-        page = self.page = paging.page or PAGE_ON_CPU
-        longest = limit + (int(self.prompt_lengths.max()) if paging.adapts else sampler.max_prompt_tokens)
-        width = -(-longest // page)
-        num_slots = paging.num_slots or round_up(power_above(num_rows), num_shards)
-        num_pages = paging.num_pages or num_slots * width
-        if num_pages // num_shards < width:
-            raise UserError(
-                f"the cache has pages for {num_pages // num_shards * page:,} tokens on each device, and a row may have "
-                f"{longest:,}: lower --num_generation_tokens or --prompt_length"
-            )
+        longest_prompt = int(self.prompt_lengths.max()) if sampler.paging.adapts else sampler.max_prompt_tokens
+        sizes = self.sizes = page_sizes(sampler, num_rows, longest_prompt)
+        num_shards = layout.row_shards
         # A state of linear attention is a row's own: its prompt is computed for each row.
-        num_shared = np.where(model.delta is None, (self.prompt_lengths - 1) // page, 0)
-        of_shard = num_slots // num_shards, num_pages // num_shards
-        self.table = PageTable(num_shards, *of_shard, width, self.owner, num_shared)
-        self.state = new_state(model, layout, num_pages // num_shards * num_shards, page, num_slots)
-        self.last_tokens = layout.put(np.zeros(num_slots, np.int32))
-        self.num_lanes = lane_sizes(paging, num_slots, num_shards)
-        self.chunks = prefill_shapes(paging, longest, num_shards)
+        num_shared = np.where(model.delta is None, (self.prompt_lengths - 1) // sizes.page, 0)
+        of_shard = sizes.num_slots // num_shards, sizes.num_pages // num_shards
+        self.table = PageTable(num_shards, *of_shard, sizes.width, self.owner, num_shared)
+        self.state = new_state(model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
+        self.last_tokens = layout.put(np.zeros(sizes.num_slots, np.int32))
         # What nobody reads takes time of a CPU. States cannot go back to the end of a turn.
-        self.is_ahead = not (paging.adapts or model.delta)
+        self.is_ahead = not (sampler.paging.adapts or model.delta)
 
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are over, and returns what they hold."""
@@ -349,8 +338,8 @@ class PagedChain:
     def prefill(self) -> None:
         """Gets rows slots and pages, and computes what their cache lacks but for their last token."""
         paging, lengths = self.sampler.paging, self.prompt_lengths - 1
-        page = self.page
-        needed = -(-(lengths + np.minimum(self.num_launched + self.steps, self.turn_limits())) // page)
+        page = self.sizes.page
+        needed = -(-(lengths + np.minimum(self.num_launched + self.sizes.steps, self.turn_limits())) // page)
         for row in self.table.reserve(np.where(self.is_drawing, needed, 0)):
             self.num_lost[row], self.num_cached[row] = self.num_cached[row], 0
         is_read = self.num_launched == self.num_tokens
@@ -381,7 +370,7 @@ class PagedChain:
             own = self.drawn.routes[row, max(0, start - first + 1) : max(0, stop - first + 1)]
             routes = np.pad(own, ((stop - start - len(own), 0), (0, 0), (0, 0)))
         table = self.table.table[slot].copy()
-        table[-(-stop // self.page) :] = NOWHERE  # padding is written nowhere
+        table[-(-stop // self.sizes.page) :] = NOWHERE  # padding is written nowhere
         return Job(row, NOWHERE if is_shared else slot % self.table.num_slots, table, start, tokens, routes)
 
     def compute(self, jobs: list[Job]) -> None:
@@ -390,7 +379,7 @@ class PagedChain:
         while jobs:
             jobs.sort(key=lambda job: -len(job.tokens))
             longest = len(jobs[0].tokens)
-            num_rows, num_tokens = next((c for c in self.chunks if c[1] >= longest), self.chunks[-1])
+            num_rows, num_tokens = next((c for c in self.sizes.chunks if c[1] >= longest), self.sizes.chunks[-1])
             rows_left, now, later = np.full(num_shards, num_rows // num_shards), [], []
             for job in jobs:
                 shard = self.table.shard_of_row[job.row]
@@ -426,7 +415,7 @@ class PagedChain:
         width = self.table.table.shape[1]
         if not self.sampler.paging.adapts:
             return width
-        page = self.page
+        page = self.sizes.page
         return min(width, -(-few_widths(num_tokens, width * page) // page))
 
     def of_lanes(self, x: Int[np.ndarray, "R *n"], lanes: Int[np.ndarray, "R"], num_lanes: int) -> np.ndarray:
@@ -448,13 +437,13 @@ class PagedChain:
         if not rows.size:
             return None
         starts = self.num_launched[rows]
-        counts = np.minimum(self.steps, limits[rows] - starts)
+        counts = np.minimum(self.sizes.steps, limits[rows] - starts)
         num_shards = len(self.table.shards)
         fullest = np.bincount(self.table.shard_of_row[rows]).max() * num_shards
-        num_lanes = next(size for size in self.num_lanes if size >= fullest)
+        num_lanes = next(size for size in self.sizes.lanes if size >= fullest)
         lanes = self.table.lanes(rows, num_lanes)
         columns = self.prompt_lengths[rows] - 1 + starts
-        width = self.read_width(int(columns.max()) + self.steps)
+        width = self.read_width(int(columns.max()) + self.sizes.steps)
         slots = self.table.slots[rows]
         pages = self.table.pages(
             lanes, num_lanes, self.table.table[slots, :width], slots % self.table.num_slots, columns, counts
@@ -463,7 +452,7 @@ class PagedChain:
         given = np.where(is_read, self.last_tokens_of(rows), -1).astype(np.int32)
         state = given, starts.astype(np.int32), self.keys[rows]
         arrays = self.layout.put((pages, *(self.of_lanes(x, lanes, num_lanes) for x in state)))
-        settings = self.model, sampler.distribution, self.steps, sampler.stop_ids if self.model.delta else ()
+        settings = self.model, sampler.distribution, self.sizes.steps, sampler.stop_ids if self.model.delta else ()
         weights = self.weights_of(self.of_lanes(rows, lanes, num_lanes))
         self.state, self.last_tokens, columns = decode_pages(*settings, weights, self.state, self.last_tokens, *arrays)
         self.num_launched[rows] += counts
@@ -551,27 +540,40 @@ def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sam
     return replace(sampler, paging=Paging(page, adapts=adapts), make_chain=PagedChain)
 
 
-def segment_steps(sampler: Sampler) -> int:
-    """Returns the steps of a segment, which rows that end in one wait for; if it is ahead, for the next one, too."""
-    fewest = 16 if sampler.paging.adapts else 8
-    return min(sampler.segment, max(fewest, sampler.max_new_tokens // 64))
+class PageSizes(NamedTuple):
+    """Sizes of draws over pages, over all shards."""
+
+    page: int  # tokens
+    width: int  # pages of the longest row
+    num_pages: int
+    num_slots: int
+    steps: int  # of a segment
+    lanes: list[int]  # of decode programs, the fewest first
+    chunks: list[tuple[int, int]]  # rows and tokens of prefills
 
 
-def lane_sizes(paging: Paging, num_slots: int, num_shards: int) -> list[int]:
-    """Returns the numbers of lanes of decode programs, the smallest first."""
-    sizes = [num_slots]
+def page_sizes(sampler: Sampler, num_rows: int, longest_prompt: int) -> PageSizes:
+    """Returns the sizes for a call of so many rows. Raises: UserError if there are pages for not one row."""
+    paging, num_shards = sampler.paging, sampler.layout.row_shards
+    page, longest = paging.page or PAGE_ON_CPU, longest_prompt + sampler.max_new_tokens
+    width = -(-longest // page)
+    num_slots = paging.num_slots or round_up(power_above(num_rows), num_shards)
+    num_pages = (paging.num_pages or num_slots * width) // num_shards
+    if num_pages < width:
+        raise UserError(
+            f"the cache has pages for {num_pages * page:,} tokens on each device, and a row may have {longest:,}: "
+            "lower --num_generation_tokens or --prompt_length"
+        )
+    # Rows that end in a segment wait for its end; if segments are launched ahead, for that of the next one, too.
+    steps = min(sampler.segment, max(16 if paging.adapts else 8, sampler.max_new_tokens // 64))
+    lanes = [num_slots]
     if not paging.adapts:
-        return sorted({round_up(-(-num_slots // 4), num_shards), num_slots})
-    while sizes[-1] % (2 * num_shards) == 0 and sizes[-1] > FEWEST_SLOTS:
-        sizes.append(sizes[-1] // 2)
-    return sizes[::-1]
-
-
-def prefill_shapes(paging: Paging, longest: int, num_shards: int) -> list[tuple[int, int]]:
-    """Returns the rows and tokens of prefills, for rows of at most `longest` tokens."""
-    chunks = CHUNKS_ON_CPU if paging.adapts else CHUNKS
-    shapes = [(round_up(num_rows, num_shards), num_tokens) for num_rows, num_tokens in chunks]
-    return [shape for i, shape in enumerate(shapes) if i < 2 or shapes[i - 1][1] * 4 < longest]
+        lanes = sorted({round_up(-(-num_slots // 4), num_shards), num_slots})
+    while paging.adapts and lanes[0] % (2 * num_shards) == 0 and lanes[0] > FEWEST_SLOTS:
+        lanes.insert(0, lanes[0] // 2)
+    chunks = [(round_up(rows, num_shards), num_tokens) for rows, num_tokens in CHUNKS_ON_CPU if paging.adapts]
+    chunks = chunks or [(round_up(rows, num_shards), n) for rows, n in CHUNKS if n < longest or n == CHUNKS[0][1]]
+    return PageSizes(page, width, num_pages * num_shards, num_slots, steps, lanes, chunks)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)

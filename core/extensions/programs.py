@@ -19,6 +19,7 @@ from core import records
 from core import sampler as sampling
 from core.config import Config
 from core.learner import Learner
+from core.pages import PagedChain, decode_pages, page_sizes, prefill_pages
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
@@ -30,6 +31,7 @@ from models.checkpoint import layer_rows, take_layer
 from models.lora import attach, make_policy, split_policy
 from models.names import ADAPTERS, LAYERS
 from models.packing import Packing, pack_rows
+from models.pages import Pages, new_state
 from models.state import TrainState
 from utils.batching import (
     ONE_SHAPE,
@@ -93,7 +95,10 @@ def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker
 
 
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
-    """Yields the programs that `play` can need for `num_tasks`; none of conversations."""
+    """Yields the programs that `play` can need for `num_tasks`; none if their shapes follow the lengths of rows."""
+    if worker.sampler.make_chain is PagedChain and not worker.sampler.paging.adapts:
+        yield from page_programs(worker.sampler, params, num_tasks * num_samples)
+        return
     if worker.env.max_turns > 1:
         return
     per_call = worker.prompts_per_call(num_tasks, num_samples)
@@ -135,6 +140,29 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
             prompt_cache = yield from gather_programs(layout, prompt_cache, smaller, sampler.prompt_columns)
             cache, width = compacted
         num_slots = smaller
+
+
+def page_programs(sampler: Sampler, params: PyTree, num_rows: int) -> Programs:
+    """Yields each program of draws over pages whose shapes do not follow a call; `params`: arrays or their shapes."""
+    layout, model = sampler.layout, sampler.model
+    sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)
+    weights = yield from weight_programs(sampler, params)
+    state = yield new_state, (model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
+    last_tokens = row_shape(layout, sizes.num_slots)
+
+    def pages_of(num_rows: int) -> Pages:
+        return Pages(row_shape(layout, num_rows, sizes.width), *[row_shape(layout, num_rows)] * 3)
+
+    for num_rows, num_tokens in sizes.chunks:
+        routes = row_shape(layout, num_rows, num_tokens, *model.route_shape, dtype=np.int16)
+        tokens = row_shape(layout, num_rows, num_tokens)
+        inputs = pages_of(num_rows), tokens, routes if model.num_experts else None
+        state = yield prefill_pages, (model, weights, state, *inputs)
+    settings = model, sampler.distribution, sizes.steps, sampler.stop_ids if model.delta else ()
+    for num_lanes in sizes.lanes:
+        of_lanes = row_shape(layout, num_lanes)
+        inputs = pages_of(num_lanes), of_lanes, of_lanes, row_shape(layout, num_lanes, 2, dtype=np.uint32)
+        state, last_tokens, _ = yield decode_pages, (*settings, weights, state, last_tokens, *inputs)
 
 
 def weight_programs(sampler: Sampler, params: PyTree) -> Programs:

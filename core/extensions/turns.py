@@ -51,7 +51,7 @@ class TurnChain(PagedChain):
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
         longest = self.sampler.segment  # short turns would wait for the end of a longer one
-        self.steps = min(longest, environment.tokens_per_turn or longest)
+        self.sizes = self.sizes._replace(steps=min(longest, environment.tokens_per_turn or longest))
         self.segment_time = 0.0  # seconds of the last segment
         self.clock = time.perf_counter()
 
