@@ -41,7 +41,7 @@ from jaxtyping import PyTree
 from bench import hlo
 from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
-from core.pages import segment_steps, with_pages
+from core.pages import page_sizes, with_pages
 from core.records import Completions
 from core.sampler import Sampler, make_sampler
 from models.architecture import Decoder
@@ -283,7 +283,7 @@ def main(config: Command) -> None:
             table.append(rollout.measure(limits, config.bench.repeats))
             print(*table[-1], sep="  ", flush=True)
             if has_profile and not profiles:
-                steps = NUM_TRACED * segment_steps(rollout.sampler)
+                steps = NUM_TRACED * page_sizes(rollout.sampler, 1, 1).steps
                 profiles[f"{steps} steps" if rollout.sampler.paging.page else "segments"] = trace_segments(rollout)
         update = make_update(config, model, params, layout, random_batch(config, model.vocab_size))
         table.append(measure_update(config, update, model, limits))
