@@ -58,7 +58,7 @@ VARIANTS = {  # of each side where there are several, or none
     ("trl", "longer_tail"): (),
     ("tunix", "long_tail"): (),  # no lengths can be given to it
     ("tunix", "longer_tail"): (),
-    ("lmpo", "long_tail"): ("", "fewest_slots=1000000"),
+    ("lmpo", "long_tail"): ("", "block_size=128"),
     ("lmpo", "longer_tail"): ("", "call_rows=64"),
 }
 

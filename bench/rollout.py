@@ -29,7 +29,7 @@ from jaxtyping import Int
 
 from bench.common import BenchConfig, RowsConfig, environment, load, make_prompts, report, seconds_of, spread
 from core.records import Completions
-from core.sampler import FEWEST_SLOTS, Chain, Sampler
+from core.sampler import Chain, Sampler
 from models.names import Params
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
@@ -118,16 +118,16 @@ def main(config: Command) -> None:
     prompts, limit, make_chain = make_work(config, model.vocab_size)
     num_stop_ids = int(config.stop_share * model.vocab_size)
     table = []
-    for fewest_slots in (FEWEST_SLOTS, 1 << 20) if num_stop_ids else (FEWEST_SLOTS,):
+    for block_sizes in ((), (rows.num_rows,)) if num_stop_ids else ((),):
         stop_ids = tuple(range(num_stop_ids))
-        sampler = Sampler(model, limit, stop_ids, layout=layout, fewest_slots=fewest_slots, make_chain=make_chain)
+        sampler = Sampler(model, limit, stop_ids, layout=layout, block_sizes=block_sizes, make_chain=make_chain)
         rollout = make_rollout(sampler, params, prompts, rows.group_size)
         start = time.perf_counter()
         num_tokens = int(completion_lengths(rollout()).sum())
         first_call = time.perf_counter() - start
         seconds = seconds_of(rollout, bench.repeats)
         speeds = [num_tokens / x for x in seconds]
-        name = f"{rows.num_rows} x {limit}, {'compaction' if fewest_slots == FEWEST_SLOTS else 'no compaction'}"
+        name = f"{rows.num_rows} x {limit}, {'no compaction' if block_sizes else 'compaction'}"
         table.append((name, num_tokens, first_call, spread(seconds, 3), spread(speeds, 0)))
     columns = ("completions", "tokens", "first call, s", "seconds", "tokens/s")
     title = f"Rollout, {rows.model_dir or bench.shape}, {model.dtype}: median (range) of {bench.repeats}"

@@ -63,7 +63,8 @@ def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
     model, params, _ = load_model(work["model_dir"], dtype="")
     prompts, group_size = work["prompts"], work["group_size"]
     per_call = settings.pop("call_rows", len(prompts) * group_size) // group_size
-    sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), **settings)
+    sizes = (settings.pop("block_size"),) if "block_size" in settings else ()
+    sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), block_sizes=sizes, **settings)
     rollouts = [
         make_rollout(sampler, params, prompts[first : first + per_call], group_size, first)
         for first in range(0, len(prompts), per_call)

@@ -1,12 +1,12 @@
 """Samples completions with a KV cache: compiled segments, early exit, compaction, one prefill per group.
 
-There are two caches: the prompts', one row a prompt, read only, and the completions', one row a slot.
+There are two caches: the prompts', one row a prompt, read only, and the completions', one row a slot. All rows are at
+the same token: so single replies are drawn on one CPU, by `Chain`. Elsewhere core/pages.py draws them.
 
-To change which token is drawn (a penalty, another truncation): the step of `decode_segment`.
+To change which token is drawn (a penalty, another truncation): the step of `draw_tokens`.
 To change when a completion ends: `completion_end`. To change the order of work, or what is kept of a draw: `Sampler`.
 
-N prompts, G completions of each, B = N G rows, P prompt columns, A completion columns, T row length, S sampler slots:
-the device works on slots; compaction gives those of finished rows to others.
+N prompts, G completions of each, B = N G rows, P prompt columns, A completion columns, T row length, S sampler slots.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PyTree, UInt32
 
+from core.blocks import Blocks, Source, sizes_of
 from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
 from models.architecture import Decoder, is_spec
-from models.cache import Cache, resize_cache
+from models.cache import Cache
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy
 from models.names import ADAPTERS, Array, Key, LayerNumbers, Params, Policy, Weights
 from models.pages import Paging
 from models.tokenizer import Tokenizer
-from utils.batching import bucket, concatenate, few_widths, live_slots, round_up
+from utils.batching import bucket, concatenate, round_up
 from utils.devices.sharding import Layout, single_device
 from utils.devices.threads import take_turns
 from utils.runs.shutdown import Stop
@@ -39,7 +40,7 @@ from utils.threefry import threefry
 
 MIN_SEGMENT, SEGMENT = 16, 32  # decode steps between two transfers of the drawn tokens to the host
 FEWEST_SLOTS = 8
-WORTH_A_PROGRAM = 5_000_000_000  # FLOPs, a tenth of a second of a CPU: fewer slots that save less keep the program
+PROMPTS = 8  # whose caches are computed at once
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,16 @@ class Drawn:
         self,
         slots: Int[np.ndarray, "S"],
         start: int,
+        steps: int,
         forced: Int[np.ndarray, "S s"],
         results: Sequence[np.ndarray],
     ) -> Int[np.ndarray, "R"]:
-        """Writes the columns from `start` on of live rows, and returns these rows; `results`: of `decode_segment`."""
-        tokens, logprobs, support, routes = results
+        """Writes `steps` columns of live rows, and returns these rows; `results`: of `decode_segment`."""
+        tokens, logprobs, support, routes, forced = (x[:, :steps] for x in (*results, forced))
         live = np.flatnonzero(slots >= 0)
         live = live[~self.done[slots[live]]]
         rows = slots[live]
-        columns = slice(start, start + tokens.shape[1])
+        columns = slice(start, start + steps)
         self.slot_steps[rows] += tokens.size / len(rows)
         self.tokens[rows, columns] = tokens[live]
         self.logprobs[rows, columns] = logprobs[live]
@@ -179,10 +181,9 @@ class Sampler:
     # Tokens to write there in place of drawn ones, behind those of a reply: core/extensions/forced.py.
     forced_answer: Callable[[Int[np.ndarray, "A"]], list[int]] = lambda reply: []
     max_prompt_tokens: int = 1 << 30
-    fewest_slots: int = FEWEST_SLOTS  # that compaction leaves
+    block_sizes: tuple[int, ...] = ()  # see core/blocks.py; empty: by the model's size
     segment: int = SEGMENT
     prompt_columns: int = 0  # least width to which prompts are padded
-    prompt_slots: int = 0  # least number of prompts in a chain, with padding
     paging: Paging = field(default_factory=Paging)  # see core/pages.py
     tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
@@ -228,11 +229,11 @@ class Sampler:
         num_prompts = len(prompts)
         num_samples = len(keys) // num_prompts
         num_columns = max(self.prompt_columns, bucket(max(map(len, prompts)) - 1))
-        size = num_prompts // self.num_chains(num_prompts)
         chains = []
-        for start in range(0, num_prompts, size):
-            rows = slice(start * num_samples, (start + size) * num_samples)
-            arguments = prompts[start : start + size], keys[rows], num_columns, rows.start
+        for part in np.array_split(np.arange(num_prompts), self.num_chains(num_prompts)):
+            start, stop = int(part[0]), int(part[-1]) + 1
+            rows = slice(start * num_samples, stop * num_samples)
+            arguments = prompts[start:stop], keys[rows], num_columns, rows.start
             chains.append(self.make_chain(self, weights, *arguments))
         cancelled = self.cancelled or Event()
         completions = take_turns(lambda chain: chain.run(cancelled), chains, cancelled)
@@ -241,9 +242,8 @@ class Sampler:
         return concatenate(completions)
 
     def num_chains(self, num_prompts: int) -> int:
-        """Returns the number of equal parts of a batch that are sampled at the same time."""
-        num_chains = self.layout.num_chains(self.model.num_parameters)
-        return num_chains if num_prompts % num_chains == 0 else 1
+        """Returns the number of about equal parts of a batch that are sampled at the same time."""
+        return min(num_prompts, self.layout.num_chains(self.model.num_parameters))
 
     def segments(self) -> list[int]:
         """Returns the steps of each decode segment, a few equal ones up to the forced answer and then to the limit.
@@ -260,8 +260,20 @@ class Sampler:
         return lengths
 
     def cache_columns(self, num_tokens: int) -> int:
-        """Returns the width of a cache that holds these tokens of completions: one of few, each with its programs."""
-        return few_widths(num_tokens, self.max_new_tokens)
+        """Returns the width of a cache that holds these tokens of completions: one of few, each with its programs.
+
+        They are the limit, its half, quarter and eighth, from 64 columns on.
+        """
+        parts = [self.max_new_tokens >> n for n in range(4)]
+        widths = [round_up(part, 32) for part in parts if part >= 64 or part == parts[0]]
+        return min(width for width in widths if width >= num_tokens)
+
+    def completion_ends(self, tokens: Int[np.ndarray, "R A"], start: int, stop: int) -> Int[np.ndarray, "R"]:
+        """Returns the lengths of the completions that end in these columns, 0 for those that do not."""
+        if self.stop_strings:
+            return np.array([self.completion_end(row, start, stop) or 0 for row in tokens], int)
+        is_stop = np.isin(tokens[:, start:stop], self.stop_ids)
+        return np.where(is_stop.any(axis=1), start + is_stop.argmax(axis=1) + 1, 0)
 
     def completion_end(self, tokens: Int[np.ndarray, "A"], start: int, stop: int) -> int | None:
         """Returns the completion's length where these columns hold a stop token or complete a stop string."""
@@ -279,10 +291,7 @@ class Sampler:
 
 
 class Chain:
-    """The completions of some prompts while they are drawn: slots on the device, rows on the host.
-
-    Those of core/extensions/ have rows of their own length.
-    """
+    """The completions of some prompts while they are drawn in step, on one CPU: core/blocks.py has their slots."""
 
     def __init__(
         self,
@@ -297,41 +306,26 @@ class Chain:
         self.weights, self.prompts = weights, prompts
         self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
         num_prompts, num_rows = len(prompts), len(keys)
-        group_size = num_rows // num_prompts
         support_size = sampler.distribution.support_size(sampler.model.vocab_size)
         self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size, sampler.model.route_shape)
-        self.owner = np.repeat(np.arange(num_prompts), group_size)  # prompt of each row
+        self.owner = np.repeat(np.arange(num_prompts), num_rows // num_prompts)  # prompt of each row
         self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
-
-        # The prompts' shards are filled up with empty slots, which compute for prompt -1 and are never read.
-        padded = np.arange(round_up(max(num_prompts, sampler.prompt_slots), self.layout.row_shards))
-        padded[num_prompts:] = -1
-        rows = padded[:, None] * group_size + np.arange(group_size)
-        self.slots = np.where(padded[:, None] < 0, -1, rows).ravel()  # row of each slot
-        lengths = np.array([len(prompt) for prompt in prompts])
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
-        self.starts = np.int32(num_columns + 1 - lengths[padded])
-        self.width = 0  # columns of the cache for completions
-        self.fewest_slots = sampler.fewest_slots
+        self.starts = np.int32([num_columns + 1 - len(prompt) for prompt in prompts])
+        sizes = sampler.block_sizes or sizes_of(sampler.model)
+        self.slots = Blocks(self.layout, sizes, num_rows, self.starts, num_columns)
 
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are done, and returns what they hold."""
         sampler, drawn = self.sampler, self.drawn
-        self.prefill()
+        self.slots.open(self.prefill(), sampler.cache_columns(1))
         for start, steps in self.segments(cancelled):
             end = start + steps
-            self.grow(end)
-            rows = np.maximum(self.slots, 0)
-            forced = self.forced_tokens(start, steps)
-            settings = sampler.model, sampler.distribution, steps
-            arguments = self.weights_of(rows), self.prompt_cache, self.cache, np.int32(start)
-            state = self.layout.put((self.starts, self.last_tokens[rows], self.keys[rows], forced))
-            self.cache, results = decode_segment(*settings, *arguments, *state)
-            for row in drawn.add_segment(self.slots, start, forced, self.layout.fetch(results)):
-                length = sampler.completion_end(drawn.tokens[row], start, end)
-                if length:
-                    drawn.lengths[row] = length
-                    drawn.done[row] = True
+            for rows, forced, columns in [self.launch(i, start, steps) for i in range(len(self.slots.blocks))]:
+                live = drawn.add_segment(rows, start, steps, forced, self.layout.fetch(columns))
+                ends = sampler.completion_ends(drawn.tokens[live], start, end)
+                drawn.lengths[live] = np.where(ends, ends, drawn.lengths[live])
+                drawn.done[live] = ends > 0
             self.last_tokens = drawn.tokens[:, end - 1]
             if sampler.on_segment:
                 sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
@@ -343,17 +337,29 @@ class Chain:
         for steps in self.sampler.segments():
             if self.drawn.done.all() or cancelled.is_set():
                 return
-            self.compact()
+            self.slots.fit(self.drawn.done, self.sampler.cache_columns(start + steps))
             yield start, steps
             start += steps
 
-    def forced_tokens(self, start: int, steps: int) -> Int[np.ndarray, "S s"]:
-        """Returns tokens to write in place of drawn ones, -1 for none."""
+    def launch(self, number: int, start: int, steps: int) -> tuple[np.ndarray, np.ndarray, "Columns"]:
+        """Launches a segment of a block; returns the rows of its slots, tokens that are forced, and what it draws."""
+        sampler, block = self.sampler, self.slots.blocks[number]
+        rows = np.maximum(block.rows, 0)
+        forced = self.forced_tokens(block.rows, start)
+        settings = sampler.model, sampler.distribution, forced.shape[1]
+        state = np.int32(start), block.starts, self.last_tokens[rows], self.keys[rows], forced, np.int32(steps)
+        arguments = self.weights_of(rows), block.prompts, block.cache, *self.layout.put(state)
+        cache, columns = decode_segment(*settings, *arguments)
+        self.slots.blocks[number] = block._replace(cache=cache)
+        return block.rows, forced, columns
+
+    def forced_tokens(self, rows: Int[np.ndarray, "S"], start: int) -> Int[np.ndarray, "S s"]:
+        """Returns tokens to write in place of drawn ones in the longest segment, -1 for none."""
         sampler = self.sampler
-        forced = np.full((len(self.slots), steps), -1, np.int32)
+        forced = np.full((len(rows), max(sampler.segments())), -1, np.int32)
         if start == sampler.max_new_tokens - sampler.force_answer_at:
-            for slot in np.flatnonzero(self.slots >= 0):
-                answer = sampler.forced_answer(self.drawn.tokens[self.slots[slot], :start])[:steps]
+            for slot in np.flatnonzero(rows >= 0):
+                answer = sampler.forced_answer(self.drawn.tokens[rows[slot], :start])[: forced.shape[1]]
                 forced[slot, : len(answer)] = answer
         return forced
 
@@ -361,43 +367,27 @@ class Chain:
         """Returns the weights that these rows are drawn with."""
         return self.sampler.weights_of(self.weights, self.row_offset + rows)
 
-    def prefill(self) -> None:
-        """Computes the cache of all prompt tokens but the last, which the first decode step reads."""
-        first_rows = self.slots.reshape(len(self.starts), -1)[:, 0]
-        tokens = np.zeros((len(self.starts), self.num_columns), np.int32)
-        for columns, i in zip(tokens, self.owner[first_rows], strict=True):
-            prompt = self.prompts[i]
-            columns[self.num_columns + 1 - len(prompt) :] = prompt[:-1]
-        weights = self.weights_of(np.maximum(first_rows, 0))
-        self.cache = prefill(self.sampler.model, weights, *self.layout.put((tokens, self.starts)))
-        self.prompt_cache = decoder.without_states(self.cache)
+    def prefill(self) -> list[Source]:
+        """Computes the caches of all prompt tokens but the last, which the first decode step reads.
 
-    def compact(self) -> None:
-        """Gives up the slots of rows that are done, as long as half hold the others and the fewest are left."""
-        settings = self.layout.row_shards, self.fewest_slots
-        while (kept := live_slots(self.slots, self.drawn.done, *settings)) is not None:
-            # The rows of a group are no longer adjacent, so each gets its own copy of the prompt cache.
-            slots_per_prompt = len(self.slots) // len(self.starts)
-            owner = kept // slots_per_prompt
-            self.slots = np.where(kept < 0, -1, self.slots[kept])
-            self.starts = self.starts[owner]
-            self.prompt_cache = resize_cache(self.layout, self.prompt_cache, owner, self.num_columns)
-            self.cache = resize_cache(self.layout, self.cache, kept, self.width)
-
-    def grow(self, num_tokens: int) -> None:
-        """Widens the completions' cache until it holds `num_tokens` a row.
-
-        The first call gathers it from rows of the prompts' cache, one a slot, so that it inherits their sharding.
-        Columns without a token yet are masked.
+        Returns the cache of each prompt, and its row there.
         """
-        width = self.sampler.cache_columns(num_tokens)
-        if width <= self.width:
-            return
-        self.width = width
-        num_slots = len(self.slots)
-        num_cache_rows = len(jax.tree.leaves(self.cache)[0])
-        source = np.arange(num_slots) * num_cache_rows // num_slots
-        self.cache = resize_cache(self.layout, self.cache, source, self.width)
+        group_size = len(self.keys) // len(self.prompts)
+        size = PROMPTS if len(self.prompts) > 1 else 1
+        places = []
+        for first in range(0, len(self.prompts), size):
+            tokens = np.zeros((size, self.num_columns), np.int32)
+            starts = np.full(size, self.num_columns, np.int32)
+            rows = np.full(size, first * group_size)
+            part = self.prompts[first : first + size]
+            for i, prompt in enumerate(part):
+                starts[i] = self.starts[first + i]
+                tokens[i, starts[i] :] = prompt[:-1]
+                rows[i] = (first + i) * group_size
+            cache = prefill(self.sampler.model, self.weights_of(rows), *self.layout.put((tokens, starts)))
+            cache = jax.tree.map(np.asarray, cache)
+            places += [(cache, i) for i in range(len(part))]
+        return places
 
 
 def sample_keys(key: Key, positions: Int[Array, "N"], num_samples: int) -> UInt32[np.ndarray, "B 2"]:
@@ -449,18 +439,20 @@ def decode_segment(
     last_tokens: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
     forced: Int[Array, "S s"] | None = None,
+    count: Int[Array, ""] | None = None,
 ) -> tuple[Cache, Columns]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
 
-    Returns the cache, then the columns. `forced` tokens (-1: none) are written in place of drawn ones, with 0 for their
-    log-probability.
+    Returns the cache, then the columns, of which the first `count` are drawn (None: all). `forced` tokens (-1: none)
+    are written in place of drawn ones, with 0 for their log-probability.
     """
 
     def forward(i: Int[Array, ""], cache: Cache, last: Int[Array, "S"]) -> Step:
         return decoder.decode(model, weights, prompt_cache, cache, last[:, None], start + i, starts)
 
     numbers = jnp.broadcast_to(start, len(keys))
-    cache, _, columns = draw_tokens(model, distribution, num_steps, forward, cache, last_tokens, keys, numbers, forced)
+    state = cache, last_tokens, keys, numbers
+    cache, _, columns = draw_tokens(model, distribution, num_steps, forward, *state, forced, count)
     return cache, columns
 
 
@@ -474,6 +466,7 @@ def draw_tokens(
     keys: UInt32[Array, "S 2"],
     numbers: Int[Array, "S"],
     forced: Int[Array, "S s"] | None = None,
+    count: Int[Array, ""] | None = None,
 ) -> tuple[PyTree, Int[Array, "S"], Columns]:
     """Draws tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
 
@@ -496,7 +489,7 @@ def draw_tokens(
 
     columns = empty_columns(model, distribution, (len(keys), num_steps))
     # A static number of steps: a condition on the device would be read by the host after every token on a GPU.
-    return jax.lax.fori_loop(0, num_steps, step, (cache, last, columns))
+    return jax.lax.fori_loop(0, num_steps if count is None else count, step, (cache, last, columns))
 
 
 def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> Columns:
@@ -515,9 +508,6 @@ def make_sampler(
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     model.check_positions("a prompt with its completion", max_new_tokens + 1, "lower --num_generation_tokens")
     max_prompt_tokens = min(config.prompt_length, model.num_positions - max_new_tokens)
-    slot_flops = 2 * model.num_parameters * max_new_tokens
-    fewest_slots = max(FEWEST_SLOTS, WORTH_A_PROGRAM // slot_flops if layout.is_single_cpu else 0)
-    return Sampler(
-        model, max_new_tokens, stop_ids, config.distribution, stop_strings, max_prompt_tokens=max_prompt_tokens,
-        fewest_slots=fewest_slots, tokenizer=tokenizer, layout=layout,
-    )  # fmt: skip
+    settings = stop_ids, config.distribution, stop_strings
+    others = {"max_prompt_tokens": max_prompt_tokens, "tokenizer": tokenizer, "layout": layout}
+    return Sampler(model, max_new_tokens, *settings, **others)

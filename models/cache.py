@@ -3,7 +3,7 @@
 S sampler slots, R rows of a cache, K key heads, A columns, W columns afterwards, C channels of a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -54,3 +54,24 @@ def take_rows(caches: Cache, source: Int[Array, "S"], width: int, pad: Callable[
         return pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else x
 
     return [jax.tree.map(take if isinstance(cache, RecurrentState) else take_columns, cache) for cache in caches]
+
+
+def gather_rows(sources: Sequence[tuple[Cache, int]], width: int) -> Cache:
+    """Returns copies of rows of caches on the host, `width` columns wide; a state has rows only."""
+    caches, numbers = zip(*sources, strict=True)
+
+    def take(*arrays: np.ndarray) -> Shaped[np.ndarray, "S ..."]:
+        return np.stack([x[i] for x, i in zip(arrays, numbers, strict=True)])
+
+    def take_columns(*arrays: np.ndarray) -> Shaped[np.ndarray, "S K W C"]:
+        first = arrays[0]
+        taken = np.zeros((len(arrays), first.shape[1], width, first.shape[3]), first.dtype)
+        for row, x, i in zip(taken, arrays, numbers, strict=True):
+            num_columns = min(width, x.shape[2])
+            row[:, :num_columns] = x[i, :, :num_columns]
+        return taken
+
+    return [
+        jax.tree.map(take if isinstance(layers[0], RecurrentState) else take_columns, *layers)
+        for layers in zip(*caches, strict=True)
+    ]

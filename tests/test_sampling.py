@@ -28,13 +28,13 @@ from helpers import (
 )
 
 from core.extensions.attach import with_forced_answer
+from core.pages import with_pages
 from core.records import Completions
-from core.sampler import Sampler, SamplingConfig, make_sampler, prefill, row_keys
+from core.sampler import Sampler, prefill, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
 from utils.devices.compile_log import Compilations
-from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.devices.threads import between_turns, take_turns
 from utils.threefry import make_key
@@ -286,16 +286,10 @@ def test_nor_on_the_batch_nor_on_the_size_of_the_group():
     assert_same(completions(r, IDS[1:3], 2), completions(stopped()))
 
 
-def test_nor_on_compaction():
-    assert_same(completions(draw_all(Sampler(MODEL, LIMIT, stop_ids(), fewest_slots=1 << 20))), completions(stopped()))
-
-
-@pytest.mark.parametrize(("times", "fewest"), [(1, 20), (2, 10), (100, 8)])
-def test_a_cpu_gets_no_programs_for_slots_that_save_little(times, fewest):
-    """20 completions of the shorter limit are 5 GFLOP."""
-    limit = times * int(5e9 / 20.5 / (2 * sum(x.size for x in jax.tree.leaves(random_params(MODEL)))))
-    model = replace(MODEL, max_position_embeddings=1 << 20)
-    assert make_sampler(SamplingConfig(), model, Letters(), single_device(), limit).fewest_slots == fewest
+@pytest.mark.parametrize("block_sizes", [(64,), *slow((2,), (8, 4), (64, 8, 1))], ids=str)
+def test_nor_on_the_slots_of_a_block(block_sizes):
+    r = draw_all(Sampler(MODEL, LIMIT, stop_ids(), block_sizes=block_sizes))
+    assert_same(completions(r), completions(stopped()))
 
 
 HYBRID_SAMPLER = GrowingSampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
@@ -314,7 +308,7 @@ def test_states_of_linear_attention_follow_their_rows():
     assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY: compaction comes before growth"
     expected, *_ = teacher_forced(HYBRID, random_params(HYBRID), r.tokens, Distribution())
     assert_close(r.logprobs, np.where(r.mask, expected, 0.0), depth(HYBRID, 2 * LIMIT), LOGIT)
-    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, fewest_slots=1 << 20))), completions(r))
+    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, block_sizes=(64,)))), completions(r))
     ids = [99, *IDS[::-1]]
     found = completions(draw_all(HYBRID_SAMPLER, [[1] * 40, *PROMPTS[::-1]], ids), ids)
     assert_same({row: found[row] for row in ROWS}, completions(r))
@@ -331,7 +325,7 @@ def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
         layout = make_layout(config)
         params = on_layout(layout, sampler.model)
         assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(params))
-        sampler = replace(sampler, layout=layout, segment=16)
+        sampler = with_pages(replace(sampler, layout=layout, segment=16), -1)
         r = sampler.generate(sampler.load_weights(params), PROMPTS, np.array(IDS), G, KEY)
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
     np.savez(file, **arrays)

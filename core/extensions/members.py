@@ -20,7 +20,7 @@ from core.records import Completions
 from core.sampler import Sampler
 from models.lora import join_members, with_members
 from models.names import Weights
-from utils.batching import concatenate, group_counts, select_rows
+from utils.batching import concatenate, select_rows
 from utils.runs.shutdown import Signals, Stop
 
 
@@ -89,7 +89,6 @@ class SharedSampler:
         self.running = set(members)
         self.requests: dict[str, Request] = {}  # of members that wait for the others
         self.weights: dict[str, Weights] = {}  # of each member, the latest: of all, so that shapes stay as they are
-        self.largest: dict[int, int] = {}  # prompts of a call so far, by the samples of each
 
     def draw(self, request: Request) -> Completions:
         """Returns the completions of a request. Raises: Stop, and what went wrong in its batch."""
@@ -150,8 +149,7 @@ class SharedSampler:
             call = slice(first, min(first + per_call, len(prompts)))
             rows = slice(call.start * num_samples, call.stop * num_samples)
             listener = partial(self.on_segment, batch, starts, rows.start)
-            num_slots = self.prompt_slots(sampler, call.stop - call.start, num_samples)
-            listening = replace(sampler, on_segment=listener, prompt_slots=num_slots)
+            listening = replace(sampler, on_segment=listener)
             if members is not None:
                 listening = replace(listening, weights_of=partial(weights_of_members, members[rows]))
             parts.append(listening.draw(weights, prompts[call], keys[rows]))
@@ -160,16 +158,6 @@ class SharedSampler:
             rows = np.arange(start, start + len(request.keys))
             width = int(completions.lengths[rows].max())
             request.reply.set_result(select_rows(completions, rows, width))
-
-    def prompt_slots(self, sampler: Sampler, num_prompts: int, num_samples: int) -> int:
-        """Returns how many prompts a chain computes: one of a few numbers, since each has programs of its own.
-
-        Members that sample again, for groups without signal, would make many.
-        """
-        largest = max(num_prompts, self.largest.get(num_samples, 0))
-        self.largest[num_samples] = largest
-        num_slots = min(count for count in group_counts(largest) if count >= num_prompts)
-        return num_slots // sampler.num_chains(num_prompts)
 
     def join_weights(self, batch: Sequence[Request]) -> tuple[Weights, Int[np.ndarray, "B"] | None]:
         """Returns the weights of a batch, and the member of each row: of one request its own weights, and None."""

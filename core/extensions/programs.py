@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from core import learner as learners
 from core import records
 from core import sampler as sampling
+from core.blocks import block_shape, block_size, sizes_of
 from core.config import Config
 from core.learner import Learner
 from core.pages import PagedChain, decode_pages, page_sizes, prefill_pages
@@ -36,6 +37,7 @@ from models.state import TrainState
 from utils.batching import (
     ONE_SHAPE,
     bucket,
+    few_widths,
     full_rows,
     group_counts,
     live_slots,
@@ -113,6 +115,9 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
     """
     layout, model = sampler.layout, sampler.model
     weights = yield from weight_programs(sampler, params)
+    if layout.is_single_cpu:
+        yield from block_programs(sampler, weights, num_prompts, num_samples)
+        return
     size = round_up(num_prompts // sampler.num_chains(num_prompts), layout.row_shards)
     starts = row_shape(layout, size)
     prompts = row_shape(layout, size, sampler.prompt_columns)
@@ -165,6 +170,37 @@ def page_programs(sampler: Sampler, params: PyTree, num_rows: int) -> Programs:
         state, last_tokens, _ = yield decode_pages, (*settings, weights, state, last_tokens, *inputs)
 
 
+def block_programs(sampler: Sampler, weights: PyTree, num_prompts: int, num_samples: int) -> Programs:
+    """Yields each program that `Chain` can need on one CPU."""
+    layout, model = sampler.layout, sampler.model
+    shape = partial(row_shape, layout)
+    num_chains = sampler.num_chains(num_prompts)
+    sizes = {num_prompts // num_chains, -(-num_prompts // num_chains)}
+    for size in {sampling.PROMPTS if size > 1 else 1 for size in sizes}:
+        prompts = shape(size, sampler.prompt_columns)
+        computed = yield sampling.prefill, (model, weights, prompts, shape(size))
+    block_sizes, blocks = sampler.block_sizes or sizes_of(model), {}
+    for of_chain in sizes:
+        num_rows = of_chain * num_samples
+        blocks |= {block_shape(block_sizes, num_rows, num_samples): None}
+        blocks |= {(block_size(block_sizes, n), 1): None for n in range(1, num_rows + 1)}
+    steps = max(sampler.segments())
+    for per_block, per_prompt in blocks:
+        size = per_block * per_prompt
+        prompts = cache_shape(layout, decoder.without_states(computed), per_block, sampler.prompt_columns)
+        state = shape(per_block), shape(size), shape(size, 2, dtype=np.uint32), shape(size, steps)
+        for width in dict.fromkeys(map(sampler.cache_columns, range(1, sampler.max_new_tokens + 1))):
+            cache = cache_shape(layout, computed, size, width)
+            arguments = weights, prompts, cache, np.int32(0), *state, np.int32(steps)
+            yield sampling.decode_segment, (model, sampler.distribution, steps, *arguments)
+
+
+def cache_shape(layout: Layout, cache: Cache, num_rows: int, width: int) -> PyTree:
+    """Returns the shapes of a cache with other numbers of rows and columns."""
+    shapes = jax.eval_shape(partial(take_rows, width=width, pad=jnp.pad), cache, row_shape(layout, num_rows))
+    return jax.tree.map(lambda x: row_shape(layout, *x.shape, dtype=x.dtype), shapes)
+
+
 def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
     """Yields the programs of `load_weights`, and returns the shapes of the weights."""
     model = sampler.model
@@ -179,24 +215,20 @@ def weight_programs(sampler: Sampler, params: PyTree) -> Programs:
 
 
 def gather_programs(layout: Layout, cache: Cache, num_slots: int, width: int) -> Programs:
-    """Yields the program of `resize_cache`, none where the host copies, and returns the shapes of the new cache."""
-    slots = row_shape(layout, num_slots)
-    if not layout.is_single_cpu:
-        return (yield gather_cache, (cache, slots, width))
-    shapes = jax.eval_shape(partial(take_rows, width=width, pad=jnp.pad), cache, slots)
-    return jax.tree.map(lambda x: row_shape(layout, *x.shape, dtype=x.dtype), shapes)
+    """Yields the program of `resize_cache`, and returns the shapes of the new cache."""
+    return (yield gather_cache, (cache, row_shape(layout, num_slots), width))
 
 
 def segment_shapes(sampler: Sampler) -> list[tuple[int, int]]:
     """Returns the steps of each segment and the columns of the cache in it."""
     steps = sampler.segments()
-    return list(zip(steps, map(sampler.cache_columns, np.cumsum(steps).tolist()), strict=True))
+    return list(zip(steps, (few_widths(n, sampler.max_new_tokens) for n in np.cumsum(steps).tolist()), strict=True))
 
 
 def num_slots_after(sampler: Sampler, num_slots: int) -> int:
     """Returns the number of slots after the next compaction; 0: it cannot shrink."""
     all_done = np.ones(num_slots, bool)
-    kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards, sampler.fewest_slots)
+    kept = live_slots(np.arange(num_slots), all_done, sampler.layout.row_shards, sampling.FEWEST_SLOTS)
     return 0 if kept is None else len(kept)
 
 
