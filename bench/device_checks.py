@@ -8,7 +8,7 @@ Differences are of log-probabilities in nats, and of a gradient as a fraction of
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
 from utils.settings.options import group, option
 
-NUM_ROWS, NUM_COLUMNS = 8, 256  # of training rows; of sampled ones a quarter is prompt
+NUM_ROWS, NUM_COLUMNS = 8, 256  # of training rows; of sampled ones a quarter is prompt, and one completion
 NATS = 0.01  # mean difference of log-probabilities in bfloat16
 GRADIENT = 0.03  # difference of gradients in bfloat16
 ROUNDING = 1e-4  # of float32, whose products are summed in another order
@@ -88,15 +88,15 @@ def sampler_gap(model: Decoder, params: Params, layout: Layout, limit: float) ->
     """Returns the row of |log p of the sampler - log p of the trainer| of drawn tokens."""
     model = replace(model, mesh=layout.mesh)
     prompts = make_prompts(model.vocab_size, NUM_ROWS, NUM_COLUMNS // 4)
-    settings = 3 * NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256))
+    settings = NUM_COLUMNS // 4, tuple(range(model.vocab_size // 256))
     sampler = with_pages(Sampler(model, *settings, max_prompt_tokens=NUM_COLUMNS // 4, layout=layout), -1)
     gap = token_gaps(sampler, lay_out(model, params, layout), prompts, group_size=4)
     cache = model.kv_dtype or model.dtype
     return f"sampler with a cache in {cache}, trainer in {model.dtype}", float(gap.mean()), float(gap.max()), limit
 
 
-def check(config: Command, layout: Layout) -> list[tuple[Figure, ...]]:
-    """Returns what was compared, mean and largest difference, and the limit of the mean."""
+def check(config: Command, layout: Layout) -> Iterator[tuple[Figure, ...]]:
+    """Yields what was compared, mean and largest difference, and the limit of the mean."""
     model = replace(shape(config.shape), num_hidden_layers=config.layers, vocab_size=config.vocabulary)
     params = jax.device_get(jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)))
     tokens = np.array(make_prompts(model.vocab_size, NUM_ROWS * layout.row_shards, NUM_COLUMNS), np.int32)
@@ -117,17 +117,20 @@ def check(config: Command, layout: Layout) -> list[tuple[Figure, ...]]:
             pool.submit(sampler_gap, half, params, layout, NATS),
             pool.submit(sampler_gap, replace(half, kv_dtype="int8"), params, layout, 3 * NATS),
         ]
-    return [
-        *compare("float32 against CPU", in_float32.result(), on_cpu.result(), ROUNDING, ROUNDING),
-        *compare("bfloat16 against float32", plain.result(), in_float32.result(), NATS, GRADIENT),
-        *compare(f"attention by {half.kernel} against plain", by_kernel.result(), plain.result(), NATS, GRADIENT),
-        *(gap.result() for gap in gaps),
-    ]
+        # A row is printed as soon as it is there, should the time of a device end before all are.
+        yield from compare("bfloat16 against float32", plain.result(), in_float32.result(), NATS, GRADIENT)
+        name = f"attention by {half.kernel} against plain"
+        yield from compare(name, by_kernel.result(), plain.result(), NATS, GRADIENT)
+        yield from (gap.result() for gap in gaps)
+        yield from compare("float32 against CPU", in_float32.result(), on_cpu.result(), ROUNDING, ROUNDING)
 
 
 def main(config: Command) -> None:
     layout = make_layout(config.devices)
-    rows = [(*row, "yes" if row[1] <= row[3] else "NO") for row in check(config, layout)]
+    rows = []
+    for row in check(config, layout):
+        rows.append((*row, "yes" if row[1] <= row[3] else "NO"))
+        print(*rows[-1], sep="  ", flush=True)
     columns = ("compared", "mean", "largest", "limit of the mean", "within")
     title = f"Checks of a device, {config.shape} with {config.layers} layers and {config.vocabulary:,} ids"
     report(title, columns, rows, environment(), config.json)

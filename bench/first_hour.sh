@@ -35,7 +35,7 @@ run() { # its name, the seconds that it may take, steps: trains, then says what 
 
 if [[ $platform == cpu ]]; then
     shape=tiny
-    training=(--groups_per_batch 4 --ppo_minibatch 16 --num_generation_tokens 40)
+    training=(--groups_per_batch 4 --ppo_minibatch 16 --num_generation_tokens 40 --page_size 16)
     sizes=(--slots 16,32,8 --pages 16,8 --groups_per_batch 2 --prompt_tokens 8 --num_generation_tokens 64 --repeats 1)
     checks=(--layers 1 --vocabulary 512 --shape tiny)
 else
