@@ -41,6 +41,7 @@ from jaxtyping import PyTree
 from bench import hlo
 from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
+from core.extensions.programs import page_programs
 from core.pages import page_sizes, with_pages
 from core.records import Completions
 from core.sampler import Sampler, make_sampler
@@ -49,6 +50,7 @@ from models.names import Params
 from models.speed import Limits, decode_seconds, measure_limits, training_flops
 from models.tokenizer import load_tokenizer
 from utils.batching import concatenate, measure_rows
+from utils.devices.compilation import Compiler, Programs, shapes_of
 from utils.devices.runtime import prepare, runs_on_cpu
 from utils.devices.sharding import Layout
 from utils.devices.startup import make_layout
@@ -92,6 +94,10 @@ class Rollout(NamedTuple):
     prompts: Sequence[list[int]]
     group_size: int
     per_call: int  # prompts
+
+    def programs(self) -> Programs:
+        """Returns the programs of draws over pages."""
+        return page_programs(self.sampler, shapes_of(self.params), len(self.prompts) * self.group_size)
 
     def draw(self, sampler: Sampler) -> Completions:
         weights = sampler.load_weights(self.params)
@@ -275,11 +281,17 @@ def main(config: Command) -> None:
     prepare()
     layout = make_layout(config.devices)
     model, params = load_training(config, layout)
+    if layout.mesh.size == 1:  # as a run's state lays parameters out
+        params = jax.device_put(params, layout.replicated)
     limits = measure_limits(layout.mesh.local_devices[0], model.dtype)
     print(f"limits: {limits.describe()}", flush=True)
     table, profiles = [], {}
+    rollouts = make_rollouts(config, model, params, layout)
     with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is printed
-        for rollout in make_rollouts(config, model, params, layout):
+        clock = time.perf_counter()
+        print(*Compiler([x.programs() for x in rollouts if x.sampler.paging.page]).wait(), sep="\n")
+        print(f"programs of rollouts compiled side by side in {time.perf_counter() - clock:.0f} s", flush=True)
+        for rollout in rollouts:
             table.append(rollout.measure(limits, config.bench.repeats))
             print(*table[-1], sep="  ", flush=True)
             if has_profile and not profiles:
