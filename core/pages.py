@@ -36,6 +36,7 @@ from models.pages import (
     end,
     new_state,
     page_attention,
+    paged_kernel,
     read_slots,
     write_slots,
 )
@@ -43,8 +44,9 @@ from utils.batching import few_widths, power_above, round_up
 from utils.settings.errors import UserError
 
 PAGE, PAGE_ON_CPU = 64, 16  # tokens
+AT_ONCE = 8  # share of the slots that are free before rows take them, as a divisor
 PRIOR_ROWS = 8  # rows of all lengths that are taken to have ended before the first one does
-CHUNKS = ((128, 64), (8, 1024))  # rows and tokens of a prefill, over all devices that share rows
+CHUNKS = ((64, 64), (4, 1024))  # rows and tokens of a prefill, over all devices that share rows
 CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
 
 
@@ -138,11 +140,13 @@ class PageTable:
     ) -> tuple[list[int], list[int]]:
         """Gives slots to rows that wait, while pages last by the `expected` number of each row's.
 
-        Returns these rows, and the first of each prompt whose pages have to be computed.
+        Several at once: a prefill of few rows takes as long as that of many. Returns these rows, and the first of each
+        prompt whose pages have to be computed.
         """
         admitted, firsts = [], []
+        fewest = self.num_slots // AT_ONCE
         for shard in self.shards:
-            if not shard.slots or not shard.waiting:
+            if not shard.waiting or shard.resident and len(shard.slots) < min(fewest, len(shard.waiting)):
                 continue
             num_own = sum(expected[row] - self.num_shared[row] for row in shard.resident)
             num_left = self.num_all_pages - num_own - sum(len(shared.pages) for shared in shard.prompts.values())
@@ -353,11 +357,13 @@ class PagedChain:
                 self.num_cached[row] = self.table.num_shared[row] * page
                 self.num_recomputed[row] += max(0, self.num_lost[row] - self.num_cached[row])
             jobs = [self.make_job(row, 0, self.table.num_shared[row] * page, is_shared=True) for row in firsts]
-        self.compute(jobs)
+        if paged_kernel(self.model) == "plain":  # a program's copies of pages are older than what it computes
+            self.compute(jobs)
+            jobs = []
         num_known = lengths + self.num_tokens
         is_behind = (self.table.slots >= 0) & self.is_drawing & is_read & (self.num_cached < num_known)
         rows = np.flatnonzero(is_behind).tolist()
-        self.compute([self.make_job(row, self.num_cached[row], num_known[row]) for row in rows])
+        self.compute(jobs + [self.make_job(row, self.num_cached[row], num_known[row]) for row in rows])
         self.num_cached[rows] = num_known[rows]
 
     def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> Job:
@@ -374,22 +380,24 @@ class PagedChain:
         return Job(row, NOWHERE if is_shared else slot % self.table.num_slots, table, start, tokens, routes)
 
     def compute(self, jobs: list[Job]) -> None:
-        """Computes the cache of tokens, those of several rows at once, in few shapes."""
+        """Computes the cache of tokens, those of several rows at once, in few shapes; shared prompts first."""
         num_shards = len(self.table.shards)
         while jobs:
-            jobs.sort(key=lambda job: -len(job.tokens))
-            longest = len(jobs[0].tokens)
+            jobs.sort(key=lambda job: (job.slot != NOWHERE, -len(job.tokens)))
+            longest = max(len(job.tokens) for job in jobs)
             num_rows, num_tokens = next((c for c in self.sizes.chunks if c[1] >= longest), self.sizes.chunks[-1])
             rows_left, now, later = np.full(num_shards, num_rows // num_shards), [], []
+            goes_on = False  # a prompt, before whose end no row can be computed that shares it
             for job in jobs:
                 shard = self.table.shard_of_row[job.row]
-                rows_left[shard] -= 1
-                if rows_left[shard] < 0:
+                if not rows_left[shard] or goes_on and job.slot != NOWHERE:
                     later.append(job)
                     continue
+                rows_left[shard] -= 1
                 first, rest = job.cut(num_tokens)
                 now.append(first)
                 later += [rest] if rest.tokens else []
+                goes_on |= bool(rest.tokens) and job.slot == NOWHERE
             self.compute_chunk(now, num_rows, num_tokens)
             jobs = later
 
