@@ -21,6 +21,7 @@ from models.attention import (
     Columns,
     LayerCache,
     PromptCache,
+    QuantizedKV,
     View,
     decode_attention,
     from_cache,
@@ -77,7 +78,7 @@ Hidden = Float[Array, "B T D"]
 Outputs = Float[Array, "B t D"]  # of the first t of T tokens
 Heads = Float[Array, "B T H C"]
 Layers = LayerParams | list[LayerParams]  # stacked, or one by one
-Kept = LayerCache | RecurrentState
+Kept = LayerCache | RecurrentState | QuantizedKV | Float[Array, "n p heads C"]  # the last two: pools of models/pages.py
 Mixed = tuple[Outputs, Kept | None]
 Mixer = Callable[[LayerParams, Hidden], Mixed]  # of tokens: the output, and what the layer keeps for later tokens
 Attention = Callable[..., Mixed]  # of queries, keys and values

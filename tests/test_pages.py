@@ -1,12 +1,15 @@
 """Draws over pages are those of rows in step, also with few pages and all kinds of layers; the kernel; admission."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import core.pages
+import models.pages
 from core.pages import PagedChain, PageTable, expected_lengths, with_pages
 from core.sampler import Sampler
 from models import decoder
@@ -175,3 +178,21 @@ def test_rows_in_step_are_for_single_replies():
     assert with_pages(sampler, 32).paging == Paging(32, adapts=False)
     with pytest.raises(UserError, match="--page_size 0"):
         with_pages(sampler, 0, has_turns=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "int8", "window"])
+def test_tokens_by_the_kernel_are_those_of_rows_in_step(kind, monkeypatch):
+    """In few pages, prompts and the rows that share them in one call; the kernel is interpreted."""
+    sampler = sampler_of(kind, segment=8)
+    sampler = replace(sampler, model=replace(sampler.model, rope_theta=1e4))  # programs of its own
+    weights = weights_of(sampler)
+    in_step = sampler.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
+    for module in (models.pages, core.pages):
+        monkeypatch.setattr(module, "paged_kernel", lambda model: "triton")
+    monkeypatch.setitem(models.pages.KERNELS, "triton", partial(triton, interpret=True))
+    monkeypatch.setattr(core.pages, "CHUNKS", ((8, 16),))
+    paged = replace(sampler, make_chain=PagedChain, paging=PAGING["few"])
+    on_pages = paged.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
+    np.testing.assert_array_equal(on_pages.tokens, in_step.tokens)
+    np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=1e-2 if kind == "int8" else 3e-5)
+    assert on_pages.num_recomputed.sum()
