@@ -465,6 +465,14 @@ class PagedChain:
         self.state, self.last_tokens, columns = decode_pages(*settings, weights, self.state, self.last_tokens, *arrays)
         self.num_launched[rows] += counts
         self.num_cached[rows] = self.prompt_lengths[rows] - 1 + self.num_launched[rows]
+        shards = self.table.shards
+        num_free = sum(len(shard.pages) for shard in shards)
+        sampler.paging.load.update(
+            segments=1,
+            rows_running=len(rows),
+            rows_waiting=sum(len(shard.waiting) for shard in shards),
+            pages_in_use=1 - num_free / self.sizes.num_pages,
+        )
         return Segment(rows, lanes, starts, counts, self.versions[rows], columns)
 
     def last_tokens_of(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:

@@ -56,6 +56,7 @@ class Episodes:
     failed: Bool[np.ndarray, "B"]  # the reward timed out, raised or crashed
     failures: dict[str, int]  # number of failed rewards, by kind, over all processes
     times: dict[str, float]  # seconds
+    load: dict[str, float] = field(default_factory=dict)  # of draws over pages: sums over their segments
     problems: list[Problem] = field(default_factory=list)  # of the rows, as their prompts show them
     stops: list[str] = field(default_factory=list)  # why conversations ended: max_tokens where not `finished`
     conversations: list[list[Message]] = field(default_factory=list)  # behind the prompts: turns and what was said
@@ -98,6 +99,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
         scores=scores,
         failures=add_up([part.failures for part in parts]),
         times=add_up([part.times for part in parts]),
+        load=add_up([part.load for part in parts]),
         **arrays,
         **lists,
     )

@@ -153,6 +153,7 @@ class RolloutWorker:
             failed=failed,
             failures=failures,
             times={"rollout": sampled - clock, "score": time.perf_counter() - sampled},
+            load=self.sampler.paging.take_load(),
             positions=np.repeat(positions, num_samples),
             **replies.records(),
         )

@@ -7,7 +7,7 @@ Letters: R rows, T new tokens of a row, w pages of a table, n pages of a pool, p
 heads, K key heads, G = H / K, C channels of a head.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,13 +37,20 @@ Work = list[tuple[LayerCache | None, PyTree]]  # of all layers: what a segment r
 
 @dataclass(frozen=True)
 class Paging:
-    """Sizes of a cache in pages, over all devices, and the lengths of rows that have ended."""
+    """Sizes of a cache in pages, over all devices, and what is counted while rows are drawn over it."""
 
     page: int = 0  # tokens; 0: no pages, rows are drawn in step
     num_pages: int = 0  # 0: as a call needs
     num_slots: int = 0
     adapts: bool = True  # shapes follow a call, which makes more programs, and less work on a CPU
-    ended: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY), compare=False)
+    ended: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY), compare=False)  # lengths of rows
+    load: Counter[str] = field(default_factory=Counter, compare=False)  # sums over segments: see `PagedChain.launch`
+
+    def take_load(self) -> dict[str, float]:
+        """Returns what was counted since the last call."""
+        load = dict(self.load)
+        self.load.clear()
+        return load
 
 
 class Pages(NamedTuple):
