@@ -21,7 +21,7 @@ platform=$("$python" -c "import jax; print(jax.default_backend())") || exit
 part() { # its name, the seconds that it may take, the command
     local name=$1 seconds=$2 start=$SECONDS
     shift 2
-    timeout -s INT -k 15 "$seconds" "$python" "$@" > "$folder/$name.log" 2>&1
+    timeout -s INT -k 25 "$seconds" "$python" "$@" > "$folder/$name.log" 2>&1
     echo "$name: status $?, $((SECONDS - start)) s of $seconds"
 }
 
@@ -44,11 +44,12 @@ else
     sizes=(--slots 512,1024,128 --pages 64,16 --groups_per_batch 16 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
     checks=()
 fi
-part model 45 bench/first_hour.py model $shape "$scratch" 0.0036
-run run 120 3
-part roofline 110 bench/roofline.py --shape $shape --stop_share 0.0036 --kernels 1 "${sizes[@]}"
-run again 60 1
-part checks 75 bench/device_checks.py "${checks[@]}"
+grep -q precompile core/config.py && training+=(--precompile 1)
+part model 40 bench/first_hour.py model $shape "$scratch" 0.0036
+run run 110 3
+part roofline 120 bench/roofline.py --shape $shape --stop_share 0.0036 --kernels 1 "${sizes[@]}"
+run again 50 1
+part checks 60 bench/device_checks.py "${checks[@]}"
 for name in run roofline again checks; do
     printf '\n## %s\n\n' $name
     grep -Ev "^(model|curves|chat|side by side|evaluate): |^--- |^$" "$folder/$name.log" | tail -n 120
