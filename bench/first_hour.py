@@ -18,8 +18,11 @@ from bench.common import markdown_table, write_random_model
 METRICS = {  # of a step, and their names in the table
     "times/run": "s since the start", "times/step": "step, s", "times/compile": "compiled, s",
     "times/rollout": "rollout, s", "times/logprobs": "log-probabilities, s", "times/update": "update, s",
-    "rollout/tokens_per_second": "tokens/s", "speed/decode_roofline": "decode", "speed/update_roofline": "update",
-    "speed/mfu": "MFU", "speed/occupancy": "occupancy", "speed/padding": "padding", "memory/peak_gb": "GB",
+    "rollout/tokens_per_second": "tokens/s", "speed/decode_roofline": "decode of the roofline",
+    "speed/update_roofline": "update of it",
+    "speed/mfu": "MFU", "speed/occupancy": "occupancy", "rollout/rows_running": "rows that draw",
+    "rollout/pages_in_use": "pages in use", "rollout/recomputed": "tokens computed again",
+    "speed/padding": "padding", "memory/peak_gb": "GB",
 }  # fmt: skip
 
 
@@ -40,7 +43,8 @@ def step_table(file: Path) -> list[str]:
     """Returns a line for each metric, with a column for each step."""
     steps = list(map(json.loads, file.read_text().splitlines()))
     columns = ("step", *(str(step["global_step"]) for step in steps))
-    rows = [(label, *(step.get(name, "") for step in steps)) for name, label in METRICS.items()]
+    known = {name: label for name, label in METRICS.items() if any(name in step for step in steps)}
+    rows = [(label, *(step.get(name, "") for step in steps)) for name, label in known.items()]
     return markdown_table(columns, rows)
 
 
