@@ -45,23 +45,25 @@ from utils.settings.errors import UserError
 
 PAGE, PAGE_ON_CPU = 64, 16  # tokens
 AT_ONCE = 8  # share of the slots that are free before rows take them, as a divisor
+FULL = 0.95  # of the pages, as expected: the rest is chance
+BINS = 64  # of lengths
 PRIOR_ROWS = 8  # rows of all lengths that are taken to have ended before the first one does
 CHUNKS = ((64, 64), (4, 1024))  # rows and tokens of a prefill, over all devices that share rows
 CHUNKS_ON_CPU = ((32, 16), (8, 64), (2, 256))
 
 
-def expected_lengths(
+def chances_to_go_on(
     ended: Sequence[int], num_drawn: Int[np.ndarray, "B"], limit: int
-) -> Float[np.ndarray, "B"]:
-    """Returns the expected length, at most `limit`, of rows that are not over and have `num_drawn` tokens.
+) -> tuple[Float[np.ndarray, "B n"], Float[np.ndarray, "n"]]:
+    """Returns the chances that rows of `num_drawn` tokens are not over after so many more, and these numbers of tokens.
 
     By the lengths of rows that have `ended`: the product-limit estimate of Kaplan and Meier (1958), which counts the
     rows that are not over for what they have.
     """
-    num_bins = min(limit, 256)
+    num_bins = min(limit, BINS)
     width = limit / num_bins
 
-    def bins_of(lengths: Sequence[int]) -> Int[np.ndarray, "n"]:
+    def bins_of(lengths: Sequence[int]) -> Int[np.ndarray, "m"]:
         return np.minimum(np.asarray(lengths, int) / width, num_bins - 1).astype(int)
 
     bins = bins_of(num_drawn)
@@ -69,9 +71,9 @@ def expected_lengths(
     num_left = num_ended + np.bincount(bins[num_drawn > 0], minlength=num_bins)
     num_at_risk = np.cumsum(num_left[::-1])[::-1]
     survival = np.cumprod(1 - num_ended / num_at_risk)
-    before = np.maximum(np.append(1.0, survival[:-1]), 1e-9)
-    num_more = np.cumsum(before[::-1])[::-1] / before * width
-    return np.minimum(num_drawn + num_more[bins], limit)
+    survival = np.concatenate([[1.0], survival, np.zeros(num_bins)])  # at the beginning of each bin
+    later = bins[:, None] + np.arange(num_bins)
+    return survival[later] / np.maximum(survival[bins], 1e-9)[:, None], np.arange(num_bins) * width
 
 
 @dataclass
@@ -136,9 +138,9 @@ class PageTable:
         return aside
 
     def admit(
-        self, may_draw: Bool[np.ndarray, "B"], needed: Int[np.ndarray, "B"], expected: Int[np.ndarray, "B"]
+        self, may_draw: Bool[np.ndarray, "B"], needed: Int[np.ndarray, "B"], expected: Float[np.ndarray, "B n"]
     ) -> tuple[list[int], list[int]]:
-        """Gives slots to rows that wait, while pages last by the `expected` number of each row's.
+        """Gives slots to rows that wait, while pages last by the numbers that each row is `expected` to hold, later on.
 
         Several at once: a prefill of few rows takes as long as that of many. Returns these rows, and the first of each
         prompt whose pages have to be computed.
@@ -148,12 +150,11 @@ class PageTable:
         for shard in self.shards:
             if not shard.waiting or shard.resident and len(shard.slots) < min(fewest, len(shard.waiting)):
                 continue
-            num_own = sum(expected[row] - self.num_shared[row] for row in shard.resident)
-            num_left = self.num_all_pages - num_own - sum(len(shared.pages) for shared in shard.prompts.values())
+            in_use = expected[shard.resident].sum(axis=0) + sum(len(shared.pages) for shared in shard.prompts.values())
             for row in [row for row in shard.waiting if may_draw[row]]:
                 num_present = self.num_shared[row] if self.prompts[row] in shard.prompts else 0
-                num_left -= expected[row] - num_present
-                is_expected = num_left >= 0 or not shard.resident
+                in_use = in_use + expected[row] + self.num_shared[row] - num_present
+                is_expected = in_use.max() <= FULL * self.num_all_pages or not shard.resident
                 if not shard.slots or not is_expected or len(shard.pages) < needed[row] - num_present:
                     break
                 if self.prompts[row] not in shard.prompts:
@@ -349,10 +350,11 @@ class PagedChain:
         is_read = self.num_launched == self.num_tokens
         jobs = []
         if any(shard.waiting for shard in self.table.shards):
-            num_drawn = np.where(self.is_over, 0, self.num_launched)
-            expected = expected_lengths(paging.ended, num_drawn, self.sampler.max_new_tokens)
-            expected = -(-(lengths + np.ceil(expected).astype(int)) // page)
-            admitted, firsts = self.table.admit(self.is_drawing & is_read, needed, np.maximum(needed, expected))
+            limit, num_drawn = self.sampler.max_new_tokens, np.where(self.is_over, 0, self.num_launched)
+            chances, num_more = chances_to_go_on(paging.ended, num_drawn, limit)
+            num_tokens = np.minimum(num_drawn[:, None] + num_more + self.sizes.steps, limit)
+            expected = chances * (-(-(lengths[:, None] + num_tokens) // page) - self.table.num_shared[:, None])
+            admitted, firsts = self.table.admit(self.is_drawing & is_read, needed, expected)
             for row in admitted:
                 self.num_cached[row] = self.table.num_shared[row] * page
                 self.num_recomputed[row] += max(0, self.num_lost[row] - self.num_cached[row])

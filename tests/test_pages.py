@@ -10,7 +10,7 @@ import pytest
 
 import core.pages
 import models.pages
-from core.pages import PagedChain, PageTable, expected_lengths, with_pages
+from core.pages import PagedChain, PageTable, chances_to_go_on, with_pages
 from core.sampler import Sampler
 from models import decoder
 from models.architecture import Decoder
@@ -130,12 +130,12 @@ def test_a_page_has_one_row_or_the_rows_of_a_prompt():
     rng = np.random.default_rng(0)
     prompts, num_pages = np.repeat(np.arange(10), 4), 20
     num_shared = (prompts % 3).astype(int)
-    table = PageTable(2, 6, num_pages, 12, prompts, num_shared)
+    table = PageTable(2, 8, num_pages, 12, prompts, num_shared)
     length, num_aside = np.ones(40, int), 0
     while any(shard.resident or shard.waiting for shard in table.shards):
         needed = num_shared + length
         num_aside += len(table.reserve(needed))
-        table.admit(np.ones(40, bool), needed, needed + 2)
+        table.admit(np.ones(40, bool), needed, (length + 2.0)[:, None])
         for number, shard in enumerate(table.shards):
             own = [table.table[table.slots[row], num_shared[row] : table.num_pages[row]] for row in shard.resident]
             held = [x for part in own for x in part] + [x for prompt in shard.prompts.values() for x in prompt.pages]
@@ -151,14 +151,14 @@ def test_a_page_has_one_row_or_the_rows_of_a_prompt():
     assert (table.table == NOWHERE).all()
 
 
-def test_expected_lengths_are_means_of_those_that_went_on():
+def test_the_chances_of_rows_are_the_shares_of_those_that_went_on():
     lengths = np.random.default_rng(0).geometric(0.01, 4000).clip(max=1000)
-    for num_drawn in (0, 50, 200):
-        mean = lengths[lengths > num_drawn].mean()
-        found = expected_lengths(lengths, np.array([num_drawn]), 1000)
-        np.testing.assert_allclose(found, mean, rtol=0.05)
-    assert expected_lengths([], np.array([0]), 1000) == pytest.approx(500, rel=0.01), "nothing is known"
-    assert expected_lengths([100] * 100, np.array([999]), 1000) <= 1000
+    for num_drawn in (0, 125, 250):
+        (chances,), num_more = chances_to_go_on(lengths, np.array([num_drawn]), 1000)
+        expected = [np.mean(lengths[lengths >= num_drawn] >= num_drawn + n) for n in num_more]
+        np.testing.assert_allclose(chances, expected, atol=0.02)
+    (chances,), num_more = chances_to_go_on([], np.array([0]), 1000)
+    np.testing.assert_allclose(chances, 1 - num_more / 1000, atol=1e-6, err_msg="nothing is known")
 
 
 def test_pages_for_not_one_row_are_refused():
