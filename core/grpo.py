@@ -202,9 +202,9 @@ def collect(worker: RolloutWorker, weights: Weights, config: Config, step: int, 
 
 
 def num_groups_to_sample(missing: int, share: float, max_groups: int) -> int:
-    """Returns the smallest compiled number of groups expected to hold `missing` with signal, at a fraction `share`.
+    """Returns the smallest of `group_counts` that is expected to hold `missing` with signal, at a fraction `share`.
 
-    The number is one of `group_counts`; what is drawn does not depend on it, only how much of it is thrown away.
+    What is drawn does not depend on it, only how much of it is thrown away.
     """
     counts = [count for count in group_counts(max_groups) if count * share >= missing]
     return min(counts, default=max_groups)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PyTree, UInt32
 
-from core.blocks import Blocks, Source, sizes_of
+from core.blocks import Blocks, Source, is_live, sizes_of
 from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
@@ -97,28 +97,6 @@ class Drawn:
         self.lengths = np.full(num_rows, num_columns)
         self.done = np.zeros(num_rows, bool)
         self.slot_steps = np.zeros(num_rows)
-
-    def add_segment(
-        self,
-        slots: Int[np.ndarray, "S"],
-        start: int,
-        steps: int,
-        forced: Int[np.ndarray, "S s"],
-        results: Sequence[np.ndarray],
-    ) -> Int[np.ndarray, "R"]:
-        """Writes `steps` columns of live rows, and returns these rows; `results`: of `decode_segment`."""
-        tokens, logprobs, support, routes, forced = (x[:, :steps] for x in (*results, forced))
-        live = np.flatnonzero(slots >= 0)
-        live = live[~self.done[slots[live]]]
-        rows = slots[live]
-        columns = slice(start, start + steps)
-        self.slot_steps[rows] += tokens.size / len(rows)
-        self.tokens[rows, columns] = tokens[live]
-        self.logprobs[rows, columns] = logprobs[live]
-        self.support[rows, columns] = support[live]
-        self.routes[rows, columns] = routes[live]
-        self.mask[rows, columns] = forced[live] < 0
-        return rows
 
     def add(
         self,
@@ -322,7 +300,12 @@ class Chain:
         for start, steps in self.segments(cancelled):
             end = start + steps
             for rows, forced, columns in [self.launch(i, start, steps) for i in range(len(self.slots.blocks))]:
-                live = drawn.add_segment(rows, start, steps, forced, self.layout.fetch(columns))
+                is_drawn = is_live(rows, drawn.done)
+                live = rows[is_drawn]
+                results = [x[is_drawn] for x in self.layout.fetch(columns)]
+                drawn.add(live, np.full(len(live), start), np.full(len(live), steps), results)
+                drawn.mask[live, start:end] = forced[is_drawn, :steps] < 0
+                drawn.slot_steps[live] += len(rows) * steps / len(live)
                 ends = sampler.completion_ends(drawn.tokens[live], start, end)
                 drawn.lengths[live] = np.where(ends, ends, drawn.lengths[live])
                 drawn.done[live] = ends > 0
