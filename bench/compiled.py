@@ -55,6 +55,7 @@ from core.records import Batch
 from core.sampler import Sampler, SamplingConfig
 from models import architecture
 from models.architecture import Decoder, Spec
+from models.attention import SKIPPING
 from models.checkpoint import is_merged
 from models.decoder import head_name
 from models.lora import adapter_table, make_policy, quantize_layer
@@ -75,7 +76,7 @@ from models.names import (
 from models.optimizers import make_optimizer
 from models.speed import PEAKS, training_flops
 from models.state import TrainState
-from utils.batching import bucket
+from utils.batching import Shape, bucket, choose_shapes
 from utils.devices.compilation import Programs, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
@@ -460,29 +461,34 @@ def decode_segment(model: Decoder, layout: Layout, num_slots: int, width: int, g
 
 
 def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
-    """Compiles the gradient of a micro-batch, added up; rows are those of each device."""
-    programs = learner_programs(model, layout, num_rows, width, config)
+    """Compiles the gradient of a micro-batch of full rows, added up; rows are those of each device."""
+    return gradient(model, layout, Shape(num_rows, width, num_rows * width), config)
+
+
+def gradient(model: Decoder, layout: Layout, shape_of_rows: Shape, config: Config = CONFIG) -> Program:
+    """Compiles the gradient of a micro-batch of this shape, added up."""
+    programs = learner_programs(model, layout, shape_of_rows, config)
     return list(compile_until(programs, learner.accumulate))[-1]
 
 
 def apply_gradients(model: Decoder, layout: Layout, config: Config = CONFIG) -> Program:
     """Compiles an optimiser step."""
-    programs = dict(learner_programs(model, layout, 1, 32, config))
+    programs = dict(learner_programs(model, layout, Shape(1, 32, 32), config))
     return compile_for(learner.apply_gradients, *programs[learner.apply_gradients])
 
 
-def learner_programs(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config) -> Programs:
-    """Yields the programs of training on rows of `width` columns, so many on each device."""
+def learner_programs(model: Decoder, layout: Layout, shape_of_rows: Shape, config: Config) -> Programs:
+    """Yields the programs of training on micro-batches of this shape."""
     optimizer = make_optimizer(config.optimizer)
     state = state_shapes(model, layout, config)
     base = base_shapes(model, layout, config)
-    num_tokens = width - config.sampling.prompt_length  # so that rows have this width
-    settings = model, optimizer, layout, config, num_tokens, num_rows * width
+    num_tokens = shape_of_rows.width - config.sampling.prompt_length  # so that rows have this width
+    settings = model, optimizer, layout, config, num_tokens, shape_of_rows.num_packed
     teacher = teacher_of(model, layout, config)
     if not teacher:
-        return update_programs(ImaginedLearner(*settings, base=base), state, width)
+        return update_programs(ImaginedLearner(*settings, base=base), state, shape_of_rows)
     learner = TaughtShapes(*settings, base=base, beside={TEACHER: teacher.head})
-    return with_states(update_programs(learner, state, width), teacher)
+    return with_states(update_programs(learner, state, shape_of_rows), teacher)
 
 
 def with_states(programs: Programs, teacher: Teacher) -> Programs:
@@ -526,6 +532,12 @@ def row_length(config: Config) -> int:
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
 
 
+def largest_shape(config: Config, model: Decoder, layout: Layout, num_tokens: int) -> Shape:
+    """Returns the largest shape of a run's micro-batches of so many packed tokens."""
+    most_rows = -(-config.minibatch_size // layout.row_shards)
+    return choose_shapes(num_tokens, row_length(config), most_rows, model.kernel in SKIPPING)[0]
+
+
 class Communication(NamedTuple):
     """Bytes that one device sends in a micro-batch, as rings move them."""
 
@@ -566,9 +578,10 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     state = state_shapes(model, layout, config)
     base, teacher = base_shapes(model, layout, config), teacher_of(model, layout, config)
     width = row_length(config)
-    update = train_step(model, layout, max(1, num_tokens // width), width, config)
+    largest = largest_shape(config, model, layout, num_tokens)
+    update = gradient(model, layout, largest, config)
     *_, batch, packing, _, beside = update.arguments
-    num_rows = len(batch.tokens) // layout.row_shards
+    lengths = np.full(largest.num_packed // width, width)
     sizes = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.arrays), width)
     planned = measure_sizes(config.memory, model, layout, state, (base, teacher and teacher.planned), width)
     of_teacher, scoring = 0, 0.0
@@ -580,9 +593,9 @@ def measure_training(config: Command, model: Decoder, layout: Imagined, num_toke
     return Training(
         sizes.held,
         held + of_teacher - bytes_on_device(beside) + update.peak,
-        update_bytes(planned, model, model.remat, num_rows * width, width),
+        update_bytes(planned, model, model.remat, largest),
         bytes_on_device(base) + of_teacher + apply_gradients(model, layout, config).peak,
-        training_flops(model, np.full(num_rows, width), num_rows * width, num_rows * width) / layout.mesh.shape["tp"],
+        training_flops(model, lengths, largest.num_packed, largest.num_packed) / layout.mesh.shape["tp"],
         measure_communication(model, layout, update.hlo),
         scoring,
     )
@@ -709,7 +722,8 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     num_asked = config.sampling.inference_batch_per_device
     teacher = teacher_of(model, layout, config)
     held = base, teacher and teacher.planned
-    plan = fit_memory(config.memory, model, layout, state, held, row_length(config), num_asked)
+    rows = row_length(config), -(-config.minibatch_size // layout.row_shards)
+    plan = fit_memory(config.memory, model, layout, state, held, *rows, num_asked)
     print(*plan.notes, sep="\n")
     most_rows = rows_that_fit(plan.sampling_room, model, layout, row_length(config))
     whole_groups = most_rows // config.update.group_size * config.update.group_size

@@ -78,10 +78,10 @@ def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
     state = compiled.state_shapes(model, layout, config)
     held = bytes_on_device(state)
     width = compiled.row_length(config)
-    num_rows = max(1, config.memory.tokens_per_microbatch // width)
-    update = bytes_on_device(state.opt_state) + compiled.train_step(model, layout, num_rows, width, config).peak
+    largest = compiled.largest_shape(config, model, layout, config.memory.tokens_per_microbatch)
+    update = bytes_on_device(state.opt_state) + compiled.gradient(model, layout, largest, config).peak
     sizes = measure_sizes(config.memory, model, layout, state, None, width)
-    estimate = update_bytes(sizes, model, model.remat, num_rows * width, width)
+    estimate = update_bytes(sizes, model, model.remat, largest)
     optimiser = compiled.apply_gradients(model, layout, config).peak
     num_sampled = config.sampling.inference_batch_per_device
     sampling = held + compiled.decode_segment(model, layout, num_sampled, width).peak

@@ -18,6 +18,6 @@ def get_config():
         "lr": 1e-5,
         "weight_decay": 0.0,
         "remat": "full",
-        "tokens_per_microbatch": 2048,
+        "tokens_per_microbatch": 1024,
         "inference_batch_per_device": 32,
     }

@@ -53,6 +53,6 @@ def get_config():
         "lr": 1e-5,
         "weight_decay": 0.0,
         "remat": remat,
-        "tokens_per_microbatch": 4096,
+        "tokens_per_microbatch": 2048,
         "max_steps": 100,
     }

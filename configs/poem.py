@@ -20,6 +20,6 @@ def get_config():
         "entropy_coef": 0.0,
         "groups_per_batch": 8,
         "group_size": 16,
-        "tokens_per_microbatch": 4096,
+        "tokens_per_microbatch": 2048,
         "save_interval": 0,
     }

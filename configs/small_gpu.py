@@ -17,6 +17,6 @@ def get_config():
         "optimizer": "adafactor",
         "grad_dtype": "bfloat16",
         "remat": "full",
-        "tokens_per_microbatch": 4096,
+        "tokens_per_microbatch": 2048,
         "inference_batch_per_device": 64,
     }

@@ -77,7 +77,7 @@ def main(config: Config) -> None:
         notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params)]
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
         if config.precompile:
-            workers, learner = with_few_shapes(config, workers, learner)
+            workers = with_few_shapes(workers)
             run.compile(run_programs(config, workers, learner, state))
         rollouts = Rollouts(config, workers["env"], learner)
         if config.ahead:

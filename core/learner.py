@@ -23,6 +23,7 @@ from core.objectives import LossConfig, policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
 from core.run.ratios import reduce_metrics
 from models.architecture import Decoder
+from models.attention import SKIPPING
 from models.decoder import make_critic, score_tokens
 from models.distribution import Distribution, TokenScores
 from models.lora import make_policy
@@ -30,14 +31,14 @@ from models.memory import MemoryConfig, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
 from models.optimizers import OptimizerConfig, make_optimizer, schedule
 from models.packing import Packing, pack_rows
-from models.speed import attention_cost, training_flops
+from models.speed import training_flops
 from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
-    ON_ACCELERATORS,
-    Fractions,
     Microbatch,
+    Shape,
     bucket,
+    choose_shapes,
     measure_rows,
     plan_microbatches,
     resize_columns,
@@ -96,14 +97,13 @@ class Learner:
     layout: Layout
     config: LearnerConfig
     num_generation_tokens: int  # completion limit
-    tokens_per_microbatch: int  # of a device, with padding
+    tokens_per_microbatch: int  # packed tokens of a device
     reference: Params | Weights | None = None  # parameters of the reference model of the KL
     base: Weights = field(default_factory=dict)  # LoRA's base; empty where all parameters are trained
     beside: Weights = field(default_factory=dict)  # the policy's weights in updates: what the loss reads besides
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # what was decided about memory
     sampling_room: int = 0  # bytes per device for the rows sampled at once
-    fractions: Fractions = Fractions()  # fewer shapes are padded more, and compiled sooner
 
     def policy(self, params: Params | Adapters) -> Policy:
         """Returns the policy whose trained parameters these are."""
@@ -125,6 +125,17 @@ class Learner:
     def row_length(self) -> int:
         """Returns the most columns of a row."""
         return self.config.sampling.prompt_length + self.num_generation_tokens
+
+    @property
+    def most_rows(self) -> int:
+        """Returns the most rows of an optimiser step on a shard."""
+        return -(-self.config.minibatch_size // self.layout.row_shards)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Returns the shapes of all micro-batches of the run."""
+        skips_padding = self.model.kernel in SKIPPING
+        return choose_shapes(self.tokens_per_microbatch, self.row_length, self.most_rows, skips_padding)
 
     def score(
         self, state: TrainState, batch: Batch, episodes: Episodes | None = None
@@ -152,7 +163,7 @@ class Learner:
     def token_scores(self, params: Policy, batch: Batch) -> TokenScores:
         """Returns log-probabilities, entropies and values of all tokens of a batch, on the host."""
         by_name: dict[str, np.ndarray] = {}
-        chains = self.chains(batch, self.config.batch_size)
+        chains = self.chains(batch)
         for rows, scores in itertools.chain(*side_by_side(partial(self.score_chain, params), chains)):
             is_row = rows != EMPTY
             for name, x in scores._asdict().items():
@@ -182,7 +193,7 @@ class Learner:
         minibatch = set_loss_denominators(
             minibatch, config.minibatch_size, self.num_generation_tokens, config.objective
         )
-        chains = self.chains(minibatch, config.minibatch_size)
+        chains = self.chains(minibatch)
         with self.out_of_memory():
             sums, parts = zip(*side_by_side(partial(self.add_up, state.params), chains), strict=True)
             (grads, loss), *others = sums
@@ -193,7 +204,7 @@ class Learner:
             state = self.between_updates(replace(trained, extra=state.extra))
         parts, packings = zip(*itertools.chain(*parts), strict=True)
         num_tokens = sum(packing.num_tokens for packing in packings)
-        metrics["speed/padding"] = 1 - num_tokens / sum(packing.num_slots for packing in packings)
+        metrics["speed/padding"] = 1 - num_tokens / sum(packing.indices.size for packing in packings)
         counts = minibatch.lengths, num_tokens, int(minibatch.mask.sum())
         metrics["speed/flops"] = training_flops(self.model, *counts, config.objective.has_critic)
         return state, Update(minibatch, parts, metrics)
@@ -215,24 +226,18 @@ class Learner:
             return state
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
-    def chains(self, batch: Batch, max_rows: int) -> list[Iterator[Rows]]:
-        """Returns the micro-batches of a batch, in a part for each chain of them.
-
-        Each has rows of similar length, and is built on the host when needed. `max_rows`: rows of a batch from which
-        none was dropped.
-        """
+    def chains(self, batch: Batch) -> list[Iterator[Rows]]:
+        """Returns the micro-batches of a batch, in a part for each chain of them; each is built when needed."""
         sizes = measure_rows(batch.tokens, batch.prompt_lengths, batch.lengths, batch.mask)
-        shards, cost = self.layout.row_shards, attention_cost(self.model)
-        tokens = self.tokens_per_microbatch
-        plan = plan_microbatches(sizes, tokens, shards, max_rows, cost, self.row_length, self.fractions)
+        shards = self.layout.row_shards
+        plan = plan_microbatches(sizes, self.shapes, shards)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 
         def make_rows(plan: Sequence[Microbatch]) -> Iterator[Rows]:
-            for rows, *shape in track(plan, "micro-batches"):
-                width = shape[0]
-                microbatch = select_rows(batch, rows, width)
+            for rows, shape in track(plan, "micro-batches"):
+                microbatch = select_rows(batch, rows, shape.width)
                 microbatch.mask[rows == EMPTY] = False
-                yield rows, microbatch, pack_rows(sizes.select(rows), *shape, shards)
+                yield rows, microbatch, pack_rows(sizes.select(rows), shape, shards)
 
         num_chains = self.layout.num_chains(self.model.num_parameters)
         return [make_rows(plan[first::num_chains]) for first in range(num_chains)]
@@ -247,7 +252,7 @@ class Learner:
         config, model = self.config, self.model
         row_length = bucket(self.row_length)
         held, num_rows = (self.reference or self.base, beside), config.sampling.inference_batch_per_device
-        settings = row_length, num_rows, config.place_of_sampling
+        settings = row_length, self.most_rows, num_rows, config.place_of_sampling
         plan = fit_memory(config.memory, model, self.layout, state, held, *settings)
         chosen = {name: getattr(plan, name) for name in ("tokens_per_microbatch", "sampling_room", "notes")}
         return replace(self, model=replace(model, remat=plan.remat), **chosen)
@@ -419,7 +424,6 @@ def make_learner(
         reference=reference,
         base=base,
         on_skipped=on_skipped,
-        fractions=Fractions() if layout.is_cpu else ON_ACCELERATORS,
     )
     learner = learner.planned(state)
     return learner, learner.between_updates(state)

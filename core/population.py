@@ -41,7 +41,6 @@ from envs.settings import resolve_environments
 from models.checkpoint import load_policy
 from models.state import TrainState
 from models.tokenizer import Tokenizer
-from utils.batching import FEW_SHAPES
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.evaluation.tables import format_runs
@@ -261,7 +260,6 @@ def make_member(
     workers = {role: share_sampler(worker, name, run.signals, shared) for role, worker in workers.items()}
     num_tokens = workers["env"].max_new_tokens
     learner, state = make_learner(config, model, adapters, layout, num_tokens, run.write_bad_batch, base)
-    learner = replace(learner, fractions=FEW_SHAPES)  # each is compiled for each objective
     workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
     return Member(name, config, run, workers, learner, tokenizer, state, progress)

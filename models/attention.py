@@ -76,18 +76,30 @@ def causal_mask(num_tokens: int, window: int = 0) -> Bool[Array, "T T"]:
 
 
 def train_attention(
-    q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, kernel: str, mesh: Mesh | None
+    q: RowHeads,
+    k: KeyHeads,
+    v: KeyHeads,
+    view: View,
+    kernel: str,
+    mesh: Mesh | None,
+    lengths: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B T H*C"]:
-    """Computes causal attention of right-padded rows with the kernel that `choose_kernel` returned."""
+    """Computes causal attention of right-padded rows with the kernel that `choose_kernel` returned.
+
+    `lengths`: tokens of each row; None: T. A kernel of SKIPPING computes no others: the result there is arbitrary.
+    """
     if kernel == "plain":
         return plain_attention(q, k, v, view)
+    of_rows = ()
+    if kernel in SKIPPING:
+        of_rows = (jnp.full(len(q), q.shape[1], jnp.int32) if lengths is None else lengths,)
     # XLA cannot partition a kernel, so each device gets its rows and heads; cuDNN's would not be found in the
     # compilation cache otherwise.
     heads = PartitionSpec(ROWS, None, "tp")
-    in_specs = (heads, heads, heads)
+    in_specs = (heads, heads, heads, *(PartitionSpec(ROWS) for _ in of_rows))
     compute = partial(KERNELS[kernel], view=view)
     per_device = on_devices(mesh, compute, in_specs, heads)
-    out = per_device(q, k, v)
+    out = per_device(q, k, v, *of_rows)
     return rearrange(out, "B T H C -> B T (H C)")
 
 
@@ -134,11 +146,22 @@ def choose_kernel(kernel: str, mesh: Mesh | None, dtype: DTypeLike, num_channels
     return "splash" if "tpu" in device_kind and num_channels % 128 == 0 else "plain"
 
 
-def cudnn(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View) -> RowHeads:
+def cudnn(q: RowHeads, k: KeyHeads, v: KeyHeads, lengths: Int[Array, "B"], view: View) -> RowHeads:
     """Computes causal attention with cuDNN's flash kernel: memory and traffic grow with T, not with its square."""
     window = (view.window - 1, 0) if view.window else None
+    is_token = jnp.arange(q.shape[1]) < lengths[:, None]
+    q, k, v = (jnp.where(is_token[..., None, None], x, 0) for x in (q, k, v))  # the kernel leaves no gradient there
+    lengths = jnp.maximum(lengths, 1)
     return jax.nn.dot_product_attention(
-        q, k, v, scale=view.scale, is_causal=True, local_window_size=window, implementation="cudnn"
+        q,
+        k,
+        v,
+        scale=view.scale,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=window,
+        implementation="cudnn",
     )
 
 
@@ -173,6 +196,7 @@ def splash(q: RowHeads, k: KeyHeads, v: KeyHeads, view: View, interpret: bool = 
 
 
 KERNELS = {"cudnn": cudnn, "splash": splash}
+SKIPPING = ("cudnn",)  # those that compute no padding
 
 
 def quantize_kv(heads: CachedHeads, kv_dtype: str) -> CachedHeads | QuantizedKV:

@@ -75,11 +75,10 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 Hidden = Float[Array, "B T D"]
-Outputs = Float[Array, "B t D"]  # of the first t of T tokens
 Heads = Float[Array, "B T H C"]
 Layers = LayerParams | list[LayerParams]  # stacked, or one by one
 Kept = LayerCache | RecurrentState | QuantizedKV | Float[Array, "n p heads C"]  # the last two: pools of models/pages.py
-Mixed = tuple[Outputs, Kept | None]
+Mixed = tuple[Hidden, Kept | None]
 Mixer = Callable[[LayerParams, Hidden], Mixed]  # of tokens: the output, and what the layer keeps for later tokens
 Attention = Callable[..., Mixed]  # of queries, keys and values
 Routes = Int[Array, "B T L k"]  # of all layers: see Route; k is 0 without experts
@@ -185,7 +184,7 @@ def attend(model: Decoder, angles: Angles | None, attention: Attention, layer: L
     k = apply_rotary(k, angles)
     out, cache = attention(q, k, v)
     if gate is not None:
-        out = out * jax.nn.sigmoid(gate[:, : out.shape[1]])
+        out = out * jax.nn.sigmoid(gate)
     return linear(layer, "self_attn.o_proj", out), cache
 
 
@@ -196,7 +195,6 @@ def gated_deltanet(
     x: Hidden,
     is_token: Bool[Array, "B T"] | None = None,
     packing: Packing | None = None,
-    out_packing: Packing | None = None,
 ) -> Mixed:
     """Computes a Gated DeltaNet from the state before these tokens; returns the state behind them too.
 
@@ -222,29 +220,25 @@ def gated_deltanet(
         log_decay = jnp.where(is_token[..., None], log_decay, 0)
     inputs = delta_inputs(model.delta, qkv, log_decay, beta)
     out, memory = delta_rule(inputs, state.memory)
-    out = pack(rearrange(out, "B H T E -> B T H E"), out_packing)
-    gate = gate[:, : out.shape[1]]
+    out = pack(rearrange(out, "B H T E -> B T H E"), packing)
     out = gated_norm(out, gate, layer["linear_attn.norm.weight"], model.rms_norm_eps)
     return linear(layer, "linear_attn.out_proj", out), RecurrentState(columns, memory)
 
 
 def decoder_layer(
     model: Decoder, layer: LayerParams, x: Hidden, mixer: Mixer, recorded: Route | None = None
-) -> tuple[Outputs, Kept | None, Int[Array, "B t k"]]:
+) -> tuple[Hidden, Kept | None, Int[Array, "B t k"]]:
     """Computes one decoder layer: a mixer of tokens, then an MLP or a mixture of experts, recorded or free to choose.
 
-    Returns the output, what the mixer keeps for later tokens, and the experts of each token: of the first tokens, where
-    the mixer returns only those.
+    Returns the output, what the mixer keeps for later tokens, and the experts of each token.
     """
     before_mixer, after_mixer, before_mlp, after_mlp = NORMS[model.norms]
     h = layer_norm(model, layer, before_mixer, x)
     out, cache = mixer(layer, h)
-    x = x[:, : out.shape[1]]
     x = constrain(x + layer_norm(model, layer, after_mixer, out), "rows")
 
     h = layer_norm(model, layer, before_mlp, x)
     if model.num_experts:
-        recorded = None if recorded is None else recorded[:, : h.shape[1]]
         out, route = expert_mlp(model, layer, h, recorded)
     else:
         out, route = mlp(model, layer, h), jnp.zeros((*h.shape[:2], 0), jnp.int16)
@@ -354,15 +348,9 @@ def weights_of(model: Decoder, params: Params | Weights, *names: str) -> tuple[P
     return weights, {name: table[name] for name in weights}
 
 
-def apply_layers(
-    model: Decoder, weights: Params | Weights, inputs: LayerInputs, only_scored: bool = False
-) -> Hidden:
-    """Embeds the tokens of a device, and applies all layers.
-
-    With `only_scored` the last layer, unless it is in a loop, skips tokens that no scored token depends on.
-    """
+def apply_layers(model: Decoder, weights: Params | Weights, inputs: LayerInputs) -> Hidden:
+    """Embeds the tokens of a device, and applies all layers."""
     tokens, routes, packing = inputs
-    last_packing = packing.of_scored if packing and only_scored else packing
     layers = weights[LAYERS]
     x = embed(model, weights, tokens)
     num_rows, num_columns = tokens.shape if packing is None else packing.numbers.shape
@@ -371,33 +359,28 @@ def apply_layers(
         routes = rearrange(routes, "B T L k -> L B T k")
     remat = REMAT[model.remat]
 
-    def apply_layer(
-        x: Hidden, layers: Layers, route: Route | None, number: int, out_packing: Packing | None
-    ) -> Outputs:
+    def apply_layer(x: Hidden, layers: Layers, route: Route | None, number: int) -> Hidden:
         kind = model.kinds[number]
         layer = gather_layer(model, layers, number)
         if kind == LINEAR:
             state = init_state(model.delta, num_rows, x.dtype)
-            mixer = partial(gated_deltanet, model, state, packing=packing, out_packing=out_packing)
+            mixer = partial(gated_deltanet, model, state, packing=packing)
         else:
-            attention = partial(row_attention, model, kind, packing, out_packing)
+            attention = partial(row_attention, model, kind, packing)
             mixer = partial(attend, model, angles[kind], attention)
         return decoder_layer(model, layer, x, mixer, route)[0]
 
-    def apply_in_order(
-        x: Hidden, layers: Layers, routes: Array | None, numbers: range, last_packing: Packing | None = packing
-    ) -> Outputs:
+    def apply_in_order(x: Hidden, layers: Layers, routes: Array | None, numbers: range) -> Hidden:
         for i in numbers:
             route = None if routes is None else routes[i]
-            out_packing = last_packing if i == numbers[-1] else packing
             # The layer is selected inside: as an argument it would be kept for the backward pass, all layers in a copy.
-            x = remat(partial(apply_layer, number=i, out_packing=out_packing))(x, layers, route)
+            x = remat(partial(apply_layer, number=i))(x, layers, route)
         return x
 
     num_scanned = 0
     if not isinstance(layers, list):  # below adapters they are held one by one, as sampling reads them
         x, num_scanned = scan_periods(model, apply_in_order, x, layers, routes)
-    return apply_in_order(x, layers, routes, range(num_scanned, model.num_hidden_layers), last_packing)
+    return apply_in_order(x, layers, routes, range(num_scanned, model.num_hidden_layers))
 
 
 def gather_layer(model: Decoder, layers: Layers, i: int) -> LayerParams:
@@ -418,8 +401,6 @@ def scan_periods(
 ) -> tuple[Hidden, int]:
     """Applies the layers of whole periods in a loop; returns their number too."""
     num_periods = model.num_hidden_layers // model.period
-    if model.is_unrolled:
-        num_periods -= 1  # straight code anyway: the last layer may compute fewer tokens
     if not num_periods:
         return x, 0
     num_layers = num_periods * model.period
@@ -438,20 +419,17 @@ def row_attention(
     model: Decoder,
     kind: str,
     packing: Packing | None,
-    out_packing: Packing | None,
     q: Heads,
     k: Float[Array, "B T K C"],
     v: Float[Array, "B T K C"],
-) -> tuple[Outputs, None]:
-    """Computes attention of right-padded rows in a layer of this kind; with packings, of the tokens of `packing`.
-
-    Returned are those of `out_packing`, its first ones.
-    """
+) -> tuple[Hidden, None]:
+    """Computes attention of right-padded rows in a layer of this kind; with a packing, of its tokens."""
     q = unpack(q, packing, with_shared=False)  # the outputs there are those of the first row
     k = unpack(k, packing)
     v = unpack(v, packing)
-    out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh)
-    return pack(out, out_packing), None
+    lengths = packing.lengths if packing else None
+    out = train_attention(q, k, v, view_of(model, kind), model.kernel, model.mesh, lengths)
+    return pack(out, packing), None
 
 
 def view_of(model: Decoder, kind: str) -> View:
@@ -697,15 +675,23 @@ def score_rows(
 
     Both uses of a tied embedding are in here, so that their gradients are added before they are summed over copies.
     """
-    hidden = apply_layers(model, weights, rows.layers, only_scored=True)
-    states = scored_states(hidden, rows.layers.packing)
-    return score_in_chunks(model, distribution, weights, HeadInputs(states, rows.targets, rows.support, rows.extras))
+    hidden = apply_layers(model, weights, rows.layers)
+    packing = rows.layers.packing
+    inputs = HeadInputs(scored_states(hidden, packing), rows.targets, rows.support, rows.extras)
+    return score_in_chunks(model, distribution, weights, inputs, packing.num_scored if packing else None)
 
 
 def score_in_chunks(
-    model: Decoder, distribution: Distribution, weights: PolicyParams, rows: HeadInputs
+    model: Decoder,
+    distribution: Distribution,
+    weights: PolicyParams,
+    rows: HeadInputs,
+    num_scored: Int[Array, "S"] | None = None,
 ) -> TokenScores:
-    """Returns the scores of columns, from the logits of LOGIT_ELEMENTS at a time."""
+    """Returns the scores of columns, from the logits of LOGIT_ELEMENTS at a time.
+
+    Of the columns behind the first `num_scored` of all rows no logits are made; None: all are scored.
+    """
     name = head_name(model)
     whole = gather(weights[name], (model.vocab_size, model.hidden_size), model.dtype)
     weights = weights | {name: whole}
@@ -727,8 +713,16 @@ def score_in_chunks(
     def join(x: Float[Array, "n B w"]) -> Float[Array, "B T"]:
         return rearrange(x, "n B w -> B (n w)")[:, :num_columns]
 
-    chunks = jax.tree.map_with_path(split, rows)
-    scores = jax.lax.map(jax.checkpoint(score), chunks)
+    end = num_columns if num_scored is None else num_scored.max()
+
+    @jax.checkpoint
+    def score_needed(start_and_chunk: tuple[Int[Array, ""], HeadInputs]) -> TokenScores:
+        start, chunk = start_and_chunk
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(score, chunk))
+        return jax.lax.cond(start < end, score, lambda chunk: nothing, chunk)
+
+    starts = jnp.arange(0, num_chunks * width, width)
+    scores = jax.lax.map(score_needed, (starts, jax.tree.map_with_path(split, rows)))
     return jax.tree.map(join, scores)
 
 

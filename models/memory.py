@@ -14,18 +14,19 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from models.architecture import LINEAR, Decoder
+from models.attention import SKIPPING
 from models.deltanet import CHUNK
 from models.names import LAYERS, Array
 from models.pages import Paging, page_bytes
-from utils.batching import power_above
+from utils.batching import Shape, choose_shapes, power_above
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, fail
 from utils.settings.options import option
 
 USABLE = 0.9  # of the memory: the rest is fragments, and what was compiled
 TIGHT = 0.8  # share of the usable memory above which start-up prints a note
-PLENTY, ENOUGH = 32768, 8192  # tokens of a micro-batch: more gain nothing; with fewer it pays to recompute instead
-PLENTY_ON_CPU, ENOUGH_ON_CPU = 2048, 512  # 768 to 3072 were equally fast on two cores, and 4096 and more slower
+PLENTY, ENOUGH = 16384, 4096  # packed tokens of a micro-batch: with more nothing is gained, with fewer by recomputing
+PLENTY_ON_CPU, ENOUGH_ON_CPU = 1024, 256
 MOST_SLOTS = 1024  # of a device: on an H100 a step of 1,024 rows took 1.5 times that of 512
 MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of a CPU is not ours alone
 FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
@@ -49,8 +50,8 @@ class MemoryConfig:
     )
     tokens_per_microbatch: int = option(
         0,
-        "Most tokens of rows, padding included, on each device in one forward and backward pass; results differ by "
-        "rounding only; 0: as many as fit in memory",
+        "Packed tokens, a prompt that rows share once, on each device in one forward and backward pass; results differ "
+        "by rounding only; 0: as many as fit in memory",
         resumable=True,
     )
     offload: str = option(
@@ -132,24 +133,30 @@ class Sizes(NamedTuple):
         return max(0, self.available - self.without_rows(update))
 
 
-def activation_bytes(model: Decoder, remat: str, width: int) -> tuple[int, int]:
-    """Bytes for each token of rows of `width`: kept from the forward pass, and in use by one layer's backward pass.
+def activation_bytes(model: Decoder, remat: str, shape: Shape) -> tuple[int, int]:
+    """Bytes of a micro-batch: kept from the forward pass, and in use by one layer's backward pass.
 
-    The factors are those of compiled programs: see bench/memory.py.
+    Products of matrices are of packed tokens, attention is of rows: their padding has queries, keys, values and results
+    too. The factors are those of compiled programs: see bench/memory.py.
     """
     D = model.hidden_size
     F, copies = mlp_activations(model)
     is_tpu = runs_on_tpu(model)
+    num_tokens = shape.num_packed
+    num_columns = shape.num_rows * shape.width
+    padding = max(0, num_columns - num_tokens)
     kept = working = 0
     for kind in model.kinds:
-        heads, inner = delta_activations(model) if kind == LINEAR else attention_activations(model, width)
+        heads, inner = delta_activations(model) if kind == LINEAR else attention_activations(model, shape.width)
         products = heads + 3 * D + 2 * F  # results of matrix products, and the layer's input
         everything = 2 * heads + 9 * D + 9 * F
         if is_tpu:  # whose compiler keeps more of attention and less of MLPs, with gaps between: a tenth, fitted
             everything = 3 * heads + 8 * D + 6 * F
             products *= 1.1
-        kept += {"none": everything + inner, "dots": products, "full": D}[remat]
-        working = max(working, products + inner + copies)
+        of_rows = num_columns * inner + padding * 2 * heads
+        per_token = {"none": everything, "dots": products, "full": D}[remat]
+        kept += num_tokens * per_token + (of_rows if remat == "none" else 0)
+        working = max(working, num_tokens * (products + copies) + of_rows + padding * 2 * heads)
     item = jnp.dtype(model.dtype).itemsize
     return int(item * kept), int(item * working)
 
@@ -192,10 +199,10 @@ def delta_activations(model: Decoder) -> tuple[int, int]:
     return heads, num_matmul_numbers * shape.num_value_heads * head_size
 
 
-def update_bytes(sizes: Sizes, model: Decoder, remat: str, num_tokens: int, width: int) -> int:
-    """Bytes in use on a device at the peak of an update with micro-batches of `num_tokens`."""
-    kept, working = activation_bytes(model, remat, width)
-    activations = num_tokens * kept + max(num_tokens * working, LOGITS)
+def update_bytes(sizes: Sizes, model: Decoder, remat: str, shape: Shape) -> int:
+    """Bytes in use on a device at the peak of an update with micro-batches of this shape."""
+    kept, working = activation_bytes(model, remat, shape)
+    activations = kept + max(working, LOGITS)
     return max(sizes.held + sizes.num_chains * (sizes.gradients + activations), sizes.step)
 
 
@@ -315,39 +322,45 @@ def fit_memory(
     state: PyTree,
     others: PyTree,
     row_length: int,
+    most_rows: int,
     num_sampled_rows: int,
     schedule: str = BETWEEN,
 ) -> MemoryPlan:
     """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
-    `others`: arrays that are held besides the state: a reference, or the base below adapters. `num_sampled_rows`: 0 for
-    as many as fit. `schedule`: when they are sampled.
+    `others`: arrays that are held besides the state: a reference, or the base below adapters. `most_rows`: of an
+    optimiser batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
     """
     sizes = measure_sizes(config, model, layout, state, others, row_length, schedule)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
     plenty = max(plenty, row_length)
 
+    def update(remat: str, num_tokens: int) -> int:
+        """Returns the bytes of the largest micro-batch."""
+        shapes = choose_shapes(num_tokens, row_length, most_rows, model.kernel in SKIPPING)
+        return max(update_bytes(sizes, model, remat, shape) for shape in shapes)
+
     def fitting_tokens(remat: str) -> int:
         """Returns the largest power of two that fits, `plenty` at most; 0: not even one row does."""
         num_choices = (plenty // row_length).bit_length()
         choices = (plenty >> i for i in range(num_choices))
-        return next((n for n in choices if update_bytes(sizes, model, remat, n, row_length) < sizes.update_limit), 0)
+        return next((n for n in choices if update(remat, n) < sizes.update_limit), 0)
 
     choices = ["none", "dots", "full"] if config.remat == "auto" else [config.remat]
     requested = min(config.tokens_per_microbatch or enough, plenty)
     remat = next((remat for remat in choices if fitting_tokens(remat) >= requested), choices[-1])
     num_tokens = config.tokens_per_microbatch or fitting_tokens(remat) or row_length
-    room = sizes.sampling_room(update_bytes(sizes, model, remat, num_tokens, row_length))
+    num_bytes = update(remat, num_tokens)
+    room = sizes.sampling_room(num_bytes)
     num_rows = num_sampled_rows or min(rows_that_fit(room, model, layout, row_length), FEW_ROWS)
-    notes = describe_memory(sizes, model, remat, num_tokens, row_length, num_rows)
+    notes = describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
     return MemoryPlan(remat, num_tokens, room, tuple(notes))
 
 
 def describe_memory(
-    sizes: Sizes, model: Decoder, remat: str, num_tokens: int, row_length: int, num_sampled_rows: int
+    sizes: Sizes, model: Decoder, remat: str, num_tokens: int, update: int, row_length: int, num_sampled_rows: int
 ) -> list[str]:
-    """Returns, where memory is tight, the bytes of sampling and update in words, and what to lower."""
-    update = update_bytes(sizes, model, remat, num_tokens, row_length)
+    """Returns, where memory is tight, the bytes of sampling and of an `update` in words, and what to lower."""
     sampling = sizes.without_rows(update) + num_sampled_rows * sizes.kv_row
     if max(sampling, update) < TIGHT * sizes.available:
         return []

@@ -3,7 +3,7 @@
 Products of tokens with weights are of packed tokens; attention, convolutions and recurrences are of rows. The last
 token of a prompt belongs to each row, as completion tokens do: from its state the first of them is drawn.
 
-Letters: B rows, T columns, S shards of rows, n tokens or slots, M packed tokens of a shard, K those that are scored.
+Letters: B rows, T columns, S shards of rows, n tokens or slots, M packed tokens of a shard.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from models.names import Array
-from utils.batching import RowSizes, resize_columns
+from utils.batching import RowSizes, Shape, resize_columns
 from utils.devices.sharding import constrain
 
 NOWHERE = 1 << 30
@@ -27,28 +27,11 @@ class Packing(NamedTuple):
     Padding has the index or the number NOWHERE, and reads as 0.
     """
 
-    scored: Int[Array, "S K"]  # all tokens whose next one is scored; the rest of K are other tokens and padding
-    others: Int[Array, "S N"]  # M = K + N
+    indices: Int[Array, "S M"]  # tokens whose next one is scored, then others, then padding
     numbers: Int[Array, "B T"]  # NOWHERE also where an earlier row of the shard has the token of a shared prompt
     first_row: Int[Array, "B"]  # of the shard, with this row's prompt
-
-    @property
-    def indices(self) -> Int[Array, "S M"]:
-        """Returns the indices of all packed tokens."""
-        if not self.others.size:  # jaxlib 0.11.2 crashes where it partitions a concatenation with nothing
-            return self.scored
-        return jnp.concatenate([self.scored, self.others], axis=1)
-
-    @property
-    def of_scored(self) -> "Packing":
-        """Returns the packing without the other tokens."""
-        is_scored = self.numbers < self.scored.shape[1]
-        return self._replace(others=self.others[:, :0], numbers=jnp.where(is_scored, self.numbers, NOWHERE))
-
-    @property
-    def num_slots(self) -> int:
-        """Returns the number of packed tokens of all shards with padding."""
-        return self.scored.size + self.others.size
+    lengths: Int[Array, "B"]  # tokens of a row that are computed, in the first ones that have its prompt or in itself
+    num_scored: Int[Array, "S"]
 
     @property
     def num_tokens(self) -> int:
@@ -56,26 +39,23 @@ class Packing(NamedTuple):
         return int((self.numbers != NOWHERE).sum())
 
 
-def pack_rows(sizes: RowSizes, width: int, num_scored: int, num_packed: int, shards: int) -> Packing:
-    """Returns the packing of rows of `width` columns; rows of a shard with equal prompts share one.
+def pack_rows(sizes: RowSizes, shape: Shape, shards: int) -> Packing:
+    """Returns the packing of rows in a micro-batch of this shape; rows of a shard with equal prompts share one.
 
     Empty rows have length 0.
     """
-    parts = []
-    for rows in np.split(np.arange(len(sizes.lengths)), shards):
-        part = pack_shard(sizes.select(rows), width, num_packed)
-        parts.append(part)
-    indices, numbers, first_rows = map(np.stack, zip(*parts, strict=True))
-    scored = indices[:, :num_scored]
-    others = indices[:, num_scored:]
-    return Packing(scored, others, numbers.reshape(-1, width), first_rows.ravel())
+    rows = np.split(np.arange(len(sizes.lengths)), shards)
+    parts = [pack_shard(sizes.select(part), shape) for part in rows]
+    indices, numbers, first_rows, num_scored = map(np.stack, zip(*parts, strict=True))
+    lengths = np.maximum(sizes.lengths - 1, 0).astype(np.int32)  # the state of a last token scores none
+    return Packing(indices, numbers.reshape(-1, shape.width), first_rows.ravel(), lengths, num_scored)
 
 
 def pack_shard(
-    sizes: RowSizes, width: int, num_packed: int
-) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"]]:
-    """Returns indices, numbers and first rows of one shard: see Packing."""
-    num_rows = len(sizes.lengths)
+    sizes: RowSizes, shape: Shape
+) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"], Int[np.ndarray, ""]]:
+    """Returns indices, numbers, first rows and the number of scored tokens of one shard: see Packing."""
+    num_rows, width, num_packed = shape
     _, firsts, prompt_numbers = np.unique(sizes.prompts, return_index=True, return_inverse=True)
     first_row = firsts[prompt_numbers]
     columns = np.arange(width)
@@ -90,7 +70,7 @@ def pack_shard(
     indices[: len(tokens)] = tokens
     numbers = np.full(num_rows * width, NOWHERE, np.int32)
     numbers[tokens] = np.arange(len(tokens))
-    return indices, numbers, first_row.astype(np.int32)
+    return indices, numbers, first_row.astype(np.int32), np.int32(is_scored.sum())
 
 
 def read(x: Shaped[Array, "n ..."], indices: Int[Array, "m"], padding_value: int = 0) -> Shaped[Array, "m ..."]:
@@ -123,7 +103,7 @@ move.defvjp(move_forward, move_backward)
 
 def by_shard(x: Shaped[Array, "B T ..."], packing: Packing) -> Shaped[Array, "S n ..."]:
     """Returns the rows of each shard one behind the other."""
-    return x.reshape(len(packing.scored), -1, *x.shape[2:])
+    return x.reshape(len(packing.indices), -1, *x.shape[2:])
 
 
 def pack_ids(x: Int[Array, "B T ..."], packing: Packing | None) -> Int[Array, "S M ..."]:
@@ -169,7 +149,7 @@ def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Arra
 
     By a product with zeros and ones, whose gradient adds up rows without a scatter.
     """
-    num_shards = len(packing.scored)
+    num_shards = len(packing.indices)
     first_rows = packing.first_row.reshape(num_shards, -1)
     is_first = jax.nn.one_hot(first_rows, first_rows.shape[1], dtype=rows.dtype)
     of_shards = rows.reshape(num_shards, -1, *rows.shape[1:])
@@ -179,26 +159,26 @@ def share_prompts(rows: Float[Array, "B T ..."], packing: Packing) -> Float[Arra
     return jnp.where(is_own, rows, copies.reshape(rows.shape))
 
 
-def scored_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Float[Array, "S K D"]:
-    """Returns the states that the tokens to score come from; without a packing those of all but the first column."""
-    return hidden[:, :-1] if packing is None else hidden[:, : packing.scored.shape[1]]
+def scored_states(hidden: Float[Array, "S M D"], packing: Packing | None) -> Float[Array, "S M D"]:
+    """Returns the states that next tokens come from; without a packing those of all but the last column."""
+    return hidden[:, :-1] if packing is None else hidden
 
 
 def scored_columns(
     x: Shaped[Array, "B T ..."], packing: Packing | None, padding_value: int = 0
-) -> Shaped[Array, "S K ..."]:
-    """Returns an array's entries of the tokens to score."""
+) -> Shaped[Array, "S M ..."]:
+    """Returns an array's entries of the tokens after packed ones."""
     if packing is None:
         return x[:, 1:]
-    next_indices = packing.scored + 1
+    next_indices = packing.indices + 1
     return jax.vmap(partial(read, padding_value=padding_value))(by_shard(x, packing), next_indices)
 
 
-def scores_of_columns(scores: Float[Array, "S K ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
+def scores_of_columns(scores: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
     """Returns what each scored token has in its own column, 0 where it is not scored."""
     if packing is not None:
         numbers = by_shard(packing.numbers, packing)
-        scores = jax.vmap(move)(scores, numbers, packing.scored)
+        scores = jax.vmap(move)(scores, numbers, packing.indices)
         scores = scores.reshape(*packing.numbers.shape, *scores.shape[2:])
         scores = scores[:, :-1]
     padding = [(0, 0)] * scores.ndim

@@ -12,6 +12,7 @@ from bench.common import shape
 from bench.compiled import state_shapes
 from core.config import Config
 from models.architecture import Decoder, is_spec
+from models.attention import SKIPPING
 from models.memory import (
     BESIDE,
     BETWEEN,
@@ -27,7 +28,7 @@ from models.memory import (
 )
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.state import TrainState
-from utils.batching import bucket
+from utils.batching import Shape, bucket, choose_shapes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device, single_device
 from utils.settings.config import make_config
 
@@ -66,16 +67,27 @@ def fit(name: str, gigabytes: float, place: str = BETWEEN, **settings) -> tuple[
     model = replace(shape(name, dtype="bfloat16"), mesh=layout.mesh)
     state = state_of(model, config.optimizer)
     run = config.memory, model, layout, state, None, row_length(config)
-    return fit_memory(*run, config.sampling.inference_batch_per_device, place), measure_sizes(*run, place)
+    rows = config.minibatch_size, config.sampling.inference_batch_per_device
+    return fit_memory(*run, *rows, place), measure_sizes(*run, place)
+
+
+def full_rows(num_rows: int, width: int) -> Shape:
+    return Shape(num_rows, width, num_rows * width)
+
+
+def update_of(sizes: Sizes, model: Decoder, remat: str, num_tokens: int) -> int:
+    """Returns the bytes of the largest micro-batch of so many packed tokens, rows of 1,536 columns."""
+    largest = choose_shapes(num_tokens, 1536, settings_for().minibatch_size, model.kernel in SKIPPING)[0]
+    return update_bytes(sizes, model, remat, largest)
 
 
 def test_a_cpu_gets_small_microbatches():
     config, layout = settings_for(num_generation_tokens=128, prompt_length=64), single_device()
     model = shape("small", mesh=layout.mesh)
     state = state_of(model, config.optimizer)
-    num_rows = config.sampling.inference_batch_per_device
-    plan = fit_memory(config.memory, model, layout, state, None, row_length(config), num_rows)
-    assert (plan.remat, plan.tokens_per_microbatch) == ("none", 2048)
+    rows = row_length(config), config.minibatch_size, config.sampling.inference_batch_per_device
+    plan = fit_memory(config.memory, model, layout, state, None, *rows)
+    assert (plan.remat, plan.tokens_per_microbatch) == ("none", 1024)
 
 
 # GB that `accumulate` needs in all, as compiled for an H200, 16 rows x 1024 tokens: bench/compiled.py
@@ -93,7 +105,7 @@ def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
     model = shape(name, dtype="bfloat16")
     params = 4 * model.num_parameters
     sizes = Sizes(held=params, gradients=2 * params, sampling_copy=0, kv_row=0, available=0)
-    estimate = update_bytes(sizes, model, remat, 16 * 1024, 1024) / GB
+    estimate = update_bytes(sizes, model, remat, full_rows(16, 1024)) / GB
     assert 0.94 < estimate / COMPILED[name, kernel, remat] < 1.15
 
 
@@ -123,7 +135,7 @@ def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, 
     model = shape(name, dtype="bfloat16", mesh=layout.mesh)
     config = settings_for()
     sizes = measure_sizes(config.memory, model, layout, state_shapes(model, layout, config), None, 1536)
-    estimate = update_bytes(sizes, model, remat, num_tokens, 1536) / GB
+    estimate = update_bytes(sizes, model, remat, full_rows(num_tokens // 1536, 1536)) / GB
     assert 0.92 < estimate / COMPILED_FOR_TPUS[name, num_devices, remat, num_tokens] < 1.08
 
 
@@ -135,16 +147,16 @@ def test_the_plan_counts_the_copy_of_a_teachers_head_that_xla_makes_for_tpus(mon
 
 
 def test_the_more_memory_the_less_is_recomputed():
-    plans = [fit("Qwen3-0.6B", memory)[0] for memory in (20, 40, 80, 1000)]
+    plans = [fit("Qwen3-0.6B", memory)[0] for memory in (17, 40, 80, 1000)]
     order = [("full", "dots", "none").index(plan.remat) for plan in plans]
     assert order == sorted(order) and order[0] == 0 and order[-1] == 2
-    assert plans[-1].tokens_per_microbatch == 32768
+    assert plans[-1].tokens_per_microbatch == 16384
     model = shape("Qwen3-0.6B", dtype="bfloat16")
-    for memory in (20, 40, 80):
+    for memory in (17, 40, 80):
         plan, sizes = fit("Qwen3-0.6B", memory)
         tokens = plan.tokens_per_microbatch
-        assert update_bytes(sizes, model, plan.remat, tokens, 1536) < 0.9 * memory * GB
-        assert tokens == 32768 or update_bytes(sizes, model, plan.remat, 2 * tokens, 1536) > 0.9 * memory * GB
+        assert update_of(sizes, model, plan.remat, tokens) < 0.9 * memory * GB
+        assert tokens == 16384 or update_of(sizes, model, plan.remat, 2 * tokens) > 0.9 * memory * GB
         assert not any("will not fit" in note for note in plan.notes[1:]) or "KV cache" in plan.notes[1]
 
 
@@ -174,7 +186,7 @@ def test_rows_that_are_sampled_beside_updates_have_room_with_them():
         between, before = fit("Qwen3-0.6B", memory, inference_batch_per_device=0)
         plan, sizes = fit("Qwen3-0.6B", memory, BESIDE, inference_batch_per_device=0)
         assert sizes.held == before.held + copy
-        update = update_bytes(sizes, model, plan.remat, plan.tokens_per_microbatch, 1536)
+        update = update_of(sizes, model, plan.remat, plan.tokens_per_microbatch)
         assert update + plan.sampling_room <= sizes.available
         assert sizes.held + copy + plan.sampling_room <= sizes.available
         assert plan.sampling_room < between.sampling_room

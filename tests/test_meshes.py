@@ -41,7 +41,7 @@ from models.distribution import Distribution
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
 from models.state import init_state
-from utils.batching import full_rows
+from utils.batching import Shape, empty_rows
 from utils.devices import sharding
 from utils.devices.sharding import sharding_of
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
@@ -211,8 +211,7 @@ def shardings_on_eight_devices() -> None:
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
     settings = MODEL, ObjectiveConfig().loss, distribution
-    sizes = full_rows(B, T)
-    packing = layout.put(pack_rows(sizes, T, 2 * T, 2 * T, shards=4))
+    packing = layout.put(pack_rows(empty_rows(B, T), Shape(2, T, 2 * T), shards=4))
     (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
     same(grads)
     state, _ = apply_gradients(optimizer, 0, state, grads)

@@ -194,7 +194,7 @@ def test_loss_and_gradient_are_those_of_all_logits(rank):
 
     learner, state = make_learner(config, model, params, layout, T - 1, base=base)
     minibatch = set_loss_denominators(batch, 3, T, config.objective)
-    chains = learner.chains(minibatch, 3)
+    chains = learner.chains(minibatch)
     found, losses = jax.tree.map(jnp.zeros_like, params), 0.0
     for chain in chains:
         chain = list(chain)  # noqa: PLW2901

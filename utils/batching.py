@@ -1,6 +1,7 @@
 """Shapes: few of them, so that little is compiled, and rows of similar length together, so that little is padding."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 Tree = TypeVar("Tree")  # a pytree of [B, ...] arrays
+Rows = Int[np.ndarray, "_"]  # numbers of rows
 EMPTY = -1  # in the place of a row's number
 
 
@@ -27,11 +29,6 @@ def few_widths(n: int, longest: int) -> int:
     quarter = max(64, round_up(-(-longest // 4), 32))
     step = quarter // 2 if n <= quarter // 2 and quarter >= 128 else quarter
     return min(round_up(n, step), round_up(max(n, longest), 32))
-
-
-def row_width(n: int, longest: int) -> int:
-    """Returns the width of rows of n columns in an update: one of four quarters, whose padding only attention reads."""
-    return few_widths(max(n, -(-longest // 4)), longest)
 
 
 def power_above(n: int) -> int:
@@ -134,157 +131,137 @@ def measure_rows(
     return RowSizes(np.array(prompt_numbers), prompt_lengths, lengths, scored)
 
 
-def full_rows(num_rows: int, width: int) -> RowSizes:
-    """Returns the sizes of rows that fill all columns, each with a prompt of one token of its own; all is scored."""
-    scored = np.ones((num_rows, width), bool)
-    return RowSizes(np.arange(num_rows), np.ones(num_rows, int), np.full(num_rows, width), scored)
+def empty_rows(num_rows: int, width: int) -> RowSizes:
+    """Returns the sizes of rows without tokens."""
+    zeros = np.zeros(num_rows, int)
+    return RowSizes(zeros, zeros, zeros, np.zeros((num_rows, width), bool))
 
 
-class Fractions(NamedTuple):
-    """Sizes of packings: eighths of a micro-batch's columns for tokens, and of the packed tokens for scored ones.
+class Shape(NamedTuple):
+    """What a micro-batch has room for on each shard."""
 
-    Each pair is a shape to compile, for each width of rows.
-    """
-
-    packed: Sequence[int] = (2, 3, 4, 6, 8)
-    scored: Sequence[int] = (4, 8)
-
-
-ON_ACCELERATORS = Fractions(packed=(2, 4))  # they compile a gradient for up to three minutes
-FEW_SHAPES = Fractions(packed=(4, 8), scored=(8,))
-ONE_SHAPE = Fractions(packed=(8,), scored=(8,))
-SEVERAL, MANY = 4, 8  # micro-batches of a batch from which on the padding of the last one counts less: one packing
+    num_rows: int
+    width: int  # columns of a row
+    num_packed: int  # packed tokens: see Packing
 
 
 class Microbatch(NamedTuple):
-    """Rows of similar length in equal parts for each shard, and the shape that they are packed in: see Packing."""
+    """Rows in equal parts for each shard, and the shape of these parts."""
 
     rows: Int[np.ndarray, "B"]  # EMPTY: none
-    width: int
-    num_scored: int  # tokens of a shard
-    num_packed: int
+    shape: Shape
 
 
-class Room(NamedTuple):
-    """Limits of micro-batches: of columns of rows, of rows on a shard, and of columns of a row."""
-
-    tokens_per_shard: int
-    shards: int
-    most_rows: int
-    longest: int
-    attention_cost: float  # of a pair of columns of a row, in packed tokens
-    fractions: Fractions
+CALL = 1024  # packed tokens that take as long as what a micro-batch costs besides: its launch, its sum of gradients
+COLUMNS, COLUMNS_OF_WIDTHS = 6, 2  # columns of rows for each packed token
 
 
-def plan_microbatches(
-    sizes: RowSizes,
-    tokens_per_shard: int,
-    shards: int,
-    max_rows: int,
-    attention_cost: float = 0.0,
-    longest: int = 0,
-    fractions: Fractions = Fractions(),  # noqa: B008 (frozen)
-) -> list[Microbatch]:
-    """Cuts rows into micro-batches of at most `tokens_per_shard` columns of rows for each shard, longest first.
+def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: bool) -> tuple[Shape, ...]:
+    """Returns the shapes of micro-batches of `num_packed` tokens: all that a run compiles.
 
-    The cheaper of two orders is taken: by length, which leaves little padding to attention, or prompt by prompt, which
-    shares most. `attention_cost` is that of a pair of columns of a row, in packed tokens.
-
-    A run has few shapes to compile. The width of a micro-batch, one of `row_width` with `longest` (most columns of a
-    row; 0: of these), gives its rows, no more than hold `max_rows`. The packed tokens that it has room for are one of
-    the `fractions`; where a batch has SEVERAL micro-batches a half, where it has MANY five eighths, which rows of
-    nearly all widths fill.
+    `longest`: most columns of a row; `most_rows`: of an optimiser batch on a shard. If attention skips what is behind a
+    row's end, all rows have one width, and a second shape has a quarter of the tokens, for what is left. Else there are
+    three widths, longest first, whose padding attention computes.
     """
-    most_rows = power_above(-(-max_rows // shards))
-    longest = longest or int(sizes.lengths.max())
-    num_microbatches = most_rows * longest / tokens_per_shard
-    if num_microbatches >= SEVERAL:
-        fractions = fractions._replace(packed=(5,) if num_microbatches >= MANY else (4,))
-    room = Room(tokens_per_shard, shards, most_rows, longest, attention_cost, fractions)
-    num_prompts = sizes.prompts.max() + 1
-    longest_of_prompt = np.zeros(num_prompts, int)
-    np.maximum.at(longest_of_prompt, sizes.prompts, sizes.lengths)
-    longest = longest_of_prompt[sizes.prompts]
-    by_length = np.argsort(-sizes.lengths, kind="stable")
-    by_prompt = np.lexsort((sizes.prompts, -longest))
-    plans = [list(cut_rows(order, sizes, room)) for order in (by_prompt, by_length)]
 
-    def plan_cost(plan: list[Microbatch]) -> float:
-        return sum(cost(len(part.rows) // shards, part.width, part.num_packed, room) for part in plan)
+    def shape_of(width: int, num_packed: int, columns: int) -> Shape:
+        num_rows = max(1, min(most_rows, columns * num_packed // width))
+        return Shape(num_rows, width, max(width, min(num_packed, num_rows * width)))  # any row fits
 
-    return with_scored(min(plans, key=plan_cost), sizes, room)
+    whole = round_up(longest, 32)
+    if skips_padding:
+        shape = shape_of(whole, num_packed, COLUMNS)
+        part = Shape(-(-shape.num_rows // 2), whole, round_up(-(-shape.num_packed // 4), 32))
+        return shape, part
+    widths = [max(64, round_up(-(-longest // divisor), 32)) for divisor in (2, 4)]
+    widths = [whole, *(width for width in dict.fromkeys(widths) if width < whole)]
+    return tuple(shape_of(width, num_packed, COLUMNS_OF_WIDTHS) for width in widths)
 
 
-def cost(num_rows: int, width: int, num_packed: int, room: Room) -> float:
-    """Returns the cost of a micro-batch of this shape for a shard, in packed tokens."""
-    return num_packed + room.attention_cost * num_rows * width**2
+def plan_microbatches(sizes: RowSizes, shapes: Sequence[Shape], shards: int) -> list[Microbatch]:
+    """Puts all rows into the cheapest micro-batches of these shapes, equally full, with prompts shared.
+
+    Of each width, longest first, there are as many as the rows that are longer than the next one need; shorter rows
+    fill what room is left. Raises: ValueError for a row that is longer than the longest width.
+    """
+    if (longest := int(sizes.lengths.max())) > shapes[0].width:
+        raise ValueError(f"a row has {longest} tokens, more than the {shapes[0].width} columns that are compiled")
+    order = np.lexsort((-sizes.lengths, sizes.prompts))
+    groups = np.split(order, np.flatnonzero(np.diff(sizes.prompts[order])) + 1)
+    is_left = np.ones(order.size, bool)
+    plan = []
+    widths = [*dict.fromkeys(shape.width for shape in shapes), -1]
+    for width, narrower in itertools.pairwise(widths):
+        of_width = [shape for shape in shapes if shape.width == width]
+        is_needed = is_left & (sizes.lengths > narrower)
+        needed = sizes.select(np.flatnonzero(is_needed))
+        groups_left = select_groups(groups, is_needed, sizes) + select_groups(groups, is_left & ~is_needed, sizes)
+        for attempt in itertools.count(64):  # a 64th more room each time
+            room = [-(-x * attempt // 64 // shards) for x in (packed_tokens(needed), needed.lengths.size)]
+            bins = choose_bins(of_width, *room)
+            filled = fill(groups_left, sizes, [shape for shape in bins for _ in range(shards)])
+            is_filled = np.isin(np.arange(order.size), np.concatenate([[], *filled]))
+            if not (is_needed & ~is_filled).any():
+                break
+        is_left &= ~is_filled
+        for i, shape in enumerate(bins):
+            plan.append(Microbatch(pad_rows(filled[i * shards : (i + 1) * shards], shape.num_rows), shape))
+    return plan
 
 
-def cut_rows(order: Int[np.ndarray, "B"], sizes: RowSizes, room: Room) -> Iterator[Microbatch]:
-    """Yields micro-batches of rows in this order, of the same room for each width."""
-    shapes: dict[int, tuple[int, int]] = {}
-    while order.size:
-        width = row_width(int(sizes.lengths[order].max()), room.longest)
-        if width not in shapes:
-            shapes[width] = choose_shape(order, sizes, width, room)
-        num_rows, num_packed = shapes[width]
-        parts = fill(order, sizes, num_rows, num_packed, room.shards)
-        order = order[sum(map(len, parts)) :]
-        yield Microbatch(pad_rows(parts, num_rows), width, num_packed, num_packed)
+def select_groups(groups: Sequence[Rows], is_chosen: Bool[np.ndarray, "B"], sizes: RowSizes) -> list[Rows]:
+    """Returns the rows of each group that are chosen, groups in the order of their longest rows."""
+    parts = [part for group in groups if (part := group[is_chosen[group]]).size]
+    return sorted(parts, key=lambda part: -sizes.lengths[part[0]])
 
 
-def choose_shape(order: Int[np.ndarray, "B"], sizes: RowSizes, width: int, room: Room) -> tuple[int, int]:
-    """Returns the rows and packed tokens of a shard that hold most tokens of the next rows for their cost."""
-    fitting = max(1, room.tokens_per_shard // width)
-    num_rows = min(room.most_rows, 1 << fitting.bit_length() - 1)  # the power of two below
+def choose_bins(shapes: Sequence[Shape], num_tokens: int, num_rows: int) -> list[Shape]:
+    """Returns the cheapest micro-batches of a large and a small shape that hold so many tokens and rows of a shard."""
+    large, small = shapes[0], shapes[-1]
 
-    def tokens_for_cost(num_packed: int) -> float:
-        parts = fill(order, sizes, num_rows, num_packed, room.shards)
-        num_tokens = sum(packed_tokens(sizes.select(part)) for part in parts)
-        return num_tokens / cost(num_rows, width, num_packed, room)
+    def number(shape: Shape, num_tokens: int, num_rows: int) -> int:
+        return max(0, -(-num_tokens // shape.num_packed), -(-num_rows // shape.num_rows))
 
-    choices = [max(width, -(-num_rows * width * eighths // 8)) for eighths in room.fractions.packed]  # any row fits
-    return num_rows, max(choices, key=tokens_for_cost)
+    def cost(numbers: tuple[int, int]) -> int:
+        return sum(number * (CALL + shape.num_packed) for number, shape in zip(numbers, (large, small), strict=True))
 
-
-def fill(
-    order: Int[np.ndarray, "B"], sizes: RowSizes, num_rows: int, num_packed: int, shards: int
-) -> list[Int[np.ndarray, "..."]]:
-    """Returns the first rows for each shard: as many as it has room for, or equally many where that is enough."""
-    equal_parts = np.array_split(order[: shards * num_rows], shards)
-    if all(packed_tokens(sizes.select(part)) <= num_packed for part in equal_parts):
-        return equal_parts
-    parts = []
-    for _ in range(shards):
-        num_tokens = cumulative_tokens(sizes.select(order[:num_rows]))
-        end = int(np.searchsorted(num_tokens, num_packed, side="right"))
-        parts.append(order[:end])
-        order = order[end:]
-    return parts
+    choices = [
+        (n, number(small, num_tokens - n * large.num_packed, num_rows - n * large.num_rows))
+        for n in range(number(large, num_tokens, num_rows) + 1)
+    ]
+    num_large, num_small = min(choices, key=cost)
+    return [large] * num_large + [small] * num_small
 
 
-def with_scored(plan: list[Microbatch], sizes: RowSizes, room: Room) -> list[Microbatch]:
-    """Returns the micro-batches with room for the largest share of scored tokens, however full each packing is."""
-    parts = [sizes.select(rows) for part in plan for rows in np.split(part.rows, room.shards)]
-    share = max(part.scored[:, 1:].sum() / max(1, packed_tokens(part)) for part in parts)
-    eighths = next(eighths for eighths in room.fractions.scored if eighths >= 8 * share)
-    return [part._replace(num_scored=-(-part.num_packed * eighths // 8)) for part in plan]
+def fill(groups: Sequence[Rows], sizes: RowSizes, bins: Sequence[Shape]) -> list[Rows]:
+    """Returns the rows of each bin: those of a group go into the emptiest one, as many as fit, and so on."""
+    room = np.array([shape.num_packed for shape in bins])
+    room_for_rows = np.array([shape.num_rows for shape in bins])
+    completions = sizes.lengths - sizes.prompt_lengths
+    filled = [[np.zeros(0, int)] for _ in bins]
+    for group in groups if bins else []:
+        prompt = max(0, int(sizes.prompt_lengths[group[0]]) - 1)
+        while group.size:
+            emptiest = int(np.argmax(np.where(room_for_rows > 0, room, -1)))
+            num_tokens = prompt + np.cumsum(completions[group[: room_for_rows[emptiest]]])
+            num_fitting = int(np.searchsorted(num_tokens, room[emptiest], side="right"))
+            if not num_fitting:
+                break
+            filled[emptiest].append(group[:num_fitting])
+            room[emptiest] -= num_tokens[num_fitting - 1]
+            room_for_rows[emptiest] -= num_fitting
+            group = group[num_fitting:]
+    return [np.concatenate(rows) for rows in filled]
 
 
 def packed_tokens(sizes: RowSizes) -> int:
     """Returns the tokens of a packing: those of completions, with the last one of the prompt, and of each prompt."""
-    return int(cumulative_tokens(sizes)[-1]) if sizes.prompts.size else 0
-
-
-def cumulative_tokens(sizes: RowSizes) -> Int[np.ndarray, "B"]:
-    """Returns the tokens of packings of the first row, of the first two, and so on."""
     _, firsts = np.unique(sizes.prompts, return_index=True)
-    num_tokens = sizes.lengths - sizes.prompt_lengths
-    num_tokens[firsts] += np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
-    return np.cumsum(num_tokens)
+    prompts = np.maximum(sizes.prompt_lengths[firsts] - 1, 0)
+    return int((sizes.lengths - sizes.prompt_lengths).sum() + prompts.sum())
 
 
-def pad_rows(parts: Sequence[Int[np.ndarray, "..."]], num_rows: int) -> Int[np.ndarray, "B"]:
+def pad_rows(parts: Sequence[Rows], num_rows: int) -> Int[np.ndarray, "B"]:
     """Returns the rows of all shards, `num_rows` of each, EMPTY ones behind those that are there."""
     rows = np.full((len(parts), num_rows), EMPTY)
     for row, part in zip(rows, parts, strict=True):

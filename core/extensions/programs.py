@@ -34,39 +34,22 @@ from models.names import ADAPTERS, LAYERS
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
 from models.state import TrainState
-from utils.batching import (
-    ONE_SHAPE,
-    bucket,
-    few_widths,
-    full_rows,
-    group_counts,
-    live_slots,
-    plan_microbatches,
-    round_up,
-    row_width,
-)
+from utils.batching import Shape, bucket, empty_rows, few_widths, group_counts, live_slots, round_up
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import DEVICE, by_mesh, mix_bits
 from utils.devices.sharding import Layout, zeros
 
 
-def with_few_shapes(
-    config: Config, workers: Mapping[str, RolloutWorker], learner: Learner
-) -> tuple[dict[str, RolloutWorker], Learner]:
-    """Returns workers and learner of few shapes: all prompts are padded as the longest one, known of an environment."""
-    workers = {role: with_prompt_columns(worker, max(prompt_lengths_of(worker))) for role, worker in workers.items()}
-    return workers, replace(learner, fractions=ONE_SHAPE)
+def with_few_shapes(workers: Mapping[str, RolloutWorker]) -> dict[str, RolloutWorker]:
+    """Returns workers of few shapes: all prompts are padded as the longest one, known of an environment."""
+    return {role: with_prompt_columns(worker, max(prompt_lengths_of(worker))) for role, worker in workers.items()}
 
 
 def run_programs(
     config: Config, workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
 ) -> list[Programs]:
     """Returns the programs of a run in lists that are independent of one another, those that compile longest first."""
-    lengths = prompt_lengths_of(workers["env"])
-    longest = max(lengths) + learner.num_generation_tokens
-    row_lengths = range(min(lengths) + 1, longest + 1)
-    widths = dict.fromkeys(row_width(length, learner.row_length) for length in row_lengths)
-    lists = [update_programs(learner, state, width) for width in widths]
+    lists = [update_programs(learner, state, shape) for shape in learner.shapes]
     policy = learner.policy(state.params)
     params = shapes_of(workers["env"].take_over(policy) if config.ahead else policy)
     worker, group_size, max_groups = workers["env"], config.update.group_size, config.update.max_groups
@@ -240,12 +223,12 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 # Updates
 
 
-def update_programs(learner: Learner, state: TrainState, width: int) -> Programs:
-    """Yields the programs that rows of `width` columns can need."""
+def update_programs(learner: Learner, state: TrainState, shape: Shape) -> Programs:
+    """Yields the programs that micro-batches of this shape need."""
     config, model = learner.config, learner.model
     distribution = learner.distribution
     params = shapes_of(state.params)
-    batch, packing = zero_batch(learner, width, config.batch_size)
+    batch, packing = zero_batch(learner, shape)
     arguments = batch.tokens, batch.support, batch.routes
     if learner.has_old_logprobs:
         policy = make_policy(shapes_of(learner.base), params)
@@ -253,7 +236,6 @@ def update_programs(learner: Learner, state: TrainState, width: int) -> Programs
     if config.objective.kl_coef:
         arguments = batch.tokens, batch.support, None
         yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing, batch.extras)
-    batch, packing = zero_batch(learner, width, config.minibatch_size)
     sums = sum_shapes(learner, params)
     yield zeros, (tuple(jax.tree.leaves(params)), learner.config.memory.grad_dtype or "float32")
     settings = model, config.objective.loss, distribution
@@ -279,17 +261,14 @@ def sum_shapes(learner: Learner, params: PyTree) -> PyTree:
     return grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
 
 
-def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Packing]:
-    """Returns zeros in the shape and with the fields of a micro-batch of this width, on the devices."""
+def zero_batch(learner: Learner, shape: Shape) -> tuple[Batch, Packing]:
+    """Returns zeros with the fields of a micro-batch of this shape, on the devices."""
     config, model, shards = learner.config, learner.model, learner.layout.row_shards
-    sizes = full_rows(max_rows, width)
-    settings = learner.tokens_per_microbatch, shards, max_rows, 0.0, learner.row_length
-    plan = plan_microbatches(sizes, *settings, ONE_SHAPE)
-    rows, *shapes = plan[0]
-    sizes = sizes.select(rows)
+    num_rows = shards * shape.num_rows
+    sizes = empty_rows(num_rows, shape.width)
     num_layers, num_routes = model.route_shape
     support_size = config.sampling.distribution.support_size(model.vocab_size)
-    letters = {"B": len(rows), "T": width, "S": support_size, "L": num_layers, "k": num_routes}
+    letters = {"B": num_rows, "T": shape.width, "S": support_size, "L": num_layers, "k": num_routes}
     is_used = {
         "support": support_size > 0,
         "routes": model.num_experts > 0,
@@ -313,4 +292,4 @@ def zero_batch(learner: Learner, width: int, max_rows: int) -> tuple[Batch, Pack
     extras = {name: zeros(name, hint) for name, hint in records.EXTRAS.items()}
     batch = Batch(**arrays, extras=extras, group_size=config.update.group_size)
     batch = replace(batch, lengths=sizes.lengths, prompt_lengths=sizes.prompt_lengths)
-    return learner.layout.put((batch, pack_rows(sizes, *shapes, shards)))
+    return learner.layout.put((batch, pack_rows(sizes, shape, shards)))
