@@ -27,6 +27,7 @@ from bench.train_step import BenchTraining, load_training
 from core.advantages import compute_advantages
 from core.config import Config
 from core.learner import make_learner, split_minibatches
+from core.pages import with_pages
 from core.records import Batch, Completions
 from core.sampler import Sampler
 from models.architecture import Decoder
@@ -64,7 +65,7 @@ def make_step(
 ) -> Callable[[], dict[str, float]]:
     """Returns a function that makes one step after another; it returns tokens drawn and the seconds of the parts."""
     limit = config.sampling.num_generation_tokens
-    sampler = Sampler(model, limit, (), layout=layout)
+    sampler = with_pages(Sampler(model, limit, (), layout=layout), -1)
     learner, state = make_learner(config, model, params, layout, limit)
     group_size = config.update.group_size
     ids = np.arange(len(prompts))

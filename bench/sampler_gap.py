@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.common import ROOT, environment, make_prompts, report
+from core.pages import with_pages
 from core.sampler import Sampler
 from models.checkpoint import load_model
 from models.decoder import score_tokens
@@ -56,6 +57,7 @@ def gaps(folder: str, dtype: str, config: Command) -> Float[np.ndarray, "n"]:
     prompts = make_prompts(model.vocab_size, config.num_prompts, 24)
     num_stop_ids = max(1, model.vocab_size // 50)
     sampler = Sampler(model, config.num_generation_tokens, tuple(range(num_stop_ids)), segment=16)
+    sampler = with_pages(sampler, -1)
     return token_gaps(sampler, params, prompts, config.group_size)
 
 

@@ -16,6 +16,7 @@ from core.advantages import compute_advantages
 from core.config import Config
 from core.grpo import make_batch
 from core.learner import make_learner, split_minibatches
+from core.pages import with_pages
 from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import Sampler
@@ -65,6 +66,7 @@ def run_rollout(work: Work, settings: dict[str, int], gate: Gate) -> None:
     per_call = settings.pop("call_rows", len(prompts) * group_size) // group_size
     sizes = (settings.pop("block_size"),) if "block_size" in settings else ()
     sampler = Sampler(model, work["limit"], tuple(work["stop_ids"]), block_sizes=sizes, **settings)
+    sampler = with_pages(sampler, -1)
     rollouts = [
         make_rollout(sampler, params, prompts[first : first + per_call], group_size, first)
         for first in range(0, len(prompts), per_call)

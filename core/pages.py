@@ -287,7 +287,9 @@ class PagedChain:
         self.is_over = np.zeros(num_rows, bool)
         self.was_forced = np.full(num_rows, not sampler.force_answer_at)
 
-        longest_prompt = int(self.prompt_lengths.max()) if sampler.paging.adapts else sampler.max_prompt_tokens
+        longest_prompt = int(self.prompt_lengths.max())
+        if not sampler.paging.adapts and sampler.max_prompt_tokens < model.num_positions:
+            longest_prompt = sampler.max_prompt_tokens
         sizes = self.sizes = page_sizes(sampler, num_rows, longest_prompt)
         num_shards = layout.row_shards
         # A state of linear attention is a row's own: its prompt is computed for each row.
