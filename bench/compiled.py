@@ -9,6 +9,8 @@
     python bench/compiled.py --target v5e --models 1.7B --devices 32 --slices 2
     python bench/compiled.py --config configs/lora_8b.py --memory 23.7 --models 8B --devices 1 --layers 2,4
     python bench/compiled.py --target h200 --models 1.7B --devices 1 --teacher Qwen3-8B    # a shape too
+    python bench/compiled.py --target h200 --kinds 1 --groups_per_batch 64 --group_size 8 --ppo_minibatch 128 \
+        --num_generation_tokens 400 --inference_batch_per_device 512                       # CPU seconds of compiling
 
 The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
 needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
@@ -24,6 +26,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import utils.settings.packages  # noqa: F401 (says what to install)
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -46,12 +49,12 @@ from bench.common import Figure, report, shape, write_figures
 from core import learner
 from core import sampler as sampling
 from core.config import Config
+from core.extensions import programs as of_run
 from core.extensions import teacher as teachers
-from core.extensions.distill import COEFFICIENTS
 from core.extensions.programs import sampler_programs, update_programs
 from core.extensions.teacher import TaughtLearner
 from core.learner import Learner
-from core.records import Batch
+from core.pages import PAGE
 from core.sampler import Sampler, SamplingConfig
 from models import architecture
 from models.architecture import Decoder, Spec
@@ -74,10 +77,11 @@ from models.names import (
     Weights,
 )
 from models.optimizers import make_optimizer
+from models.pages import Paging
 from models.speed import PEAKS, training_flops
 from models.state import TrainState
 from utils.batching import Shape, bucket, choose_shapes
-from utils.devices.compilation import Programs, with_shardings
+from utils.devices.compilation import Programs, shapes_of, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
 from utils.devices.startup import arrange_devices, mesh_sizes, parse_mesh
@@ -182,6 +186,7 @@ class TableConfig:
         "Two numbers of layers, from which rollouts and adapters' updates are extrapolated; empty: all are compiled",
     )
     memory: float = option(0.0, "GB of a device that programs may use; 0: those of the target")
+    kinds: bool = option(False, "CPU seconds to compile all programs of a run on one device, by kind, and no table")
     json: str = option("", "File for the figures; empty: not written")
 
 
@@ -234,19 +239,6 @@ class OneSegment(Sampler):
 
     def segments(self) -> list[int]:
         return [self.max_new_tokens]
-
-
-class ImaginedLearner(Learner):
-    """A learner whose sums of gradients are shapes."""
-
-    def zero_sums(self, params: Params) -> tuple[Params, jax.ShapeDtypeStruct]:
-        dtype = self.config.memory.grad_dtype or "float32"
-        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
-        return grads, self.layout.put(np.float32(0))
-
-
-class TaughtShapes(ImaginedLearner, TaughtLearner):
-    """The same with a teacher."""
 
 
 def imagine(target: str, memory: float = 0.0, num_slices: int = 1, **sizes: int) -> Imagined:
@@ -486,24 +478,10 @@ def learner_programs(model: Decoder, layout: Layout, shape_of_rows: Shape, confi
     settings = model, optimizer, layout, config, num_tokens, shape_of_rows.num_packed
     teacher = teacher_of(model, layout, config)
     if not teacher:
-        return update_programs(ImaginedLearner(*settings, base=base), state, shape_of_rows)
-    learner = TaughtShapes(*settings, base=base, beside={TEACHER: teacher.head})
-    return with_states(update_programs(learner, state, shape_of_rows), teacher)
-
-
-def with_states(programs: Programs, teacher: Teacher) -> Programs:
-    """Yields programs whose micro-batches have a teacher's states and coefficients."""
-
-    def add(x: PyTree) -> PyTree:
-        if not isinstance(x, Batch):
-            return x
-        place, size = x.tokens.sharding, (*x.tokens.shape, teacher.model.hidden_size)
-        states = jax.ShapeDtypeStruct(size, teacher.model.dtype, sharding=place)
-        coefficients = jax.ShapeDtypeStruct(size[:1], "float32", sharding=place)
-        return replace(x, extras=x.extras | {TEACHER: states, COEFFICIENTS: coefficients})
-
-    for function, arguments in programs:
-        yield function, tuple(map(add, arguments))
+        return update_programs(Learner(*settings, base=base), state, shape_of_rows)
+    of_teacher = Learner(teacher.model, *settings[1:])
+    learner = TaughtLearner(*settings, base=base, beside={TEACHER: teacher.head}, teacher=of_teacher)
+    return update_programs(learner, state, shape_of_rows)
 
 
 def state_shapes(model: Decoder, layout: Layout, config: Config) -> TrainState:
@@ -840,7 +818,39 @@ PARTS = {
 }
 
 
+def report_kinds(config: Command, target: str, name: str) -> None:
+    """Compiles all programs of a run on one device, one after the other, and prints their CPU seconds by kind."""
+    run = plan_run(config, target, name, 1)
+    model, layout, limit = run.model, run.layout, config.sampling.num_generation_tokens
+    settings = model, make_optimizer(config.optimizer), layout, config, limit, run.tokens
+    paging = Paging(PAGE, num_slots=run.rows, adapts=False)
+    sampler = Sampler(model, limit, (0,), max_prompt_tokens=config.sampling.prompt_length, paging=paging, layout=layout)
+    policy = make_policy(run.base, run.state.params)
+    lists = of_run.learner_programs(Learner(*settings, base=run.base), run.state)
+    lists.append(of_run.page_programs(sampler, policy, run.rows))
+    seconds, seen = {}, set()
+    for programs in lists:
+        results = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                function, arguments = programs.send(results)
+                leaves, tree = jax.tree.flatten(shapes_of(arguments))
+                clock = time.process_time()
+                compiled = compile_for(function, *arguments).compiled
+                results = with_shardings(compiled.out_info, compiled.output_shardings)
+                if (key := (function, tree, *leaves)) not in seen:
+                    seen.add(key)
+                    seconds.setdefault(function.__name__, []).append(time.process_time() - clock)
+    rows = [(kind, len(own), np.mean(own), sum(own)) for kind, own in seconds.items()]
+    rows.append(("all", len(seen), "", sum(row[-1] for row in rows)))
+    title = f"CPU seconds of compiling a run of {name} for {target}"
+    report(title, ("program", "number", "each", "all"), rows, {"jax": jax.__version__}, config.table.json)
+
+
 def main(config: Command) -> None:
+    if config.table.kinds:
+        report_kinds(config, config.table.target, config.table.models)
+        return
     asked = config.devices.mesh
     default = str(math.prod(parse_mesh(asked).values())) if asked else "8"
     table = []

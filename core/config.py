@@ -36,11 +36,6 @@ class Config:
         "are one step old, and the sampler's log-probabilities are the old ones, unless --importance_correction weighs "
         "by them); 0: rollouts are the current policy's",
     )
-    precompile: bool = option(
-        False,
-        "Compilation of all programs, for all shapes of rows, before the first step; 0: when a shape first occurs",
-        resumable=True,
-    )
     env: EnvConfig = group(EnvConfig)
     held_out: HeldOutConfig = group(HeldOutConfig)
     sampling: SamplingConfig = group(SamplingConfig)

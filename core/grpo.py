@@ -34,7 +34,7 @@ from core.extensions.ahead import AheadRollouts, prepare_ahead
 from core.extensions.credit import compared_rewards, token_rewards
 from core.extensions.lengths import with_length_reward
 from core.extensions.notes import training_notes
-from core.extensions.programs import run_programs, with_few_shapes
+from core.extensions.programs import are_all_known, run_programs, with_few_shapes
 from core.extensions.teacher import attach_teacher
 from core.learner import Learner, make_learner, split_minibatches
 from core.records import Batch, Episodes, Progress, join_episodes
@@ -76,9 +76,8 @@ def main(config: Config) -> None:
         devices = layout.describe_devices(state.params)
         notes = [*run.notes, *workers["env"].notes, *training_notes(config, learner, state.params)]
         run.print(f"{run.model_dir}: {model.num_parameters:,} parameters on {devices}", *notes)
-        if config.precompile:
-            workers = with_few_shapes(workers)
-            run.compile(run_programs(config, workers, learner, state))
+        workers = with_few_shapes(workers)
+        run.compile(run_programs(config, workers, learner, state), are_all_known(workers))
         rollouts = Rollouts(config, workers["env"], learner)
         if config.ahead:
             rollouts = AheadRollouts(config, collect, fraction_done, run.stack, workers["env"], learner)

@@ -217,7 +217,6 @@ def check_members(configs: Mapping[str, Config]) -> None:
             (not config.lora.lora_rank, "--population trains adapters over one base: give --lora_rank"),
             (config.lora.lora_merge == "always", "--lora_merge always: a copy holds the adapters of one member only"),
             (config.ahead, "--ahead draws for a run alone: leave it out of a population"),
-            (config.precompile, "--precompile knows the programs of a run alone: leave it out of a population"),
             (config.distill.teacher, "--teacher teaches a run alone: leave it out of a population"),
             (config.run.profile, "--profile traces a run alone: leave it out of a population"),
             (asks_for_wandb(config.run), "wandb logs one run of a process: leave out its options"),

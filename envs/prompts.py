@@ -45,6 +45,23 @@ def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list
     return [len(encode(problem)) for problem in problems]
 
 
+def longest_prompt(env: Env, encode: Encode, tasks: Tasks | None = None) -> int:
+    """Returns the tokens of the longest prompt of these tasks, else of MAX_MEASURED spread over the environment.
+
+    Few are encoded: those whose bound is above the longest one so far.
+    """
+    if tasks is None:
+        return max(prompt_lengths(env, encode))
+    bound = TokenBound(encode)
+    problems = [env.problem(int(task)) for task in tasks]
+    longest = 0
+    for most, i in sorted(((bound(problem), i) for i, problem in enumerate(problems)), reverse=True):
+        if most <= longest:
+            break
+        longest = max(longest, len(encode(problems[i])))
+    return longest
+
+
 def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 

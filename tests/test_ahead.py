@@ -182,7 +182,7 @@ def test_a_damaged_state_is_set_aside_with_its_weights(wholes, tmp_path, capsys)
 
 
 APART = {
-    "replies": {"precompile": 1, "importance_correction": "truncate"},
+    "replies": {"importance_correction": "truncate"},
     "adapters": {"lora_rank": 2, "max_resampling": 2, "do_group_filter": 1},
 }
 

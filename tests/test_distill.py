@@ -345,7 +345,6 @@ REFUSED = {
     "--teacher x --distill_beta 0.2": "no effect with --distill reverse",
     "--teacher x --distill_coef 0": "must be above 0",
     "--teacher x --top_k 5": "compares whole distributions",
-    "--teacher x --precompile 1": "--precompile does not know",
     "--teacher x --advantage best_k": "drops the other completions",
     "--teacher self --teacher_prefix sibling --group_size 1 --advantage none": "raise --group_size above 1",
 }

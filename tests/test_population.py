@@ -222,7 +222,6 @@ def test_conversations_are_drawn_as_alone_whatever_the_rows_of_a_call():
         ("lora_rank=2,4", "", "--lora_rank is 2 of lora_rank=2 and 4 of lora_rank=4"),
         ("seed=0,1", "--lora_rank 0", "give --lora_rank"),
         ("seed=0,1", "--lora_merge always", "one member only"),
-        ("seed=0,1", "--precompile 1", "leave it out"),
         ("seed=0,1", "--teacher models/tiny", "leave it out"),
         ("seed=0,1", "--wandb_name x", "leave out its options"),
         ("advantage=group_mean,gae", "", "trains a critic"),

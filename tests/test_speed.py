@@ -3,8 +3,10 @@
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from chex import assert_trees_all_equal
 
+from core import grpo
 from core.records import Completions, Episodes
 from core.run import metrics
 from core.run.metrics import speed_metrics
@@ -245,37 +248,57 @@ def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
     assert num_arenas("models/tiny") > 4 and num_arenas(str(tmp_path)) == num_arenas("") == 1
 
 
-def test_after_precompile_steps_compile_nothing(tmp_path):
-    """The quick case of the test below, in this process, of which no test before has compiled these programs."""
-    assert train_here(tmp_path, **FLAGS | {"precompile": 1, "max_steps": 2, "test_env_name": ""}) == 0
+OPTIONS = {
+    "rows in step": {},
+    "pages": {"page_size": 16},
+    "adapters, a reference, rollouts ahead": {"lora_rank": 2, "kl_coef": 0.1, "ahead": 1},
+    "a teacher's average": {"teacher": "self", "teacher_decay": 0.9},
+    "another teacher, pages": {"teacher": FLAGS["model_dir"], "distill": "sampled", "page_size": 16},
+    "a critic, episodes": {
+        "advantage": "gae", "page_size": 16, "env_name": "guess", "test_env_name": "guess-test",
+        "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20", "num_generation_tokens": 60,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ["rows in step", "pages", *slow(*list(OPTIONS)[2:])])
+def test_all_programs_are_compiled_before_step_1(options, tmp_path, capsys):
+    """With an evaluation and a save after it; also in a second process, which resumes the run."""
+    flags = FLAGS | {"max_steps": 3, "test_interval": 2, "save_interval": 2} | OPTIONS[options]
+    jax.clear_caches()
+    assert train_here(tmp_path, **flags) == 0
+    jax.clear_caches()
+    assert train_here(tmp_path, **flags | {"max_steps": 4}) == 0
+    assert len(re.findall(r"\n\d+ programs .* in \d+ s\n", capsys.readouterr().out)) == 2
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    first, second = (step["compile/num_programs"] + step["compile/num_from_cache"] for step in steps)
-    assert first > 5 and second == 0
+    counts = [(step["compile/num_programs"] + step["compile/num_from_cache"]) for step in steps]
+    assert counts[0] == counts[-1] > 5 and not any(counts[1:-1])
+    assert not any(step["times/compile"] for step in steps), "nor does an evaluation, or the first step"
+    programs = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
+    assert [row["num_steps"] for row in programs] == [0] * 2 * counts[0]
+
+
+def test_a_program_that_a_later_step_compiles_is_named(tmp_path, capsys, monkeypatch):
+    salt, sizes, speed = time.time(), iter([13, 14]), grpo.speed_metrics  # no cache has a program of this number
+    double = jax.jit(lambda x: salt * x)
+
+    def compile_again(*arguments: object) -> dict[str, float]:
+        double(np.ones(next(sizes), np.float32))
+        return speed(*arguments)
+
+    monkeypatch.setattr(grpo, "speed_metrics", compile_again)
+    assert train_here(tmp_path, **FLAGS | {"max_steps": 2, "test_env_name": ""}) == 0
+    assert "warning: 1 program compiled after the first step: <lambda> float32[14] (" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_devices", "num_tokens", "num_widths", "resampling", "rank"),
-    [(1, 12, 1, 1, 0), (2, 12, 1, 1, 2), (2, 80, 2, 3, 0)],
-)
-def test_after_precompile_no_step_compiles_and_all_programs_are_listed(
-    num_devices, num_tokens, num_widths, resampling, rank, tmp_path
-):
-    flags = FLAGS | {
-        "groups_per_batch": 8, "num_generation_tokens": num_tokens, "precompile": 1, "max_steps": 3,
-        "test_env_name": "", "save_dir": tmp_path, "num_eval_samples": 1, "max_resampling": resampling,
-        "env_name": "countdown", "env_options": "numbers=3,prompt=bare",  # prompts of nearly one length
-        "lora_rank": rank,
-    }  # fmt: skip
-    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
-    run = start(arguments(**flags), {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_FLAGS": devices})
-    assert not run.wait(), run.stdout.read()
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    counts = [step["compile/num_programs"] for step in steps if "compile/num_programs" in step]
-    assert counts[1:] == [0, 0] if num_devices == 1 else counts[1] == 0  # saving a mesh's model slices it
-    rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
-    segments = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(decode_segment)"]
-    num_sizes = 3 if num_devices > 1 else 1  # 32 slots, and fewer: a CPU keeps those of a small model
-    assert len(segments) == len(set(segments)) >= num_widths * num_sizes  # of 64 and of 96 columns; refills
-    learning = [tuple(row["shapes"]) for row in rows if row["program"] == "jit(accumulate)"]
-    assert len(learning) == len(set(learning)) == num_widths  # rows of 96 and of 192 columns
+def test_on_a_mesh_all_programs_are_known_and_a_second_start_finds_them_in_the_cache(tmp_path):
+    flags = FLAGS | {"max_steps": 2, "save_interval": 1, "test_interval": 1}
+    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    for number in range(2):
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "XLA_FLAGS": devices}
+        run = start(arguments(**flags, save_dir=tmp_path / str(number)), cache)
+        assert not run.wait(), run.stdout.read()
+        programs = [json.loads(line) for line in (tmp_path / str(number) / "programs.jsonl").read_text().splitlines()]
+        assert {row["num_steps"] for row in programs} == {0}
+        assert {row["from_cache"] for row in programs} == {bool(number)}

@@ -78,8 +78,6 @@ def check_combinations(config: Any) -> None:
          "--save_best needs held-out scores: give --test_env_name"),
         (sampling.temperature == 0,
          "--temperature 0 always draws the same completion: training needs one above 0"),
-        (config.precompile and config.distill.teacher != "",
-         "--precompile does not know the programs of --teacher: drop one"),
         (config.distill.teacher != "" and not sampling.distribution.is_whole,
          "--teacher compares whole distributions: leave --top_k, --top_p and --min_p out"),
         (update.do_inference_logprobs and objective.is_corrected,

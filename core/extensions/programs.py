@@ -1,9 +1,9 @@
-"""Programs of a run, for --precompile and bench/compiled.py: which there are, by public fields of those who call them.
+"""Programs of a run, to compile them before step 1: which there are, by public fields of those who call them.
 
 Each function yields jitted functions with the shapes of their arguments, and is sent the shapes of what they return.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import get_args, get_type_hints
@@ -19,18 +19,22 @@ from core import records
 from core import sampler as sampling
 from core.blocks import block_shape, block_size, sizes_of
 from core.config import Config
+from core.extensions import teacher as teachers
+from core.extensions.distill import COEFFICIENTS, LOGPROBS, SAMPLED
+from core.extensions.teacher import StateLearner, TaughtLearner
+from core.extensions.turns import turn_steps
 from core.learner import Learner
 from core.pages import PagedChain, decode_pages, page_sizes, prefill_pages
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
-from envs.prompts import prompt_lengths
+from envs.prompts import longest_prompt
 from models import decoder
 from models.architecture import Decoder
 from models.cache import Cache, gather_cache, take_rows
 from models.checkpoint import layer_rows, take_layer
-from models.lora import attach, make_policy, split_policy
-from models.names import ADAPTERS, LAYERS
+from models.lora import attach, split_policy
+from models.names import ADAPTERS, LAYERS, TEACHER, Extras, Policy
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
 from models.state import TrainState
@@ -41,18 +45,33 @@ from utils.devices.sharding import Layout, zeros
 
 
 def with_few_shapes(workers: Mapping[str, RolloutWorker]) -> dict[str, RolloutWorker]:
-    """Returns workers of few shapes: all prompts are padded as the longest one, known of an environment."""
-    return {role: with_prompt_columns(worker, max(prompt_lengths_of(worker))) for role, worker in workers.items()}
+    """Returns workers that pad all prompts that are drawn in step alike: as the longest one of their environment."""
+
+    def pad_alike(worker: RolloutWorker) -> RolloutWorker:
+        if worker.sampler.paging.page:
+            return worker
+        num_columns = bucket(longest_prompt(worker.env, worker.encode, worker.fitting_ids) - 1)
+        return replace(worker, sampler=replace(worker.sampler, prompt_columns=num_columns))
+
+    return {role: pad_alike(worker) for role, worker in workers.items()}
+
+
+def are_all_known(workers: Mapping[str, RolloutWorker]) -> bool:
+    """True if no shape follows what is drawn, as those of episodes and of larger models on one CPU do."""
+    samplers = [worker.sampler for worker in workers.values()]
+    return not any(
+        sampler.paging.adapts if sampler.paging.page else len(sizes_of(sampler.model)) > 1 for sampler in samplers
+    )
 
 
 def run_programs(
     config: Config, workers: Mapping[str, RolloutWorker], learner: Learner, state: TrainState
 ) -> list[Programs]:
     """Returns the programs of a run in lists that are independent of one another, those that compile longest first."""
-    lists = [update_programs(learner, state, shape) for shape in learner.shapes]
     policy = learner.policy(state.params)
     params = shapes_of(workers["env"].take_over(policy) if config.ahead else policy)
     worker, group_size, max_groups = workers["env"], config.update.group_size, config.update.max_groups
+    lists = learner_programs(learner, state)
     largest = worker.prompts_per_call(config.update.groups_per_batch, group_size)
     refills = group_counts(largest) if max_groups > largest else []
     for num_prompts in sorted({largest, *refills, max_groups % largest} - {0}):
@@ -60,20 +79,7 @@ def run_programs(
     if tester := workers.get("test_env"):
         num_tasks = tester.num_eval_tasks(config.eval.num_eval_tasks)
         lists.append(rollout_programs(tester, params, num_tasks, config.eval.num_eval_samples))
-    if not learner.layout.is_single_cpu:
-        lists.append(saving_programs(learner.model, state))
     return lists
-
-
-def prompt_lengths_of(worker: RolloutWorker) -> list[int]:
-    """Returns the lengths of an environment's prompts, or of 1,000 of a large one's."""
-    return prompt_lengths(worker.env, worker.encode, worker.fitting_ids)
-
-
-def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker:
-    """Returns a worker that pads all prompts alike, to hold `max_tokens` tokens."""
-    num_columns = bucket(max_tokens - 1)
-    return replace(worker, sampler=replace(worker.sampler, prompt_columns=num_columns))
 
 
 # Rollouts
@@ -82,7 +88,8 @@ def with_prompt_columns(worker: RolloutWorker, max_tokens: int) -> RolloutWorker
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
     """Yields the programs that `play` can need for `num_tasks`; none if their shapes follow the lengths of rows."""
     if worker.sampler.make_chain is PagedChain and not worker.sampler.paging.adapts:
-        yield from page_programs(worker.sampler, params, num_tasks * num_samples)
+        steps = turn_steps(worker.sampler, worker.env.tokens_per_turn) if worker.env.max_turns > 1 else 0
+        yield from page_programs(worker.sampler, params, num_tasks * num_samples, steps)
         return
     if worker.env.max_turns > 1:
         return
@@ -130,10 +137,14 @@ def sampler_programs(sampler: Sampler, params: PyTree, num_prompts: int, num_sam
         num_slots = smaller
 
 
-def page_programs(sampler: Sampler, params: PyTree, num_rows: int) -> Programs:
-    """Yields each program of draws over pages whose shapes do not follow a call; `params`: arrays or their shapes."""
+def page_programs(sampler: Sampler, params: PyTree, num_rows: int, steps: int = 0) -> Programs:
+    """Yields each program of draws over pages whose shapes do not follow a call.
+
+    `params`: arrays or their shapes; `steps`: of a segment, 0 for those of single replies.
+    """
     layout, model = sampler.layout, sampler.model
     sizes = page_sizes(sampler, num_rows, sampler.max_prompt_tokens)
+    sizes = sizes._replace(steps=steps or sizes.steps)
     weights = yield from weight_programs(sampler, params)
     state = yield new_state, (model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
     last_tokens = row_shape(layout, sizes.num_slots)
@@ -167,14 +178,14 @@ def block_programs(sampler: Sampler, weights: PyTree, num_prompts: int, num_samp
         num_rows = of_chain * num_samples
         blocks |= {block_shape(block_sizes, num_rows, num_samples): None}
         blocks |= {(block_size(block_sizes, n), 1): None for n in range(1, num_rows + 1)}
-    steps = max(sampler.segments())
+    steps, number = max(sampler.segments()), jax.ShapeDtypeStruct((), np.int32, sharding=layout.replicated)
     for per_block, per_prompt in blocks:
         size = per_block * per_prompt
         prompts = cache_shape(layout, decoder.without_states(computed), per_block, sampler.prompt_columns)
         state = shape(per_block), shape(size), shape(size, 2, dtype=np.uint32), shape(size, steps)
         for width in dict.fromkeys(map(sampler.cache_columns, range(1, sampler.max_new_tokens + 1))):
             cache = cache_shape(layout, computed, size, width)
-            arguments = weights, prompts, cache, np.int32(0), *state, np.int32(steps)
+            arguments = weights, prompts, cache, number, *state, number
             yield sampling.decode_segment, (model, sampler.distribution, steps, *arguments)
 
 
@@ -223,27 +234,65 @@ def row_shape(layout: Layout, *shape: int, dtype: DTypeLike = np.int32) -> jax.S
 # Updates
 
 
+def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
+    """Returns the programs that score batches, update the policy and save it."""
+    lists = [update_programs(learner, state, shape) for shape in learner.shapes]
+    if isinstance(learner, TaughtLearner):
+        lists.append(teacher_programs(learner, state))
+    if not learner.layout.is_single_cpu:
+        lists.append(saving_programs(learner.model, state))
+    return lists
+
+
 def update_programs(learner: Learner, state: TrainState, shape: Shape) -> Programs:
     """Yields the programs that micro-batches of this shape need."""
     config, model = learner.config, learner.model
-    distribution = learner.distribution
-    params = shapes_of(state.params)
+    params, sums = shapes_of(state.params), sum_shapes(learner, shapes_of(state.params))
     batch, packing = zero_batch(learner, shape)
-    arguments = batch.tokens, batch.support, batch.routes
+    taught = learner.with_head(state) if isinstance(learner, TaughtLearner) else learner
+    of_teacher = extras_of_teacher(taught, batch) if isinstance(learner, TaughtLearner) else {}
+    updated = replace(batch, extras=batch.extras | of_teacher)
+    settings = model, config.objective.loss, learner.distribution
+    weights = learner.base, taught.beside
+    yield learners.accumulate, (*settings, params, sums, updated, packing, *weights)
     if learner.has_old_logprobs:
-        policy = make_policy(shapes_of(learner.base), params)
-        yield learners.score, (model, distribution, policy, *arguments, packing, batch.extras)
+        yield score_program(learner, learner.policy(params), batch, packing)
     if config.objective.kl_coef:
-        arguments = batch.tokens, batch.support, None
-        yield learners.score, (model, distribution, shapes_of(learner.reference), *arguments, packing, batch.extras)
-    sums = sum_shapes(learner, params)
-    yield zeros, (tuple(jax.tree.leaves(params)), learner.config.memory.grad_dtype or "float32")
-    settings = model, config.objective.loss, distribution
-    yield learners.accumulate, (*settings, params, sums, batch, packing, *shapes_of((learner.base, learner.beside)))
+        yield score_program(learner, learner.reference, replace(batch, routes=None), packing)
+    yield zeros, (tuple(jax.tree.leaves(params)), config.memory.grad_dtype or "float32")
     others = [sums] * (learner.layout.num_chains(model.num_parameters) - 1)
     trained = shapes_of(state.trained, DEVICE)
     warmup_steps = config.optimizer.warmup_steps
     yield learners.apply_gradients, (learner.optimizer, warmup_steps, trained, *sums, np.float32(1), others)
+
+
+def score_program(learner: Learner, policy: Policy, batch: Batch, packing: Packing) -> tuple[Callable, tuple]:
+    """Returns the program of `score_microbatch`."""
+    if isinstance(learner, StateLearner):
+        return teachers.hidden_states, (learner.model, policy, batch.tokens, packing)
+    inputs = batch.tokens, batch.support, batch.routes, packing, batch.extras
+    return learners.score, (learner.model, learner.distribution, policy, *inputs)
+
+
+def teacher_programs(learner: TaughtLearner, state: TrainState) -> Programs:
+    """Yields the programs by which a teacher scores a batch, and by which an average of policies moves."""
+    policy = learner.teaching_policy(state)
+    for shape in learner.teacher.shapes:
+        batch, packing = zero_batch(learner.teacher, shape)
+        batch = replace(batch, support=None, routes=None, extras={})
+        yield score_program(learner.teacher, policy, batch, packing)
+    if kept := state.extra.get(TEACHER):
+        yield teachers.move_average, (kept, {name: state.params[name] for name in kept}, np.float32(0))
+
+
+def extras_of_teacher(learner: TaughtLearner, batch: Batch) -> Extras:
+    """Returns the shapes of what a teacher computes for a batch, see `TaughtLearner.ask`."""
+    num_rows, width = batch.tokens.shape
+    model, layout = learner.teacher.model, learner.layout
+    extras = {COEFFICIENTS: row_shape(layout, num_rows, dtype=np.float32)}
+    if learner.config.distill.distill == SAMPLED:
+        return extras | {LOGPROBS: row_shape(layout, num_rows, width, dtype=np.float32)}
+    return extras | {TEACHER: row_shape(layout, num_rows, width, model.hidden_size, dtype=model.dtype)}
 
 
 def saving_programs(model: Decoder, state: TrainState) -> Programs:

@@ -50,8 +50,7 @@ class TurnChain(PagedChain):
         self.environment = environment
         self.row_offset += first_row
         self.num_observed = np.zeros(len(self.keys), int)
-        longest = self.sampler.segment  # short turns would wait for the end of a longer one
-        self.sizes = self.sizes._replace(steps=min(longest, environment.tokens_per_turn or longest))
+        self.sizes = self.sizes._replace(steps=turn_steps(self.sampler, environment.tokens_per_turn))
         self.segment_time = 0.0  # seconds of the last segment
         self.clock = time.perf_counter()
 
@@ -98,6 +97,11 @@ class TurnChain(PagedChain):
             self.num_observed[row] += len(observation.tokens)
         else:
             self.finish(row, observation.finished)
+
+
+def turn_steps(sampler: Sampler, tokens_per_turn: int) -> int:
+    """Returns the steps of a segment of turns: short ones would wait for the end of a longer one."""
+    return min(sampler.segment, tokens_per_turn or sampler.segment)
 
 
 def answering_calls(sampler: Sampler, dialect: Dialect) -> Sampler:

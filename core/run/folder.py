@@ -453,13 +453,16 @@ class Run:
             self.logger.log(step, metrics)
             self.logger.line(step, metrics)
 
-    def compile(self, lists: Sequence[Programs]) -> None:
-        """Compiles the programs of the run ahead of its steps, and prints how many they are and how long that took."""
+    def compile(self, lists: Sequence[Programs], are_all: bool) -> None:
+        """Compiles the programs of the run ahead of its steps, and prints how many they are and how long that took.
+
+        `are_all`: no other is needed, so that a later step warns of each that it compiles.
+        """
         clock = time.perf_counter()
         with waiting("compiling"):
             notes = Compiler(lists).wait()
         self.print(*notes)
-        self.compilations.are_all_known = not notes
+        self.compilations.are_all_known = are_all and not notes
         self.ahead += self.compilations.take_programs()
         self.print(describe_programs(self.ahead, time.perf_counter() - clock))
 

@@ -9,6 +9,7 @@ from threading import Lock
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -67,7 +68,8 @@ class Compiler:
         sharding = next((x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct) and x.sharding), None)
         if sharding is None or len(sharding.device_set) > 1:  # the compiler says how results are laid out
             return with_shardings(traced.out_info, compiled.result().output_shardings)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), traced.out_info)
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), traced.out_info)
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

@@ -33,6 +33,7 @@ REMOVED: Mapping[str, Removed] = {
     "num_speculative_tokens": Removed(0, "the last rows of a batch are drawn as all others"),
     "on_reward_failure": Removed("drop", "failures are dropped: return 0 within the reward", changes_results=True),
     "overlong_buffer": Removed(0, "it is a fifth of the token limit (envs/scoring/shaping.py)", changes_results=True),
+    "precompile": Removed(False, "all programs are compiled before the first step"),
     "process_id": Removed(-1, "set JAX_PROCESS_ID in the environment"),
     "sample_interval": Removed(10, "examples are printed every --test_interval steps"),
     "test_greedy": Removed(False, "a saved model is evaluated by core/eval.py --temperature 0"),
