@@ -26,12 +26,14 @@ class Compiler:
     """Compiles programs for the shapes of their arguments, side by side; calls with such arguments find them compiled.
 
     Each list is traced in a thread, since on several devices it waits for how results are laid out. XLA compiles in as
-    many threads as there are cores, in one if processes have to compile in the same order.
+    many threads as there are cores. Several processes compile one program after the other, in the same order: on GPUs
+    they share the tuning of kernels, and wait for one another.
     """
 
     def __init__(self, lists: Sequence[Programs]):
-        self.tracers = ThreadPoolExecutor(len(lists) or 1, "tracing")
-        self.pool = ThreadPoolExecutor(1 if jax.process_count() > 1 else os.cpu_count() or 1, "XLA")
+        is_alone = jax.process_count() == 1
+        self.tracers = ThreadPoolExecutor(max(1, len(lists)) if is_alone else 1, "tracing")
+        self.pool = ThreadPoolExecutor(os.cpu_count() or 1 if is_alone else 1, "XLA")
         self.lock = Lock()
         self.started: dict[tuple, tuple[jax.stages.Traced, Future]] = {}  # by function and shapes
         self.lists = [self.tracers.submit(self.compile_list, programs) for programs in lists]
