@@ -62,7 +62,15 @@ from models.attention import SKIPPING
 from models.checkpoint import is_merged
 from models.decoder import head_name
 from models.lora import adapter_table, make_policy, quantize_layer
-from models.memory import fit_memory, measure_sizes, rows_that_fit, second_layout, update_bytes
+from models.memory import (
+    BETWEEN,
+    describe_rollout,
+    fit_memory,
+    measure_sizes,
+    rows_that_fit,
+    second_layout,
+    update_bytes,
+)
 from models.names import (
     EMBED,
     EXPERT,
@@ -438,9 +446,13 @@ def sampling_programs(
     group_size: int = 4,
     prompt_columns: int = 64,
     config: Config = CONFIG,
+    rollout: Layout | None = None,
 ) -> Iterator[Program]:
-    """Compiles what a rollout runs, up to a segment of `width` steps and columns, which is the last."""
-    sampler = OneSegment(model, width, (0,), prompt_columns=prompt_columns, layout=layout)
+    """Compiles what a rollout runs, up to a segment of `width` steps and columns, which is the last.
+
+    `rollout`: the mesh that samples; None: the one that trains.
+    """
+    sampler = OneSegment(model, width, (0,), prompt_columns=prompt_columns, layout=layout).on(rollout or layout)
     num_prompts = num_slots // group_size
     num_prompts *= sampler.num_chains(num_prompts)  # each chain has a program of so many slots
     programs = sampler_programs(sampler, policy_shapes(model, layout, config), num_prompts, group_size)
@@ -594,9 +606,9 @@ def measure_communication(model: Decoder, layout: Imagined, text: str) -> Commun
     )
 
 
-def measure_rollout(config: Command, model: Decoder, layout: Imagined) -> Rollout:
-    """Compiles the programs of a rollout, and reads its last decode segment."""
-    programs = rollout_programs(config, model, layout)
+def measure_rollout(config: Command, model: Decoder, trained: Imagined, layout: Imagined) -> Rollout:
+    """Compiles the programs of a rollout on the mesh that samples, and reads its last decode segment."""
+    programs = rollout_programs(config, model, trained, layout)
     text = programs[-1].hlo
     step = max(hlo.loop_traffic(text, layout.target.cache).values(), key=lambda part: part.num_bytes)
     sent = hlo.collectives(text)
@@ -612,13 +624,13 @@ def measure_rollout(config: Command, model: Decoder, layout: Imagined) -> Rollou
     )
 
 
-def rollout_programs(config: Command, model: Decoder, layout: Imagined) -> list[Program]:
+def rollout_programs(config: Command, model: Decoder, trained: Imagined, layout: Imagined) -> list[Program]:
     """Compiles the programs of a rollout with the longest completions."""
     prompt_columns = bucket(config.sampling.prompt_length)
     num_columns = bucket(config.sampling.num_generation_tokens)
     num_slots = config.sampling.inference_batch_per_device * layout.row_shards
-    group_size = config.update.group_size
-    return list(sampling_programs(model, layout, num_slots, num_columns, group_size, prompt_columns, config))
+    sizes = num_slots, num_columns, config.update.group_size, prompt_columns
+    return list(sampling_programs(model, trained, *sizes, config, layout))
 
 
 def sampling_peaks(programs: list[Program]) -> tuple[int, int]:
@@ -681,6 +693,7 @@ class Run(NamedTuple):
 
     model: Decoder
     layout: Imagined
+    rollout: Imagined  # the mesh that samples
     state: TrainState
     base: Weights
     tokens: int  # of a micro-batch
@@ -701,12 +714,15 @@ def plan_run(config: Command, target: str, name: str, num_devices: int) -> Run:
     teacher = teacher_of(model, layout, config)
     held = base, teacher and teacher.planned
     rows = row_length(config), -(-config.minibatch_size // layout.row_shards)
-    plan = fit_memory(config.memory, model, layout, state, held, *rows, num_asked)
-    print(*plan.notes, sep="\n")
-    most_rows = rows_that_fit(plan.sampling_room, model, layout, row_length(config))
+    settings = *rows, num_asked, BETWEEN, config.devices.rollout_tp
+    plan = fit_memory(config.memory, model, layout, state, held, *settings)
+    print(*plan.notes, *describe_rollout(model, layout, plan.sampling_room.layout), sep="\n")
+    rollout, num_bytes = plan.sampling_room
+    most_rows = rows_that_fit(num_bytes, model, rollout, row_length(config))
     whole_groups = most_rows // config.update.group_size * config.update.group_size
     num_rows = min(num_asked or whole_groups, whole_groups)
-    return Run(replace(model, remat=plan.remat), layout, state, base, plan.tokens_per_microbatch, num_rows)
+    model = replace(model, remat=plan.remat)
+    return Run(model, layout, rollout, state, base, plan.tokens_per_microbatch, num_rows)
 
 
 def table_row(config: Command, target: str, name: str, num_devices: int) -> dict[str, Figure]:
@@ -782,7 +798,8 @@ def largest_mfu(flops: float, num_bytes: float, run: Run) -> float:
 def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]:
     """Returns the columns of sampling: its memory beside what is held, and what a decode step moves."""
     config = with_options(config, inference_batch_per_device=run.rows)
-    rollout = extrapolate(config, run.model, lambda model: measure_rollout(config, model, run.layout))
+    rollout = extrapolate(config, run.model, lambda model: measure_rollout(config, model, run.layout, run.rollout))
+    num_devices = run.rollout.mesh.shape["tp"]  # that sample a row together
     beside = bytes_on_device(held_state(run.state, config))
     if run.model.merges_adapters:
         beside += bytes_on_device(run.base)
@@ -798,7 +815,7 @@ def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]
         "experts at least": rollout.least_experts / GB,
         "collectives": rollout.num_collectives,
         "they return": rollout.sent / GB,
-        "tokens/s at most": round(run.rows * run.layout.target.bandwidth / rollout.step),
+        "tokens/s at most": round(run.rows * run.layout.target.bandwidth / rollout.step / num_devices),
     }
 
 

@@ -150,7 +150,8 @@ def evaluate_checkpoint(
     for settings in environments:
         with make_worker(settings, sampling, config.rewards, model, tokenizer, layout) as worker:
             num_rows = worker.num_eval_tasks(config.eval.num_eval_tasks) * config.eval.num_eval_samples
-            worker = worker.with_room(sampling_room(model, layout, params), num_rows)  # noqa: PLW2901
+            room = sampling_room(model, layout, params, worker.row_length, config.devices.rollout_tp)
+            worker = worker.with_room(room, num_rows)  # noqa: PLW2901
             if layout.is_main:
                 for note in worker.notes:
                     print(note, flush=True)

@@ -70,7 +70,8 @@ def main(config: Config) -> None:
     del params  # the state holds them, and each update replaces them
     if config.ahead:
         workers, state = prepare_ahead(workers, learner, state)
-    workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
+    else:
+        workers = {role: worker.with_room(learner.sampling_room, config.batch_size) for role, worker in workers.items()}
     state, progress = run.restore(state)
     with run.start(model, tokenizer, workers.values()):  # however the run ends, what it has reached is saved
         devices = layout.describe_devices(state.params)

@@ -27,7 +27,7 @@ from models.attention import SKIPPING
 from models.decoder import make_critic, score_tokens
 from models.distribution import Distribution, TokenScores
 from models.lora import make_policy
-from models.memory import MemoryConfig, fit_memory, out_of_memory
+from models.memory import MemoryConfig, Room, fit_memory, out_of_memory
 from models.names import CRITIC, Adapters, Array, Extras, Params, Policy, Weights
 from models.optimizers import OptimizerConfig, make_optimizer, schedule
 from models.packing import Packing, pack_rows
@@ -46,6 +46,7 @@ from utils.batching import (
 )
 from utils.devices.memory import DEVICE, HOST, check_offload, in_memory
 from utils.devices.sharding import Layout, zeros_of
+from utils.devices.startup import DeviceConfig
 from utils.devices.threads import side_by_side
 from utils.metrics.terminal import track
 from utils.settings.groups import UpdateConfig
@@ -73,6 +74,7 @@ class LearnerConfig(Protocol):
     optimizer: OptimizerConfig
     memory: MemoryConfig
     sampling: SampledRows
+    devices: DeviceConfig
     batch_size: int  # rollouts to learn from in a step
     minibatch_size: int  # rollouts of an optimiser step
     updates_per_step: int
@@ -103,7 +105,7 @@ class Learner:
     beside: Weights = field(default_factory=dict)  # the policy's weights in updates: what the loss reads besides
     on_skipped: Callable[[Batch], None] = lambda minibatch: None  # called with a minibatch whose update was skipped
     notes: tuple[str, ...] = ()  # what was decided about memory
-    sampling_room: int = 0  # bytes per device for the rows sampled at once
+    sampling_room: Room | None = None  # None: not planned yet
 
     def policy(self, params: Params | Adapters) -> Policy:
         """Returns the policy whose trained parameters these are."""
@@ -252,7 +254,7 @@ class Learner:
         config, model = self.config, self.model
         row_length = bucket(self.row_length)
         held, num_rows = (self.reference or self.base, beside), config.sampling.inference_batch_per_device
-        settings = row_length, self.most_rows, num_rows, config.place_of_sampling
+        settings = row_length, self.most_rows, num_rows, config.place_of_sampling, config.devices.rollout_tp
         plan = fit_memory(config.memory, model, self.layout, state, held, *settings)
         chosen = {name: getattr(plan, name) for name in ("tokens_per_microbatch", "sampling_room", "notes")}
         return replace(self, model=replace(model, remat=plan.remat), **chosen)

@@ -30,6 +30,7 @@ from envs.scoring.scorer import ScoringStream
 from envs.settings import resolve_settings
 from models.checkpoint import find_model, load_policy
 from models.lora import make_policy
+from models.memory import sampling_room
 from models.names import Key, Weights
 from utils.devices.sharding import Layout
 from utils.files import read_arrays
@@ -162,6 +163,8 @@ def replay(
     settings = resolve_settings(config.env, config.env.env_name, *limits)
     key = make_key(config.seed, stored.step)
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        room = sampling_room(model, layout, (base, params), worker.row_length)
+        worker = worker.with_room(room, max(num_samples, config.update.group_size))  # noqa: PLW2901
         weights = worker.load_weights(make_policy(base, params))
         problem = tokenizer.decode(stored.tokens[: stored.prompt_length]).strip()
         print(f"step {stored.step}, row {row}, sample {stored.sample} of problem {stored.task}: {printable(problem)}")

@@ -26,7 +26,7 @@ from envs.scoring.shaping import RewardConfig, add_truncation_penalty
 from envs.scoring.trial import try_rewards
 from envs.settings import RolloutSettings
 from models.architecture import Decoder
-from models.memory import out_of_memory, pages_that_fit, rows_that_fit
+from models.memory import Room, describe_rollout, out_of_memory, pages_that_fit, rows_that_fit
 from models.names import Key, Params, Policy, Weights
 from models.tokenizer import Tokenizer
 from utils.batching import bucket, concatenate
@@ -70,22 +70,27 @@ class RolloutWorker:
     def max_new_tokens(self) -> int:
         return self.sampler.max_new_tokens
 
-    def with_room(self, num_bytes: int, num_rows: int) -> Self:
-        """Returns a worker that samples as many rows at once as fit in memory, unless the settings give a number.
+    @property
+    def row_length(self) -> int:
+        """Returns the columns of the longest row."""
+        return bucket(self.sampler.max_prompt_tokens + self.sampler.max_new_tokens)
+
+    def with_room(self, room: Room, num_rows: int) -> Self:
+        """Returns a worker on the mesh that samples, with as many rows at once as fit, or as the settings say.
 
         `num_rows`: those of a step.
         """
-        sampler, paging = self.sampler, self.sampler.paging
+        (layout, num_bytes), asked = room, self.rows_per_call // self.layout.row_shards
+        sampler, rows_per_call = self.sampler.on(layout), 0
+        paging, model = sampler.paging, sampler.model
         if paging.page and not paging.adapts:
             longest = sampler.max_prompt_tokens + sampler.max_new_tokens
-            sizes = longest, paging.num_slots or self.rows_per_call or num_rows
-            paging = pages_that_fit(num_bytes, sampler.model, self.layout, paging, *sizes)
-            return replace(self, sampler=replace(sampler, paging=paging), rows_per_call=0)
-        if self.rows_per_call:
-            return self
-        row_length = bucket(sampler.max_prompt_tokens + sampler.max_new_tokens)
-        num_rows = rows_that_fit(num_bytes, sampler.model, self.layout, row_length)
-        return replace(self, rows_per_call=num_rows * self.layout.row_shards)
+            sizes = longest, paging.num_slots or asked * layout.row_shards or num_rows
+            sampler = replace(sampler, paging=pages_that_fit(num_bytes, model, layout, paging, *sizes))
+        else:
+            rows_per_call = (asked or rows_that_fit(num_bytes, model, layout, self.row_length)) * layout.row_shards
+        notes = *self.notes, *describe_rollout(model, self.layout, layout)
+        return replace(self, sampler=sampler, layout=layout, rows_per_call=rows_per_call, notes=notes)
 
     def load_weights(self, params: Policy) -> Weights:
         """Returns the weights that `play` samples from: cast and laid out for decoding, once for many calls."""

@@ -10,7 +10,7 @@ N prompts, G completions of each, B = N G rows, P prompt columns, A completion c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
 
@@ -23,7 +23,7 @@ from core.blocks import Blocks, Source, is_live, sizes_of
 from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
-from models.architecture import Decoder, is_spec
+from models.architecture import Decoder, Table, is_spec
 from models.cache import Cache
 from models.distribution import MAX_SUPPORT, Distribution, sampling_uniforms
 from models.lora import attach, split_policy
@@ -171,6 +171,10 @@ class Sampler:
     cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
     # Called after each segment, from the thread of its chain: number of its first row, tokens, columns drawn, lengths.
     on_segment: Callable[[int, Int[np.ndarray, "B A"], int, Int[np.ndarray, "B"]], None] | None = None
+
+    def on(self, layout: Layout) -> "Sampler":
+        """Returns a sampler on another mesh of the same devices."""
+        return replace(self, model=replace(self.model, mesh=layout.mesh), layout=layout)
 
     def load_weights(self, params: Policy) -> Weights:
         """Returns the weights as sampling reads them, cast and laid out once, not for every token in the loop.
@@ -387,11 +391,17 @@ def row_keys(key: Key, ids: Int[np.ndarray, "B"], samples: Int[np.ndarray, "B"])
 
 @partial(jax.jit, static_argnums=(0, 1))
 def decode_weights(model: Decoder, layout: Layout, params: Params, numbers: LayerNumbers) -> Weights:
-    """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it."""
-    shardings = jax.tree.map(
-        lambda spec: layout.sharding(*spec, rollout=True), model.weights_table(), is_leaf=is_spec
-    )
-    return jax.lax.with_sharding_constraint(decoder.decode_weights(model, params, numbers), shardings)
+    """Returns the weights in the shapes that decoding reads; what fsdp cuts is gathered, since each token reads it.
+
+    `layout`: the mesh that samples. First all is cut as it trains: if `tp` is larger there, no device holds it whole.
+    """
+
+    def lay_out(weights: Params | Weights, table: Table, rollout: bool) -> Params | Weights:
+        shardings = jax.tree.map(lambda spec: layout.sharding(*spec, rollout), table, is_leaf=is_spec)
+        return jax.lax.with_sharding_constraint(weights, shardings)
+
+    cast = lay_out(decoder.cast_params(model, params), model.parameter_table(), rollout=False)
+    return lay_out(decoder.decode_weights(model, cast, numbers), model.weights_table(), rollout=True)
 
 
 layer_adapters = jax.jit(lora.layer_adapters, static_argnums=0)

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from core.chat.terminal import Message, ShowText, converse
 from core.chat.web import serve
@@ -39,7 +39,7 @@ from envs.scoring.scorer import Scorer
 from envs.settings import EnvConfig
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
-from models.memory import out_of_memory, rows_that_fit, sampling_room
+from models.memory import FEW_ROWS, describe_rollout, out_of_memory, rows_that_fit, sampling_room
 from models.names import Key, Params
 from models.oracle import check_prompt
 from models.tokenizer import Tokenizer
@@ -150,13 +150,11 @@ def sample_rows(
     sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: Command
 ) -> list[Completions]:
     """Returns the completions of all prompts, a call's together."""
-    num_rows = config.sampling.inference_batch_per_device
-    if not num_rows:
-        row_length = bucket(max(map(len, prompts)) + sampler.max_new_tokens)
-        room = sampling_room(sampler.model, sampler.layout, params)
-        num_rows = rows_that_fit(room, sampler.model, sampler.layout, row_length)
-    weights = sampler.load_weights(params)
     num_samples = config.prompts.num_samples
+    row_length = bucket(max(map(len, prompts)) + sampler.max_new_tokens)
+    sampler, most_rows = with_room(sampler, params, config, row_length, len(prompts) * num_samples)
+    num_rows = config.sampling.inference_batch_per_device or most_rows
+    weights = sampler.load_weights(params)
     per_call = max(1, num_rows * sampler.layout.row_shards // num_samples)
     key = make_key(config.prompts.seed)
     parts = []
@@ -168,6 +166,18 @@ def sample_rows(
             watched = replace(sampler, on_segment=partial(wait.on_segment, start * num_samples))
             parts.append(watched.generate(weights, calls, ids, num_samples, key))
     return parts
+
+
+def with_room(
+    sampler: Sampler, held: PyTree, config: Command, row_length: int, num_rows: int
+) -> tuple[Sampler, int]:
+    """Returns a sampler on the mesh that has room for these rows or a few, and how many fit on each device of it."""
+    model, layout = sampler.model, sampler.layout
+    num_rows = min(num_rows, FEW_ROWS)
+    rollout, num_bytes = sampling_room(model, layout, held, row_length, config.devices.rollout_tp, num_rows)
+    if layout.is_main:
+        sys.stderr.writelines(f"{line}\n" for line in describe_rollout(model, layout, rollout))
+    return sampler.on(rollout), rows_that_fit(num_bytes, model, rollout, row_length)
 
 
 def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> Row:
@@ -342,6 +352,8 @@ def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> l
     for name, style, (model, params, tokenizer) in zip(names, styles, loaded, strict=True):
         sampler = make_text_sampler(config, model, tokenizer, layout)
         sampler = replace(sampler, segment=8, max_prompt_tokens=model.num_positions - sampler.max_new_tokens)
+        row_length = bucket(sampler.max_prompt_tokens + sampler.max_new_tokens)
+        sampler, _ = with_room(sampler, [params for _, params, _ in loaded], config, row_length, 1)
         models.append(ChatModel(name, sampler, params, key, style))
     return models
 

@@ -5,6 +5,7 @@ vocabulary.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from models.architecture import LINEAR, Decoder
+from models.architecture import LINEAR, Decoder, is_spec
 from models.attention import SKIPPING
 from models.deltanet import CHUNK
 from models.names import LAYERS, Array
@@ -106,6 +107,13 @@ def second_layout(model: Decoder, head: Array) -> jax.ShapeDtypeStruct | None:
 BETWEEN, BESIDE, ELSEWHERE = "between", "beside", "elsewhere"
 
 
+class Room(NamedTuple):
+    """The mesh that samples, and the bytes that each of its devices has for the rows that are sampled at once."""
+
+    layout: Layout
+    num_bytes: int
+
+
 class Sizes(NamedTuple):
     """Bytes on one device."""
 
@@ -117,6 +125,7 @@ class Sizes(NamedTuple):
     step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
     schedule: str = BETWEEN  # of sampling
     num_chains: int = 1  # micro-batches at the same time
+    rollout: Layout | None = None  # the mesh that samples
 
     @property
     def update_limit(self) -> int:
@@ -235,45 +244,96 @@ def measure_sizes(
     others: PyTree,
     row_length: int,
     schedule: str = BETWEEN,
+    rollout_tp: int = 0,
 ) -> Sizes:
     """Returns the sizes of a training run; held arrays are looked up, not estimated."""
     params = bytes_on_device(state.params)
-    tp = layout.mesh.shape["tp"]
-    item = jnp.dtype(model.dtype).itemsize
+    available = int(USABLE * layout.device_memory)
     gradient_item = jnp.dtype(config.grad_dtype or "float32").itemsize
     summed = params // 4 * gradient_item
     has_copy = LAYERS in state.params or model.merges_adapters
-    sampling_copy = model.num_parameters * item // tp if has_copy and schedule != ELSEWHERE else 0
     held = bytes_on_device((state, others))
+    between = held - (bytes_on_device(state.opt_state) if config.offload else 0)
+    rollout = layout
+    if schedule != ELSEWHERE:
+        rollout = choose_rollout(model, layout, available - between, row_length, rollout_tp)
+    sampling_copy = weights_bytes(model, rollout) if has_copy and schedule != ELSEWHERE else 0
     if schedule == BESIDE:  # a held-out evaluation makes another one
         held += sampling_copy
     step = 0
     if config.offload:
         step = held + summed
         held -= bytes_on_device(state.opt_state)
-    kv_row = kv_row_bytes(model, layout, row_length) if schedule != ELSEWHERE else 0
+    kv_row = kv_row_bytes(model, rollout, row_length) if schedule != ELSEWHERE else 0
     return Sizes(
         held=held,
         gradients=summed + gradient_bytes(model, layout, state.params),
         sampling_copy=sampling_copy,
         kv_row=kv_row,
-        available=int(USABLE * layout.device_memory),
+        available=available,
         step=step,
         schedule=schedule,
         num_chains=layout.num_chains(model.num_parameters),
+        rollout=rollout,
     )
+
+
+def weights_bytes(model: Decoder, layout: Layout) -> int:
+    """Bytes on a device of this mesh of a copy of the weights that samples; what tp does not divide is whole."""
+    specs = jax.tree.leaves(model.weights_table(), is_leaf=is_spec)
+    shards = (layout.sharding(*spec, rollout=True).shard_shape(spec.shape) for spec in specs)
+    return jnp.dtype(model.dtype).itemsize * sum(map(math.prod, shards))
+
+
+def choose_rollout(
+    model: Decoder, layout: Layout, free: int, row_length: int, rollout_tp: int, num_rows: int = FEW_ROWS
+) -> Layout:
+    """Returns the mesh that samples: a copy of the weights lies on the fewest devices that have room for rows beside.
+
+    `free`: bytes of a device beside what is held. Weights below adapters are sampled where they lie.
+    Raises: UserError for a --rollout_tp by which weights cannot be cut.
+    """
+    fsdp, tp = layout.mesh.shape["fsdp"], layout.mesh.shape["tp"]
+    # From fsdp=4,tp=2 to tp=4 XLA returns whole arrays: these two cuts do not nest.
+    factors = [n for n in range(1, fsdp + 1) if fsdp % n == 0 and (tp == 1 or n in (1, fsdp))]
+    choices = {tp * n: layout.with_tp(tp * n) for n in ([1] if model.lora_rank else factors)}
+    if rollout_tp and rollout_tp not in choices:
+        reason = "the mesh"
+        if model.lora_rank:
+            reason = "weights below adapters are sampled where they lie, cut by --mesh tp; that"
+        numbers = ", ".join(map(str, choices))
+        raise UserError(f"--rollout_tp {rollout_tp}: {reason} allows {numbers}, or 0 to be chosen")
+    if rollout_tp:
+        return choices[rollout_tp]
+
+    def has_room(rollout: Layout) -> bool:
+        room = free - weights_bytes(model, rollout)
+        return room // row_bytes(model, rollout, row_length) >= num_rows
+
+    return next(filter(has_room, choices.values()), choices[max(choices)])
 
 
 def kv_row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
     """Bytes per device of a full-length row's KV cache and state, with their copies during a gather."""
+    cache = model.cache_bytes // num_parts(layout, model.num_key_value_heads)
+    state = model.state_bytes // num_parts(layout, model.delta.num_value_heads) if model.delta else 0
+    return cache * row_length * 5 // 3 + 2 * state
+
+
+def row_bytes(model: Decoder, layout: Layout, row_length: int) -> int:
+    """Bytes per device of a row that is sampled: its cache and state, its logits, and what is drawn from them."""
+    return kv_row_bytes(model, layout, row_length) + 3 * 4 * model.vocab_size // num_parts(layout, model.vocab_size)
+
+
+def num_parts(layout: Layout, size: int) -> int:
+    """Returns into how many parts tp cuts a dimension of this size; one that it does not divide stays whole."""
     tp = layout.mesh.shape["tp"]
-    return model.cache_bytes // tp * row_length * 5 // 3 + 2 * model.state_bytes // tp
+    return tp if size % tp == 0 else 1
 
 
 def rows_that_fit(room: int, model: Decoder, layout: Layout, row_length: int) -> int:
     """Returns how many rows each device can sample at once in `room` bytes when all get long; 1 at least."""
-    logits = 3 * 4 * model.vocab_size // layout.mesh.shape["tp"]  # and what is drawn from them
-    num_rows = room // (kv_row_bytes(model, layout, row_length) + logits)
+    num_rows = room // row_bytes(model, layout, row_length)
     return max(1, min(num_rows // 2, MOST_ROWS_ON_CPU) if layout.is_cpu else num_rows)
 
 
@@ -282,9 +342,9 @@ def pages_that_fit(room: int, model: Decoder, layout: Layout, paging: Paging, lo
 
     Raises: UserError where not even one row of the `longest` tokens fits.
     """
-    shards, tp = layout.row_shards, layout.mesh.shape["tp"]
-    bytes_of_page = page_bytes(model, paging.page) // (tp if model.num_key_value_heads % tp == 0 else 1)
-    bytes_of_slot = 3 * 4 * model.vocab_size // tp + 2 * model.state_bytes // tp  # logits, and what is drawn from them
+    shards = layout.row_shards
+    bytes_of_page = page_bytes(model, paging.page) // num_parts(layout, model.num_key_value_heads)
+    bytes_of_slot = row_bytes(model, layout, 0)
     width = -(-longest // paging.page)  # pages of the longest row
     pages_beside = room // bytes_of_page
     # More slots than rows that the pages hold would be computed for nothing: rows have a quarter of the most tokens.
@@ -300,10 +360,25 @@ def pages_that_fit(room: int, model: Decoder, layout: Layout, paging: Paging, lo
     return replace(paging, num_pages=num_pages * shards, num_slots=num_slots * shards)
 
 
-def sampling_room(model: Decoder, layout: Layout, params: PyTree) -> int:
-    """Bytes that are left on a device for the rows that are sampled at once, where nothing is trained."""
-    copy = model.num_parameters * jnp.dtype(model.dtype).itemsize // layout.mesh.shape["tp"]
-    return max(0, int(USABLE * layout.device_memory) - bytes_on_device(params) - copy)
+def sampling_room(
+    model: Decoder, layout: Layout, params: PyTree, row_length: int, rollout_tp: int = 0, num_rows: int = FEW_ROWS
+) -> Room:
+    """Returns where rows of this length are sampled, at least `num_rows` at once if they fit, if nothing is trained."""
+    free = int(USABLE * layout.device_memory) - bytes_on_device(params)
+    rollout = choose_rollout(model, layout, free, row_length, rollout_tp, num_rows)
+    return Room(rollout, max(0, free - weights_bytes(model, rollout)))
+
+
+def describe_rollout(model: Decoder, layout: Layout, rollout: Layout) -> list[str]:
+    """Returns in a line over how many devices weights are cut that are sampled, if training cuts them otherwise."""
+    before, now = (x.mesh.shape["tp"] for x in (layout, rollout))
+    if now == before:
+        return []
+    sizes = [gigabytes(weights_bytes(model, x)) for x in (layout, rollout)]
+    return [
+        f"sampling: the weights are cut over {now} devices as tp cuts them, {sizes[1]} GB on each; a copy on {before} "
+        f"takes {sizes[0]} (--rollout_tp)"
+    ]
 
 
 class MemoryPlan(NamedTuple):
@@ -311,7 +386,7 @@ class MemoryPlan(NamedTuple):
 
     remat: str
     tokens_per_microbatch: int
-    sampling_room: int  # bytes for the rows that are sampled at once
+    sampling_room: Room
     notes: tuple[str, ...]
 
 
@@ -325,13 +400,15 @@ def fit_memory(
     most_rows: int,
     num_sampled_rows: int,
     schedule: str = BETWEEN,
+    rollout_tp: int = 0,
 ) -> MemoryPlan:
     """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
     `others`: arrays that are held besides the state: a reference, or the base below adapters. `most_rows`: of an
     optimiser batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
+    `rollout_tp`: devices that hold a copy of the weights then; 0: to be chosen.
     """
-    sizes = measure_sizes(config, model, layout, state, others, row_length, schedule)
+    sizes = measure_sizes(config, model, layout, state, others, row_length, schedule, rollout_tp)
     plenty, enough = (PLENTY_ON_CPU, ENOUGH_ON_CPU) if layout.is_cpu else (PLENTY, ENOUGH)
     plenty = max(plenty, row_length)
 
@@ -352,9 +429,9 @@ def fit_memory(
     num_tokens = config.tokens_per_microbatch or fitting_tokens(remat) or row_length
     num_bytes = update(remat, num_tokens)
     room = sizes.sampling_room(num_bytes)
-    num_rows = num_sampled_rows or min(rows_that_fit(room, model, layout, row_length), FEW_ROWS)
+    num_rows = num_sampled_rows or min(rows_that_fit(room, model, sizes.rollout, row_length), FEW_ROWS)
     notes = describe_memory(sizes, model, remat, num_tokens, num_bytes, row_length, num_rows)
-    return MemoryPlan(remat, num_tokens, room, tuple(notes))
+    return MemoryPlan(remat, num_tokens, Room(sizes.rollout, room), tuple(notes))
 
 
 def describe_memory(

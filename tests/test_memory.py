@@ -19,7 +19,10 @@ from models.memory import (
     ELSEWHERE,
     MemoryPlan,
     Sizes,
+    choose_rollout,
+    describe_rollout,
     fit_memory,
+    kv_row_bytes,
     measure_sizes,
     out_of_memory,
     rows_that_fit,
@@ -31,6 +34,7 @@ from models.state import TrainState
 from utils.batching import Shape, bucket, choose_shapes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device, single_device
 from utils.settings.config import make_config
+from utils.settings.errors import UserError
 
 GB = 10**9
 
@@ -139,6 +143,43 @@ def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, 
     assert 0.92 < estimate / COMPILED_FOR_TPUS[name, num_devices, remat, num_tokens] < 1.08
 
 
+# Devices of a copy of the weights that samples, by model, devices and chips: docs/devices.md
+ROLLOUT = {
+    ("Qwen3-1.7B", 8, 16.9): 1, ("Qwen3-4B", 8, 16.9): 2, ("Qwen3-8B", 8, 16.9): 8, ("Qwen3-8B", 8, 33.6): 2,
+    ("Qwen3-8B", 8, 84.9): 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_devices", "gigabytes"), ROLLOUT)
+def test_weights_that_sample_are_cut_where_a_whole_copy_leaves_no_room_for_rows(name, num_devices, gigabytes):
+    chips = np.array([Tpu(i) for i in range(num_devices)], dtype=object)
+    mesh = Mesh(chips.reshape(1, -1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    layout = Device(mesh, int(gigabytes * GB))
+    model = shape(name, dtype="bfloat16", mesh=mesh)
+    config = settings_for()
+    arguments = config.memory, model, layout, state_shapes(model, layout, config), None, 1536
+    sizes = measure_sizes(*arguments)
+    tp = sizes.rollout.mesh.shape["tp"]
+    assert tp == ROLLOUT[name, num_devices, gigabytes]
+    assert list(sizes.rollout.mesh.devices.flat) == list(chips)
+    assert sizes.sampling_copy == pytest.approx(2 * model.num_parameters / tp, rel=0.01)
+    assert len(describe_rollout(model, layout, sizes.rollout)) == (tp > 1)
+    asked = measure_sizes(*arguments, rollout_tp=num_devices)
+    assert asked.rollout.row_shards == 1 and asked.kv_row * num_devices == kv_row_bytes(model, layout, 1536)
+
+
+def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
+    layout = Device(Mesh(np.array([Tpu(i) for i in range(8)], dtype=object).reshape(1, 4, 2), MESH_AXES))
+    model = shape("Qwen3-0.6B", dtype="bfloat16", mesh=layout.mesh)
+    with pytest.raises(UserError, match="--rollout_tp 4: the mesh allows 2, 8, or 0"):
+        choose_rollout(model, layout, 0, 1536, 4)
+    with pytest.raises(UserError, match="--rollout_tp 8: weights below adapters .* allows 2, or 0"):
+        choose_rollout(replace(model, lora_rank=8), layout, 0, 1536, 8)
+    two_heads = replace(model, num_key_value_heads=2)
+    cut = [kv_row_bytes(two_heads, layout.with_tp(tp), 1536) for tp in (2, 8)]
+    assert cut[0] * 2 == cut[1], "8 devices have both heads each"
+
+
 def test_the_plan_counts_the_copy_of_a_teachers_head_that_xla_makes_for_tpus(monkeypatch):
     model, head = Decoder(64, 16, 32, 1, 2, 1, 8), jnp.ones((64, 24), "bfloat16")
     assert second_layout(model, head) is None
@@ -167,7 +208,7 @@ def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
     found = []
     for memory in (20, 40, 80, 140):
         plan, sizes = fit("Qwen3-0.6B", memory, inference_batch_per_device=0)
-        num_rows = rows_that_fit(plan.sampling_room, model, layout, 1536)
+        num_rows = rows_that_fit(plan.sampling_room.num_bytes, model, layout, 1536)
         logits = 12 * 151936
         used = sizes.held + sizes.sampling_copy + num_rows * (sizes.kv_row + logits)
         assert used <= sizes.available < used + sizes.kv_row + logits
@@ -187,12 +228,12 @@ def test_rows_that_are_sampled_beside_updates_have_room_with_them():
         plan, sizes = fit("Qwen3-0.6B", memory, BESIDE, inference_batch_per_device=0)
         assert sizes.held == before.held + copy
         update = update_of(sizes, model, plan.remat, plan.tokens_per_microbatch)
-        assert update + plan.sampling_room <= sizes.available
-        assert sizes.held + copy + plan.sampling_room <= sizes.available
-        assert plan.sampling_room < between.sampling_room
+        assert update + plan.sampling_room.num_bytes <= sizes.available
+        assert sizes.held + copy + plan.sampling_room.num_bytes <= sizes.available
+        assert plan.sampling_room.num_bytes < between.sampling_room.num_bytes
         # Not where one row alone takes more than half of what is free.
         is_tight = plan.tokens_per_microbatch < 3072
-        assert is_tight or plan.sampling_room >= (sizes.available - sizes.held) // 2
+        assert is_tight or plan.sampling_room.num_bytes >= (sizes.available - sizes.held) // 2
     assert fit("Qwen3-0.6B", 80, ELSEWHERE)[1].held == before.held
 
 

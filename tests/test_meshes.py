@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    HYBRID,
     MODEL,
     ROOT,
     assert_close,
@@ -38,12 +40,13 @@ from models import decoder
 from models.cache import gather_cache
 from models.checkpoint import load_model
 from models.distribution import Distribution
+from models.memory import weights_bytes
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
 from models.state import init_state
 from utils.batching import Shape, empty_rows
 from utils.devices import sharding
-from utils.devices.sharding import sharding_of
+from utils.devices.sharding import bytes_on_device, sharding_of, single_device
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
@@ -58,6 +61,7 @@ FLAGS = {
     # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
     "lr": 1e-3, "adam_eps": 1e-2, "weight_decay": 0,
 }  # fmt: skip
+OF_PAGES = {f"rollout/{name}" for name in ("pages_in_use", "rows_running", "rows_waiting", "recomputed")}
 SURPRISE = 10.0  # nats of an unlikely token, which metrics are made from
 WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generation_tokens"]  # of a row, of a batch
 
@@ -94,7 +98,7 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
         is_after = len(drawn) == len(records)
         operations = (gradient_depth(self.model, WIDTH, NUM_TOKENS) if is_after else 0) + depth(self.model, WIDTH)
         assert_close(found.logprobs[same], known.logprobs[same], operations)
-        return known
+        return replace(known, num_recomputed=found.num_recomputed)  # one device draws in step
 
     flags = FLAGS | flags | {"save_dir": folder}
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -123,14 +127,15 @@ def from_edge(logits, key, *tokens: int) -> float:
 
 def step_on_mesh(folder: str, name: str) -> None:
     """A step under this sharding, in this process, on all devices that there are."""
-    folder = Path(folder)
-    step_of_grpo(folder / f"{jax.device_count()}-{name}", folder / "recorded", sharding=name)
+    folder, n = Path(folder), jax.device_count()
+    flags = {"rollout_tp": n} if name == "rollout_tp" else {"sharding": name}
+    step_of_grpo(folder / f"{n}-{name}", folder / "recorded", **flags)
 
 
 def hosts_step(folder: str, num_processes: int) -> None:
     """This process's part of a step on several."""
     folder = Path(folder)
-    mesh = {"mesh": "fsdp=2,tp=2"} if num_processes == 2 else {"mesh": f"data={num_processes},fsdp=-1"}
+    mesh = {"mesh": "fsdp=2,tp=2", "rollout_tp": 4} if num_processes == 2 else {"mesh": f"data={num_processes},fsdp=-1"}
     with ending_together():
         step_of_grpo(folder / f"hosts-{num_processes}", folder / "recorded", **mesh)
 
@@ -144,7 +149,8 @@ def runs(tmp_path_factory) -> Path:
 
 
 CALL = "from test_meshes import *; "
-CASES = [f"{n}-{name}" for n in NUM_DEVICES for name in SHARDINGS] + [f"hosts-{n}" for n in NUM_PROCESSES]
+CASES = [f"{n}-{name}" for n in NUM_DEVICES for name in (*SHARDINGS, "rollout_tp")]
+CASES += [f"hosts-{n}" for n in NUM_PROCESSES]
 QUICK = ("4-fsdp_tp",)
 
 
@@ -169,7 +175,7 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
     for name, x in expected.items():
         np.testing.assert_allclose(found[name], x, rtol=rounding(4), atol=moved, err_msg=name)
     for one, other in zip(*records, strict=True):
-        assert one.keys() == other.keys()
+        assert one.keys() == other.keys() - OF_PAGES
         for name in reproducible(one):
             size = np.abs(one[name]).max(initial=SURPRISE)  # how far sampler and trainer differ is rounding itself
             assert_close(other[name], one[name], operations, size, err_msg=name)
@@ -260,6 +266,36 @@ def gradients_on_eight_devices() -> None:
     cut = summed(jnp.zeros(table[0]), x)  # [8, 24, 2]
     found = np.moveaxis(np.asarray(cut), 0, 1).reshape(table[0])
     np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
+
+
+SMALLER = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": True}
+ODD = {"vocab_size": 201}  # which no number of devices divides
+KINDS = {"dense": replace(MODEL, **ODD), "hybrid": HYBRID, "experts": replace(MODEL, **ODD, **SMALLER)}
+
+
+def tokens_of_cut_weights(kind: str, *cases: tuple[str, int]) -> None:
+    """Asserts that meshes whose weights --rollout_tp cuts draw what a device draws that has them whole."""
+
+    def draw(layout, rollout):
+        sampler = Sampler(replace(KINDS[kind], mesh=layout.mesh), 12, (3,), layout=layout).on(rollout)
+        weights = sampler.load_weights(on_layout(layout, KINDS[kind]))
+        assert bytes_on_device(weights) == weights_bytes(sampler.model, rollout)
+        return sampler.generate(weights, [[1, 7], [2, 7, 9], [3, 7], [4, 7, 9]], np.arange(4), 2, jax.random.key(0))
+
+    expected = draw(single_device(), single_device())
+    for mesh, tp in cases:
+        layout = make_layout(DeviceConfig(mesh=mesh))
+        found = draw(layout, layout.with_tp(tp))
+        assert (found.tokens == expected.tokens).all(), mesh
+        assert_close(found.logprobs, expected.logprobs, depth(KINDS[kind], 16), err_msg=mesh)
+
+
+@pytest.mark.parametrize("kind", ["dense", *slow("hybrid", "experts")])
+def test_weights_that_are_cut_for_sampling_draw_the_same_tokens(kind):
+    """Over 8 devices each of 2 key heads is whole on all of them."""
+    cases = ("fsdp=8", 8), ("fsdp=4,tp=2", 8), ("data=2,fsdp=4", 4)
+    cases += (("fsdp=8", 2), ("data=2,fsdp=4", 2)) if kind != "dense" else ()
+    wait(start_processes(f"from test_meshes import *; tokens_of_cut_weights({kind!r}, *{cases})", num_devices=8))
 
 
 @pytest.mark.slow

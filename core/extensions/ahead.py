@@ -131,7 +131,9 @@ def prepare_ahead(
     ours = {role: AheadWorker(**vars(worker), own_base=own_base, drawing=drawing) for role, worker in workers.items()}
     worker = ours["env"]
     state = with_behavior(state, worker, learner)
+    room = learner.sampling_room
     if is_apart:
-        room = sampling_room(worker.sampler.model, worker.layout, (worker.own_base, state.extra[BEHAVIOR]))
-        ours = {role: worker.with_room(room, learner.config.batch_size) for role, worker in ours.items()}
+        held = worker.own_base, state.extra[BEHAVIOR]
+        room = sampling_room(worker.sampler.model, worker.layout, held, worker.row_length)
+    ours = {role: worker.with_room(room, learner.config.batch_size) for role, worker in ours.items()}
     return ours, state

@@ -10,8 +10,9 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,11 @@ class Layout:
             axes = [None if axis == "embed" else axis for axis in axes]
         return sharding_of(self.mesh, shape, axes)
 
+    def with_tp(self, size: int) -> Self:
+        """Returns the same devices in the same order, `size` of them along tp: more are taken from fsdp."""
+        devices = self.mesh.devices.reshape(self.mesh.shape["data"], -1, size)
+        return replace(self, mesh=Mesh(devices, MESH_AXES, axis_types=self.mesh.axis_types))
+
     @property
     def rows(self) -> NamedSharding:
         """Returns the sharding of arrays whose first dimension is rows of a batch."""
@@ -137,8 +143,14 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def receive(self, tree: PyTree) -> PyTree:
-        """Returns arrays of another mesh on this one, cut along the axes of the same names."""
-        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(self.mesh, x.sharding.spec)), tree)
+        """Returns parameters of another mesh on this one, cut along axes of the same names if these divide them."""
+
+        def move(x: jax.Array) -> jax.Array:
+            names = zip(x.sharding.spec, x.shape, strict=False)
+            spec = [name if name and size % self.mesh.shape[name] == 0 else None for name, size in names]
+            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+        return jax.tree.map(move, tree)
 
     def put(self, tree: PyTree) -> PyTree:
         """Returns host arrays, equal on all processes, as device arrays sharded by rows (scalars are replicated)."""

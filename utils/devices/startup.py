@@ -46,6 +46,13 @@ class DeviceConfig:
         "devices; empty: by --sharding",
         resumable=True,
     )
+    rollout_tp: int = option(
+        0,
+        "Number of devices over which a copy of the weights that sample is cut, as tp cuts it: the tp of --mesh, that "
+        "times its fsdp, or, where tp is 1, a divisor of fsdp; tokens differ by rounding only; 0: as few as leave room "
+        "for rows",
+        resumable=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,10 @@ def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "")
         layout = arrange_mesh(config, devices)
         return layout, layout
     layout = arrange_mesh(config, devices[:-num_rollout])
-    tp = layout.mesh.shape["tp"]
+    tp = config.rollout_tp or layout.mesh.shape["tp"]
     if num_rollout % tp:
-        raise UserError(f"--rollout_devices {num_rollout} must be a multiple of the tp={tp} of --mesh or --sharding")
+        flag = "--rollout_tp" if config.rollout_tp else "--mesh or --sharding"
+        raise UserError(f"--rollout_devices {num_rollout} must be a multiple of the tp={tp} of {flag}")
     mesh = f"data={num_rollout // tp},tp={tp}"
     return layout, arrange_mesh(replace(config, mesh=mesh), devices[-num_rollout:])
 
