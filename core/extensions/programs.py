@@ -24,7 +24,7 @@ from core.extensions.distill import COEFFICIENTS, LOGPROBS, SAMPLED
 from core.extensions.teacher import StateLearner, TaughtLearner
 from core.extensions.turns import turn_steps
 from core.learner import Learner
-from core.pages import PagedChain, decode_pages, page_sizes, prefill_pages
+from core.pages import decode_pages, page_sizes, prefill_pages
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
@@ -87,11 +87,10 @@ def run_programs(
 
 def rollout_programs(worker: RolloutWorker, params: PyTree, num_tasks: int, num_samples: int) -> Programs:
     """Yields the programs that `play` can need for `num_tasks`; none if their shapes follow the lengths of rows."""
-    if worker.sampler.make_chain is PagedChain and not worker.sampler.paging.adapts:
+    if worker.sampler.paging.page:
         steps = turn_steps(worker.sampler, worker.env.tokens_per_turn) if worker.env.max_turns > 1 else 0
-        yield from page_programs(worker.sampler, params, num_tasks * num_samples, steps)
-        return
-    if worker.env.max_turns > 1:
+        if not worker.sampler.paging.adapts:
+            yield from page_programs(worker.sampler, params, num_tasks * num_samples, steps)
         return
     per_call = worker.prompts_per_call(num_tasks, num_samples)
     for num_prompts in {per_call, num_tasks % per_call} - {0}:
