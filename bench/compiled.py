@@ -12,6 +12,9 @@
     python bench/compiled.py --target h200 --kinds 1 --groups_per_batch 64 --group_size 8 --ppo_minibatch 128 \
         --num_generation_tokens 400 --inference_batch_per_device 512                       # CPU seconds of compiling
 
+Rollouts in the tables are of the sampler before pages, a dense cache with a row for each slot; `--kinds` compiles the
+programs of a run as it is.
+
 The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
 needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
 a matrix product may be another one on the device. What can be read is memory, and what each iteration of a loop does:
