@@ -240,10 +240,11 @@ class Job(NamedTuple):
 
     def cut(self, num_tokens: int) -> "tuple[Job, Job]":
         """Returns the first tokens, and the others."""
-        first = self._replace(tokens=self.tokens[:num_tokens])
-        routes = None if self.routes is None else self.routes[num_tokens:]
-        rest = self.tokens[num_tokens:]
-        return first, self._replace(column=self.column + num_tokens, tokens=rest, routes=routes)
+        before, behind = slice(num_tokens), slice(num_tokens, None)
+        routes = (None, None) if self.routes is None else (self.routes[before], self.routes[behind])
+        first = self._replace(tokens=self.tokens[before], routes=routes[0])
+        rest = self._replace(column=self.column + num_tokens, tokens=self.tokens[behind], routes=routes[1])
+        return first, rest
 
 
 class Segment(NamedTuple):

@@ -71,7 +71,8 @@ def weights_of(sampler: Sampler) -> dict:
         ("states", {"force_answer_at": 15, "forced_answer": lambda reply: [7, 8, 9]}),
     ],
 )
-def test_tokens_are_those_of_rows_in_step(kind, settings, paging):
+def test_tokens_are_those_of_rows_in_step(kind, settings, paging, monkeypatch):
+    monkeypatch.setattr(core.pages, "CHUNKS", ((8, 16),))  # what is computed at once is less than a row
     sampler = sampler_of(kind, **settings)
     weights = weights_of(sampler)
     in_step = sampler.generate(weights, PROMPTS, POSITIONS, G, KEY)
