@@ -44,7 +44,6 @@ else
     sizes=(--slots 512,1024,128 --pages 64,16 --groups_per_batch 16 --prompt_tokens 96 --num_generation_tokens 400 --repeats 2)
     checks=()
 fi
-grep -q precompile core/config.py && training+=(--precompile 1)
 part model 40 bench/first_hour.py model $shape "$scratch" 0.0036
 run run 110 3
 part roofline 120 bench/roofline.py --shape $shape --stop_share 0.0036 --kernels 1 "${sizes[@]}"

@@ -1,4 +1,4 @@
-"""Samples completions with a KV cache: compiled segments, early exit, compaction, one prefill per group.
+"""Samples completions with a KV cache: compiled segments, early exit, fewer slots for fewer rows, shared prompts.
 
 There are two caches: the prompts', one row a prompt, read only, and the completions', one row a slot. All rows are at
 the same token: so single replies are drawn on one CPU, by `Chain`. Elsewhere core/pages.py draws them.

@@ -11,7 +11,7 @@ import pytest
 import core.pages
 import models.pages
 from core.pages import PagedChain, PageTable, chances_to_go_on, with_pages
-from core.sampler import Sampler
+from core.sampler import Sampler, SamplingConfig
 from models import decoder
 from models.architecture import Decoder
 from models.attention import QuantizedKV, View
@@ -179,6 +179,8 @@ def test_rows_in_step_are_for_single_replies():
     assert with_pages(sampler, 32).paging == Paging(32, adapts=False)
     with pytest.raises(UserError, match="--page_size 0"):
         with_pages(sampler, 0, has_turns=True)
+    with pytest.raises(UserError, match="a power of two from 8 to 256"):
+        SamplingConfig(page_size=24)
 
 
 @pytest.mark.parametrize("kind", ["full", "int8", "window"])

@@ -24,6 +24,8 @@ def check_sampling(config: Any) -> None:
          "--prompt_length and --num_generation_tokens start at 1; -1: the environment's own limit"),
         (config.inference_batch_per_device < 0,
          "--inference_batch_per_device must not be negative; 0: as many rows as fit in memory"),
+        (config.page_size not in (-1, 0, 8, 16, 32, 64, 128, 256),
+         f"--page_size {config.page_size} must be a power of two from 8 to 256, 0 for none or -1 to be chosen"),
     ])  # fmt: skip
     config.distribution.describe()  # it checks its own settings when it is made
 
