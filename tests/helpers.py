@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from kill_runs import arguments, virtual_devices
 
 from core import grpo
 from core.config import Config
+from core.pages import PagedChain, Segment
 from core.sampler import Sampler
 from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
@@ -37,6 +38,23 @@ HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearl
     MODEL, output_gate=True, partial_rotary_factor=0.5, num_hidden_layers=4, delta=DeltaShape(2, 4, 8, 16, kernel=4),
     layer_types=(LINEAR, LINEAR, LINEAR, FULL), rms_norm_eps=1.0,
 )  # fmt: skip
+
+
+def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[PagedChain, Segment], None]:
+    """Returns a `PagedChain.read` in which row number i of a rollout draws the tokens `script_of(i)`, one by one."""
+    read = PagedChain.read
+
+    def read_script(chain: PagedChain, segment: Segment) -> None:
+        columns = [np.zeros(x.shape, x.dtype) for x in segment.columns]
+        num_steps = columns[0].shape[1]
+        for row, lane in zip(segment.rows, segment.lanes, strict=True):
+            num_drawn = int(chain.drawn.mask[row].sum())
+            text = [*script_of(chain.row_offset + row)[num_drawn:], *[0] * num_steps]
+            columns[0][lane] = text[:num_steps]
+        read(chain, segment._replace(columns=tuple(columns)))
+
+    return read_script
+
 
 
 class GrowingSampler(Sampler):

@@ -14,15 +14,15 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, slow
+from helpers import ROOT, reading_script, slow
 from test_training import HereScorer
 
 from core.advantages import compute_advantages
 from core.config import Config
 from core.extensions.lengths import with_length_reward
-from core.extensions.turns import Conversations, TurnChain
+from core.extensions.turns import Conversations
 from core.grpo import groups_with_signal, make_batch
-from core.pages import PagedChain, Segment
+from core.pages import PagedChain
 from core.records import Episodes
 from core.rollout import Replies, RolloutWorker
 from core.run.metrics import rollout_metrics
@@ -144,15 +144,6 @@ def play(kind: str, policy: str = "full") -> Episodes:
     scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
     all_keys = sample_keys(jax.random.key(0), np.arange(len(GROUPS)), G).tolist()
 
-    read = PagedChain.read
-
-    def read_script(chain: TurnChain, segment: Segment) -> None:
-        num_lanes, steps = segment.columns[0].shape
-        texts = [scripts[0]] * num_lanes
-        for row, lane in zip(segment.rows, segment.lanes, strict=True):
-            texts[lane] = scripts[chain.row_offset + row][chain.drawn.mask[row].sum() :]
-        read(chain, segment._replace(columns=as_drawn(texts, steps)))
-
     def decode_segment(model, _, steps: int, weights, caches, cache, start, starts, last, keys, *__) -> tuple:
         numbers = [all_keys.index(key) for key in np.asarray(keys).tolist()]
         return cache, as_drawn([scripts[number][int(start) :] for number in numbers], steps)
@@ -166,7 +157,7 @@ def play(kind: str, policy: str = "full") -> Episodes:
     make_replies = Replies if kind == "single" else Conversations
     sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedChain, "read", read_script)
+        patch.setattr(PagedChain, "read", reading_script(lambda row: scripts[row]))
         patch.setattr("core.sampler.decode_segment", decode_segment)
         worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, 0, make_replies=make_replies)
         weights = worker.load_weights(make_policy(base, params))

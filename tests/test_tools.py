@@ -6,7 +6,6 @@ import random
 import re
 import string
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
@@ -15,13 +14,14 @@ from itertools import pairwise
 import jax
 import numpy as np
 import pytest
-from helpers import MODEL, ROOT, slow
+from helpers import MODEL, ROOT, reading_script, slow
 from test_scoring import is_alive, wait_until_gone
 
 from core.config import Config
 from core.extensions.attach import compare_samples
 from core.extensions.preview import show
-from core.extensions.turns import Conversations, TurnChain, answering_calls
+from core.extensions.turns import Conversations, answering_calls
+from core.pages import PagedChain
 from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler
 from envs import make_env
@@ -488,7 +488,8 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
     flags += ["--episode", f"{other_trainers.__file__}:{name}"]
     config = parse(Config, flags)
     settings = resolve_settings(config.env, "dataset", 60, 0)
-    monkeypatch.setattr(TurnChain, "decode", scripted(tokenizer.encode("ab<|im_end|>")))
+    script = tokenizer.encode("ab<|im_end|>")
+    monkeypatch.setattr(PagedChain, "read", reading_script(lambda row: script))
     given, draw = [], Sampler.draw
     monkeypatch.setattr(Sampler, "draw", lambda *arguments: given.append(arguments[2]) or draw(*arguments))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
@@ -815,21 +816,6 @@ def test_results_stand_between_signs_behind_inline_calls():
     assert rewards == {"return": 1.0, "correct_answer": 1.0, "turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
 
 
-def scripted(script: list[int]) -> Callable[..., tuple[np.ndarray, ...]]:
-    """Returns a `TurnChain.decode` in which each row draws these tokens, one after the other."""
-
-    def decode(chain: TurnChain, num_steps: int) -> tuple[np.ndarray, ...]:
-        drawn = chain.drawn
-        rows = np.maximum(chain.slots, 0)
-        starts = drawn.mask[rows].sum(1)
-        tokens = np.array([np.resize(script[n:] + [0] * num_steps, num_steps) for n in starts], np.int32)
-        shape = tokens.shape
-        others = (np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (drawn.logprobs, drawn.support, drawn.routes))
-        return tokens, *others
-
-    return decode
-
-
 @pytest.mark.parametrize("has_signs", [False, True])
 def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
     """The whole rollout with a policy that writes a script; without tokens for the signs by a stop string."""
@@ -841,7 +827,8 @@ def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
     problem = settings.env.problem(0)
     calling = tokenizer.encode("So <|python_start|>2*(3+4)<|python_end|>")
     answering = tokenizer.encode(f" it is {problem.answer}<|im_end|>")
-    monkeypatch.setattr(TurnChain, "decode", scripted(calling + answering))
+    script = calling + answering
+    monkeypatch.setattr(PagedChain, "read", reading_script(lambda row: script))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         episodes = worker.play(worker.load_weights(params), np.zeros(1, int), 3, jax.random.key(0))
     r = episodes.completions
