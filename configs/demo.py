@@ -28,7 +28,7 @@ def get_config():
         "max_resampling": 1.0,
         "ppo_minibatch": 64,
         "inference_batch_per_device": 256,
-        "tokens_per_microbatch": 1024,
+        "tokens_per_microbatch": 512,
         "remat": "none",
         "lr": 6e-4,
         "lr_schedule": "linear",

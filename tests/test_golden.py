@@ -28,9 +28,10 @@ SMALL = {
     "num_eval_tasks": 4, "test_greedy": 0, "save_rollouts": "all", "device_type": "cpu", "num_score_workers": 1,
     "sample_interval": 0,
 }  # fmt: skip
-DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64, "lr_schedule": "constant"} | SMALL
+TOKENS = {"tokens_per_microbatch": 1024}
+DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64, "lr_schedule": "constant"} | TOKENS | SMALL
 POEM = {"env_name": "poem", "num_generation_tokens": 24, "lr": 1e-3, "adam_eps": 1e-2} | SMALL
-GAMES = {"config": "configs/games.py", "num_eval_samples": 2} | SMALL
+GAMES = {"config": "configs/games.py", "num_eval_samples": 2} | TOKENS | SMALL
 CALCULATOR = "prompt=bare,dialect=python,max_number=50,max_operations=2"
 CASES = {
     "demo": DEMO,
