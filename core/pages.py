@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int16, UInt32
+from jaxtyping import Bool, Float, Int, Int16, Shaped, UInt32
 
 from core.records import Completions
 from core.sampler import FEWEST_SLOTS, Columns, Drawn, Sampler, draw_tokens
@@ -137,6 +137,11 @@ class PageTable:
                     self.extend(shard, row, int(needed[row]))
         return aside
 
+    def may_admit(self, shard: Shard) -> bool:
+        """True if rows wait, and so many slots are free that a prefill of their rows is worth its time."""
+        fewest = min(self.num_slots // AT_ONCE, len(shard.waiting))
+        return bool(shard.waiting) and (not shard.resident or len(shard.slots) >= fewest)
+
     def admit(
         self, may_draw: Bool[np.ndarray, "B"], needed: Int[np.ndarray, "B"], expected: Float[np.ndarray, "B n"]
     ) -> tuple[list[int], list[int]]:
@@ -146,10 +151,7 @@ class PageTable:
         prompt whose pages have to be computed.
         """
         admitted, firsts = [], []
-        fewest = self.num_slots // AT_ONCE
-        for shard in self.shards:
-            if not shard.waiting or shard.resident and len(shard.slots) < min(fewest, len(shard.waiting)):
-                continue
+        for shard in filter(self.may_admit, self.shards):
             in_use = expected[shard.resident].sum(axis=0) + sum(len(shared.pages) for shared in shard.prompts.values())
             for row in [row for row in shard.waiting if may_draw[row]]:
                 num_present = self.num_shared[row] if self.prompts[row] in shard.prompts else 0
@@ -220,12 +222,15 @@ class PageTable:
         counts: Int[np.ndarray, "R"],
     ) -> Pages:
         """Returns the pages of rows in their lanes; the others have none."""
-        filled = np.full((num_lanes, table.shape[1]), NOWHERE, np.int32)
-        filled[lanes] = table
-        of_lanes = np.full(num_lanes, NOWHERE, np.int32), *np.zeros((2, num_lanes), np.int32)
-        for array, x in zip(of_lanes, (slots, columns, counts), strict=True):
-            array[lanes] = x
-        return Pages(filled, *of_lanes)
+        places = (in_lanes(np.int32(x), lanes, num_lanes, NOWHERE) for x in (table, slots))
+        return Pages(*places, *(in_lanes(np.int32(x), lanes, num_lanes) for x in (columns, counts)))
+
+
+def in_lanes(x: Shaped[np.ndarray, "R ..."], lanes: Int[np.ndarray, "R"], num_lanes: int, empty: int = 0) -> np.ndarray:
+    """Returns what rows have in their lanes, and `empty` in the others."""
+    filled = np.full((num_lanes, *x.shape[1:]), empty, x.dtype)
+    filled[lanes] = x
+    return filled
 
 
 class Job(NamedTuple):
@@ -272,11 +277,9 @@ class PagedChain:
     ):
         model, layout = sampler.model, sampler.layout
         self.sampler, self.model, self.layout, self.weights = sampler, model, layout, weights
-        self.prompts, self.keys, self.row_offset = prompts, keys, row_offset
-        num_rows, limit = len(keys), sampler.max_new_tokens
-        self.drawn = Drawn(num_rows, limit, sampler.distribution.support_size(model.vocab_size), model.route_shape)
-        self.owner = np.repeat(np.arange(len(prompts)), num_rows // len(prompts))  # prompt of each row
-        self.prompt_lengths = np.array([len(prompt) for prompt in prompts])[self.owner]
+        self.keys, self.row_offset, num_rows = keys, row_offset, len(keys)
+        self.drawn = Drawn(sampler, prompts, num_rows)
+        self.prompt_lengths = self.drawn.prompt_lengths
         self.num_tokens = np.zeros(num_rows, int)  # behind the prompt
         self.num_launched = np.zeros(num_rows, int)  # with those of segments whose results are not here yet
         self.num_cached = np.zeros(num_rows, int)  # of prompt and completion
@@ -296,7 +299,7 @@ class PagedChain:
         # A state of linear attention is a row's own: its prompt is computed for each row.
         num_shared = np.where(model.delta is None, (self.prompt_lengths - 1) // sizes.page, 0)
         of_shard = sizes.num_slots // num_shards, sizes.num_pages // num_shards
-        self.table = PageTable(num_shards, *of_shard, sizes.width, self.owner, num_shared)
+        self.table = PageTable(num_shards, *of_shard, sizes.width, self.drawn.owner, num_shared)
         self.state = new_state(model, layout, sizes.num_pages, sizes.page, sizes.num_slots)
         self.last_tokens = layout.put(np.zeros(sizes.num_slots, np.int32))
         # What nobody reads takes time of a CPU. States cannot go back to the end of a turn.
@@ -315,7 +318,7 @@ class PagedChain:
                 self.report()
             self.between_segments(is_idle=not (previous or launched))
         self.drawn.lengths = self.num_tokens
-        return replace(self.drawn.completions(self.prompts, self.owner), num_recomputed=self.num_recomputed)
+        return replace(self.drawn.completions(), num_recomputed=self.num_recomputed)
 
     # What is asked of a chain with turns: see core/extensions/turns.py.
 
@@ -352,7 +355,7 @@ class PagedChain:
             self.num_lost[row], self.num_cached[row] = self.num_cached[row], 0
         is_read = self.num_launched == self.num_tokens
         jobs = []
-        if any(shard.waiting for shard in self.table.shards):
+        if any(map(self.table.may_admit, self.table.shards)):
             limit, num_drawn = self.sampler.max_new_tokens, np.where(self.is_over, 0, self.num_launched)
             chances, num_more = chances_to_go_on(paging.ended, num_drawn, limit)
             num_tokens = np.minimum(num_drawn[:, None] + num_more + self.sizes.steps, limit)
@@ -373,7 +376,7 @@ class PagedChain:
 
     def make_job(self, row: int, start: int, stop: int, is_shared: bool = False) -> Job:
         """Returns the computation of some columns of a row."""
-        prompt = self.prompts[self.owner[row]]
+        prompt = self.drawn.prompts[self.drawn.owner[row]]
         first = len(prompt)
         tokens = [*prompt[start:stop], *self.drawn.tokens[row, max(0, start - first) : max(0, stop - first)].tolist()]
         slot, routes = self.table.slots[row], None
@@ -419,7 +422,7 @@ class PagedChain:
             padded[lane, : len(own)] = own
             if own_routes is not None:
                 recorded[lane, : len(own)] = own_routes
-        weights = self.weights_of(self.of_lanes(rows, lanes, num_rows))
+        weights = self.weights_of(in_lanes(rows, lanes, num_rows))
         arrays = self.layout.put((pages, padded, recorded if self.model.num_experts else None))
         self.state = prefill_pages(self.model, weights, self.state, *arrays)
 
@@ -430,12 +433,6 @@ class PagedChain:
             return width
         page = self.sizes.page
         return min(width, -(-few_widths(num_tokens, width * page) // page))
-
-    def of_lanes(self, x: Int[np.ndarray, "R *n"], lanes: Int[np.ndarray, "R"], num_lanes: int) -> np.ndarray:
-        """Returns what rows have in their lanes, 0 in the others."""
-        filled = np.zeros((num_lanes, *x.shape[1:]), x.dtype)
-        filled[lanes] = x
-        return filled
 
     def weights_of(self, rows: Int[np.ndarray, "S"]) -> Weights:
         """Returns the weights that these rows are drawn with."""
@@ -464,9 +461,9 @@ class PagedChain:
         is_read = starts == self.num_tokens[rows]
         given = np.where(is_read, self.last_tokens_of(rows), -1).astype(np.int32)
         state = given, starts.astype(np.int32), self.keys[rows]
-        arrays = self.layout.put((pages, *(self.of_lanes(x, lanes, num_lanes) for x in state)))
+        arrays = self.layout.put((pages, *(in_lanes(x, lanes, num_lanes) for x in state)))
         settings = self.model, sampler.distribution, self.sizes.steps, sampler.stop_ids if self.model.delta else ()
-        weights = self.weights_of(self.of_lanes(rows, lanes, num_lanes))
+        weights = self.weights_of(in_lanes(rows, lanes, num_lanes))
         self.state, self.last_tokens, columns = decode_pages(*settings, weights, self.state, self.last_tokens, *arrays)
         self.num_launched[rows] += counts
         self.num_cached[rows] = self.prompt_lengths[rows] - 1 + self.num_launched[rows]
@@ -482,9 +479,8 @@ class PagedChain:
 
     def last_tokens_of(self, rows: Int[np.ndarray, "R"]) -> Int[np.ndarray, "R"]:
         """Returns the last token of rows that is known."""
-        of_prompts = np.array([prompt[-1] for prompt in self.prompts])[self.owner[rows]]
         num_tokens = self.num_tokens[rows]
-        return np.where(num_tokens, self.drawn.tokens[rows, num_tokens - 1], of_prompts)
+        return np.where(num_tokens, self.drawn.tokens[rows, num_tokens - 1], self.drawn.first_tokens[rows])
 
     def read(self, segment: Segment) -> None:
         """Adds what a segment drew to its rows, up to the end of their turns."""
@@ -507,16 +503,17 @@ class PagedChain:
         self, rows: Int[np.ndarray, "R"], starts: Int[np.ndarray, "R"], counts: Int[np.ndarray, "R"], tokens: np.ndarray
     ) -> tuple[Int[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
         """Returns how many of the new tokens belong to a turn, and True where the last of them ends it."""
-        is_stop = np.isin(tokens, self.sampler.stop_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
-        has_stop = is_stop.any(axis=1)
-        counts = np.where(has_stop, is_stop.argmax(axis=1) + 1, counts)
-        for i, row in enumerate(rows.tolist() if self.sampler.stop_strings else []):
+        sampler, num_steps = self.sampler, tokens.shape[1]
+        if not sampler.stop_strings:
+            ends = sampler.completion_ends(np.where(np.arange(num_steps) < counts[:, None], tokens, -1), 0, num_steps)
+            return np.where(ends, ends, counts), ends > 0
+        ends = np.zeros(len(rows), int)
+        for i, row in enumerate(rows.tolist()):
             said = self.drawn.tokens[row, self.turn_starts[row] : starts[i]]
             turn = np.append(said, tokens[i, : counts[i]])
-            stop = self.sampler.completion_end(turn, len(said), len(turn))
-            if stop:
-                counts[i], has_stop[i] = stop - len(said), True
-        return counts, has_stop
+            stop = sampler.completion_end(turn, len(said), len(turn))
+            ends[i] = stop - len(said) if stop else 0
+        return np.where(ends, ends, counts), ends > 0
 
     def forget_launched(self, row: int) -> None:
         """Takes a row back to the tokens that are known: what was launched behind them is not its own."""

@@ -85,10 +85,16 @@ class SamplingConfig:
 
 
 class Drawn:
-    """Host arrays of the rows of a chain, filled segment by segment."""
+    """Host arrays of the rows of a chain, filled segment by segment; rows of a prompt are adjacent."""
 
-    def __init__(self, num_rows: int, num_columns: int, support_size: int, route_shape: tuple[int, int]):
+    def __init__(self, sampler: "Sampler", prompts: Sequence[list[int]], num_rows: int):
+        model, num_columns = sampler.model, sampler.max_new_tokens
+        support_size, route_shape = sampler.distribution.support_size(model.vocab_size), model.route_shape
         shape = num_rows, num_columns
+        self.prompts = prompts
+        self.owner = np.repeat(np.arange(len(prompts)), num_rows // len(prompts))  # prompt of each row
+        self.prompt_lengths = np.array([len(prompt) for prompt in prompts])[self.owner]
+        self.first_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]  # that a draw reads
         self.tokens = np.zeros(shape, np.int32)
         self.logprobs = np.zeros(shape, np.float32)
         self.mask = np.zeros(shape, bool)
@@ -112,11 +118,10 @@ class Drawn:
             array[places] = new[i, j]
         self.mask[places] = True
 
-    def completions(self, prompts: Sequence[list[int]], owner: Int[np.ndarray, "B"]) -> Completions:
-        """Returns each row's completion behind its prompt, number `owner` of `prompts`."""
-        prompt_lengths = np.array([len(prompt) for prompt in prompts])[owner]
-        lengths = prompt_lengths + self.lengths
-        columns = np.arange(lengths.max()) - prompt_lengths[:, None]  # 0: the first of the completion
+    def completions(self) -> Completions:
+        """Returns each row's completion behind its prompt."""
+        lengths = self.prompt_lengths + self.lengths
+        columns = np.arange(lengths.max()) - self.prompt_lengths[:, None]  # 0: the first of the completion
         is_completion = (columns >= 0) & (columns < self.lengths[:, None])
         source = np.clip(columns, 0, self.tokens.shape[1] - 1)
 
@@ -126,14 +131,14 @@ class Drawn:
             return np.where(is_completion[axes], moved, np.zeros((), x.dtype))
 
         tokens = behind_prompt(self.tokens)
-        for row, i in enumerate(owner):
-            tokens[row, : len(prompts[i])] = prompts[i]
+        for row, i in enumerate(self.owner):
+            tokens[row, : len(self.prompts[i])] = self.prompts[i]
         return Completions(
             tokens,
             behind_prompt(self.mask),
             behind_prompt(self.logprobs),
             lengths,
-            prompt_lengths,
+            self.prompt_lengths,
             self.done,
             self.slot_steps,
             np.zeros(len(lengths), int),
@@ -287,15 +292,12 @@ class Chain:
         self.sampler, self.layout = sampler, sampler.layout
         self.weights, self.prompts = weights, prompts
         self.keys, self.num_columns, self.row_offset = keys, num_columns, row_offset
-        num_prompts, num_rows = len(prompts), len(keys)
-        support_size = sampler.distribution.support_size(sampler.model.vocab_size)
-        self.drawn = Drawn(num_rows, sampler.max_new_tokens, support_size, sampler.model.route_shape)
-        self.owner = np.repeat(np.arange(num_prompts), num_rows // num_prompts)  # prompt of each row
-        self.last_tokens = np.array([prompt[-1] for prompt in prompts], np.int32)[self.owner]
+        self.drawn = Drawn(sampler, prompts, len(keys))
+        self.last_tokens = self.drawn.first_tokens
         # The cache holds prompt[:-1] at the right end of `num_columns`: n tokens begin at num_columns - (n - 1).
         self.starts = np.int32([num_columns + 1 - len(prompt) for prompt in prompts])
         sizes = sampler.block_sizes or sizes_of(sampler.model)
-        self.slots = Blocks(self.layout, sizes, num_rows, self.starts, num_columns)
+        self.slots = Blocks(self.layout, sizes, len(keys), self.starts, num_columns)
 
     def run(self, cancelled: Event) -> Completions:
         """Draws segments until all rows are done, and returns what they hold."""
@@ -316,7 +318,7 @@ class Chain:
             self.last_tokens = drawn.tokens[:, end - 1]
             if sampler.on_segment:
                 sampler.on_segment(self.row_offset, drawn.tokens, end, drawn.lengths)
-        return drawn.completions(self.prompts, self.owner)
+        return drawn.completions()
 
     def segments(self, cancelled: Event) -> Iterator[tuple[int, int]]:
         """Yields the first token and the steps of each segment, while there are rows that are not done."""

@@ -166,10 +166,3 @@ def training_flops(
         products += 6 * (model.num_matrix_parameters - head)
         mixing *= 2
     return float(products * num_tokens + factor * head * num_scored + mixing)
-
-
-def attention_cost(model: Decoder) -> float:
-    """Returns the cost of a pair of columns of a row in a layer's attention, over that of a token's products."""
-    num_products = 2 * model.num_attention_heads * model.head_dim
-    slowness = 1.5 if model.kernel == "plain" else 1  # passes over its scores; measured with 0.9M and 7M parameters
-    return slowness * num_products * model.num_hidden_layers / model.num_matrix_parameters
