@@ -20,8 +20,8 @@ METRICS = {  # of a step, and their names in the table
     "times/rollout": "rollout, s", "times/logprobs": "log-probabilities, s", "times/update": "update, s",
     "rollout/tokens_per_second": "tokens/s", "speed/decode_roofline": "decode of the roofline",
     "speed/update_roofline": "update of it",
-    "speed/mfu": "MFU", "speed/occupancy": "occupancy", "rollout/rows_running": "rows that draw",
-    "rollout/pages_in_use": "pages in use", "rollout/recomputed": "tokens computed again",
+    "speed/mfu": "MFU", "speed/occupancy": "occupancy", "speed/rows_running": "rows that draw",
+    "speed/pages_in_use": "pages in use", "rollout/recomputed": "tokens computed again",
     "speed/padding": "padding", "memory/peak_gb": "GB",
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ def rollout_metrics(episodes: Episodes) -> dict[str, float]:
         metrics[f"times/{name}"] = seconds
     if num_segments := episodes.load.get("segments"):
         names = episodes.load.keys() - {"segments"}
-        metrics |= {f"rollout/{name}": episodes.load[name] / num_segments for name in sorted(names)}
+        metrics |= {f"speed/{name}": episodes.load[name] / num_segments for name in sorted(names)}
         metrics["rollout/recomputed"] = int(episodes.completions.num_recomputed.sum())
     return metrics | episodes.metrics
 
