@@ -112,14 +112,15 @@ class ObjectiveConfig(ShapingConfig, LossConfig):
     The options of the loss, which it inherits, are in the same group: KL in the reward is of both.
     """
 
-    advantage: str = option("group_zscore", "Advantage estimator; gae trains a critic", list(ADVANTAGES))
-    best_k: int = option(2, "Number of best completions of each group that --advantage best_k trains on")
+    advantage: str = option("group_zscore", "Advantage estimator; gae: trains a critic too", list(ADVANTAGES))
+    best_k: int = option(2, "Number of completions that --advantage best_k trains on, the best ones of each group")
     do_group_filter: bool = option(
         True,
-        "Filter of groups whose rewards are all equal (--advantage reinforce: all 0; turn_...: in each turn); 0: they "
-        "stay with advantage 0 (--advantage best_k trains on their first k completions, right or wrong)",
+        "Leave out groups whose rewards are all equal: they teach nothing. reinforce leaves out only groups of "
+        "rewards 0; turn_mean and turn_zscore compare each turn. 0: keep all, with advantage 0 (best_k: the first k, "
+        "right or wrong)",
     )
-    do_truncation_filter: bool = option(False, "Filter of completions that were cut off at --num_generation_tokens")
+    do_truncation_filter: bool = option(False, "Leave out completions truncated at --num_generation_tokens")
 
     def __post_init__(self):
         check_objective(self)

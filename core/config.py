@@ -23,18 +23,18 @@ class Config:
     model_dir: str = option(
         "models/tiny", "Model to train: Hugging Face folder, hub id, or run folder (its last step)", essential=True
     )
-    seed: int = option(0, "Seed of the order of the tasks and of sampling")
+    seed: int = option(0, "Seed of the task order and of sampling")
     max_steps: int = option(
-        10000, "Steps of the run; each collects a batch of rollouts and updates the policy on it", essential=True
+        10000, "Number of steps; each samples a batch of rollouts and updates the policy on it", essential=True
     )
     num_epochs: int = option(
-        0, "Passes over the environment's problems after which the run ends, if before --max_steps; 0: no limit"
+        0, "Limit on passes over the environment's problems, if reached before --max_steps; 0: no limit"
     )
     ahead: int = option(
         0,
-        "Steps that rollouts are drawn ahead; 1: the next step is sampled while this one updates the policy (weights "
-        "are one step old, and the sampler's log-probabilities are the old ones, unless --importance_correction weighs "
-        "by them); 0: rollouts are the current policy's",
+        "Steps by which sampling is ahead of training; 1: sample the next step's rollouts during this step's updates, "
+        "with weights one step old; 0: sample with the current policy. With 1, old log-probabilities are the "
+        "sampler's, unless --importance_correction is set",
     )
     env: EnvConfig = group(EnvConfig)
     held_out: HeldOutConfig = group(HeldOutConfig)

@@ -49,7 +49,7 @@ class OutputConfig:
 
     model_dir: str = option(
         "models/tiny",
-        "Models to evaluate: Hugging Face folders, hub ids or run folders (all their steps), with commas between",
+        "Models to evaluate, separated by commas: Hugging Face folders, hub ids or run folders (all their steps)",
         essential=True,
     )
     json: str = option(
@@ -57,7 +57,7 @@ class OutputConfig:
     )
     save_samples: str = option("", "JSONL file for prompts and completions, one object per problem; empty: not written")
     show: int = option(
-        0, "Number of problems to print with the scores of example replies, in place of an evaluation; 0: evaluate"
+        0, "Print this many problems with the rewards of example replies, instead of evaluating; 0: evaluate"
     )
     seed: int = option(0, "Seed of sampling")
 
@@ -68,13 +68,14 @@ class ReplayConfig:
 
     replay: str = option(
         "",
-        "Rollouts of a run, RUN/rollouts/step_N: one is drawn again, under the settings of the run, in place "
+        "Rollouts of a run, RUN/rollouts/step_N; one of them is sampled again with the settings of the run, instead "
         "of an evaluation; empty: evaluate",
     )
-    row: int = option(0, "Row of --replay, from 0 on")
+    row: int = option(0, "Row of --replay, counted from 0")
     from_turn: int = option(
         0,
-        "Turn of --replay, from 1 on, from which --num_eval_samples other episodes are drawn; 0: the row as it was",
+        "Turn of --replay, counted from 1, from which --num_eval_samples other episodes are sampled; 0: replay the "
+        "row as it was",
     )
 
 

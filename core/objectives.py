@@ -112,26 +112,26 @@ class LossConfig(CorrectionConfig, CriticConfig):
     objective: str = option("ppo", "Policy loss", list(OBJECTIVES), essential=True)
     clip_epsilon: float = option(
         0.2,
-        "Lower clip range: the ratio of new to old probability is clipped below 1 - clip_epsilon; with --objective "
-        "dppo the largest fall of a probability",
+        "Lower clip range: the ratio of new to old probability is clipped below 1 - clip_epsilon; dppo: the largest "
+        "decrease of a probability",
     )
     clip_epsilon_high: float = option(
         -1.0,
-        "Upper clip range: the ratio is clipped above 1 + clip_epsilon_high; with --objective dppo the largest rise"
-        " of a probability; -1: as --clip_epsilon",
+        "Upper clip range: the ratio is clipped above 1 + clip_epsilon_high; dppo: the largest increase of a "
+        "probability; -1: equal to --clip_epsilon",
     )
     dual_clip: float = option(
         0.0,
-        "Dual clip of --objective ppo: the loss of a token with a negative advantage A is at most -A times this "
-        "number, above 1; 0: off",
+        "Dual clip of --objective ppo, a number above 1: the loss of a token with a negative advantage A is at most "
+        "-A times this number; 0: off",
     )
     loss_normalization: str = option(
         "token_mean",
-        "Aggregation of token losses; token_mean: over all tokens, sequence_mean: over tokens of a completion, then"
-        " over completions, constant: sum over (completions x --num_generation_tokens), as Dr. GRPO",
+        "Aggregation of token losses; token_mean: mean over all tokens; sequence_mean: mean over the tokens of a "
+        "completion, then over completions; constant (Dr. GRPO): sum divided by completions x --num_generation_tokens",
         ["token_mean", "sequence_mean", "constant"],
     )
-    entropy_coef: float = option(0.001, "Coefficient of the entropy bonus (mean over tokens, nats); 0: off")
+    entropy_coef: float = option(0.001, "Coefficient of the entropy bonus (mean over tokens, in nats); 0: off")
 
     @property
     def clip_epsilons(self) -> tuple[float, float]:

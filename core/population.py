@@ -68,8 +68,8 @@ class PopulationConfig(Config):
 
     population: str = option(
         "",
-        "Options in which members differ, as name=value,value with semicolons between; each combination is a member. "
-        "Also of presets: config=configs/grpo.py,configs/cispo.py",
+        "Options in which members differ, as name=value,value, separated by semicolons; each combination of values is "
+        "a member. Presets can differ too: config=configs/grpo.py,configs/cispo.py",
         essential=True,
     )
 

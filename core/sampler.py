@@ -47,29 +47,31 @@ PROMPTS = 8  # whose caches are computed at once
 class SamplingConfig:
     """Sampling."""
 
-    num_generation_tokens: int = option(-1, "Most tokens in a completion; -1: the environment's limit", essential=True)
+    num_generation_tokens: int = option(-1, "Token limit of a completion; -1: the environment's limit", essential=True)
     force_answer_at: int = option(
-        -1, "Number of tokens before the completion limit at which an answer is forced; 0: never, -1: the environment's"
+        -1,
+        "Force an answer this many tokens before the completion limit, if the reply has none yet; 0: never; -1: as "
+        "the environment sets it",
     )
     prompt_length: int = option(
         256,
-        "Most tokens in a prompt; problems of a data set with a longer prompt are left out, a longer prompt of any "
-        "other kind is an error",
+        "Maximum number of tokens of a prompt. Problems of a data set with a longer prompt are left out; a longer "
+        "prompt of any other kind is an error",
     )
     temperature: float = option(
-        1.0, "Softmax temperature of sampling, and of the policy that is trained; 0: greedy (evaluation only)"
+        1.0, "Softmax temperature of sampling and of the trained policy; 0: greedy (evaluation only)"
     )
-    top_k: int = option(0, f"Number of likeliest tokens that are sampled from, up to {MAX_SUPPORT}; 0: all")
+    top_k: int = option(0, f"Number of likeliest tokens to sample from, at most {MAX_SUPPORT}; 0: all tokens")
     top_p: float = option(
-        1.0, "Nucleus sampling: total probability of the likeliest tokens that are sampled from; 1: all"
+        1.0, "Total probability of the likeliest tokens to sample from (nucleus sampling); 1: all tokens"
     )
     min_p: float = option(
-        0.0, "Least probability of a token that is sampled, as a share of the likeliest token's; 0: all"
+        0.0, "Minimum probability of a token to sample, as a share of the likeliest token's probability; 0: all tokens"
     )
-    stop_strings: str = option("", "Texts or special tokens that end a completion, with commas between")
+    stop_strings: str = option("", "Texts or special tokens that end a completion, separated by commas")
     page_size: int = option(
         -1,
-        "Tokens of a page of the KV cache; 0: no pages, for single replies on one CPU; -1: chosen by the device",
+        "Tokens in a page of the KV cache; 0: no pages, for single replies on one CPU; -1: chosen for the hardware",
         resumable=True,
     )
     inference_batch_per_device: int = option(

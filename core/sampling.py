@@ -68,8 +68,8 @@ class PromptConfig:
 
     ckpt_dir: str = option(
         "models/tiny",
-        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step); with --web several, with "
-        "commas between",
+        "Model to sample from: Hugging Face folder, hub id, or run folder (its last step); with --web several, "
+        "separated by commas",
         essential=True,
     )
     prompts: str = option(
@@ -77,16 +77,17 @@ class PromptConfig:
         'File of {"prompt": text} or {"messages": [...]} (JSONL, JSON, CSV, Parquet); empty: a few built-in prompts',
         essential=True,
     )
-    json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: printed only")
-    raw: bool = option(False, "Continuation of plain prompts as they are, without the chat template")
+    json: str = option("", "JSONL file for the rows of --prompts with their completions; empty: print only")
+    raw: bool = option(False, "Continue plain prompts as they are, without the chat template")
     thinking: str = option(
         "",
-        "Thinking mode of the chat template; empty: as a model was trained here, else as the template has it",
+        "Thinking mode of the chat template; empty: the mode in which a model was trained here, or the template's "
+        "default",
         ["", "on", "off"],
     )
-    num_samples: int = option(1, "Completions of each prompt")
+    num_samples: int = option(1, "Number of completions of each prompt")
     web: int = option(
-        0, "Port of a page for a chat with the models of --ckpt_dir side by side, for this machine only; 0: none"
+        0, "Port of a chat page for the models of --ckpt_dir side by side, on this machine only; 0: no page"
     )
     seed: int = option(0, "Seed of sampling")
 

@@ -34,7 +34,7 @@ class EnvConfig:
     env_name: str = option("poem", f"Environment: {', '.join(ENVS)}", essential=True)
     env_options: str = option(
         "",
-        "Options of the environment as name=value with commas between, for example numbers=3,max_number=15; an "
+        "Options of the environment, as name=value separated by commas, for example numbers=3,max_number=15; an "
         "unknown name lists them all",
         essential=True,
     )
@@ -43,20 +43,21 @@ class EnvConfig:
     )
     reward: str = option(
         "",
-        "Reward functions in place of the environment's grader, as FILE.py:FUNCTION, or several with commas between: "
-        "the return is their sum",
+        "Reward functions instead of the environment's grader, as FILE.py:FUNCTION separated by commas; the return is "
+        "their sum",
     )
-    reward_weights: str = option("", "Factors of several --reward in that sum, with commas between; empty: 1 each")
+    reward_weights: str = option(
+        "", "Factors of the functions of --reward in their sum, separated by commas; empty: 1 each"
+    )
     episode: str = option(
         "",
-        "Class of episodes of several turns for the rows of the environment dataset, as FILE.py:CLASS: one of TRL's "
-        "environment_factory, or one with reset and step",
+        "Class that turns each row of the environment dataset into an episode of several turns, as FILE.py:CLASS: a "
+        "class for TRL's environment_factory, or one with reset and step",
     )
     format_reward: str = option(
         "",
-        "Reward for the format of replies, added to the return; think_answer: 1 for a think block followed by an "
-        "answer block and nothing else, tags: 0.25 for each of the four tags, blocks: 0.1 for a think block, 0.5 "
-        "for an answer block, 1 for both in order; empty: none",
+        "Reward for the format of replies, added to the return; think_answer: 1 for a think block, then an answer "
+        "block, nothing else; tags: 0.25 per tag, of four; blocks: 0.1 think, 0.5 answer, 1 both in order; empty: none",
         ["", "think_answer", "tags", "blocks"],
     )
     format_weight: float = option(0.1, "Factor of --format_reward")
@@ -148,8 +149,8 @@ class HeldOutConfig:
     )
     test_env_options: str = option(
         "",
-        "Options of --test_env_name that differ from --env_options, as name=value with commas between; also "
-        "num_generation_tokens and force_answer_at",
+        "Options of --test_env_name that differ from --env_options, as name=value separated by commas; "
+        "num_generation_tokens and force_answer_at can be set here too",
     )
     test_interval: int = option(
         10,

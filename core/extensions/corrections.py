@@ -20,30 +20,31 @@ class CorrectionConfig:
 
     importance_correction: str = option(
         "none",
-        "Correction for a sampler whose probabilities differ from the trainer's, by the weight w = old / sampled "
-        "probability; truncate: min(w, --importance_cap), mask: w, and 0 outside [--importance_floor, "
-        "--importance_cap]",
+        "Correction if the sampler's probabilities differ from the trainer's, by the weight w = old / sampled "
+        "probability; truncate: min(w, --importance_cap); mask: w, and 0 outside [--importance_floor, "
+        "--importance_cap]; none: no correction",
         ["none", "truncate", "mask"],
     )
     importance_level: str = option(
         "token",
-        "Level of the weight of --importance_correction: of each token, or the product over the completion",
+        "Level of the weight of --importance_correction; token: a weight for each token; sequence: their product over "
+        "the completion",
         ["token", "sequence"],
     )
     importance_cap: float = option(2.0, "Largest weight of --importance_correction")
     importance_floor: float = option(
-        0.0, "Smallest weight of --importance_correction mask; IcePop: 0.5 with --importance_cap 5; 0: none"
+        0.0, "Smallest weight of --importance_correction mask (IcePop: 0.5, with --importance_cap 5); 0: none"
     )
     off_policy_mask: float = option(
         0.0,
-        "Mean log(sampled / new probability), nats per token, above which completions with a negative advantage are"
-        " left out of the policy loss; 0: off",
+        "Limit on a completion's mean log(sampled / new probability), in nats per token. Above it, a completion with "
+        "a negative advantage is left out of the policy loss; 0: off",
     )
     do_mask_importance_ratio: bool = option(
-        False, "Mask of tokens whose new / old probability is 2 or more, in the policy loss"
+        False, "Leave tokens whose new / old probability is 2 or more out of the policy loss"
     )
     do_mask_inference_ratio: bool = option(
-        False, "Mask of tokens whose sampled / old probability is 2 or more, in the policy loss"
+        False, "Leave tokens whose sampled / old probability is 2 or more out of the policy loss"
     )
 
     @property

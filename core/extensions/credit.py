@@ -78,10 +78,10 @@ class ShapingConfig:
     """Advantages, behind --advantage."""
 
     do_global_normalization: bool = option(
-        False, "Normalisation of advantages over the batch to mean 0 and standard deviation 1, after --advantage"
+        False, "Normalize advantages over the batch to mean 0 and standard deviation 1, after --advantage"
     )
-    do_clip_advantages: bool = option(False, "Replacement of negative advantages by 0, after --do_global_normalization")
-    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: none")
+    do_clip_advantages: bool = option(False, "Replace negative advantages by 0, after --do_global_normalization")
+    negative_advantage_multiplier: float = option(1.0, "Factor of negative advantages, applied last; 1: no change")
 
 
 def shape_advantages(

@@ -20,12 +20,12 @@ from utils.settings.options import option
 class CriticConfig(ReferenceConfig):
     """Critic of --advantage gae."""
 
-    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: none")
-    gae_lambda: float = option(0.95, "Lambda of --advantage gae: 0 relies on the critic, 1 on the return")
+    gamma: float = option(1.0, "Discount factor per token of --advantage gae; 1: no discount")
+    gae_lambda: float = option(0.95, "Lambda of --advantage gae; 0: rely on the critic; 1: rely on the return")
     value_clip: float = option(
         0.2,
-        "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward; "
-        "about a fifth of the spread of returns is usual; 0: no limit",
+        "Clip range of the critic of --advantage gae: largest change of a value in a step, in units of the reward "
+        "(usual: about a fifth of the spread of returns); 0: no limit",
     )
 
 

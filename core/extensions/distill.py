@@ -29,30 +29,36 @@ class DistillConfig:
 
     teacher: str = option(
         "",
-        "Teacher q whose next-token distributions the policy p learns on its own completions: Hugging Face folder, hub "
-        "id, run folder (its last step), adapters, or self: the policy, with another prompt (--teacher_prefix) or "
+        "Teacher model q; the policy p learns q's next-token distributions on p's own completions. A Hugging Face "
+        "folder, hub id, run folder (its last step) or adapter folder; self: the policy with --teacher_prefix, or "
         "averaged (--teacher_decay); empty: none",
     )
     distill: str = option(
         "reverse",
-        "Loss of --teacher; reverse: KL(p || q), forward: KL(q || p), jsd: see --distill_beta, all over the whole "
-        "vocabulary; sampled: log q - log p of the drawn tokens is added to their advantages",
+        "Loss of --teacher, over the whole vocabulary; reverse: KL(p || q); forward: KL(q || p); jsd: see "
+        "--distill_beta. sampled: no loss of its own, but log q - log p of the sampled tokens is added to their "
+        "advantages",
         [*BETAS, "jsd", SAMPLED],
     )
     distill_beta: float = option(
-        0.5, "Mixture m = (1 - beta) p + beta q of --distill jsd: (1 - beta) KL(p || m) + beta KL(q || m)"
+        0.5,
+        "Weight beta of the mixture m = (1 - beta) p + beta q of --distill jsd, whose loss is (1 - beta) KL(p || m) + "
+        "beta KL(q || m)",
     )
-    distill_coef: float = option(1.0, "Coefficient of the divergence in the loss, or of the addition to advantages")
+    distill_coef: float = option(
+        1.0, "Coefficient of the divergence in the loss; with --distill sampled, of the addition to advantages"
+    )
     teacher_prefix: str = option(
         "",
-        "System message that only the teacher reads, before the prompt: a text, @FILE with one, or sibling: another "
-        "completion of the group whose reward is 1 or more; empty: none",
+        "System message before the prompt that only the teacher reads: a text, or @FILE with the text; sibling: "
+        "another completion of the group whose reward is 1 or more; empty: none",
     )
     teacher_decay: float = option(
-        0.0, "Decay per step of the average of policies that --teacher self is; 0: no average, the policy at each step"
+        0.0,
+        "Decay per step of the average of policies that --teacher self uses; 0: no average, the policy of each step",
     )
     max_length_growth: float = option(
-        0.3, "Share of completions cut off at --num_generation_tokens above which a run with --teacher warns"
+        0.3, "Share of completions truncated at --num_generation_tokens; a run with --teacher warns above this share"
     )
 
 

@@ -30,15 +30,15 @@ class ReferenceConfig:
 
     kl_coef: float = option(
         0.0,
-        "Coefficient of the KL divergence from the policy that the run began with, adapters included; above 0, a copy "
-        "of its trained parameters is kept in memory; 0: off",
+        "Coefficient of the KL divergence from the reference model: the policy at the start of the run, adapters "
+        "included. If above 0, a copy of its trained parameters is kept in memory; 0: off",
     )
     kl_estimator: str = option(
         "", "Estimator of the KL divergence of --kl_coef; empty: k3 in the loss, k1 in the reward", ["", *KL]
     )
     kl_in: str = option(
         "loss",
-        "Place of the KL divergence of --kl_coef: a term of the loss, or a penalty on the reward",
+        "Place of the KL divergence of --kl_coef; loss: a term of the loss; reward: a penalty on the reward",
         ["loss", "reward"],
     )
 

@@ -21,7 +21,9 @@ from utils.settings.options import group, option
 class PlayedConfig(EnvConfig):
     """Environment of the held-out score."""
 
-    env_name: str = option("", "Environment whose held-out problems (X-test of X) are played", essential=True)
+    env_name: str = option(
+        "", "Environment X whose held-out problems (X-test) are evaluated; empty: none", essential=True
+    )
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class Config:
     model_dir: str = option(
         "models/tiny", "Model to train: Hugging Face folder, hub id, or run folder (its last step)", essential=True
     )
-    seed: int = option(0, "Seed of the order of the rows, of new adapters, and of sampling")
-    num_epochs: int = option(3, "Passes over the rows; 0: as many as --max_steps take", essential=True)
-    max_steps: int = option(0, "Steps after which the run ends, if before --num_epochs; 0: no limit", essential=True)
-    batch_size: int = option(16, "Rows of a step, which is one update", essential=True)
-    test_interval: int = option(20, "Steps between held-out evaluations; 0: before and after training", resumable=True)
+    seed: int = option(0, "Seed of the row order, of new adapters, and of sampling")
+    num_epochs: int = option(3, "Number of passes over the rows; 0: as many as --max_steps takes", essential=True)
+    max_steps: int = option(0, "Limit on steps, if reached before --num_epochs; 0: no limit", essential=True)
+    batch_size: int = option(16, "Rows in a step; a step is one update", essential=True)
+    test_interval: int = option(
+        20, "Steps between held-out evaluations; 0: only before and after training", resumable=True
+    )
     data: DataConfig = group(DataConfig)
     env: PlayedConfig = group(PlayedConfig)
     sampling: SamplingConfig = group(SamplingConfig)

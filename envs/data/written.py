@@ -26,25 +26,31 @@ class DataConfig:
 
     data: str = option(
         "",
-        "Rows to train on: a file (JSONL, JSON, CSV, Parquet; .gz) or owner/name of the hub, with a column messages, "
-        "or prompt and completion, text or lists of messages",
+        "Rows to train on: a file (JSONL, JSON, CSV, Parquet; .gz) or owner/name on the hub. Columns are messages, or "
+        "prompt and completion, as text or lists of messages",
         essential=True,
     )
-    test_data: str = option("", "Held-out rows, as --data; of the hub the split test; empty: a part of --data")
+    test_data: str = option(
+        "",
+        "Held-out rows, in the forms of --data; of a data set on the hub the split test is read; empty: hold out a "
+        "part of --data",
+    )
     test_fraction: float = option(
         0.1,
-        "Share of the prompts of --data that is held out, from 0 to below 1; 0.1 holds out the prompts that "
-        "dataset-test does. Not used with --test_data. 0: none",
+        "Share of the prompts of --data to hold out, from 0 to below 1; 0.1: the same prompts as dataset-test. Not "
+        "used with --test_data; 0: none",
     )
-    train_on: str = option("all", "Replies of a conversation that are trained on", ["all", "last"])
+    train_on: str = option("all", "Replies of a conversation to train on", ["all", "last"])
     columns: str = option(
         "",
         "Names of columns, as prompt=COLUMN,completion=COLUMN or messages=COLUMN, with dots before nested names; "
-        "empty: these, or those of ShareGPT and Alpaca",
+        "empty: prompt and completion, messages, or the columns of ShareGPT and Alpaca",
     )
-    max_length: int = option(1024, "Most tokens of a row: a conversation up to its last reply")
+    max_length: int = option(1024, "Maximum number of tokens of a row: a conversation up to its last reply")
     long_rows: str = option(
-        "error", "Treatment of longer rows; cut: to that length, drop: left out", ["error", "cut", "drop"]
+        "error",
+        "Treatment of rows longer than --max_length; error: end the command; cut: truncate them; drop: leave them out",
+        ["error", "cut", "drop"],
     )
 
     def __post_init__(self):

@@ -19,14 +19,13 @@ class RewardConfig:
 
     length_reward: str = option(
         "",
-        "Reward for the length of completions, added to the return; overlong: a penalty down to -1 over the last "
-        "fifth of the token limit (DAPO), cosine: from 1 (short) to 0.5 for correct ones, from -1 (short) to -0.5 for "
-        "wrong ones; empty: none",
+        "Reward for the length of completions, added to the return; overlong (DAPO): a penalty, down to -1, over the "
+        "last fifth of the token limit; cosine: 1 (short) to 0.5 if correct, -1 (short) to -0.5 if wrong; empty: none",
         ["", "overlong", "cosine"],
     )
-    score_timeout: float = option(10.0, "Time limit for scoring one completion, seconds", resumable=True)
+    score_timeout: float = option(10.0, "Time limit for grading one completion, in seconds", resumable=True)
     num_score_workers: int = option(
-        0, "Processes that score completions; 0: one per CPU core, at most 16", resumable=True
+        0, "Number of processes that grade completions; 0: one per CPU core, at most 16", resumable=True
     )
 
     def __post_init__(self):
