@@ -61,7 +61,7 @@ FLAGS = {
     # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
     "lr": 1e-3, "adam_eps": 1e-2, "weight_decay": 0,
 }  # fmt: skip
-OF_PAGES = {"rollout/recomputed", "speed/rows_running", "speed/rows_waiting", "speed/pages_in_use"}  # one device draws in step
+OF_PAGES = {"rollout/recomputed", "speed/rows_running", "speed/rows_waiting", "speed/pages_in_use"}  # not on one device
 SURPRISE = 10.0  # nats of an unlikely token, which metrics are made from
 WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generation_tokens"]  # of a row, of a batch
 
