@@ -5,7 +5,7 @@
 
 Each kind is made by peft, given random numbers, saved, and loaded again by peft and by us; what we save of it in turn
 is loaded by peft, in float64. Equal: within 1e-5 of the largest logit. CorDA, which needs texts, and LoftQ, which needs
-bitsandbytes, are tried by their names in tests/test_lora.py.
+bitsandbytes, are tried by their names in tests/models/test_lora.py.
 """
 
 import contextlib

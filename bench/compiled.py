@@ -18,7 +18,7 @@ programs of a run as it is.
 The wheels (130 and 200 MB) hold XLA's compilers for NVIDIA GPUs and for TPUs, of this version of JAX; attention on GPUs
 needs cuDNN (900 MB unpacked), a mixture of experts there tokamax. Nothing is timed, and kernels of GPUs are not tuned:
 a matrix product may be another one on the device. What can be read is memory, and what each iteration of a loop does:
-copies, collectives, bytes. tests/test_compiled.py asserts it. A row takes minutes, most of them for rollouts on TPUs:
+copies, collectives, bytes. bench/test_compiled.py asserts it. A row takes minutes, most of them for rollouts on TPUs:
 see --layers, which is wrong there where the keys of a layer fit into the memory of the chip.
 """
 

@@ -1,4 +1,4 @@
-"""Files of ten kinds, damaged by a seed, and the readers that meet them; for tests/test_damaged.py.
+"""Files of ten kinds, damaged by a seed, and the readers that meet them; for tests/envs/test_damaged.py.
 
 A damage is one of bytes (a cut, flips, zeros, noise, another encoding, nothing, twice the file), or one of what the
 file holds (a value of another type, a key removed or renamed, huge numbers, NaN, lists nested 10,000 deep).

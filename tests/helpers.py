@@ -14,7 +14,6 @@ from types import MappingProxyType
 import jax
 import numpy as np
 import pytest
-from kill_runs import arguments, virtual_devices
 
 from core import grpo
 from core.config import Config
@@ -24,6 +23,7 @@ from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer
+from tests.kill_runs import arguments, virtual_devices
 from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.settings.config import parse
@@ -169,17 +169,16 @@ def gradient_depth(model: Decoder, num_columns: int, num_tokens: int) -> int:
 
 def on_four_devices(test_file: str, call: str) -> None:
     """Evaluates `call` with the names of a test file, in a process that sees four CPU devices."""
-    code = f"from {Path(test_file).stem} import *; {call}"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = os.environ | virtual_devices(4) | {"PYTHONPATH": paths}
+    module = ".".join(Path(test_file).relative_to(ROOT).with_suffix("").parts)
+    code = f"from {module} import *; {call}"
+    env = os.environ | virtual_devices(4) | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def start_processes(code: str, num_devices: int, num_processes: int = 1) -> list[subprocess.Popen]:
     """Python with the tests' names in processes of so many CPU devices, of one job; `code` knows I, its number."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = os.environ | virtual_devices(num_devices) | {"PYTHONPATH": paths}
+    env = os.environ | virtual_devices(num_devices) | {"PYTHONPATH": str(ROOT)}
     if num_processes > 1:
         with socket.socket() as free:
             free.bind(("localhost", 0))

@@ -1,4 +1,4 @@
-"""An environment whose reward does what the reply says; for tests/test_scoring.py."""
+"""An environment whose reward does what the reply says; for tests/envs/test_scoring.py."""
 
 import asyncio
 import gc

@@ -1,6 +1,6 @@
 """Kills a small run again and again, at random moments, and compares what it becomes with one that was never killed.
 
-    python tests/kill_runs.py --kills 10 --seed 0     # minutes; test_resume.py does the same with fewer kills
+    python tests/kill_runs.py --kills 10 --seed 0     # minutes; core/run/test_resume.py does the same with fewer kills
 
 Metrics but for times, parameters and optimiser state must be equal to the last bit; with the last tries on four devices
 (--mesh fsdp=4), but for rounding.

@@ -1,4 +1,4 @@
-"""Classes as users of other trainers write them, and an environment with hostile tools; for tests/test_tools.py."""
+"""Classes as users of other trainers write them, and an environment with hostile tools: tests/envs/test_tools.py."""
 
 import asyncio
 import os

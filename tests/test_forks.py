@@ -12,10 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+if __name__ == "__main__":  # this repository, wherever the command is given
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import numpy as np
 import pytest
-from kill_runs import FLAGS, QUICK, ROOT, arguments, checksum, kill_at, records
-from readme import clone
+
+from tests.kill_runs import FLAGS, QUICK, ROOT, arguments, checksum, kill_at, records
+from tests.readme import clone
 
 PAGE = ROOT / "docs" / "forks.md"
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)

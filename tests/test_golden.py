@@ -16,10 +16,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __name__ == "__main__":  # this repository, wherever the command is given
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import jaxlib
 import numpy as np
 import pytest
-from kill_runs import QUICK, ROOT, arguments, checksum, records
+
+from tests.kill_runs import QUICK, ROOT, arguments, checksum, records
 
 STORED = Path(__file__).parent / "golden.json"
 FIXTURES = Path("tests/fixtures")

@@ -21,6 +21,7 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
+    if not path.name.startswith("test_")
 }
 
 # What the files of a package may import of the project. Commands, the files that can be run, only commands import.

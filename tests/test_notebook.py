@@ -4,11 +4,10 @@ import ast
 import json
 import re
 
-import readme
-from helpers import ROOT, slow
-from test_docs import FILE, LINK, anchors
-
 from core import eval, grpo
+from tests import readme
+from tests.helpers import ROOT, slow
+from tests.test_docs import FILE, LINK, anchors
 from utils.settings.config import options_of
 
 NOTEBOOK = json.loads((ROOT / "lmpo.ipynb").read_text(encoding="utf-8"))

@@ -11,11 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow, train_here
-from kill_runs import FLAGS, arguments
 from safetensors.numpy import load_file
 from scipy import stats
-from test_turns import Script, assert_same, conversations, draw_all, rows_of
 
 from core import grpo, population
 from core.config import Config
@@ -26,6 +23,9 @@ from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, join_members, make_policy, with_members
 from models.names import LORA_B
+from tests.core.chains.test_turns import Script, assert_same, conversations, draw_all, rows_of
+from tests.helpers import slow, train_here
+from tests.kill_runs import FLAGS, arguments
 from utils.devices.sharding import single_device
 from utils.evaluation.estimates import mean_over_runs
 from utils.runs.shutdown import Signals

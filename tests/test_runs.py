@@ -4,10 +4,10 @@ import os
 import subprocess
 
 import pytest
-from helpers import ROOT
 
 from core.config import Config
 from envs import ENVS
+from tests.helpers import ROOT
 from utils.settings.config import parse
 
 SCRIPTS = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.stem not in ("slurm", "tpu_pod"))

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from local_hub import local_hub, put
 from packaging.requirements import Requirement
-from test_hub import published
 
 from core.config import Config
+from tests.envs.test_hub import published
+from tests.local_hub import local_hub, put
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
 

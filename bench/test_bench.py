@@ -1,0 +1,105 @@
+"""Commands of bench/: each starts and prints its help; on its smallest size each runs to its end."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [file for file in sorted((ROOT / "bench").glob("*.py")) if not file.name.startswith("test_")]
+COMMANDS = [file for file in FILES if '__name__ == "__main__"' in file.read_text("utf-8")]
+HELP = """
+import contextlib, io, json, runpy, sys, traceback
+
+found = {}
+for file in sys.argv[1:]:
+    sys.argv, out = [file, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            runpy.run_path(file, run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            code = traceback.format_exc()
+    found[file] = code, out.getvalue()
+print(json.dumps(found))
+"""
+SHAPE = "--shape tiny --prompt_tokens 8 --repeats 1"
+ROWS = "--groups_per_batch 2 --group_size 2 --num_generation_tokens 8"
+SMALLEST = {  # options of each command; FOLDER: an empty one
+    "clients": "rewards",
+    "compile": "--models tiny --rows 4 --columns 32",
+    "compiled": "--target v5e --models 0.6B --devices 1 --layers 1,2",
+    "device_checks": "--shape tiny --layers 1 --vocabulary 512",
+    "distill": "--dir FOLDER --short --seeds 0",
+    "families": "--num_models 1",
+    "first_hour": "run FOLDER/run",
+    "grpo_step": f"{SHAPE} {ROWS}",
+    "memory": "--shapes tiny --remats dots --given --groups_per_batch 2",
+    "minutes": "FOLDER/run",
+    "objectives": "--dir FOLDER --short",
+    "paged_attention": "--rows 8 --repeats 1",
+    "peers": f"--peers= --warmup 1 {SHAPE} {ROWS}",
+    "rewards_of_others": "",
+    "rollout": f"{SHAPE} {ROWS}",
+    "roofline": f"{SHAPE} {ROWS} --slots 4,2 --pages -1,8 --kernels 1",
+    "rows": "--model_dir models/tiny",
+    "sampler_gap": f"--model_dirs {ROOT}/tests/fixtures/qwen3-tied --num_prompts 2 --group_size 2",
+    "scaling": "--devices 1 --tokens 64 --rows 1",
+    "scoring": f"--data_dir {ROOT.parent}/shared/data --workers 1 --seconds 0.1",
+    "side": "lmpo VARIANT",
+    "startup": "--repeats 1",
+    "templates": f"--folders TRL/chat_templates {ROOT.parent}/shared/audit/correct/templates --tokenizer models/tiny",
+    "train_step": f"{SHAPE} {ROWS}",
+    "trl_losses": "",
+    "trl_sft": "",
+    "turns": "--peers= --turns 1 --step_turns= --group_size 2 --num_generation_tokens 4 --repeats 1 --shape tiny",
+}
+NEEDS = {  # packages that are not installed for tests
+    "clients": ("trl",), "compiled": ("libtpu",), "families": ("torch",), "memory": ("libtpu",),
+    "trl_losses": ("torch", "trl"), "trl_sft": ("torch", "trl", "datasets"),
+    "templates": ("trl",),
+}  # fmt: skip
+
+
+def test_every_command_prints_its_help():
+    files = list(map(str, COMMANDS))
+    done = subprocess.run([sys.executable, "-c", HELP, *files], cwd=ROOT, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    absent = ("PyTorch", "torch", "TRL")
+    for file, (code, text) in found.items():
+        needs_more = any(word in f"{code}{text}" for word in absent) and Path(file).stem in NEEDS
+        first_line = Path(file).read_text("utf-8").splitlines()[0].removeprefix('"""')
+        assert needs_more or code in (0, None) and first_line[:40] in " ".join(text.split()), f"{file}: {code}\n{text}"
+
+
+def test_every_command_has_a_smallest_size():
+    assert SMALLEST.keys() == {file.stem for file in COMMANDS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_command_runs_on_its_smallest_size(name, tmp_path):
+    for package in NEEDS.get(name, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}, which is not installed for tests")
+    if name in ("scoring", "templates") and not (ROOT.parent / "shared").is_dir():
+        pytest.skip("needs the files of ../shared")
+    if name == "side":
+        pytest.skip("is started by peers")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"global_step": 1, "test_env/correct_answer": 1, "times/run": 60}\n')
+    (tmp_path / "run/config.json").write_text('{"run": {}}')
+    options = SMALLEST[name].replace("FOLDER", str(tmp_path)).split()
+    if name == "templates":
+        options = [option.replace("TRL", str(Path(find_spec("trl").origin).parent)) for option in options]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, f"bench/{name}.py", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "|" in done.stdout or name in ("scoring", "startup"), done.stdout

@@ -1,0 +1,483 @@
+"""Conversations against a loop without cache or batch, and what draws do not depend on.
+
+Letters: N prompts, G samples of each.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from itertools import groupby
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from core.config import Config
+from core.extensions.attach import attach
+from core.extensions.turns import Conversations, Observation, TurnChain
+from core.grpo import main
+from core.records import Completions
+from core.replay import read_stored, replay, task_index, weights_before
+from core.rollout import make_worker
+from core.sampler import Sampler
+from envs import make_env
+from envs.base import ForcedAnswer
+from envs.scoring.processes import descendant_pids
+from envs.settings import RolloutSettings, resolve_environments, resolve_settings
+from models import decoder
+from models.architecture import FULL, SLIDING
+from models.checkpoint import load_model
+from models.distribution import Distribution
+from models.tokenizer import Tokenizer, load_tokenizer
+from tests.envs.test_scoring import wait_until_gone
+from tests.helpers import (
+    HYBRID,
+    MODEL,
+    ROOT,
+    assert_close,
+    depth,
+    on_four_devices,
+    on_layout,
+    random_params,
+    slow,
+    start_processes,
+    wait,
+)
+from tests.kill_runs import checksum, reached, records
+from utils.devices.sharding import single_device
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.settings.config import parse
+from utils.settings.errors import UserError
+
+TINY = ROOT / "models" / "tiny"
+LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
+TURN, MAX_TURNS = 7, 5
+SEED, IDS, G = 2, (11, 4, 290, 5), 4
+PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
+STOPS = tuple(range(15, MODEL.vocab_size, 20))
+OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
+MODELS = MODEL, replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9), *slow(HYBRID)
+
+
+def answer(turns: list[list[int]], num_left: int) -> Observation:
+    """What a made-up environment says: a few tokens or many, by the turns so far."""
+    rng = random.Random(str(turns))
+    if len(turns) == MAX_TURNS or rng.random() < 0.1:
+        return Observation(finished=True)
+    tokens = [rng.randrange(MODEL.vocab_size) for _ in range(rng.choice((1, 3, 15, 16, 17, 70)))]
+    return Observation(tokens) if len(tokens) < num_left else Observation()
+
+
+class Script:
+    """An environment whose answers come after `latency(row, number of the turn)` questions."""
+
+    def __init__(self, latency: Callable[[int, int], int] = lambda row, turn: 0, tokens_per_turn: int = TURN):
+        self.latency, self.tokens_per_turn = latency, tokens_per_turn
+        self.turns, self.left, self.delay = defaultdict(list), {}, {}
+
+    def end_turn(self, row, turn, num_left):
+        self.turns[row].append(turn.tolist())
+        self.left[row] = num_left
+        self.delay[row] = self.latency(row, len(self.turns[row]))
+
+    def observe(self, rows, is_blocking, patience=0.0):
+        found = {}
+        while not found:
+            found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}
+            self.delay.update({row: max(0, self.delay[row] - 1) for row in rows})
+            if not is_blocking:
+                break
+        return found
+
+
+def draw_all(
+    script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, make_sampler=Sampler, **settings
+) -> Completions:
+    settings = {"segment": 4} | settings
+    sampler = make_sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
+    weights = sampler.load_weights(random_params(model))
+    return sampler.generate(weights, prompts, np.array(ids), G, jax.random.key(SEED))
+
+
+@cache
+def conversations(model=MODEL) -> Completions:
+    return draw_all(model=model)
+
+
+def rows_of(r: Completions, ids=IDS) -> dict[tuple[int, int], tuple]:
+    """What is known of each row, by (task, sample)."""
+    names = [(i, sample) for i in ids for sample in range(G)]
+    rows = zip(names, r.tokens, r.mask, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
+    return {name: (x[:n].tolist(), m[:n].tolist(), p[start:n], bool(end)) for name, x, m, p, start, n, end in rows}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() <= expected.keys()
+    for name, (tokens, mask, logprobs, finished) in found.items():
+        assert (tokens, mask, finished) == (expected[name][0], expected[name][1], expected[name][3]), name
+        assert_close(logprobs, expected[name][2], OPERATIONS, LOGIT)
+
+
+draw_one = jax.jit(Distribution.draw, static_argnums=0)
+teacher_forced = jax.jit(decoder.score_tokens, static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def next_logits(model, params, tokens, length):
+    return decoder.logits(model, params, tokens[None])[:, length - 1]
+
+
+def one_by_one(model, prompt, task: int, sample: int) -> tuple[list[int], list[bool], bool]:
+    """A conversation drawn token by token without cache: tokens, which of them were drawn, whether it ended itself."""
+    tokens, mask, turns, turn = list(prompt), [False] * len(prompt), [], []
+    while True:
+        number = len(tokens) - len(prompt)
+        padded = np.zeros(WIDTH, np.int32)
+        padded[: len(tokens)] = tokens
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), task), sample), number)
+        logits = next_logits(model, random_params(model), padded, len(tokens))
+        token, *_ = draw_one(Distribution(), logits, jax.random.uniform(key, (1, 2)))
+        turn.append(int(token[0]))
+        tokens.append(turn[-1])
+        mask.append(True)
+        num_left = LIMIT - number - 1
+        if turn[-1] in STOPS or len(turn) == TURN or not num_left:
+            turns.append(turn)
+            said = answer(turns, num_left)
+            if not said.tokens:
+                return tokens, mask, said.finished
+            tokens += said.tokens
+            mask += [False] * len(said.tokens)
+            turn = []
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["full", "windows", "hybrid"])
+def test_tokens_are_those_of_a_loop_without_cache(model):
+    found = rows_of(conversations(model))
+    for prompt, task in zip(PROMPTS, IDS, strict=True):
+        for sample in (0, 3):
+            tokens, mask, _, finished = found[task, sample]
+            assert (tokens, mask, finished) == one_by_one(model, prompt, task, sample)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["full", "windows", "hybrid"])
+def test_logprobs_are_those_of_the_training_pass(model):
+    r = conversations(model)
+    expected, *_ = teacher_forced(model, random_params(model), r.tokens)
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT)
+    is_behind = np.arange(r.tokens.shape[1]) >= r.prompt_lengths[:, None]
+    is_behind &= np.arange(r.tokens.shape[1]) < r.lengths[:, None]
+    np.testing.assert_array_equal(r.num_observed, (is_behind & ~r.mask).sum(1))
+
+
+def test_the_cases_are_there():
+    """Ends by themselves and by the limit, cut turns and stopped ones, chunks of observations of each width."""
+    r, script = conversations(), Script()
+    draw_all(script)
+    turns = [turn for row in script.turns.values() for turn in row]
+    assert 0 < r.finished.sum() < len(r.finished)
+    assert any(turn[-1] in STOPS for turn in turns) and any(turn[-1] not in STOPS for turn in turns)
+    assert min(map(len, script.turns.values())) < max(map(len, script.turns.values())) == MAX_TURNS
+    assert r.num_observed.max() > 64 and any(len(turn) == 1 for turn in turns)
+
+
+def test_draws_do_not_depend_on_how_long_an_environment_takes():
+    rng = random.Random(0)
+    delays = defaultdict(lambda: rng.randrange(6))
+    assert_same(rows_of(draw_all(Script(lambda *turn: delays[turn]))), rows_of(conversations()))
+    assert_same(rows_of(draw_all(Script(lambda row, turn: 50 * (row % 5 == 0)))), rows_of(conversations()))
+
+
+def test_nor_on_the_prompts_beside_it():
+    ids = [99, *IDS[::-1]]
+    found = rows_of(draw_all(prompts=[[1] * 40, *PROMPTS[::-1]], ids=ids), ids)
+    assert_same({name: found[name] for name in rows_of(conversations())}, rows_of(conversations()))
+
+
+@pytest.mark.parametrize("segment", [1, 32])
+def test_nor_on_segments(segment):
+    assert_same(rows_of(draw_all(segment=segment)), rows_of(conversations()))
+
+
+LAYOUTS = (DeviceConfig("fsdp"), DeviceConfig(mesh="data=2,tp=2"))
+
+
+def draw_on_four_devices(file: str) -> None:
+    arrays = {}
+    for i, config in enumerate(LAYOUTS):
+        layout = make_layout(config)
+        chain = partial(TurnChain, Script(), 0)
+        sampler = Sampler(MODEL, LIMIT, STOPS, make_chain=chain, layout=layout, segment=4)
+        r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, jax.random.key(SEED))
+        arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
+    np.savez(file, **arrays)
+
+
+@pytest.mark.slow
+def test_nor_on_the_devices(tmp_path):
+    on_four_devices(__file__, f"draw_on_four_devices({str(tmp_path / 'drawn.npz')!r})")
+    with np.load(tmp_path / "drawn.npz") as arrays:
+        for i in range(len(LAYOUTS)):
+            names = [name for name, x in vars(conversations()).items() if np.ndim(x)]
+            r = Completions(**{name: arrays[f"{i} {name}"] for name in names})
+            assert_same(rows_of(r), rows_of(conversations()))
+
+
+# With a real environment
+
+
+def guess_worker(layout, model, tokenizer, options: str = "", name: str = "guess"):
+    config = parse(Config, ["--env_name", name, "--env_options", "prompt=bare" + options, "--num_score_workers", "2"])
+    settings = resolve_settings(config.env, name, 120, 0)
+    return make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout)
+
+
+SMALL = ",max_turns=4,min_size=4,max_size=6,max_number=20"
+
+
+def turns_of(r: Completions, row: int) -> list[tuple[bool, list[int]]]:
+    """Returns the runs of drawn and of observed tokens of a row."""
+    columns = slice(r.prompt_lengths[row], r.lengths[row])
+    places = range(columns.start, columns.stop)
+    runs = groupby(places, key=lambda place: bool(r.mask[row, place]))
+    return [(is_drawn, [int(r.tokens[row, place]) for place in run]) for is_drawn, run in runs]
+
+
+def test_an_episode_is_what_its_turns_make_of_it():
+    """Played again by hand from the tokens of each row: what was said, rewards, ends."""
+    layout = single_device()
+    model, params, tokenizer = load_model(TINY, layout)
+    with guess_worker(layout, model, tokenizer, SMALL) as worker:
+        weights = worker.load_weights(params)
+        episodes = worker.play(weights, np.arange(6), 4, jax.random.key(0))
+        again = worker.play(weights, np.arange(6), 4, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, episodes.completions.tokens, again.completions.tokens)
+    env = make_env("guess", prompt="bare", max_turns=4, min_size=4, max_size=6, max_number=20)
+    for row, task in enumerate(episodes.task_ids):
+        episode, total = env.episode(env.problem(int(task)), 0), 0.0
+        runs = turns_of(episodes.completions, row)
+        for is_drawn, tokens in runs:
+            if is_drawn:
+                step = episode.step(tokenizer.decode(tokens))
+                total += step.reward
+                is_closed = tokens[-1] in tokenizer.stop_ids
+            else:
+                closing = "" if is_closed else "<|im_end|>"
+                text = f"{closing}\n<|im_start|>user\n{step.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+                assert tokenizer.hf.decode(tokens) == text + "<think>\n\n</think>\n\n"
+        assert episodes.scores["return"][row] == np.float32(total)
+        assert episodes.scores["turns"][row] == sum(is_drawn for is_drawn, _ in runs)
+        assert episodes.completions.finished[row] and (episodes.stops[row] == "done") == step.done
+        if not step.done:
+            assert episodes.stops[row] == "max_turns" and episodes.scores["turns"][row] == 4
+    assert {*episodes.stops} == {"done", "max_turns"} and not episodes.failed.any()
+
+
+def play_on_two_processes(file: str) -> None:
+    layout = make_layout(DeviceConfig("fsdp"))
+    model, params, tokenizer = load_model(TINY, layout)
+    with guess_worker(layout, model, tokenizer, SMALL) as worker:
+        episodes = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
+    if layout.is_main:
+        arrays = vars(episodes.completions) | {"return": episodes.scores["return"], "stops": episodes.stops}
+        np.savez(file, **{name: x for name, x in arrays.items() if np.ndim(x)})
+
+
+@pytest.mark.slow
+def test_processes_share_the_turns_and_play_the_same(tmp_path):
+    file = tmp_path / "played.npz"
+    code = f"from tests.core.chains.test_turns import play_on_two_processes; play_on_two_processes({str(file)!r})"
+    wait(start_processes(code, num_devices=1, num_processes=2))
+    layout = single_device()
+    model, params, tokenizer = load_model(TINY, layout)
+    with guess_worker(layout, model, tokenizer, SMALL) as worker:
+        alone = worker.play(worker.load_weights(params), np.arange(6), 4, jax.random.key(0))
+    with np.load(file) as together:
+        for name in ("tokens", "mask", "lengths", "finished"):
+            np.testing.assert_array_equal(together[name], getattr(alone.completions, name))
+        np.testing.assert_array_equal(together["return"], alone.scores["return"])
+        assert together["stops"].tolist() == alone.stops
+
+
+@pytest.mark.parametrize(
+    ("model", "force_answer_at", "stop_strings", "message"),
+    [
+        (HYBRID, 0, ("x",), "Gated DeltaNet"),
+        (MODEL, 10, (), "--force_answer_at 0"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(model, force_answer_at, stop_strings, message):
+    sampler = Sampler(model, 100, (), stop_strings=stop_strings, tokenizer=load_tokenizer(TINY))
+    settings = RolloutSettings("guess", {}, make_env("guess"), 100, force_answer_at, ForcedAnswer())
+    with pytest.raises(UserError, match=message):
+        attach(sampler, settings, lambda problem: [1])
+
+
+RUN = (
+    "--env_name guess --env_options prompt=bare,min_size=4,max_size=6,max_number=20 --num_generation_tokens 64 "
+    "--max_steps 2 --groups_per_batch 6 --group_size 4 --max_resampling 1 --ppo_minibatch 0 --adam_eps 1e-2 "
+    "--lr 1e-3 --save_interval 1 --save_rollouts all --advantage turn_zscore --do_group_filter 0"
+)
+NUM_STEPS, NUM_ROWS = 2, 24
+
+
+def train(folder: Path) -> None:
+    main(parse(Config, [*RUN.split(), "--model_dir", str(TINY), "--save_dir", str(folder)]))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder)
+    return folder
+
+
+def rollouts(folder: Path, step: int) -> str:
+    return str(folder / "rollouts" / f"step_{step}")
+
+
+def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
+    layout = single_device()
+    for step, row in ((1, 6), (2, 3)):
+        path = rollouts(whole, step)
+        stored, _ = read_stored(path, row)
+        capsys.readouterr()
+        replay(path, row, 0, 1, layout)
+        num_tokens, printed = len(stored.tokens) - stored.prompt_length, capsys.readouterr().out
+        assert f"all {num_tokens} tokens are those of the run" in printed and "drawn anew" not in printed
+        title = f"step {step}, row {row}, sample {row % G} of problem {stored.task}: "
+        assert re.search(rf"^{title}.*Guess \d+ to \d+\.", printed, re.MULTILINE | re.DOTALL)
+    replay(path, row, len(stored.turns), 3, layout)
+    tokenizer = load_tokenizer(TINY)
+    beginning = [f"assistant: {tokenizer.decode(turn)}\n" for turn in stored.turns[:-1]]
+    branches = re.split(r"#{8} branch \d of 3\n", capsys.readouterr().out)[1:]
+    assert len(branches) == 3
+    for branch in branches:
+        before, after = branch.split(f"-------- drawn anew from turn {len(stored.turns)} on\n")
+        turns = re.split(r"user: \S+\n", before)
+        assert turns == [*beginning, ""] and after.startswith("assistant: ")
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
+def test_all_stored_episodes_of_a_step_are_drawn_again(step, whole):
+    """48 rows in all, from what is stored of each; the groups are played in reverse."""
+    rows = [read_stored(rollouts(whole, step), row) for row in range(NUM_ROWS)]
+    stored, (config, *_) = zip(*rows, strict=True)
+    reverse = [stored[i : i + G] for i in range(NUM_ROWS - G, -1, -G)]
+    layout = single_device()
+    model, params, tokenizer = load_model(weights_before(stored[0], config), layout)
+    settings = resolve_environments(config.env, config.held_out, config.sampling)["env"]
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
+        tasks = [task_index(worker, group[0].task) for group in reverse]
+        places = [group[0].position for group in reverse]
+        episodes = worker.play(worker.load_weights(params), np.concatenate(tasks), G, key, np.array(places))
+    assert len({len(row.turns) for row in stored}) > 2
+    for row, expected in enumerate(row for group in reverse for row in group):
+        length = episodes.completions.lengths[row]
+        np.testing.assert_array_equal(episodes.completions.tokens[row, :length], expected.tokens)
+        np.testing.assert_array_equal(episodes.completions.mask[row, :length], expected.mask)
+
+
+def train_until_killed(folder: str) -> None:
+    """Trains up to the first third turn of the last step; prints the processes that were started, and kills itself."""
+    end_turn, calls = Conversations.end_turn, []
+
+    def kill_in_third_turn(self, row, turn, num_left):
+        end_turn(self, row, turn, num_left)
+        if self not in calls:
+            calls.append(self)
+        if len(calls) == NUM_STEPS and len(self.episodes[row].replies) == 3:
+            while not Path(folder, "state", "1").is_dir():  # written in the background
+                time.sleep(0.01)
+            print(*descendant_pids(os.getpid()), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Conversations.end_turn = kill_in_third_turn
+    train(Path(folder))
+
+
+def reproducible_records(folder: Path) -> list[dict]:
+    """All but the rounding of the sampler: which rows draw together depends on when the environment answers."""
+    return [{k: v for k, v in row.items() if not k.startswith("inference_recompute/")} for row in records(folder)]
+
+
+@pytest.mark.parametrize(("step", "reason"), [(1, "its weights, devices or"), (2, "--save_dtype bfloat16 rounded its")])
+def test_a_replay_says_why_its_tokens_may_be_others(step, reason, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "a")
+    settings = json.loads((whole / "config.json").read_text()) | {"save_dtype": "bfloat16"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(settings))
+    file = Path(rollouts(tmp_path / "a", step)).with_suffix(".npz")
+    arrays = dict(np.load(file))
+    arrays["tokens"][6, arrays["lengths"][6] - 1] += 1  # no weights draw this one
+    np.savez(file, **arrays)
+    replay(str(file), 6, 0, 1, single_device())
+    assert f"is another than in the run: {reason}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tmp_path):
+    code = f"from tests.core.chains import test_turns; test_turns.train_until_killed({str(tmp_path)!r})"
+    (process,) = start_processes(code, num_devices=1)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, output
+    pids = [int(pid) for pid in output.splitlines()[-1].split()]
+    assert len(pids) > 2, "the helper of the scorer, its keepers and workers"
+    wait_until_gone(*pids)
+    assert reached(tmp_path) == NUM_STEPS - 1
+    train(tmp_path)
+    assert reproducible_records(tmp_path) == reproducible_records(whole)
+    assert checksum(tmp_path, NUM_STEPS) == checksum(whole, NUM_STEPS)
+    found, expected = (load_file(folder / f"step{NUM_STEPS}" / "model.safetensors") for folder in (tmp_path, whole))
+    assert found.keys() == expected.keys() and all((found[name] == x).all() for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("row", "from_turn", "message"),
+    [(24, 0, "rows 0 to 23"), (0, 9, "the row has turns 1 to ."), (0, -1, "the row has turns 1 to .")],
+)
+def test_mistakes_of_a_replay(whole, row, from_turn, message):
+    with pytest.raises(UserError, match=message):
+        replay(rollouts(whole, 1), row, from_turn, 1, single_device())
+
+
+QWEN = ROOT.parent / "shared" / "data" / "qwen3-tokenizer"
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason="the tokenizer of Qwen3 is in shared/data")
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_bridge_is_that_of_qwen3(thinking):
+    """Ids as written out in Prime Intellect's renderers, Qwen3Renderer.bridge_to_next_turn."""
+    tokenizer = load_tokenizer(QWEN)
+    opening = "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not thinking)
+    asked = [{"role": "user", "content": "?"}]
+    found = tokenizer.bridge(asked, [{"role": "user", "content": "say <|im_end|>"}], thinking)
+    assert found.end == [151645] and found.after(151645) == found.ids != found.after(0)
+    text = "\n<|im_start|>user\nsay <|im_end|><|im_end|>\n" + opening
+    assert tokenizer.hf.decode(found.ids) == text and found.ids.count(151645) == 2, "what a message spells is a token"
+    found = tokenizer.bridge(asked, [{"role": "tool", "content": x} for x in "ab"], thinking)
+    response = "<tool_response>\n{}\n</tool_response>"
+    text = f"\n<|im_start|>user\n{response.format('a')}\n{response.format('b')}<|im_end|>\n"
+    assert tokenizer.hf.decode(found.ids) == text + opening
+
+
+def test_a_template_that_ends_a_reply_otherwise_is_refused():
+    tokenizer = load_tokenizer(TINY)
+    hf = copy(tokenizer.hf)
+    hf.chat_template = "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="ends a reply in another way"):
+        Tokenizer(hf).bridge([{"role": "user", "content": "1"}], [{"role": "user", "content": "x"}])
+
+

@@ -1,0 +1,120 @@
+"""The model card of a saved folder: it parses, its numbers are the run's, and nothing breaks out of its blocks."""
+
+import re
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard as HubCard
+
+from core.config import Config
+from core.records import Progress
+from core.run import card as cards
+from core.run.card import ModelCard, find_version
+from envs.settings import resolve_environments
+from models.checkpoint import save_model
+from tests.models.test_model import FIXTURES, load
+from utils.settings.config import make_config, parse, to_dict
+
+HELD_OUT = {"test_env_name": "countdown-test"}
+BLOCK = re.compile(r"^(?P<fence>`{3,})(\w+)\n(.*?)\n(?P=fence)$", re.MULTILINE | re.DOTALL)
+
+
+def card_of(**options) -> ModelCard:
+    config = make_config(Config, **{"env_name": "countdown"} | options)
+    environments = resolve_environments(config.env, config.held_out, config.sampling)
+    return ModelCard(Config, to_dict(config), environments)
+
+
+def blocks(text: str) -> dict[str, str]:
+    """Returns the code blocks of a card by their language, as CommonMark delimits them."""
+    return {language: content for _, language, content in BLOCK.findall(text)}
+
+
+@pytest.mark.parametrize(("model_dir", "base_model"), [("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"), ("models/tiny", None)])
+def test_the_front_matter_is_what_the_hub_reads(model_dir, base_model):
+    data = HubCard(card_of(model_dir=model_dir).render(Progress(3), {})).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == (base_model, "transformers", "text-generation")
+    assert data.tags == ["grpo", "reinforcement-learning", "lmpo"]
+
+
+def test_the_licence_is_that_of_the_base(tmp_path):
+    def license_of(text):
+        (tmp_path / "README.md").write_text(text)
+        return HubCard(card_of(model_dir=str(tmp_path)).render(Progress(3), {})).data.get("license")
+
+    assert license_of("---\nlicense: apache-2.0\n---\n# Model") == "apache-2.0"
+    assert license_of("---\nlicense: [x\n---\n") is license_of("# Model") is None
+    assert license_of("---\na: &a [x, x]\nlicense: [*a, *a]\n---\n") is license_of("---\n- license\n---\n") is None
+
+
+@pytest.mark.parametrize("prefix", ["Well: ", "it's\n```\n# Title\n````", '"$HOME" `id` <think>\n---\n', "\udcff"])
+def test_the_command_trains_the_same_whatever_is_in_it(prefix):
+    style = {"env_options": f"prefix={prefix},numbers=3", "do_group_filter": True, "lr": 3e-7, "wandb_name": "private"}
+    card = card_of(**style, mlflow="http://me:secret@host")
+    text = card.render(Progress(3, num_rollouts=24), {})
+    assert "secret" not in text and "private" not in text
+    assert re.findall(r"^(?:---|#+ .*)$", BLOCK.sub("", text), re.MULTILINE) == [
+        "---", cards.CARD_MARK, "---", "# countdown by reinforcement learning, step 3", "## Held-out scores"
+    ]  # fmt: skip
+    program, script, *argv = shlex.split(blocks(text)["sh"])
+    assert (program, script) == ("python", "core/grpo.py")
+    assert to_dict(parse(Config, argv)) == dict(card.settings) | {"wandb_name": "", "mlflow": ""}
+    facts = yaml.safe_load(blocks(text)["yaml"])
+    assert (facts["steps"], facts["completions"], facts["sampling"]["temperature"]) == (3, 24, 1.0)
+    assert (facts["env"]["options"]["numbers"], facts["env"]["thinking"]) == (3, True)
+
+
+def test_scores_are_those_of_the_first_and_the_last_evaluation():
+    steps = np.array([0.0, 10, 20])
+    values = {"correct_answer": [0.1234, 0.5, 0.75], "correct_answer_low": [0.1, 0.4, 0.7], "return": [-1, 2.5, 3]}
+    values |= {"correct_answer_high": [0.15, 0.6, 0.8], "return_ci": [0.25, 0.25, 0.5]}
+    values |= {"num_tasks": [64] * 3, "num_samples": [2] * 3}
+    run = {f"test_env/{name}": (steps, np.array(column, float)) for name, column in values.items()}
+    table = card_of(**HELD_OUT).render(Progress(23), run).splitlines()[-2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    correct = ["12.3% [10.0%, 15.0%] (step 0)", "75.0% [70.0%, 80.0%] (step 20)"]
+    assert cells[0] == ["countdown-test", "64", "2", "correct_answer", *correct]
+    assert cells[1] == ["countdown-test", "64", "2", "return", "-1 [-1.25, -0.75] (step 0)", "3 [2.5, 3.5] (step 20)"]
+    assert cards.NO_SCORES in card_of(**HELD_OUT).render(Progress(23), {})
+
+
+def test_scores_are_compared_since_the_last_change_of_what_they_mean():
+    run = {"test_env/return": (np.array([0.0, 10, 20, 30]), np.array([1.0, 2, 3, 4]))}
+    segments = [{"step": 10, "changed": {"env_options": ["", "prefix=```\n# x"]}, "data": {}, "comparable": False}]
+    card = replace(card_of(**HELD_OUT), segments=segments)
+    text = card.render(Progress(33), run)
+    assert "| 3 (step 20) | 4 (step 30) |" in text and "Scores up to step 10 are of other data or settings" in text
+    assert "from step 11 on: --env_options 'prefix=```\\n# x' (before: '')" in blocks(text)["text"]
+    assert cards.NO_SCORES not in replace(card, segments=[segments[0] | {"step": 40}]).render(Progress(43), run)
+
+
+def test_the_loss_of_held_out_replies_is_in_the_card():
+    losses = {"test_data/loss": [2.0, 1.5, 1.0], "test_data/loss_ci": [0.1] * 3}
+    run = {name: (np.array([0.0, 10, 20]), np.array(column)) for name, column in losses.items()}
+    text = card_of(**HELD_OUT).render(Progress(23), run)
+    assert text.endswith(": 2 [1.9, 2.1] (step 0), then 1 [0.9, 1.1] (step 20).\n") and cards.NO_SCORES not in text
+
+
+def test_a_readme_of_ones_own_is_kept(tmp_path):
+    model, params, tokenizer = load(FIXTURES / "qwen3-tied")
+    folder, file = tmp_path / "model", tmp_path / "model" / "README.md"
+    first, second = (card_of().render(Progress(step), {}) for step in (1, 2))
+    for card in (first, second):
+        save_model(folder, model, params, tokenizer, card=card)
+        assert file.read_text() == card
+    save_model(folder, model, params, tokenizer)
+    assert not file.exists(), "a card of another model"
+    file.write_text("My notes")
+    save_model(folder, model, params, tokenizer, card=first)
+    assert file.read_text() == "My notes"
+
+
+def test_the_commit_is_named_in_a_checkout_only(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
+    monkeypatch.setattr(cards, "ROOT", tmp_path)
+    assert find_version() == "version 1.2"
+    (tmp_path / ".git").mkdir()  # no repository: git fails
+    assert find_version() == "version 1.2"

@@ -1,0 +1,927 @@
+"""No run is lost: kills, signals, damaged states, full disks, closed pipes, changed settings."""
+
+import asyncio
+import copy
+import gc
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from filelock import SoftFileLease
+
+from core import grpo
+from core.config import Config
+from core.records import Batch, Completions, Episodes, Progress
+from core.run import fingerprints
+from core.run import folder as run_folder
+from core.run.folder import Run, model_steps
+from envs import make_env
+from envs.base import ForcedAnswer
+from envs.settings import RolloutSettings, resolve_environments
+from models.checkpoint import load_model, resolve_model_dir
+from models.state import TrainState
+from models.tokenizer import load_tokenizer
+from tests.helpers import MODEL, ROOT, gradient_depth, rounding, slow, train_here
+from tests.kill_runs import FLAGS, arguments, checksum, difference, finish, kill_at, records, start, virtual_devices
+from utils.devices import runtime
+from utils.devices.compile_log import Compilations
+from utils.devices.memory import HOST, fingerprint, mix_bits
+from utils.devices.sharding import single_device
+from utils.files import open_log
+from utils.metrics import logger
+from utils.metrics.logger import LossyWriter
+from utils.runs import checkpoints, lock
+from utils.runs.checks import check_folder
+from utils.runs.lock import FolderLock
+from utils.runs.origin import read_settings
+from utils.runs.segments import add_segment, last_break
+from utils.settings.config import make_config, to_dict
+from utils.settings.errors import UserError
+from utils.settings.removed import REMOVED, Removed
+
+STEPS = 6
+FLAGS = FLAGS | {"max_steps": STEPS}
+train = partial(train_here, **FLAGS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(folder) == 0 and [r["global_step"] for r in records(folder)] == [*range(STEPS + 1)]
+    return folder
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    """Equal metrics, but for times; equal bits of parameters and optimiser; one model card."""
+    assert records(folder) == records(whole)
+    card = (folder / f"step{STEPS}" / "README.md").read_text()
+    assert card == (whole / f"step{STEPS}" / "README.md").read_text()
+    before, after = (record for record in records(whole) if record["global_step"] in (0, STEPS))
+    for record in (before, after):
+        name = "test_env/correct_answer"
+        interval = f"[{record[name + '_low']:.1%}, {record[name + '_high']:.1%}]"
+        assert f"| {record[name]:.1%} {interval} (step {record['global_step']}) |" in card
+    assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [("state",), ("model", "state")], ids=len)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
+    """Also where nobody reads what it prints."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"global_step": 0}\n{"global_step": 1}\n')  # killed before it saved anything
+    read_end, closed = os.pipe()
+    os.close(read_end)
+    for moment in moments:
+        process = start(arguments(**FLAGS, save_dir=folder), stdout=closed, stderr=closed)
+        assert kill_at(process, folder, moment, 1, 0) != "finished"
+    process = start(arguments(**FLAGS, save_dir=folder))
+    kill_at(process, folder, "step", 1, 0, signal.SIGTERM)
+    said = process.stdout.read()
+    assert process.returncode == 128 + signal.SIGTERM and "is saved: the same command goes on from there" in said, said
+    assert train(folder) == 0
+    assert_same(folder, whole)
+    assert not [*folder.glob(".step*"), *folder.glob("state/*tmp*")], "nothing half-written stays"
+
+
+@pytest.mark.slow
+def test_moments_in_host_memory_change_nothing(whole, tmp_path, monkeypatch):
+    """Neither in a run nor where another goes on from its state."""
+    folder, kinds, end_step = tmp_path / "run", set(), Run.end_step
+
+    def spy(run, progress, state, *rest):
+        kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state))
+        return end_step(run, progress, state, *rest)
+
+    monkeypatch.setattr(Run, "end_step", spy)
+    assert train(folder, offload="optimizer") == 0
+    assert kinds == {HOST}
+    assert_same(folder, whole)
+    shutil.rmtree(folder / "state" / str(STEPS))
+    assert train(folder, offload="optimizer") == 0
+    assert_same(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_devices(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "state" / str(STEPS))
+    shutil.rmtree(folder / f"step{STEPS}")
+    finish(arguments(**FLAGS, save_dir=folder, mesh="fsdp=4"), virtual_devices(4))
+    operations = gradient_depth(load_model(FLAGS["model_dir"])[0], 64, num_tokens=8 * FLAGS["num_generation_tokens"])
+    assert 0 < difference(folder, whole, STEPS) < rounding(operations, size=10)  # nats of an unlikely token
+
+
+@pytest.mark.parametrize("place", ["collect", "rollout_metrics"], ids=["in the rollouts", "in the update"])
+def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeypatch, capsys):
+    calls, real = [], getattr(grpo, place)
+
+    def signalled(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return real(*args)
+
+    monkeypatch.setattr(grpo, place, signalled)
+    assert train(tmp_path / "run") == 128 + signal.SIGINT
+    reached = 3 if place == "collect" else 4
+    assert len(records(tmp_path / "run")) == 1 + reached, "step 4 is abandoned or finished"
+    model = tmp_path / "run" / f"step{reached}"
+    printed = capsys.readouterr().out
+    assert f"stopped by SIGINT; step {reached} is saved" in printed and f"\nmodel: {model}\n" in printed
+    assert resolve_model_dir(str(tmp_path / "run")) == str(model) and load_model(model)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train(tmp_path / "run") == 0
+    assert_same(tmp_path / "run", whole)
+
+
+def test_a_later_signal_ends_at_once_whatever_the_main_thread_does():
+    code = (
+        "import hashlib, os, signal, threading, time; from utils.runs.shutdown import Signals\n"
+        "def ask():\n  for seconds in (0.3, 0.1, 1.0): time.sleep(seconds); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "with Signals():\n  threading.Thread(target=ask).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+    )
+    clock = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM and 1.4 < time.monotonic() - clock < 10
+    assert done.stdout == "SIGTERM: the run will be saved and end; once more ends it at once\n"
+
+
+def test_a_finished_run_stays_as_it_is_until_it_is_made_longer(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    assert train(tmp_path / "run") == 0
+    assert_same(tmp_path / "run", whole)
+    assert f"model: {tmp_path}/run/step{STEPS}" in capsys.readouterr().out
+    assert train(tmp_path / "run", max_steps=STEPS + 1, save_interval=1) == 0
+    assert {path.name for path in (tmp_path / "run" / "state").iterdir()} == {str(STEPS), str(STEPS + 1)}
+
+
+def test_the_last_models_are_kept_and_a_lost_one_is_written_again(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    content = (folder / f"step{STEPS}/model.safetensors").read_bytes()
+    shutil.rmtree(folder / f"step{STEPS}")
+    assert train(folder, keep=2) == 0
+    printed = capsys.readouterr().out
+    assert f"model: {folder}/step{STEPS}\n" in printed and "report.html is there after" not in printed
+    assert (folder / f"step{STEPS}/model.safetensors").read_bytes() == content
+    assert model_steps(folder) == [STEPS - 2, STEPS]
+    assert train(folder, max_steps=STEPS + 1, keep=1, save_best=True) == 0
+    assert model_steps(folder) == [STEPS + 1], "best/ is none of them"
+    assert "--keep 1: the next save removes 1 model, from step4 on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("free", "words"), [(10_000, "each save writes a model"), (500_000, "no room for 3 models")])
+def test_a_disk_without_room_is_named_before_the_run(free, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    status = train(tmp_path / "run")
+    printed = capsys.readouterr()
+    assert (status, words in printed.out + printed.err) == (0 if "room" in words else 2, True), printed
+
+
+# Damage
+
+
+class StateRun(Run):
+    """A run whose states have no model in them."""
+
+    def check_disk(self, state) -> None:
+        self.model_bytes = self.state_bytes = 0
+
+    def save_step(self, state, progress: Progress) -> None:
+        pass
+
+
+def small_run(folder: Path, data: RolloutSettings | None = None, **options) -> Run:
+    """Returns a run that has not started, of the default environment or of `data`."""
+    config = make_config(Config, save_dir=str(folder), **options)
+    environments = {"env": data} if data else resolve_environments(config.env, config.held_out, config.sampling)
+    return StateRun(config, single_device(), environments)
+
+
+def started(run: Run) -> Run:
+    return run.start(MODEL, load_tokenizer(FLAGS["model_dir"]), [])
+
+
+def save(run: Run, step: int) -> None:
+    run.newest = states(step), Progress(step, cursor=7 * step)
+    run.save_newest()
+
+
+def test_state_across_steps_is_saved_and_resumed_to_the_bit(tmp_path):
+    """Progress.memory as it was at the end of the step, and arrays of TrainState.extra."""
+    rng = np.random.default_rng(0)
+    extra = {"ema": {"w": jnp.float32(rng.normal(size=(5, 3)))}, "buffer": jnp.int32(rng.integers(9, size=7))}
+    state = TrainState({"w": jnp.ones(3)}, (), jnp.int32(1), jnp.int32(0), extra)
+    memory = {"baseline": {"7": rng.normal()}, "seen": [1, 2]}
+    with started(small_run(tmp_path / "run")) as run:
+        end_step(run, 1, state, copy.deepcopy(memory))
+    restored, progress = small_run(tmp_path / "run").restore(jax.tree.map(jnp.zeros_like, state))
+    assert progress == Progress(1, memory=memory)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (restored, state)), strict=True))
+    with pytest.raises(AssertionError, match=r"Progress\.memory"), started(small_run(tmp_path / "other")) as run:
+        end_step(run, 1, state, {7: 0.5})
+
+
+def end_step(run: Run, step: int, state: TrainState | None = None, memory: dict | None = None) -> None:
+    """Ends a step of one rollout of one token; it is no step to save."""
+    ones = np.ones((1, 2), np.int32)
+    row, reward = np.ones(1, np.int32), np.ones(1, np.float32)
+    completions = Completions(ones, ones > 0, np.float32(ones), 2 * row, row, row > 0, reward, 0 * row)
+    episodes = Episodes(completions, row, ["a"], {"return": reward}, row < 0, {}, {})
+    batch = Batch(ones, ones > 0, np.float32(ones), reward, 2 * row, row, row=row - 1)
+    progress = Progress(step, memory=memory or {})
+    run.end_step(progress, state or states(step), {}, episodes, batch, is_last=False)
+    progress.memory.clear()  # as the next step may, before this one is saved
+
+
+def states(step: int) -> dict:
+    rng = np.random.default_rng(step)
+    a, b = rng.normal(size=(64, 8)), rng.normal(size=100)
+    return {"a": jnp.float32(a), "b": jnp.bfloat16(b), "step": jnp.int32(step)}
+
+
+@pytest.mark.parametrize("damage", ["flipped", *slow("deleted", "truncated")])
+def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
+    with started(small_run(tmp_path / "run")) as run:
+        for step in (1, 2):
+            save(run, step)
+    rng, newest, told = np.random.default_rng(0), tmp_path / "run" / "state" / "2", 0
+    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
+    assert len(files) > 8
+    for i, file in enumerate(files):
+        shutil.copytree(tmp_path / "run", tmp_path / str(i))
+        path = tmp_path / str(i) / "state" / "2" / file
+        content = bytearray(path.read_bytes())
+        place = rng.integers(len(content)) if content else 0
+        if damage == "flipped" and content:
+            content[place] ^= 1 << rng.integers(8)
+        path.write_bytes(content[:place] if damage == "truncated" else content)
+        if damage == "deleted":
+            path.unlink()
+        run = small_run(tmp_path / str(i))
+        state, progress = run.restore(states(0))
+        with started(run):
+            step = progress.step
+        assert progress == Progress(step, cursor=7 * step)
+        assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (state, states(step))), strict=True))
+        said = "the training state of step 2 is damaged and set aside" in capsys.readouterr().out
+        assert said == (step == 1) == (tmp_path / str(i) / "state" / "2.damaged").exists()
+        told += said
+    assert told >= 4, "arrays, their index, the manifest, the progress; nobody reads the rest"
+
+
+def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monkeypatch, capsys):
+    """And without wandb, when that raises."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    newest = folder / "state" / str(STEPS)
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+
+    def vanished(*_, **__):
+        raise RuntimeError("no network")
+
+    broken = SimpleNamespace(init=lambda **_: SimpleNamespace(log=vanished, finish=vanished), Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.delenv("WANDB_MODE")
+    assert train(folder) == 0
+    said = capsys.readouterr()
+    assert f"step {STEPS} is damaged" in said.out and "wandb is switched off" in said.err
+    assert_same(folder, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_byte_flipped_in_any_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
+    """The run is at step 4 and goes on to the end; what it then is equals the run that nothing happened to."""
+    short, rng, counts = tmp_path / "short", np.random.default_rng(seed), Counter()
+    assert train(short, max_steps=4) == 0
+    files = sorted(path.relative_to(short) for path in short.rglob("*") if path.is_file() and path.stat().st_size)
+    for file in files:
+        folder = tmp_path / "run"
+        shutil.copytree(short, folder)
+        content = bytearray((folder / file).read_bytes())
+        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        (folder / file).write_bytes(content)
+        capsys.readouterr()
+        status, said = train(folder), capsys.readouterr()
+        assert "Traceback" not in said.err + said.out, file
+        if status:
+            assert status == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1, (file, said.err)
+            counts[f"refused in one sentence: {file}"] += 1
+        else:
+            assert checksum(folder, STEPS) == checksum(whole, STEPS), file
+            assert [record for record in records(whole) if record in records(folder)][-2:] == records(whole)[-2:], file
+            counts["resumed, older state" if "is damaged and set aside" in said.out else "resumed"] += 1
+        shutil.rmtree(folder)
+    print(f"{len(files)} files: {dict(counts)}")
+
+
+def test_a_run_of_which_nothing_can_be_read_is_left_alone(tmp_path):
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
+    before = sorted(tmp_path.rglob("*"))
+    run = small_run(tmp_path)
+    with pytest.raises(UserError, match="none of the training states in .* can be read"):
+        run.restore(states(0) | {"more": jnp.zeros(3)})
+    run.release()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_fingerprint_sees_single_and_paired_changes():
+    x = np.random.default_rng(0).normal(size=(33, 7)).astype(np.float32)
+
+    def numbers(x: np.ndarray) -> list[int]:
+        return [int(number) for number in fingerprint([jnp.asarray(x)])]
+
+    before = numbers(x)
+    for flips in ([(3, 2)], [(0, 0), (32, 6)], [(5, 1), (5, 2)]):
+        y = x.copy()
+        for place in flips:
+            y[place] = -y[place]
+        assert numbers(y) != before
+    assert numbers(x[::-1]) != before
+
+
+def test_the_host_computes_the_fingerprint_of_devices():
+    rng = np.random.default_rng(0)
+    state = [rng.random((3, 50, 700), np.float32), np.int8(rng.integers(-9, 9, 70_000)), jnp.ones((5, 3), jnp.bfloat16)]
+    with Compilations() as compilations:
+        found = fingerprint(jax.device_put([*state, np.int32(3)]))
+        assert not compilations.programs
+    np.testing.assert_array_equal(found, mix_bits([*state, np.int32(3)]))
+
+
+# Settings
+
+
+def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_path, capsys):
+    options = {"lr": 1e-3}
+    with started(small_run(tmp_path, **options)) as run:
+        save(run, 1)
+    for change in ({"lr": 2e-3}, {"seed": 1, "group_size": 4}, {"max_steps": 9, "lr_schedule": "linear"}):
+        with pytest.raises(UserError, match=" .* ".join(f"--{name} is .* now and was" for name in change)):
+            small_run(tmp_path, **options | change)
+    with pytest.raises(UserError, match="--resume never"):
+        small_run(tmp_path, **options, resume="never")
+    free = {"mesh": "fsdp=1", "max_steps": 9, "save_interval": 3, "model_dir": "models/tiny/", "tensorboard": True}
+    capsys.readouterr()
+    small_run(tmp_path, **options, **free).release()
+    assert not capsys.readouterr().out
+    small_run(tmp_path, lr=2e-3, resume="force").release()
+    assert "goes on with other settings: --lr is 0.002 now and was 0.001" in capsys.readouterr().out
+
+
+def run_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["run"]
+
+
+def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
+    """Also after a plain resume; those that leave the scores alone do not divide them."""
+    with started(small_run(tmp_path, lr=1e-3)) as run:
+        save(run, 3)
+    assert "segments" not in run_of(tmp_path)
+    for options in ({"lr": 2e-3}, {"lr": 2e-3, "temperature": 0.5}):
+        run = small_run(tmp_path, **options, resume="force")
+        assert run.restore(states(0))[1].step == 3
+        started(run).release()
+    run = small_run(tmp_path, lr=2e-3, temperature=0.5)  # nothing changed, and nothing is forgotten
+    run.restore(states(0))
+    with started(run):
+        save(run, 4)
+    first, second = run_of(tmp_path)["segments"]
+    assert first == {"step": 3, "changed": {"lr": [1e-3, 2e-3]}, "data": {}, "comparable": True}
+    assert second == {"step": 3, "changed": {"temperature": [1.0, 0.5]}, "data": {}, "comparable": False}
+    assert last_break([first]) == -1 and last_break([first, second]) == 3
+    card = run.card.render(Progress(4), {})
+    assert "from step 4 on: --lr 0.002 (before: 0.001)" in card and "up to step 3 are of other data" in card
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["global_step"] for event in events] == [3, 3] and "--lr 0.002 (before: 0.001)" in events[0]["warning"]
+    assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()
+
+
+def test_a_segment_of_a_state_that_is_lost_begins_where_the_run_goes_on():
+    segments = add_segment([], 6, {"lr": [1, 2]}, {}, is_comparable=True)
+    assert [segment["step"] for segment in add_segment(segments, 4, {}, {"a": ["x", "y"]}, False)] == [4, 4]
+    assert add_segment(segments, 9, {}, {}, True) == segments
+
+
+@pytest.mark.parametrize("segments", [[1], [{"step": "1"}], [{"step": 1, "changed": {"lr": [1]}, "data": {}}]])
+def test_segments_that_no_run_writes_are_named(segments, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"segments": segments}}))
+    with pytest.raises(UserError, match="config.json: run.segments is"):
+        read_settings(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("value", "outcome"), [(1, ""), (2, "note: {}"), ("x", "refused: {}")])
+def test_a_run_with_an_option_that_went_says_what_replaces_it(value, outcome, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(REMOVED, "gone", Removed(1, "write a loss", changes_results=value == "x"))
+    with started(small_run(tmp_path)) as run:
+        save(run, 1)
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(make_config(Config)) | {"gone": value}))
+    sentence = f"gone={value!r} in {tmp_path}/config.json: there is no option gone any more: write a loss"
+    capsys.readouterr()
+    if value == "x":
+        with pytest.raises(UserError, match=re.escape(f"{sentence} (--resume force goes on without it)")):
+            small_run(tmp_path)
+    small_run(tmp_path, resume="force" if value == "x" else "auto").release()
+    assert capsys.readouterr().out.strip() == outcome.replace("refused", "note").format(sentence)
+
+
+# Data
+
+
+def rows(*numbers: int) -> list[dict]:
+    return [{"prompt": f"Write {i}.", "answer": str(i)} for i in numbers]
+
+
+CHANGED = {  # the rows of the file of a run whose file had rows(*range(20))
+    "a row more": rows(*range(21)),
+    "a row less": rows(*range(19)),
+    "another order": rows(*reversed(range(20))),
+    "other answers": [row | {"answer": "0"} for row in rows(*range(20))],
+}
+
+
+def played_file(path: Path, content: list[dict]) -> RolloutSettings:
+    """Writes a data set, and returns how it is played; the settings of a run need not name its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return RolloutSettings("dataset", {}, make_env("dataset", path=str(path)), 8, 0, ForcedAnswer())
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
+    folder = tmp_path / "run"
+    with started(small_run(folder, played_file(tmp_path / "a.jsonl", rows(*range(20))))) as run:
+        save(run, 1)
+    small_run(folder, played_file(tmp_path / "moved.jsonl", rows(*range(20)))).release()
+    changed = played_file(tmp_path / "a.jsonl", CHANGED[kind])
+    with pytest.raises(UserError, match="other data: dataset is .* problems, digest .* and was .* problems, digest"):
+        small_run(folder, changed)
+    run = small_run(folder, changed, resume="force")
+    assert "goes on with other data: dataset is" in capsys.readouterr().out
+    run.restore(states(0))
+    started(run).release()
+    (segment,) = run_of(folder)["segments"]
+    assert segment["data"].keys() == {"dataset"} and not segment["comparable"]
+
+
+def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
+    def play() -> RolloutSettings:
+        settings = played_file(tmp_path / "a.jsonl", rows(*range(20)))
+        env = make_env("dataset", path=str(tmp_path / "a.jsonl"), reward=f"{code}:reward")
+        return replace(settings, env=env)
+
+    folder, code = tmp_path / "run", tmp_path / "rewards.py"
+    code.write_text("def reward(text): return 1.0")
+    with started(small_run(folder, play())) as run:
+        save(run, 1)
+    small_run(folder, play()).release()
+    code.write_text("def reward(text): return 0.5")
+    with pytest.raises(UserError, match=r"other data: .*rewards.py is code, digest \w+ and was code, digest"):
+        small_run(folder, play())
+    small_run(folder, play(), resume="force").release()
+    assert "rewards.py is code" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["countdown3", "poem"])
+def test_a_fingerprint_is_the_same_each_time_and_that_of_another_split_is_not(name):
+    envs = [make_env(split) for split in (name, name, f"{name}-test")]
+    first, again, other = map(fingerprints.fingerprint_env, envs)
+    assert first == again != other
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}"
+
+
+def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
+    """A template that writes the date writes that of the run's start, on whatever day the run goes on."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(FLAGS["model_dir"], model)
+    (model / "chat_template.jinja").write_text(DATED)
+    flags = FLAGS | {"model_dir": model, "test_env_name": ""}
+
+    def prompt(step: int) -> str:
+        row, *_ = (folder / f"rollouts/step_{step}.jsonl").read_text().splitlines()
+        return json.loads(row)["prompt"]
+
+    def go_on(num_steps: int, **options) -> int:
+        return train_here(folder, **flags | {"max_steps": num_steps} | options)
+
+    today = time.strftime("%d %b %Y")
+    assert go_on(1) == go_on(2) == 0 and prompt(2).startswith(today)
+    config = json.loads((folder / "config.json").read_text())
+    config["run"]["start"] = "2020-02-29 23:59:59 +0000"
+    (folder / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert go_on(3) == 2
+    words = r"other data: tokens of poem's prompts is 16 samples, digest (\w+) and was 16 samples, .*old chat template"
+    assert re.search(words, capsys.readouterr().err)
+    gc.collect()  # a refused run gives its lock back with its object, which Python 3.13 holds until then
+    assert go_on(3, resume="force") == 0 and prompt(3).startswith("29 Feb 2020")
+    (model / "chat_template.jinja").write_text(DATED + "!")
+    assert go_on(4) == 2
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_what_the_run_before_wrote_and_cannot_be_read_is_not_compared(content, tmp_path, capsys):
+    file = tmp_path / "data.json"
+    file.write_bytes(content)
+    fingerprints.compare_runs(file, {"a": "5 problems, digest 0"}, "auto")
+    assert "warning: the data are not compared with those of the run before" in capsys.readouterr().out
+
+
+def test_processes_that_see_different_data_stop():
+    class Other:
+        """A layout of two processes, of which the other one's fingerprint is broadcast."""
+
+        def broadcast(self, text: str) -> str:
+            return "5 problems, digest 0"
+
+        def gather_values(self, value: int) -> list[int]:
+            return [1, value]
+
+    fingerprints.compare_processes({"a": "5 problems, digest 0"}, Other())
+    with pytest.raises(ValueError, match=r"processes see different contents of a \(here: 6 problems"):
+        fingerprints.compare_processes({"a": "6 problems, digest 0"}, Other())
+
+
+# Two runs in one folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded_and_stays_as_it_is(whole, tmp_path):
+    """This process holds the lock; the refused command is a process of its own."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "state" / "9.orbax-checkpoint-tmp").mkdir()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 9}\n{"global_')
+    held = FolderLock(folder)
+    before = contents(folder)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    flags = FLAGS | {"save_dir": folder, "model_dir": empty}
+    refused = start(arguments(**flags), stderr=subprocess.PIPE)
+    output, error = refused.communicate(timeout=240)
+    assert refused.returncode == 2 and not output
+    assert error.startswith(f"error: {folder} is in use by process {os.getpid()} on "), error
+    assert error.count("\n") == 1 and "--save_dir" in error
+    assert contents(folder) == before and (folder / "state" / "9.orbax-checkpoint-tmp").is_dir()
+    held.release()
+    assert not (folder / lock.NAME).exists()
+
+
+@pytest.mark.slow
+def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
+    for save_dir in ({"save_dir": "run"}, {}):
+        flags = arguments(**FLAGS, **save_dir)
+        pair = [start(flags, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
+        said = [process.communicate(timeout=600) for process in pair]
+        assert sorted(process.returncode for process in pair) == ([0, 2] if save_dir else [0, 0]), said
+        assert sum("is in use by process" in error for _, error in said) == len(save_dir)
+    first, *others = [records(path.parent) for path in tmp_path.glob("**/metrics.jsonl")]
+    assert len(first) == STEPS + 1 and others == [first, first]
+
+
+def test_default_folders_are_never_shared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "2026-01-02")
+    made = [small_run("") for _ in range(3)]
+    assert [run.directory.name for run in made] == ["poem-2026-01-02", "poem-2026-01-02-2", "poem-2026-01-02-3"]
+    made[0].release()
+    assert not made[0].directory.exists(), "nothing was written to it"
+
+
+def marker(pid: int, host: str = "node7", seconds: float = 1.0) -> str:
+    """What filelock writes into its file."""
+    return f"filelock/2\npid={pid}\nhost={host}\nmode=lease\ntoken=x\nduration={seconds}\nstart=1\n"
+
+
+@pytest.fixture
+def other_machine(tmp_path, monkeypatch) -> Path:
+    """A lock file of a run on another machine."""
+    monkeypatch.setattr(lock, "SILENCE", 1.0)
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
+    file = tmp_path / ".lock"
+    file.write_text(marker(12))
+    return file
+
+
+@pytest.mark.parametrize("difference", [0, 2e4, -2e4, -1e9])
+def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_machine, capsys):
+    """Also where its clock differs."""
+
+    def touch():
+        while not done.wait(0.1):
+            os.utime(other_machine, 2 * (time.time() + difference,))
+
+    os.utime(other_machine, 2 * (time.time() + difference,))
+    done = threading.Event()
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match="is in use by process 12 on node7: name another"):
+            FolderLock(other_machine.parent)
+    finally:
+        done.set()
+        thread.join()
+    assert "waiting up to" in capsys.readouterr().out
+    assert "node7" in other_machine.read_text(), "untouched"
+
+
+STALE = {  # contents of a lock file; "no exchange": of a file system like NFS; "container": one that is gone
+    "silent": marker(12, seconds=0.3), "old": marker(12, seconds=0.3), "removed meanwhile": marker(12, seconds=0.3),
+    "no exchange": marker(12, seconds=0.3), "escapes": marker(12, "node7\x1b]0;title\x07", seconds=0.3),
+    "damaged": "\udcff", "empty": "",
+    "container": marker(os.getpid(), f"{socket.gethostname()}?pidns-1", seconds=0.3),
+    "lmpo before filelock": '{"pid": 12, "host": "node7"}\n',
+}  # fmt: skip
+
+
+def refuse_exchanges(monkeypatch) -> None:
+    """Makes filelock find a file system like NFS; the function is private, and moves from release to release."""
+    modules = [x for name, x in sys.modules.items() if name.startswith("filelock") and "exchange_names" in vars(x)]
+    assert modules
+    for module in modules:
+        monkeypatch.setattr(module, "exchange_names", lambda *_: False)
+
+
+@pytest.mark.parametrize("kind", STALE)
+def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "SILENCE", 0.3)
+    other_machine.write_text(STALE[kind], errors="surrogateescape")
+    if kind == "old":
+        os.utime(other_machine, (1e9, 1e9))
+    if kind == "removed meanwhile":
+        threading.Timer(0.1, other_machine.unlink).start()
+    if kind == "no exchange":
+        refuse_exchanges(monkeypatch)
+    held = FolderLock(other_machine.parent)
+    said = capsys.readouterr().out
+    assert "waiting up to" in said and "\x1b" not in said
+    assert f"pid={os.getpid()}\n" in other_machine.read_text()
+    held.release()
+    assert not [*other_machine.parent.iterdir()]
+
+
+def test_of_two_that_take_a_stale_lock_the_first_has_it(other_machine, monkeypatch):
+    monkeypatch.setattr(lock, "SILENCE", 0.3)
+    other_machine.write_text(marker(12, seconds=0.3))
+    refuse_exchanges(monkeypatch)
+    monkeypatch.setattr(SoftFileLease, "force_break", lambda _: other_machine.write_text(marker(13, seconds=0.3)))
+    with pytest.raises(UserError, match="is in use by process 13 on node7"):
+        FolderLock(other_machine.parent)
+
+
+def test_a_killed_run_frees_its_folder_at_once_and_a_stopped_one_keeps_it(tmp_path, capsys):
+    program = f"from utils.runs.lock import *; lock = FolderLock(Path({str(tmp_path)!r})); print(flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=-1, stdout=-1)
+    holder.stdout.readline()
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
+        FolderLock(tmp_path)
+    holder.kill()
+    holder.communicate()
+    FolderLock(tmp_path).release()
+    assert not capsys.readouterr().out
+
+
+def test_a_lock_with_another_time_is_in_use(other_machine):
+    other_machine.write_text(marker(12, seconds=7))
+    with pytest.raises(UserError, match="is in use by process 12 on node7"):
+        FolderLock(other_machine.parent)
+
+
+def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
+    with pytest.raises(SystemExit) as end, started(small_run(tmp_path)) as run:
+        end_step(run, 1)
+        file = tmp_path / ".lock"
+        file.unlink()
+        file.write_text("another")
+        while not run.lock.is_lost:
+            time.sleep(0.01)
+        end_step(run, 2)
+    assert end.value.code == 1 and "another process has taken" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists() and file.read_text() == "another"
+
+
+# What stands in the way
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+OBSTACLES = {  # what is made at a path of the run folder, and the sentence about it
+    "step9 is a file": ("step9", Path.touch, "step9 is not a folder"),
+    "step9 has a folder": ("step9/.cache", Path.mkdir, r"step9/\.cache is a folder within that of a model"),
+    "best has a folder": ("best/x", Path.mkdir, "best/x is a folder within that of a model"),
+    "a state is a link": ("state/88", link, "state/88 is a link"),
+    "rollouts is a file": ("rollouts", Path.touch, "rollouts is not a folder"),
+    "metrics.jsonl is a folder": ("metrics.jsonl", Path.mkdir, "metrics.jsonl is not a file"),
+    "metrics.jsonl is a pipe": ("metrics.jsonl", os.mkfifo, "metrics.jsonl is not a file"),
+    "config.json leads nowhere": ("config.json", lambda path: path.symlink_to("x"), "config.json is a link"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys):
+    path, make, sentence = OBSTACLES[name]
+    path = tmp_path / path
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    assert train(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert re.match(rf"error: {re.escape(str(tmp_path))}/{sentence}, and is in the way", error), error
+    assert error.count("\n") == 1 and path.exists() | path.is_symlink() and not [*tmp_path.glob("step1*")]
+
+
+WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl plot.png report.html reward_failures.jsonl"
+WRITTEN += " .lock config.json.new metrics.jsonl.new wandb_id mlflow_run_id rollouts/step_1.jsonl rollouts/step_1.npz"
+WRITTEN += " rollouts/held_out_0.jsonl rollouts/held_out_0.npz bad_batches/0.npz state/1/state/x step1/README.md"
+FOLDERS = "rollouts state state/1 bad_batches profile profile/plugins tensorboard wandb step1 best .step1.new"
+TARGETS = {"a file": Path.touch, "a folder": Path.mkdir, "nothing": lambda path: None}
+LINKS = [*product(WRITTEN.split(), ("a file", "nothing")), *product(FOLDERS.split(), ("a folder", "nothing"))]
+
+
+@pytest.mark.parametrize(("name", "kind"), LINKS)
+def test_no_run_writes_through_a_link_in_its_folder(name, kind, tmp_path):
+    path, target = tmp_path / "run" / name, tmp_path / "target"
+    path.parent.mkdir(parents=True)
+    TARGETS[kind](target)
+    check_folder(tmp_path / "run")
+    path.symlink_to(target)
+    with pytest.raises(UserError, match=f"{path} is a link, and is in the way"):
+        check_folder(tmp_path / "run")
+
+
+def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
+    """Hard links, as of a backup: what the run writes stays out of them."""
+    folder, backup = tmp_path / "run", tmp_path / "backup"
+    (folder / "wandb").mkdir(parents=True)
+    (folder / "wandb" / "latest-run").symlink_to("run-1")  # as wandb makes it
+    names = [name for name in WRITTEN.split() if "/" not in name or name.startswith("rollouts/")]
+    before = {name: f'{{"global_step": 9, "name": "{name}"}}\n' for name in names}
+    for name, text in before.items():
+        for path in (folder / name, backup / name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        (backup / name).write_text(text)
+        os.link(backup / name, folder / name)
+    assert train(folder, max_steps=1, save_rollouts="all") == 0
+    for name in ("reward_failures.jsonl", "programs.jsonl"):  # perhaps nothing failed, and nothing was compiled
+        with open_log(folder / name) as file:
+            file.write("more")
+    assert {name: (backup / name).read_text() for name in names} == before
+    written = [name for name in names if not name.endswith((".new", "_id", ".lock"))]
+    assert len(written) == 12 and all((folder / name).stat().st_nlink == 1 for name in written)
+
+
+@pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])
+def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(save_dir) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --save_dir") and error.count("\n") == 1 and not [*tmp_path.iterdir()]
+
+
+def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
+    limits = []
+    monkeypatch.setattr(runtime.resource, "setrlimit", lambda _, pair: limits.append(pair))
+    for soft, hard in ((32, 4096), (32, resource.RLIM_INFINITY), (256, 512)):
+        monkeypatch.setattr(runtime.resource, "getrlimit", lambda _, pair=(soft, hard): pair)
+        runtime.raise_file_limit()
+    assert limits == [(1024, 4096), (1024, resource.RLIM_INFINITY), (512, 512)]
+    monkeypatch.setattr(runtime.resource, "getrlimit", lambda _: (16, 16))
+    with pytest.raises(ValueError, match="may open only 16 files"):
+        runtime.raise_file_limit()
+
+
+def test_closed_streams_do_not_lend_their_numbers_to_files(tmp_path):
+    code = (
+        "import sys; from utils.devices.runtime import open_closed_streams\n"
+        "open_closed_streams(); file = open(sys.argv[1])\n"
+        "print('lost'); print('lost', file=sys.stderr); assert file.fileno() > 2 and not sys.stdout.isatty()"
+    )
+    command = f'exec "{sys.executable}" -c "{code}" {__file__} <&- >&- 2>&-'
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
+
+
+# Disks, buckets and pipes
+
+
+def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypatch):
+    """A folder plays the bucket; the files of Orbax go to it directly."""
+    bucket, names = tmp_path / "bucket", ("here", "there")
+    monkeypatch.setattr(run_folder, "is_bucket", lambda name: name == str(bucket))
+    for name, max_steps in zip(names, (4, STEPS), strict=True):
+        monkeypatch.setattr(run_folder, "local_folder", lambda _, name=name: tmp_path / name)
+        assert train(bucket, max_steps=max_steps) == 0
+    assert_same(bucket, whole)
+    assert records(tmp_path / "there") == records(whole) and not (tmp_path / "there" / "state").exists()
+    assert len([*(bucket / "rollouts").glob("step_*")]) == STEPS
+    config = json.loads((bucket / "config.json").read_text())
+    assert config["run"]["end"], "what is written at the end is there, too"
+    assert "max_steps" in config["run"]["changed"] and "temperature" not in config["run"]["changed"], "the defaults"
+
+
+@pytest.fixture
+def small_disk(whole, tmp_path, monkeypatch):
+    """One on which the run `whole` has not quite room; without pictures, whose drafts would fill it now and then."""
+    monkeypatch.setattr(run_folder.Run, "draw", lambda self: None)
+    files = [path for path in whole.rglob("*") if path.suffix not in (".html", ".png")]
+    folder, size = tmp_path / "disk", sum(512 * path.stat().st_blocks for path in files)
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size - 300_000}", "lmpo", folder]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_what_it_had_saved(small_disk, whole, capsys):
+    folder = small_disk / "run"
+    assert train(folder) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "No space left" in error, error
+    assert "is saved: the same command goes on from there" in error and "[Errno" not in error, error
+    remount(small_disk, "size=50m")
+    assert train(folder) == 0
+    assert_same(folder, whole)
+    capsys.readouterr()
+    remount(small_disk, "ro")
+    assert train(folder) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "Read-only file system" in error, error
+
+
+def test_of_the_errors_of_orbax_those_beside_the_first_are_not_printed(caplog):
+    """tensorstore's callbacks on a closed loop, and tasks that nobody waits for; all other errors are."""
+    seen, loop = [], asyncio.new_event_loop()
+    hook = checkpoints.LateCallbacks(lambda unraisable: seen.append(str(unraisable.exc_value)))
+    loop.close()
+    for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_forever(), lambda: 1 / 0):
+        try:
+            call()
+        except Exception as error:
+            hook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
+    assert seen == ["Event loop is closed", "division by zero"], "the second, and the third"
+    checkpoints.silence_orbax()
+    log = logging.getLogger("asyncio")
+    log.error("Task exception was never retrieved\nfuture: <Task defined at /lib/orbax/checkpoint/x.py:3>")
+    log.error("Task exception was never retrieved\nfuture: <Task defined at /home/me/reward.py:3>")
+    assert [record.getMessage()[-14:] for record in caplog.records] == ["me/reward.py:3>"[-14:]]
+
+
+@pytest.mark.parametrize("kind", ["closed", "stuck", "full disk"])
+def test_output_that_nobody_takes_stops_nothing(kind, monkeypatch):
+    monkeypatch.setattr(logger, "PATIENCE", 0.01)
+    read_end, write_end = os.pipe()
+    if kind == "closed":
+        os.close(read_end)
+    if kind == "full disk":
+        write_end = os.open("/dev/full", os.O_WRONLY)
+    out = LossyWriter(write_end)
+    clock = time.monotonic()
+    for _ in range(100):
+        assert 0 < out.write(b"x" * 10_000) <= 10_000
+    assert time.monotonic() - clock < 5
+    if kind == "stuck":
+        taken = os.read(read_end, 10**6)
+        assert len(taken) > 50_000 and out.write(b"again") == 5 and os.read(read_end, 10**6).endswith(b"again")

@@ -1,0 +1,431 @@
+"""The conversation on the terminal and in a browser."""
+
+import fcntl
+import http.client
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import closing
+
+import jax
+import pytest
+
+from core.chat import web
+from core.chat.terminal import StreamPrinter, converse
+from core.chat.web import ChatServer, Handler, serve
+from core.sampling import (
+    ChatModel,
+    PromptConfig,
+    encode_row,
+    load_examples,
+    prompt_styles,
+    read_prompts,
+    trained_settings,
+)
+from envs import make_env
+from envs.settings import EnvConfig
+from models.tokenizer import load_tokenizer
+from tests.helpers import ROOT
+from utils.settings.errors import UserError
+
+
+class Scripted:
+    """A model whose replies are functions of the last message; it remembers the conversations."""
+
+    name = "scripted"
+    has_one_turn = False
+
+    def __init__(self, replies):
+        self.replies, self.seen, self.changes = replies, [], []
+
+    def reply(self, messages, show_text):
+        self.seen.append([message["content"] for message in messages])
+        return self.replies.get(messages[-1]["content"], lambda show: "yes")(show_text)
+
+    def grade(self, messages, reply):
+        return {"hostile": False, "3 7": True}.get(messages[-1]["content"])
+
+    def change(self, name, value):
+        if value == "hot":
+            raise UserError("it is a number")
+        self.changes.append((name, value))
+
+    def describe(self):
+        return f"settings {self.changes}"
+
+
+def talk(monkeypatch, lines, replies=()):
+    """Holds a conversation of these lines; an exception among them is raised where it would be read."""
+    model, rest = Scripted(dict(replies)), iter(lines)
+
+    def read(prompt):
+        line = next(rest, EOFError)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    converse(model)
+    return model
+
+
+def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
+    def part(show):
+        show("par")
+        return "part"
+
+    lines = ["hello", "", "more", "/new", KeyboardInterrupt, "again", "exit", "not read"]
+    model = talk(monkeypatch, lines, {line: part for line in lines[:6] if isinstance(line, str)})
+    assert model.seen == [["hello"], ["hello", "part", "more"], ["again"]]
+    assert capsys.readouterr().out.count("part\n") == 3
+
+
+def test_commands_are_no_messages(monkeypatch, capsys):
+    model = talk(monkeypatch, ["/help", "/set temperature 0.7", "/set temperature hot", "/set", "/sett", "/quit", "x"])
+    assert model.seen == [] and model.changes == [("temperature", "0.7")]
+    out = capsys.readouterr().out
+    assert out.count("/new ") == 3 and "it is a number" in out and out.count("settings [(") == 2
+
+
+def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(monkeypatch, capsys):
+    def stop(show):
+        show("half a tho")
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # once more does no harm
+        show("half a thought")
+        raise AssertionError("it goes on")
+
+    def stop_at_once(show):
+        signal.raise_signal(signal.SIGINT)
+        show("")
+        raise AssertionError("it goes on")
+
+    def fail(show):
+        raise UserError("prompt of task 1 has 9999 tokens")
+
+    before = signal.getsignal(signal.SIGINT)
+    model = talk(monkeypatch, ["none", "one", "two", "three"], {"none": stop_at_once, "one": stop, "two": fail})
+    kept = ["one", "half a thought"]
+    assert model.seen == [["none"], ["one"], [*kept, "two"], [*kept, "three"]], "without an empty reply"
+    out = capsys.readouterr().out
+    assert out.count("[stopped]") == 2 and "9999 tokens; /new begins another" in out
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_stream_shows_no_half_characters_and_no_escape_sequences(capsys):
+    stream = StreamPrinter()
+    for text in ("a", "a\ufffd", "a\u2713", "a\u2713\x1b[31mred", "a\u2713\x1b[31mred!"):
+        stream(text)
+    assert capsys.readouterr().out == "a\u2713red!"
+
+
+@pytest.mark.parametrize("thinking", ["", "on", "off"])
+def test_models_side_by_side_are_asked_as_the_trained_one_was(thinking, tmp_path):
+    base = load_tokenizer(ROOT / "models" / "tiny")
+    base.with_training_prompts(True, "<think>").save(tmp_path)
+    trained = load_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Use 3 7 12 to make 24."}]
+    config = PromptConfig(thinking=thinking)
+    asked = [base.chat(messages, *style) for style in prompt_styles([base, trained], config.thinking)]
+    assert asked == [base.chat(messages, thinking != "off", "<think>")] * 2
+    alone = encode_row({"messages": messages}, base, config)
+    switch = {"enable_thinking": thinking == "on"} if thinking else {}
+    text = base.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switch)
+    assert alone == base.encode(text), "a model without a record of training as its template has it"
+
+
+def take_terminal():
+    """Makes standard input the terminal whose Ctrl-C goes to this process; runs in the child."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_the_command_talks_on_a_terminal():
+    command = [sys.executable, ROOT / "core" / "sampling.py", "--ckpt_dir", ROOT / "models" / "tiny"]
+    ours, theirs = os.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    limit = ["--num_generation_tokens", "8"]
+    process = subprocess.Popen([*command, *limit], **streams, start_new_session=True, preexec_fn=take_terminal)
+    said = b""
+
+    def read_until(text):
+        nonlocal said
+        while text not in said:
+            assert select.select([ours], [], [], 60)[0], f"{text} never came after {said}"
+            said += os.read(ours, 4096)
+        said = said[said.index(text) + len(text) :]
+
+    read_until(b"Ctrl-C stops a reply")
+    read_until(b"> ")
+    os.write(ours, b"Use 3 7 12 to make 24.\n")
+    read_until(b"24.\r\n")
+    time.sleep(0.1)  # the line has been read: Ctrl-C before that would take it from the terminal
+    os.write(ours, b"\x03")
+    read_until(b"> ")
+    os.write(ours, b"\x1b[A\n")  # up: the line before
+    read_until(b"24.")
+    read_until(b"> ")
+    os.write(ours, b"/set top_k 5\n")
+    read_until(b"top_k 5, ")
+    read_until(b"> ")
+    os.write(ours, b"\x04")
+    assert process.wait(60) == 0
+
+
+# The page in a browser
+
+
+@pytest.fixture
+def server():
+    def hostile(show):
+        show("<img src=x")
+        return "<img src=x onerror='window.ran = 1'>"
+
+    def slow(show):
+        for i in range(1000):
+            show(f"{i} ")
+            time.sleep(0.02)
+
+    models = [Scripted({"hostile": hostile, "slow": slow}), Scripted({})]
+    models[1].name, models[1].has_one_turn = "</script><b>trained", True
+    with ChatServer(models, 0, ["3 7", "</script>{{data}}"]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def post(server, body, timeout=60, **headers):
+    """Returns the status and the objects of an answer to a request for a reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=timeout)
+    origin = {"Host": f"localhost:{server.server_port}", "Origin": f"http://localhost:{server.server_port}"}
+    connection.request("POST", "/reply", json.dumps(body), origin | headers)
+    with closing(connection), closing(connection.getresponse()) as answer:
+        lines = answer.read().splitlines() if answer.status == 200 else []
+    return answer.status, [json.loads(line) for line in lines]
+
+
+def test_the_server_answers_its_own_page_alone(server):
+    body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+    status, lines = post(server, body)
+    assert status == 200 and [line["text"][:10] for line in lines[:2]] == ["<img src=x"] * 2
+    assert lines[2:] == [{"right": False}]
+    assert server.models[0].changes == [("temperature", "0.5")]
+    assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
+    assert post(server, body, Origin="http://example.org")[0] == post(server, body, Host="example.org")[0] == 404
+    for wrong in ({"model": 2}, {"model": True}, {"messages": 1}, {"messages": [{"role": "system", "content": ""}]}):
+        assert post(server, body | wrong)[0] == 400
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_reply_that_was_stopped_while_it_waited_is_not_computed(server):
+    body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+    with server.lock, pytest.raises(TimeoutError):
+        post(server, body, timeout=0.2)
+    post(server, body | {"model": 1})
+    time.sleep(0.2)  # a reply that had waited would have been given by now
+    assert server.models[0].seen == [] and len(server.models[1].seen) == 1
+
+
+def send(server, text, length):
+    """Begins a request for a reply and returns its connection; nothing of the answer is read."""
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+    host = f"localhost:{server.server_port}"
+    head = f"POST /reply HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\nContent-Length: {length}\r\n\r\n"
+    connection.sendall(head.encode() + text)
+    return connection
+
+
+REQUEST = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+
+
+@pytest.mark.parametrize(("length", "status"), [("-1", b"400"), ("10000001", b"400"), ("x", b"400"), ("9", b"")])
+def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server, monkeypatch, capsys):
+    monkeypatch.setattr(Handler, "timeout", 0.3)
+    with send(server, b"{", length) as connection:
+        assert connection.makefile("rb").readline().split()[1:2] == [status] * bool(status)
+    assert capsys.readouterr().err == "" and server.models[0].seen == []
+
+
+def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
+    def flood(show):
+        for size in range(100):
+            show("x" * size * 10**5)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(Handler, "timeout", 0.3)
+    server.models[0].replies["flood"] = flood
+    body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "flood"}]}).encode()
+    with send(server, body, len(body)):
+        while not server.models[0].seen:
+            time.sleep(0.01)
+        assert post(server, REQUEST | {"model": 1}) == (200, [{"text": "yes"}, {"right": False}])
+    with send(server, body, len(body)) as connection:  # resets the connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert post(server, REQUEST | {"model": 1})[0] == 200 and capsys.readouterr().err == ""
+
+
+def test_the_page_is_told_what_is_compiled(server):
+    server.models[0].replies["new"] = lambda show: str(jax.jit(lambda x: 1 + x)(41))
+    lines = post(server, REQUEST | {"messages": [{"role": "user", "content": "new"}]})[1]
+    compiled = [line["compiling"] for line in lines if "compiling" in line]
+    assert compiled[-1] == "<lambda>" and lines[-2] == {"text": "42"}
+
+
+def test_examples_are_problems_that_the_environment_grades(tmp_path):
+    config = trained_settings("models/tiny")
+    assert config.env_name == "countdown" and "prompt=bare" in config.env_options
+    examples, has_one_turn = load_examples(config)
+    prompt = next(iter(examples.numbers))
+    assert has_one_turn and re.fullmatch(r"Use \d+ \d+ \d+ to make \d+\.", prompt)
+    env = make_env("countdown-test", **config.options("countdown"))
+    replies = env.examples(env.problem(0))
+    assert [examples.grade(prompt, replies[name]) for name in ("right", "wrong")] == [True, False]
+    assert examples.grade("Use 1 1 to make 2.", "") is None and examples.grade(prompt, "9**9**9**9") is False
+    examples.scorer.close()
+    assert load_examples(EnvConfig("guess", "prompt=bare"))[1] is False, "episodes"
+    assert load_examples(EnvConfig("guess", "unknown=1"))[0].numbers == {}
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"env_name": "countdown"}, {"env_name": "dataset", "reward": "a.py:f", "run": {"host": "here"}},
+    {"env_name": "dataset", "env_options": "reward=a.py:f", "run": {"host": "here"}},
+    {"env_name": "python", "env_options": "sandbox=off", "run": {"host": "here"}},
+    {"env_name": "python", "run": {"host": "here"}},
+])
+def test_what_is_unknown_or_would_run_code_is_no_example(settings, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "step1")
+    is_known = "run" in settings and len(settings) == 2
+    assert (trained_settings(str(tmp_path / "step1")) is not None) == is_known
+
+
+def test_errors_are_told_to_the_page(server, capsys):
+    def fail(show):
+        raise TypeError("of the tokenizer")
+
+    server.models[0].replies["fail"] = fail
+    messages = [{"role": "user", "content": "fail"}]
+    assert post(server, REQUEST | {"messages": messages})[1] == [{"error": "TypeError: of the tokenizer"}]
+    assert "Traceback" in capsys.readouterr().err
+    long = post(server, REQUEST | {"messages": [{"role": "user", "content": "x" * (10**6 + 1)}]})[1]
+    assert long == [{"error": "the conversation has 1,000,001 characters, and may have 1,000,000"}]
+    assert server.models[0].seen == [["fail"]]
+
+
+def test_ctrl_c_ends_a_reply_that_is_being_drawn():
+    started = threading.Event()
+
+    def endless(show):
+        started.set()
+        while True:
+            show("more")
+            time.sleep(0.01)
+
+    def ask(server):
+        with send(server, body, len(body)) as connection:
+            started.wait(20)
+            os.kill(os.getpid(), signal.SIGINT)
+            connection.makefile("rb").read()
+
+    body = json.dumps(REQUEST | {"messages": [{"role": "user", "content": "endless"}]}).encode()
+    servers = []
+
+    class Recording(ChatServer):
+        def serve_forever(self):
+            servers.append(self)
+            threading.Thread(target=ask, args=(self,), daemon=True).start()
+            super().serve_forever()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web, "ChatServer", Recording)
+        serve([Scripted({"endless": endless})], 0)
+    assert servers[0].is_ending and not servers[0].lock.locked()
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\udcff", "\0"])
+def test_half_characters_are_refused_in_a_sentence(text):
+    with pytest.raises(UserError, match="it holds"):
+        ChatModel.reply(None, [{"role": "user", "content": text}], print)
+
+
+PROMPT_FILES = {
+    "line separators": ("a.jsonl", '{"prompt": "a\u2028b\u2029c\u0085d"}\n\n{"prompt": "e"}\n'.encode(), 2),
+    "a byte order mark": ("a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}', 1),
+    "a table": ("a.csv", b"prompt,n\na,1\nb,2\n", 2),
+    "latin-1": ("a.jsonl", b'{"prompt": "caf\xe9"}', "a.jsonl:1: it is not UTF-8; from Latin-1"),
+    "utf-16": ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "a.jsonl is UTF-16"),
+    "half a pair": ("a.jsonl", b'{"prompt": "\\ud83d"}', "a.jsonl:1: it holds"),
+    "a zero": ("a.jsonl", b'{"messages": [{"role": "user", "content": "\\u0000"}]}', "a.jsonl:1: it holds a zero byte"),
+    "a number": ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 5}', "a.jsonl:2: its prompt is neither text nor"),
+    "no prompt": ("a.jsonl", b'{"text": "a"}', 'a.jsonl:1 has neither "prompt" nor "messages"'),
+    "no content": ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: the content of message 1 is null"),
+    "nested": ("a.jsonl", b"[" * 10**5, "a.jsonl is not JSON"),
+    "nothing": ("a.jsonl", b"\n", "a.jsonl is empty"),
+    "half a line": ("a.jsonl", b'{"prompt": ', "a.jsonl:1: not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPT_FILES)
+def test_rows_of_prompts_are_read_or_named(name, tmp_path):
+    file, content, expected = PROMPT_FILES[name]
+    (tmp_path / file).write_bytes(content)
+    if isinstance(expected, int):
+        assert len(read_prompts(str(tmp_path / file))) == expected
+    else:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            read_prompts(str(tmp_path / file))
+
+
+def test_a_browser_talks_to_both_models_and_shows_replies_as_text(server, chromium):
+    def wait(script):
+        end = time.monotonic() + 30
+        while not chromium.execute_script(f"return {script}"):
+            assert time.monotonic() < end, f"never true: {script}"
+            time.sleep(0.05)
+
+    def say(text):
+        chromium.execute_script("find('text').value = arguments[0]; find('send').click()", text)
+
+    def texts(selector):
+        return [element.text for element in chromium.find_elements("css selector", selector)]
+
+    chromium.get(f"http://localhost:{server.server_port}/")
+    assert texts("h2") == ["scripted", "</script><b>trained · trained on single replies: each message begins anew"]
+    assert texts("#examples button") == ["3 7", "</script>{{data}}"]
+    chromium.execute_script("document.querySelector('#examples button').click()")
+    wait("stopping === null")
+    assert texts(".right") == ["✓ right"] * 2
+    chromium.execute_script("find('new').click()")
+    background = "return getComputedStyle(document.querySelector('textarea')).backgroundColor"
+    by_day = chromium.execute_script(background)
+    chromium.execute_script("find('theme').click()")
+    assert chromium.execute_script(background) != by_day
+    say("hostile")
+    wait("stopping === null")
+    shown = ["hostile", "<img src=x onerror='window.ran = 1'>", "✗ wrong", "hostile", "yes", "✗ wrong"]
+    assert texts(".message") == shown
+    say("slow")
+    wait("document.querySelector('.waiting').textContent !== ''")
+    chromium.execute_script("find('stop').click()")
+    wait("stopping === null")
+    say("more")
+    wait("stopping === null")
+    first, second = (model.seen[-1] for model in server.models)
+    assert first[3].strip().isdigit() and first[2::2] == ["slow", "more"] and second == ["more"], "one turn"
+    chromium.execute_script("find('new').click()")
+    assert texts(".message") == []
+    assert chromium.execute_script("return window.ran") is None
+    assert [line for line in chromium.get_log("browser") if "favicon" not in line["message"]] == []

@@ -1,0 +1,296 @@
+"""What is dropped, kept and counted, by how episodes end: scripted turns against a loop written from the definitions.
+
+A row is the turns of an episode. A turn is a letter (D: its last, G: another one follows, L: the answer to it is longer
+than the row, F: the environment or the grader fails), its reward in tenths, ~ where the policy never ends it, and =
+where it ends it with the last token that fits.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+
+from core.advantages import compute_advantages
+from core.config import Config
+from core.extensions.lengths import with_length_reward
+from core.extensions.turns import Conversations
+from core.grpo import groups_with_signal, make_batch
+from core.pages import PagedChain
+from core.records import Episodes
+from core.rollout import Replies, RolloutWorker
+from core.run.metrics import rollout_metrics
+from core.sampler import Sampler, sample_keys
+from envs.base import Env, Episode, Problem, Step
+from envs.scoring.scorer import Failure
+from envs.tools.episode import ToolEpisode, ToolSettings
+from models.checkpoint import load_policy
+from models.lora import LoraConfig, make_policy
+from tests.core.test_training import HereScorer
+from tests.helpers import ROOT, reading_script, slow
+from utils.devices.sharding import single_device
+from utils.metrics.health import HealthChecks
+from utils.settings.config import make_config
+
+G, LIMIT, MAX_TURNS, COST = 4, 256, 3, 0.1  # rows of a group; tokens and turns of an episode; price of a call
+SAME_SUMS = {"games": "D4 | G1 D3 | G3 D1 | G2 G1 D1", "tools": "D4 | G0 D5 | G0 G0 D6 | G0 D5"}  # other turns
+GROUPS = (
+    "D7 | G1 D2~ | G1 F0 | G1 G1 G1",
+    "D4 | D4 | D4 | D4",
+    SAME_SUMS,
+    "D3~ | G8~ | G1 D3~ | F0~",
+    "D5= | G5= | D5 | D5~",
+    "L1 | D9 | F0 | F0",
+    "F0 | F0 | D5 | F0",
+    "G1 G1 G1 | G1 G1 L2 | G2 G0 G1 | G1 D1",
+    "D2~ | D2~ | D2~ | D2~",
+)
+
+
+def look(long: bool) -> str:
+    """Looks around.
+
+    Args:
+        long: Whether to say much.
+    """
+    return "ok " * (LIMIT if long else 1)
+
+
+def reward_of(text: str) -> float:
+    """Returns the reward of a turn. Raises: ValueError where it is to fail."""
+    if text[0] == "F":
+        raise ValueError("of a test")
+    return int(text[1]) / 10
+
+
+class GameEpisode(Episode):
+    def step(self, reply: str) -> Step:
+        said, is_done = look(long=reply[0] == "L"), reply[0] == "D"
+        return Step([{"role": "user", "content": said}], reward_of(reply), is_done, {"correct_answer": float(is_done)})
+
+
+class MadeUp(Env):
+    """Games, tools or single replies."""
+
+    num_tasks = len(GROUPS)
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.max_turns = 1 if kind == "single" else MAX_TURNS
+        self.dialect = "qwen" if kind == "tools" else ""
+
+    def problem(self, index: int) -> Problem:
+        return Problem([{"role": "user", "content": "?"}])
+
+    def score(self, problem: Problem, text: str) -> dict[str, float]:
+        return {"return": reward_of(text), "correct_answer": 1.0}
+
+    def episode(self, problem: Problem, seed: int) -> Episode:
+        if self.kind == "tools":
+            return ToolEpisode([look], ToolSettings(call_cost=COST), partial(self.score, problem))
+        return GameEpisode()
+
+
+class PlayingScorer(HereScorer):
+    """Plays episodes from their beginning, without worker processes."""
+
+    def request_outcomes(self, jobs):
+        self.settings = self.settings._replace(max_error_share=1.0)
+        return [self.outcome(self.env.problem(i), reply) for i, reply in jobs]
+
+    def outcome(self, problem, reply):
+        try:
+            if isinstance(reply, str):
+                return self.env.score(problem, reply)
+            episode = self.env.episode(problem, reply.seed)
+            steps = [episode.act(turn) for turn in reply.replies]
+            return episode.truncate() if reply.is_truncated else steps[-1]
+        except ValueError as error:
+            return Failure("reward_errors", str(error))
+
+
+def rows_of(kind: str) -> list[list[str]]:
+    """Returns the turns of each row; single replies are the last ones."""
+    groups = [group if isinstance(group, str) else group.get(kind, group["games"]) for group in GROUPS]
+    rows = [row.split() for group in groups for row in group.split("|")]
+    return [row[-1:] for row in rows] if kind == "single" else rows
+
+
+def script(kind: str, row: Sequence[str], tokenizer) -> list[int]:
+    """Returns the tokens that the policy draws."""
+    tokens, filler, stop = [], tokenizer.encode("x"), tokenizer.encode("<|im_end|>")
+    for turn in row:
+        is_call = kind == "tools" and turn[0] in "GL"
+        call = f'<tool_call>{{"name": "look", "arguments": {{"long": {str(turn[0] == "L").lower()}}}}}</tool_call>'
+        tokens += tokenizer.encode(turn[:2] + call * is_call)
+        if turn.endswith("="):
+            tokens += filler * (LIMIT - 1 - len(tokens))
+        tokens += stop * (not turn.endswith("~"))
+    return tokens + filler * 2 * LIMIT
+
+
+POLICIES = {"full": LoraConfig(), "LoRA": LoraConfig(lora_rank=2), "int8": LoraConfig(lora_rank=2, base_dtype="int8")}
+
+
+@cache
+def play(kind: str, policy: str = "full") -> Episodes:
+    """Plays all rows by the real worker, whose policy draws what is written."""
+    layout = single_device()
+    model, base, params, tokenizer = load_policy(ROOT / "models" / "tiny", POLICIES[policy], 0, layout, "float32")
+    scripts = [script(kind, row, tokenizer) for row in rows_of(kind)]
+    all_keys = sample_keys(jax.random.key(0), np.arange(len(GROUPS)), G).tolist()
+
+    def decode_segment(model, _, steps: int, weights, caches, cache, start, starts, last, keys, *__) -> tuple:
+        numbers = [all_keys.index(key) for key in np.asarray(keys).tolist()]
+        return cache, as_drawn([scripts[number][int(start) :] for number in numbers], steps)
+
+    def as_drawn(texts: list[list[int]], steps: int) -> tuple[np.ndarray, ...]:
+        tokens = np.array([text[:steps] for text in texts], np.int32)
+        empty = np.zeros((*tokens.shape, 0))
+        return tokens, np.zeros(tokens.shape, np.float32), empty, np.zeros((*tokens.shape, *model.route_shape))
+
+    env = MadeUp(kind)
+    make_replies = Replies if kind == "single" else Conversations
+    sampler = Sampler(model, LIMIT, tokenizer.stop_ids, max_prompt_tokens=LIMIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedChain, "read", reading_script(lambda row: scripts[row]))
+        patch.setattr("core.sampler.decode_segment", decode_segment)
+        worker = RolloutWorker(env, kind, tokenizer, sampler, PlayingScorer(env), layout, 0, make_replies=make_replies)
+        weights = worker.load_weights(make_policy(base, params))
+        return worker.play(weights, np.arange(len(GROUPS)), G, jax.random.key(0))
+
+
+def ending(kind: str, row: Sequence[str]) -> tuple[list[float], str]:
+    """Returns the reward of each turn, and why the episode ends."""
+    rewards = [int(turn[1]) / 10 for turn in row]
+    last, is_last_turn = row[-1], len(row) == MAX_TURNS
+    if kind == "tools":  # calls cost, and the last reply is graded, also where it is a call that a limit ends
+        rewards = [-COST * (turn[0] in "GL") for turn in row]
+        rewards[-1] += int(last[1]) / 10
+    has_no_room = last[0] == "L" or (last[0] == "G" and last.endswith("="))
+    if last.endswith("~") or (has_no_room and not is_last_turn and kind != "single"):
+        return rewards, "max_tokens"
+    return rewards, {"F": "failed", "D": "done"}.get(last[0], "max_turns")
+
+
+def length_reward(name: str, num_tokens: int, is_correct: bool) -> float:
+    """DAPO's soft penalty over the last fifth of the limit, and open-r1's cosine."""
+    buffer, sign = LIMIT // 5, 1 if is_correct else -1
+    return {
+        "": 0.0,
+        "overlong": max(-1.0, min(0.0, (LIMIT - buffer - num_tokens) / buffer)),
+        "cosine": sign * (0.5 + 0.25 * (1 + math.cos(math.pi * num_tokens / LIMIT))),
+    }[name]
+
+
+def spread(values: Sequence[float]) -> float:
+    return max(values) - min(values) if values else 0.0
+
+
+def mean(values: Iterable[float | None]) -> float:
+    values = [value or 0.0 for value in values]
+    return sum(values) / len(values)
+
+
+def expected(kind: str, lengths: Sequence[int], flags: Mapping) -> tuple[list, list, list, dict[str, float]]:
+    """Returns advantages by row and turn (None: the row leaves), rewards, whether groups have signal, and metrics."""
+    rows = rows_of(kind)
+    failed = [row[-1][0] == "F" for row in rows]
+    rewards, stops = map(list, zip(*[ending(kind, row) for row in rows], strict=True))
+    extra = []
+    for i in range(len(rows)):
+        num_tokens = LIMIT if stops[i] == "max_tokens" else lengths[i]
+        is_correct = kind != "games" or rows[i][-1][0] == "D"
+        extra.append(0.0 if failed[i] else length_reward(flags["length_reward"], num_tokens, is_correct))
+        # Of a failed episode there is nothing; what has no grade is no part of a baseline.
+        rewards[i] = [0.0] * len(rows[i]) if failed[i] else [*rewards[i][:-1], rewards[i][-1] + extra[i]]
+    counted = [not failure for failure in failed]
+    advantages, signal = [], []
+    for first in range(0, len(rows), G):
+        group = range(first, first + G)
+        compared = {}
+        for turn in range(MAX_TURNS if flags["advantage"] == "turn_mean" else 1):
+            values = {i: sum(rewards[i][turn:]) for i in group if counted[i] and len(rewards[i]) > turn}
+            with_zero = [0.0] * (flags["advantage"] == "reinforce")
+            compared[turn] = values if spread([*values.values(), *with_zero]) > 1e-6 else dict.fromkeys(values)
+        signal.append(any(value is not None for values in compared.values() for value in values.values()))
+        for i in group:
+            leaves = not counted[i] or (flags["do_group_filter"] and not signal[-1])
+            leaves |= flags["do_truncation_filter"] and stops[i] == "max_tokens"
+            of_turns = []
+            for turn in range(len(rewards[i])):
+                values = compared[turn if flags["advantage"] == "turn_mean" else 0]
+                baseline = 0.0 if flags["advantage"] == "reinforce" or not values else mean(values.values())
+                of_turns.append(0.0 if values.get(i) is None else values[i] - baseline)
+            advantages.append(None if leaves else of_turns)
+    graded = [i for i in range(len(rows)) if not failed[i]]
+    metrics = {
+        "env/return": sum(sum(rewards[i]) for i in graded) / len(graded),
+        "env/finished": 1 - stops.count("max_tokens") / len(rows),
+        "env/groups_without_signal": 1 - sum(signal) / len(signal),
+        "env/reward_errors": sum(failed),
+    }
+    if flags["length_reward"]:
+        metrics["env/length_reward"] = sum(extra[i] for i in graded) / len(graded)
+    if kind != "single":
+        metrics |= {f"stop/{stop}": stops.count(stop) / len(rows) for stop in stops}
+    return advantages, rewards, signal, metrics
+
+
+FLAGS = {
+    "do_truncation_filter": (False, True),
+    "length_reward": ("", "overlong", "cosine"),
+    "do_group_filter": (False, True),
+}
+COMPARISONS = (
+    {"advantage": "group_mean"},
+    {"advantage": "turn_mean"},
+    {"advantage": "reinforce"},  # against 0: --do_group_normalization 0 of kvfrans/lmpo
+)
+
+
+@pytest.mark.parametrize("kind", ["tools", "games", "single"])
+def test_what_leaves_what_stays_and_what_is_counted(kind):
+    played = play(kind)
+    r = played.completions
+    assert played.stops == ([] if kind == "single" else [ending(kind, row)[1] for row in rows_of(kind)])
+    lengths = (r.lengths - r.prompt_lengths).tolist()
+    sizes = set()
+    for *values, comparison in itertools.product(*FLAGS.values(), COMPARISONS):
+        flags = dict(zip(FLAGS, values, strict=True)) | comparison
+        config = make_config(Config, group_size=G, **flags)
+        episodes = with_length_reward(played, LIMIT, config.rewards)
+        advantages, rewards, signal, metrics = expected(kind, lengths, flags)
+        assert groups_with_signal(episodes, config).tolist() == signal, flags
+        found = rollout_metrics(replace(episodes, has_signal=groups_with_signal(episodes, config)))
+        assert {name: found[name] for name in metrics} == pytest.approx(metrics, abs=1e-6), flags
+        assert [name for name in found if name.startswith("stop/")] == sorted(x for x in metrics if x[:5] == "stop/")
+        is_told = "env/finished" in HealthChecks().find_warnings(1, found)
+        assert is_told == (metrics["env/finished"] < 0.5)
+
+        batch = make_batch(replace(episodes, batch_rows=np.arange(len(episodes))), config)
+        batch = compute_advantages(batch, config.objective)
+        assert batch.row.tolist() == [i for i, x in enumerate(advantages) if x is not None], flags
+        sizes.add(len(batch))
+        for row, mask, found in zip(batch.row.tolist(), batch.mask, batch.advantages, strict=True):
+            behind = np.flatnonzero(mask)
+            turns = np.cumsum(np.diff(behind, prepend=behind[0]) > 1)
+            np.testing.assert_allclose(found[mask], np.array(advantages[row])[turns], atol=2e-6, err_msg=str(flags))
+            assert turns[-1] == len(rewards[row]) - 1 and not found[~mask].any()
+    assert len(sizes) > 3, "filters and turns make a difference"
+
+
+@pytest.mark.parametrize("policy", ["LoRA", *slow("int8")])
+def test_it_is_the_same_for_adapters_and_over_a_rounded_base(policy):
+    """All that the table reads is in the episodes: no filter, reward or metric of it sees a policy."""
+    for kind in ("tools", "single"):
+        found, full = play(kind, policy), play(kind)
+        assert found.stops == full.stops and found.turn_rewards == full.turn_rewards
+        for name in ("tokens", "mask", "lengths", "prompt_lengths", "finished", "num_observed"):
+            np.testing.assert_array_equal(getattr(found.completions, name), getattr(full.completions, name))
+        np.testing.assert_array_equal(found.scores["return"], full.scores["return"])
+        np.testing.assert_array_equal(found.failed, full.failed)

@@ -1,0 +1,465 @@
+"""Estimates against enumeration and independent loops; the command over checkpoints and environments, end to end.
+
+Letters: N tasks, G samples of each.
+"""
+
+import inspect
+import json
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from core import eval as evaluation
+from core.replay import replay
+from core.run.fingerprints import fingerprint_code
+from core.run.foreign import own_file, remember_code
+from core.run.metrics import explained_variance
+from core.run.rollouts import json_or_text
+from envs import ENVS, find_class
+from envs.base import Env
+from envs.data.style import Style, Styled
+from envs.settings import CODE
+from models.checkpoint import find_checkpoints
+from tests.helpers import ROOT
+from utils.evaluation.estimates import (
+    MAX_VOTERS,
+    best_of_k,
+    majority_at_k,
+    mean_and_ci,
+    paired_bootstrap,
+    pass_at_k,
+    task_estimates,
+)
+from utils.evaluation.tables import Result, compare_results, format_report, format_table
+from utils.settings.config import with_options
+from utils.settings.errors import UserError, user_errors
+
+MODEL = ROOT / "tests" / "fixtures" / "qwen3-tied"
+
+
+# Estimates
+
+
+@pytest.mark.parametrize(("right", "total"), [(0, 30), (30, 30), (0, 1), (7, 30), (250, 512), (1, 3)])
+def test_proportions_of_single_samples_have_wilsons_interval(right, total):
+    found = mean_and_ci("x", np.arange(total) < right)
+    expected = scipy.stats.binomtest(right, total).proportion_ci(method="wilson")
+    ends = [found["x_low"], found["x_high"]]
+    assert ends == pytest.approx([expected.low, expected.high], abs=1e-4), "1.96 has three digits"
+    assert found["x"] == pytest.approx(right / total) and found["x_ci"] == pytest.approx((ends[1] - ends[0]) / 2)
+    assert found["x_ci"] > 0
+
+
+def test_no_interval_is_zero_by_accident():
+    assert mean_and_ci("x", np.zeros(30))["x_high"] == pytest.approx(0.1135, abs=1e-4)
+    halves = mean_and_ci("x", np.full(30, 0.5))  # one of two samples right, for every task
+    assert halves["x_high"] - halves["x_low"] > 0.3
+    assert mean_and_ci("x", np.full(30, 68.0)) == {"x": 68.0}, "a return without bounds: the spread is unknown"
+    assert mean_and_ci("x", np.array([68.0])) == {"x": 68.0}
+    spread = np.array([1.0, 2.0, 4.0])
+    assert mean_and_ci("x", spread)["x_ci"] == pytest.approx(1.96 * scipy.stats.sem(spread))
+
+
+def test_intervals_of_several_samples_hold_the_truth():
+    rng, misses = np.random.default_rng(0), 0
+    for _ in range(1000):
+        chances = rng.beta(0.5, 4.5, size=30)  # tasks differ; a tenth is right on average
+        found = mean_and_ci("x", rng.binomial(4, chances) / 4)
+        misses += not found["x_low"] <= 0.1 <= found["x_high"]
+    assert 20 <= misses <= 90, "about 50 of 1000"
+
+
+def test_best_of_k_is_the_mean_over_all_subsets():
+    returns = np.round(np.random.default_rng(0).normal(size=(5, 7)), 1).astype(np.float32)  # some of them equal
+    for k in range(1, 8):
+        expected = [np.mean([max(some) for some in combinations(row, k)]) for row in returns.tolist()]
+        np.testing.assert_allclose(best_of_k(returns, k), expected)
+    correct = returns > 0
+    np.testing.assert_allclose(best_of_k(correct.astype(np.float32), 3), pass_at_k(correct, 3))
+
+
+def test_pass_at_k_is_a_hypergeometric_chance():
+    right = np.arange(12)[:, None] > np.arange(11)  # tasks with 0 to 11 of 11 samples right
+    for k in range(1, 12):
+        expected = 1 - scipy.stats.hypergeom(11, np.arange(12), k).pmf(0)  # not a single one of k drawn is right
+        np.testing.assert_allclose(pass_at_k(right, k), expected, atol=1e-12)
+
+
+def vote(answers: list[str | None], correct: list[bool]) -> float:
+    """The chance that the winner of one election is right, ties by lot."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    shares = [np.mean([c for a, c in zip(answers, correct, strict=True) if a == winner]) for winner in winners]
+    return float(np.mean(shares)) if winners else 0.0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_majority_at_k_is_the_mean_over_all_subsets(seed):
+    rng = np.random.default_rng(seed)
+    answers = [None if i == 0 else "abcdefgh"[i] for i in rng.integers(0, 2 + seed % 6, 8).tolist()]
+    right = {"b", "d"} if seed % 3 else {"c"}  # two answers may be right, as in Countdown: they are one vote
+    correct = np.array([answer in right for answer in answers])
+    found = majority_at_k(answers, correct, tuple(range(1, 9)))
+    for k in range(1, 9):
+        merged = ["right" if answer in right else answer for answer in answers]
+        elections = combinations(zip(merged, correct.tolist(), strict=True), k)
+        assert found[k - 1] == pytest.approx(np.mean([vote(*zip(*some, strict=True)) for some in elections])), k
+
+
+def test_majority_at_k_by_hand():
+    def majority(text: str, correct: list[int], k: int) -> float:
+        return float(majority_at_k([None if a == "-" else a for a in text], np.array(correct) > 0, (k,))[0])
+
+    assert majority("aab", [1, 1, 0], 3) == 1 and majority("aab", [0, 0, 1], 3) == 0
+    assert majority("ab", [1, 0], 2) == 0.5, "a tie is decided by lot"
+    assert majority("a---", [1, 0, 0, 0], 4) == 1, "who has no answer does not vote"
+    assert majority("----", [0, 0, 0, 0], 4) == 0
+    assert majority("aabb", [1, 0, 0, 0], 4) == 0.25, "equal answers, graded differently"
+    assert majority("abbc", [1, 0, 0, 1], 4) == 0.5, "answers that are graded right are one, whatever their spelling"
+    assert majority_at_k(["1  1/2\n", " 1 1/2", "11/2"], np.array([True, True, False]), (3,)) == 1
+    many = majority_at_k(["a"] * 40 + ["b"] * 24, np.arange(64) < 40, (1, 63, 64))  # C(64, 32) is beyond int64
+    np.testing.assert_allclose(many, [40 / 64, 1, 1])
+
+
+def test_task_estimates_are_named_by_k():
+    scores = {name: np.float32([[0, 1, 0, 0, 1, 0]] * 2) for name in ("return", "correct_answer")}
+    found = task_estimates(scores, list("abcdbe") * 2)
+    kinds = ("pass@", "best_of_", "maj@")
+    assert set(found) == {"return", "correct_answer", *(f"{kind}{k}" for kind in kinds for k in range(2, 7))}
+    assert all(x.shape == (2,) for x in found.values()) and found["maj@6"].tolist() == [1, 1]
+    assert not any("maj" in name for name in task_estimates(scores, [None] * 12)), "an environment without answers"
+    one = {name: x[:, :1] for name, x in scores.items()}
+    assert set(task_estimates(one, ["a", "b"])) == {"return", "correct_answer"}
+    many = {name: np.zeros((1, 40), np.float32) for name in scores}
+    ks = [int(name[5:]) for name in task_estimates(many, [None] * 40) if name.startswith("pass@")]
+    assert ks == [2, 3, 4, 5, 6, 7, 8, 16, 32, 40]
+    wide = {name: np.zeros((1, MAX_VOTERS + 1), np.float32) for name in scores}
+    assert "maj@2" not in task_estimates(wide, ["a"] * (MAX_VOTERS + 1))
+
+
+def test_paired_bootstrap_against_all_resamples():
+    x, y = np.array([0.5, 0.0, 0.25, 1.0]), np.array([0.75, 0.5, 0.0, 1.0])
+    means = np.array([np.mean(some) for some in product(y - x, repeat=4)])
+    found = paired_bootstrap(x, y, seed=1)
+    p = np.mean(means <= 0)  # quarters are exact; the data count as one more resample, which is within the tolerance
+    assert found["mean"] == pytest.approx(0.125) and found["p"] == pytest.approx(p, abs=4 * (p * (1 - p) / 1e4) ** 0.5)
+    assert found["low"] == np.quantile(means, 0.025) and found["high"] == np.quantile(means, 0.975)
+    assert found == paired_bootstrap(x, y, seed=1) != paired_bootstrap(x, y, seed=2)
+
+
+def test_paired_bootstrap_of_more_problems_against_a_loop():
+    rng = np.random.default_rng(0)
+    x = rng.random(50)
+    y = x + rng.normal(0.02, 0.1, 50)  # what problems have in common cancels
+    means = [np.mean([y[i] - x[i] for i in rng.integers(50, size=50)]) for _ in range(4000)]
+    found = paired_bootstrap(x, y)
+    assert found["p"] == pytest.approx(np.mean(np.array(means) <= 0), abs=0.03)
+    assert [found["low"], found["high"]] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.004)
+    tenths = np.array([0.1, 0.2, 0.3])
+    same = paired_bootstrap(tenths, tenths.copy())
+    assert same == {"mean": 0, "low": None, "high": None, "p": 1}
+    assert paired_bootstrap(np.zeros(3), np.ones(3))["p"] == 1 / 8, "three signs that agree"
+    better = paired_bootstrap(np.zeros(100), np.linspace(1, 2, 100))
+    assert better["p"] == pytest.approx(1 / 10_001) and 1 < better["low"] < better["high"] < 2
+
+
+# Comparisons
+
+
+def result(name: str, ids: list[int], values: list[float], env_name: str = "poem-test") -> Result:
+    by_task = {"return": np.array(values), "correct_answer": np.array(values)}
+    metrics = {"num_tasks": len(ids), "num_samples": 1, "length": 7.0}
+    for metric, x in by_task.items():
+        metrics |= {metric: float(x.mean()), f"{metric}_ci": 0.125}
+    return Result(name, env_name, metrics, np.array(ids), by_task)
+
+
+def test_differences_are_of_tasks_that_both_played():
+    first, second = result("a", [1, 2, 5], [0, 1, 0]), result("b", [2, 5, 7], [1, 1, 0])
+    other, apart = result("a", [1], [1], "gsm8k-test"), result("c", [9], [1])
+    rows = compare_results([first, other, second, apart], seed=0)
+    assert "difference" not in rows[0] and "difference" not in rows[1]
+    assert rows[2]["difference"]["to"] == "a" and rows[2]["difference"]["num_tasks"] == 2
+    assert rows[2]["difference"]["return"] == paired_bootstrap(np.array([1, 0]), np.array([1, 1]))
+    assert rows[3]["difference"] == {"to": "a", "num_tasks": 0}
+    json.dumps(rows, allow_nan=False)
+
+
+def test_tables_are_aligned():
+    pairs = [("poem-test", 1.0), ("gsm8k-test", 0.0)]
+    results = [result(f"run/{name}", [1, 2], [0, x], env) for name in ("step5", "step10") for env, x in pairs]
+    lines = format_report(compare_results(results, seed=0)).splitlines()
+    assert lines[0].split() == ["poem-test", "gsm8k-test"]
+    assert lines[1].split() == ["run/", *["correct", "return", "length"] * 2]
+    assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
+    assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
+    assert lines[-1] == "gsm8k-test, poem-test: fewer than 30 problems, so intervals are too narrow"
+    many = format_table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
+    wide = format_table(["a" * 30, "b"], {"env": {f"pass@{k}": ["0.500 [0.125, 0.250]"] * 2 for k in range(9)}})
+    for table in (many, wide):
+        assert max(map(len, table.splitlines())) <= 100
+    assert many.count("pass@4") == 9 and wide.count("0.500") == 18 and wide.count("a" * 30) == 3
+
+
+def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")
+    (run / "state").mkdir(parents=True)
+    find = find_checkpoints
+    with pytest.raises(ValueError, match="run folder without a model: .* its command .* writes a model when it is"):
+        find("run")
+    for name in ("step100", "step20", "best", "steps"):
+        (run / name).mkdir()
+    (run / "config.json").write_text("{}")
+    found = find("run/")
+    assert found == [("run/step20", run / "step20"), ("run/step100", run / "step100")]
+    assert find(" run/step20") == [("run/step20", run / "step20")]
+    (run / "model.safetensors").touch()
+    assert find("run") == [("run", run)], "a model with folders of that name in it"
+
+
+def test_answers_are_of_the_form_that_the_environment_asks_for():
+    env = Env()
+    env.num_tasks = 1
+    assert env.answer("so <answer> 5 </answer> or \\boxed{6}") == "5" and env.answer("\\boxed{6}") is None
+    env.form = "boxed"
+    assert Styled(env, Style()).answer("<answer>5</answer> or \\boxed{6}") == "6"
+
+
+def test_votes_for_one_answer_have_one_spelling():
+    env = Env()
+    env.form = "boxed"
+    for spellings in (["0.5", "1/2", r"\frac{1}{2}", "**0.5**"], ["1,240", "1240", "$1240"], ["E", "(E)", "E: forty"]):
+        assert len({env.vote(rf"\boxed{{{answer}}}") for answer in spellings}) == 1
+    votes = {env.vote(rf"\boxed{{{answer}}}") for answer in ("25", "25%", "0.25", "x", "2x", "D", "")}
+    assert len(votes) == 7 and env.vote("25") is None
+    votes = [env.vote(rf"\boxed{{{answer}}}") for answer in ("3", "0.5", "x/2", "3.0", r"\frac{x}{2}")]
+    assert majority_at_k(votes, np.array([0, 0, 1, 0, 1]) > 0, (5,)) == 0.5, "3 has two votes, the right answer too"
+
+
+def test_references_of_any_kind_are_written():
+    assert json_or_text(((1, 2), 3)) == ((1, 2), 3) and json_or_text({"x": float("nan")}) == "{'x': nan}"
+    assert json_or_text({(1, 2): 3}) == "{(1, 2): 3}" and isinstance(json_or_text(object()), str)
+
+
+# The command
+
+
+def command(*argv: str, **flags) -> evaluation.Command:
+    flags = {"num_generation_tokens": 8, "num_score_workers": 1} | flags
+    return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
+
+
+def test_a_run_folder_on_two_environments(tmp_path, capsys):
+    run, scores, samples = tmp_path / "run", tmp_path / "scores.json", tmp_path / "samples.jsonl"
+    for step in (2, 10):
+        shutil.copytree(MODEL, run / f"step{step}")
+    trained = {"env_name": "countdown3", "env_options": "max_number=9"}
+    (run / "config.json").write_text(json.dumps(trained))
+    flags = {"num_eval_tasks": 3, "num_epochs": 4, "json": scores, "save_samples": samples, "prompt_length": 1024}
+    flags["env_name"] = "poem,Countdown3"
+    evaluation.main(command(**flags, model_dir=run))
+    found = json.loads(scores.read_text())
+    where = [(f"{run}/step{step}", env) for step in (2, 10) for env in ("poem-test", "countdown3-test")]
+    assert [(row["model_dir"], row["env_name"]) for row in found] == where
+    names = {"correct_answer_low", "correct_answer_ci", "pass@2", "pass@3", "pass@4_high", "best_of_2", "length"}
+    assert names | {"finished"} <= found[0].keys()
+    place = ("model_dir", "env_name", "difference")
+    scores_of = [{name: value for name, value in row.items() if name not in place} for row in found]
+    assert scores_of[0] == scores_of[2] and scores_of[1] == scores_of[3], "equal weights, equal draws"
+    assert found[2]["difference"]["return"] == {"mean": 0, "low": None, "high": None, "p": 1}
+    printed = capsys.readouterr().out
+    assert "step10 " in printed and "best_of_4" in printed and f"difference to {run}/step2" in printed
+    assert printed.count(f"{run} was trained with --env_options 'max_number=9'") == 1
+
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 3 and samples.read_text().isascii()
+    poem = rows[:3]
+    assert [row["task"] for row in poem] == [0, 1, 2] and all("three sentences about" in row["prompt"] for row in poem)
+    completions = [x for row in poem for x in row["completions"]]
+    assert len(completions) == 12 and all(x["return"] == len(x["text"]) and 0 < x["length"] <= 8 for x in completions)
+    assert np.mean([x["return"] for x in completions]) == pytest.approx(found[0]["return"])
+    assert np.mean([x["finished"] for x in completions]) == pytest.approx(found[0]["finished"])
+    assert rows[3]["env_name"] == "countdown3-test" and len(rows[3]["reference"][0]) == 3
+    assert "truncation" in found[1]
+    assert "truncation" not in found[0], "Countdown of kvfrans/lmpo alone takes 0.05 off at the limit"
+
+    evaluation.main(command(**flags | {"env_name": "poem", "save_samples": ""}, model_dir=run / "step2"))
+    assert json.loads(scores.read_text()) == scores_of[0], "one checkpoint, one environment: one object"
+    printed = capsys.readouterr().out
+    assert "3 tasks x 4, temperature 1" in printed and "was trained" not in printed, "not on poems"
+
+
+def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "step2").mkdir(parents=True)
+    trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
+    others = {"seed": 7, "sharding": "dp", "inference_batch_per_device": 9, "run": {"lmpo": "version 1"}}
+    (run / "config.json").write_text(json.dumps(trained | others))
+
+    def settings(*argv: str) -> tuple[str, str, float, int]:
+        config = evaluation.parse_command(argv)
+        sampling = config.sampling
+        own = config.output.seed, config.devices.sharding, sampling.inference_batch_per_device
+        assert own == (0, "fsdp", 0), "those of the command"
+        return config.env.env_name, config.env.env_options, sampling.temperature, sampling.num_generation_tokens
+
+    models = f"models/tiny,{run}/step2"
+    assert settings("--model_dir", models) == ("Countdown3", "max_number=9", 0.5, 64)
+    assert settings("--ckpt_dir", str(run), "--env_name", "countdown3-test")[1:] == ("max_number=9", 0.5, 64)
+    assert settings("--model_dir", models, "--env_options", "", "--temperature", "1")[1:] == ("", 1.0, 64)
+    for names in ("poem", "countdown3,poem"):
+        assert settings("--model_dir", models, "--env_name", names) == (names, "", 1.0, -1), "another environment"
+    note = evaluation.inheritance_note(evaluation.parse_command(["--model_dir", models, "--temperature", "0.7"]))
+    assert note == f"as in {run}: --env_name Countdown3 --env_options max_number=9 --num_generation_tokens 64"
+    own = {"test_env_options": "num_generation_tokens=96,max_number=20,prompt=bare"}
+    for test_env, *expected in (("countdown3-test", "max_number=20,prompt=bare", 96), ("poem", "max_number=9", 64)):
+        (run / "config.json").write_text(json.dumps(trained | others | own | {"test_env_name": test_env}))
+        _, env_options, _, limit = settings("--model_dir", models)
+        assert [env_options, limit] == expected, "as in the log of the run"
+    code = {"env_name": "python", "test_env_name": "python-test", "test_env_options": "sandbox=off"}
+    (run / "config.json").write_text(json.dumps(trained | others | code | {"env_options": ""}))
+    with pytest.raises(SystemExit):
+        settings("--model_dir", models)
+    assert "if you trust it, add --env_options 'sandbox=off'" in capsys.readouterr().err
+    assert evaluation.inheritance_note(evaluation.parse_command(["--env_name", "countdown3"])) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"env_name": "poem,nowhere"}, "no environment 'nowhere'"),
+        ({"model_dir": "models/tiny,no/such/folder"}, "no folder no/such/folder"),
+        ({"env_name": "countdown,poem", "env_options": "numbers=3"}, "poem has no option 'numbers'"),
+        ({"save_samples": "no/such/folder/samples.jsonl"}, "No such file or directory"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "load_model", None)
+    with pytest.raises(SystemExit), user_errors():
+        evaluation.main(with_options(command(), **flags))
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_explained_variance():
+    rng = np.random.default_rng(0)
+    mask, rewards = rng.random((5, 7)) < 0.6, rng.random((5, 1))
+    values = rewards + rng.normal(0, 0.1, mask.shape)
+    pairs = [(float(rewards[i, 0]), float(values[i, t])) for i, t in np.argwhere(mask)]
+    expected = 1 - np.var([r - v for r, v in pairs]) / np.var([r for r, _ in pairs])
+    assert explained_variance(rewards, values, mask) == pytest.approx(expected) and expected < 1
+    assert explained_variance(np.ones((5, 1)), values, mask) == 0
+
+
+# Runs of others
+
+HELPER = "from pathlib import Path\nPath('executed').touch()\ndef f(completion, **row): return 0.0\nclass G: pass\n"
+FOREIGN = {  # where the config.json lies, how the model is named, and the settings that would run helper.py
+    "a model with a reward": ("model", "model", {"reward": "x/helper.py:f"}, {}),
+    "a model in a folder with a config.json": (".", "model", {"reward": "x/helper.py:f"}, {}),
+    "the model of a run": (".", "step1", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "the best model of a run": (".", "best", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "a run": (".", ".", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "an episode": (".", "step1", {"episode": "x/helper.py:G"}, {"lmpo": "0"}),
+    "a reward among the options": (".", "step1", {"env_options": "path=x/q.jsonl,reward=x/helper.py:f"}, {"lmpo": "0"}),
+    "an episode among them": (".", "step1", {"env_options": "path=x/q.jsonl,episode = x/helper.py:G"}, {"lmpo": "0"}),
+    "no sandbox": (".", "step1", {"env_name": "python", "env_options": "problems=gsm8k,sandbox=off"}, {"lmpo": "0"}),
+    "rollouts": (".", "", {"reward": "x/helper.py:f"}, {"lmpo": "0"}),
+    "rollouts with an episode": (".", "", {"env_options": "path=x/q.jsonl,episode=x/helper.py:G"}, {"lmpo": "0"}),
+    "rollouts without a sandbox": (".", "", {"env_name": "python", "env_options": "sandbox=off"}, {"lmpo": "0"}),
+}
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """The folder x, downloaded: a run, its models and rollouts, and code; the current folder is the one around it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    for name in ("model", "step1", "best"):
+        shutil.copytree(MODEL, f"x/{name}")
+    Path("x/rollouts").mkdir()
+    np.savez("x/rollouts/step_1.npz", tokens=[[1]], lengths=[1], prompt_lengths=[0], mask=[[1]], tasks=[0], places=[0])
+    Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
+    Path("x/helper.py").write_text(HELPER)
+    return tmp_path / "x"
+
+
+def write_settings(folder, **settings) -> dict:
+    """Writes a config.json over that of the model, and digests of the code as a run has them; returns the settings."""
+    settings = {"env_name": "dataset", "env_options": "path=x/q.jsonl"} | settings
+    model = json.loads((folder / "config.json").read_text()) if (folder / "model.safetensors").exists() else {}
+    (folder / "config.json").write_text(json.dumps(model | settings))
+    (folder / "data.json").write_text(json.dumps(fingerprint_code(SimpleNamespace(code=[Path("x/helper.py")]))))
+    return settings
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_no_downloaded_folder_runs_code(case, foreign, capsys):
+    place, name, settings, origin = FOREIGN[case]
+    write_settings(foreign / place, **settings, **({"run": origin} if origin else {}))
+    argv = ["--model_dir", str(foreign / name), "--show", "1"] if name else ["--replay", "x/rollouts/step_1"]
+    with pytest.raises(SystemExit) if origin else nullcontext(), user_errors():
+        evaluation.main(evaluation.parse_command(argv))
+    assert not Path("executed").exists()
+    said = capsys.readouterr()
+    if origin:
+        (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name"]
+        assert said.err.count("\n") == 1 and f"if you trust it, add --{flag} {value!r}" in said.err
+    else:
+        assert "poem-test: completions" in said.out, "no run: an environment is not inherited either"
+
+
+def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
+    settings = write_settings(foreign, reward="x/helper.py:f", run={"lmpo": "0"})
+
+    def reward(*argv: str) -> str:
+        return evaluation.parse_command(["--model_dir", str(foreign / "step1"), *argv]).env.reward
+
+    def is_refused() -> bool:
+        with pytest.raises(SystemExit):
+            reward()
+        return "asks for reward=x/helper.py:f, which runs code" in capsys.readouterr().err
+
+    assert is_refused() and reward("--reward", "x/helper.py:f") == "x/helper.py:f" and reward("--reward", "") == ""
+    assert reward("--env_name", "poem") == "", "the environment is another"
+    remember_code(foreign, settings)
+    assert reward() == "x/helper.py:f" and len(own_file().read_text().splitlines()) == 1
+    Path("x/helper.py").write_text(HELPER + "# changed")
+    assert is_refused()
+    Path("x/helper.py").write_text(HELPER)
+    shutil.copytree(foreign, "y")
+    foreign = foreign.parent / "y"
+    assert is_refused(), "a copy, as it may be shared and come back"
+    own_file().unlink()
+    foreign = foreign.parent / "x"
+    held_out = {"test_env_options": "reward=x/helper.py:f", "run": {"lmpo": "0"}}
+    settings = write_settings(foreign, **held_out)
+    assert is_refused()
+    remember_code(foreign, settings)
+    assert "reward=x/helper.py:f" in evaluation.parse_command(["--model_dir", str(foreign)]).env.env_options
+    own_file().unlink()
+    write_settings(foreign, reward="x/helper.py:f")
+    with pytest.raises(UserError, match=r"add --reward 'x/helper.py:f'"):
+        replay("x/rollouts/step_1", 0, 0, 1, None, {"reward": "x/other.py:f"})
+
+
+def test_each_text_option_of_an_environment_is_known_to_run_code_or_not():
+    """Another one is to be decided: those that run code belong into CODE."""
+    names = "answer corpus data_dir data_set datasets dialect expression form hub_split messages operators opponent"
+    names += " path problems prompt questions reward_weights split subjects_file test_hub_split test_path words"
+    parameters = {x for name in ENVS for x in inspect.signature(find_class(name)[0]).parameters.values()}
+    assert {x.name for x in parameters if isinstance(x.default, str)} == {*names.split(), *CODE}
+
+
+def test_problems_are_shown_whatever_the_limit_of_prompts(capsys):
+    evaluation.main(evaluation.parse_command(["--env_name", "poem", "--prompt_length", "5", "--show", "1"]))
+    printed = capsys.readouterr().out
+    assert "======== problem 0" in printed and "left out" not in printed

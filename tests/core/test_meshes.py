@@ -1,0 +1,353 @@
+"""Meshes: a step of GRPO of models/tiny is the same on all of them, what is large is cut, and little is sent."""
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+from bench import hlo, scaling
+from core import grpo
+from core import sampler as sampling
+from core.advantages import ObjectiveConfig
+from core.config import Config
+from core.extensions.notes import describe_padding
+from core.learner import accumulate, apply_gradients
+from core.records import Batch
+from core.sampler import Sampler
+from models import decoder
+from models.cache import gather_cache
+from models.checkpoint import load_model
+from models.distribution import Distribution
+from models.memory import weights_bytes
+from models.optimizers import OptimizerConfig, make_optimizer
+from models.packing import pack_rows
+from models.state import init_state
+from tests.helpers import (
+    HYBRID,
+    MODEL,
+    ROOT,
+    assert_close,
+    depth,
+    gradient_depth,
+    on_layout,
+    rounding,
+    slow,
+    start_processes,
+    wait,
+)
+from tests.kill_runs import reproducible
+from utils.batching import Shape, empty_rows
+from utils.devices import sharding
+from utils.devices.sharding import bytes_on_device, sharding_of, single_device
+from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
+from utils.settings.config import parse
+from utils.settings.lmpo import LMPO
+
+SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
+NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)
+FLAGS = {
+    "model_dir": ROOT / "models" / "tiny", "env_name": "poem", "test_env_name": "poem-test", "groups_per_batch": 2,
+    "group_size": 4, "ppo_minibatch": 4, "num_generation_tokens": 12, "max_steps": 1, "advantage": "group_mean",
+    "do_group_filter": 0, "num_eval_tasks": 2, "num_eval_samples": 4, "num_score_workers": 1,
+    "tokens_per_microbatch": 128, "use_remat": 0, "entropy_coef": 0.1, "prompt_length": 64,
+    # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
+    "lr": 1e-3, "adam_eps": 1e-2, "weight_decay": 0,
+}  # fmt: skip
+OF_PAGES = {"rollout/recomputed", "speed/rows_running", "speed/rows_waiting", "speed/pages_in_use"}  # not on one device
+SURPRISE = 10.0  # nats of an unlikely token, which metrics are made from
+WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generation_tokens"]  # of a row, of a batch
+
+
+def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
+    """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
+    records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
+    expected, sample, drawn = iter(list(records)), Sampler.draw, []
+    load_weights, loaded = Sampler.load_weights, []
+
+    def load(self, params):
+        loaded[:] = [params]
+        return load_weights(self, params)
+
+    def replay(self, weights, prompts, keys):
+        found = sample(self, weights, prompts, keys)
+        drawn.append(found)
+        if not records:
+            return found
+        known = next(expected)
+        for row in np.flatnonzero((found.tokens != known.tokens).any(axis=1)):
+            at = int(np.argmax(found.tokens[row] != known.tokens[row]))
+            assert (found.prompt_lengths == known.prompt_lengths).all() and at >= found.prompt_lengths[row]
+            tokens = known.tokens[row, :at][None]
+            logits = decoder.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
+            number = at - int(found.prompt_lengths[row])
+            key = jax.random.fold_in(jax.random.wrap_key_data(keys[row]), number)
+            distance = from_edge(logits, key, int(found.tokens[row, at]), int(known.tokens[row, at]))
+            limit = rounding(depth(self.model, WIDTH), np.abs(logits).max())
+            assert distance < limit, f"row {row}, token {number}: the draw is {distance} away from the edge"
+            print(f"a draw {distance} from an edge fell on its other side: replaying the tokens")
+        same = np.logical_and.accumulate(found.tokens == known.tokens, axis=1)
+        # The last draws are those of the evaluation after the update, which comes from a gradient.
+        is_after = len(drawn) == len(records)
+        operations = (gradient_depth(self.model, WIDTH, NUM_TOKENS) if is_after else 0) + depth(self.model, WIDTH)
+        assert_close(found.logprobs[same], known.logprobs[same], operations)
+        return replace(known, num_recomputed=found.num_recomputed)  # one device draws in step
+
+    flags = FLAGS | flags | {"save_dir": folder}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    Sampler.load_weights, Sampler.draw = load, replay
+    try:
+        grpo.main(parse(Config, argv, spellings=LMPO))
+    finally:
+        Sampler.load_weights, Sampler.draw = load_weights, sample
+    assert drawn and len(drawn) == len(records or drawn)
+    if not records:
+        recorded.write_bytes(pickle.dumps(drawn))
+
+
+def from_edge(logits, key, *tokens: int) -> float:
+    """How far the uniform number that chose between two tokens lies from the edge between them, of a total of 1."""
+    mass = np.exp(np.asarray(logits, np.float64))
+    mass = np.pad(mass, (0, -len(mass) % 128)).reshape(128, -1)
+    uniform = np.asarray(jax.random.uniform(key, (2,)), np.float64)
+    (low, high), level = sorted(t // mass.shape[1] for t in tokens), 0
+    masses = mass.sum(1)
+    if low == high:
+        (low, high), level, masses = sorted(t % mass.shape[1] for t in tokens), 1, mass[low]
+    edges = np.cumsum(masses)[low:high] / masses.sum()
+    return float(np.abs(edges - uniform[level]).max())
+
+
+def step_on_mesh(folder: str, name: str) -> None:
+    """A step under this sharding, in this process, on all devices that there are."""
+    folder, n = Path(folder), jax.device_count()
+    flags = {"rollout_tp": n} if name == "rollout_tp" else {"sharding": name}
+    step_of_grpo(folder / f"{n}-{name}", folder / "recorded", **flags)
+
+
+def hosts_step(folder: str, num_processes: int) -> None:
+    """This process's part of a step on several."""
+    folder = Path(folder)
+    mesh = {"mesh": "fsdp=2,tp=2", "rollout_tp": 4} if num_processes == 2 else {"mesh": f"data={num_processes},fsdp=-1"}
+    with ending_together():
+        step_of_grpo(folder / f"hosts-{num_processes}", folder / "recorded", **mesh)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Folder of runs, with the one that the others are compared with: on 1 device."""
+    folder = tmp_path_factory.mktemp("runs")
+    step_on_mesh(str(folder), "dp")
+    return folder
+
+
+CALL = "from tests.core.test_meshes import *; "
+CASES = [f"{n}-{name}" for n in NUM_DEVICES for name in (*SHARDINGS, "rollout_tp")]
+CASES += [f"hosts-{n}" for n in NUM_PROCESSES]
+QUICK = ("4-fsdp_tp",)
+
+
+@pytest.mark.parametrize("case", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
+def test_a_step_does_not_depend_on_the_mesh(runs, case):
+    """On several devices under each sharding, and in several processes with 2 devices each."""
+    first, second = case.split("-")
+    if first == "hosts":
+        call, n = f"hosts_step({str(runs)!r}, {second})", int(second)
+        wait(start_processes(CALL + call, num_devices=2, num_processes=n))
+    else:
+        wait(start_processes(f"{CALL}step_on_mesh({str(runs)!r}, {second!r})", num_devices=int(first)))
+    before = load_file(ROOT / "models" / "tiny" / "model.safetensors")
+    expected, found = (load_file(runs / name / "step1" / "model.safetensors") for name in ("1-dp", case))
+    assert max(np.abs(expected[name] - before[name]).max() for name in before) > 1e-3, "a step that can be seen"
+    records = [read_jsonl(runs / name / "metrics.jsonl") for name in ("1-dp", case)]
+    assert [r["global_step"] for r in records[1]] == [0, 1] and records[0][1]["grad_norm"] > 0
+    model = load_model(FLAGS["model_dir"])[0]
+    operations = gradient_depth(model, WIDTH, NUM_TOKENS)
+    # Adam's first step is lr g / (|g| + eps): at its steepest it moves by lr / eps of what g does.
+    moved = FLAGS["lr"] / FLAGS["adam_eps"] * rounding(operations, records[0][1]["grad_norm"])
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=rounding(4), atol=moved, err_msg=name)
+    for one, other in zip(*records, strict=True):
+        assert one.keys() == other.keys() - OF_PAGES
+        for name in reproducible(one):
+            size = np.abs(one[name]).max(initial=SURPRISE)  # how far sampler and trainer differ is rounding itself
+            assert_close(other[name], one[name], operations, size, err_msg=name)
+    texts = [[row["text"] for row in read_jsonl(runs / name / "rollouts" / "step_1.jsonl")] for name in ("1-dp", case)]
+    assert texts[0] == texts[1]
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# What lies where
+
+
+def shardings_on_eight_devices() -> None:
+    """Asserts on the arrays of a step under fsdp=4,tp=2."""
+    layout = make_layout(DeviceConfig(mesh="fsdp=4,tp=2"))
+    params = on_layout(layout)
+    q, norm = params["model.layers"]["self_attn.q_proj.weight"], params["model.norm.weight"]
+    assert q.sharding.spec == P(None, "tp", "fsdp") and norm.sharding.is_fully_replicated
+    assert params["model.embed_tokens.weight"].addressable_shards[0].data.size * 8 == MODEL.vocab_size * 32
+
+    def same(tree) -> None:
+        jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(x), tree, params)
+
+    optimizer = make_optimizer(OptimizerConfig())
+    state = init_state(params, optimizer)
+    (moments,) = (s for s in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
+    same(moments.mu), same(moments.nu)
+
+    B, T = 8, 32
+    ones = np.ones((B, T), np.float32)
+    batch = Batch(
+        np.ones((B, T), np.int32), ones > 0, ones, ones[:, 0], np.full(B, T), np.full(B, 1), old_logprobs=-ones,
+        advantages=ones, denominator=ones[:, 0], num_tokens=ones[:, 0],
+    )  # fmt: skip
+    batch = layout.put(batch)
+    assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
+    distribution = Distribution()
+    settings = MODEL, ObjectiveConfig().loss, distribution
+    packing = layout.put(pack_rows(empty_rows(B, T), Shape(2, T, 2 * T), shards=4))
+    (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
+    same(grads)
+    state, _ = apply_gradients(optimizer, 0, state, grads)
+    same(state.params)
+
+    sampler = Sampler(MODEL, 8, (3,), layout=layout)
+    weights = sampler.load_weights(state.params)
+    specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
+    assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
+    prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
+    source = layout.put(np.arange(16, dtype=np.int32) // 2)
+    caches = gather_cache(prefix, source, 48)
+    by_rows = sharding_of(layout.mesh, (16, 2, 48, 8), ("rows", "kv_heads", None, None))
+    assert by_rows.shard_shape((16, 2, 48, 8)) == (4, 1, 48, 8)
+    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
+    text = gather_cache.lower(prefix, source, 48).compile().as_text()
+    assert not hlo.transfers(text, [0] * 8)
+    zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
+    starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32)))
+    decode = jax.jit(decoder.decode, static_argnums=0)
+    logits, *_ = decode(MODEL, weights, prefix, caches, rows[0][:, None], np.int32(0), starts)
+    assert logits.sharding.shard_shape(logits.shape) == (4, MODEL.vocab_size // 2)
+    settings = MODEL, distribution, 4
+    caches, (tokens, *_) = sampling.decode_segment(*settings, weights, prefix, caches, np.int32(0), starts, *rows)
+    assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves(caches))
+    assert tokens.sharding.shard_shape(tokens.shape) == (4, 4)
+
+
+def test_all_that_is_large_is_cut():
+    wait(start_processes("from tests.core.test_meshes import *; shardings_on_eight_devices()", num_devices=8))
+
+
+def gradients_on_eight_devices() -> None:
+    mesh = make_layout(DeviceConfig(mesh="fsdp=8")).mesh
+    x = jax.random.normal(jax.random.key(0), (8, 24, 16))  # a gradient of each device
+    table = (24, 16), (None, "embed")
+
+    def gradient_of_sum(weights, rows):
+        _, to_weights = jax.vjp(lambda weights: sharding.gather(weights, table[0], jnp.float32), weights)
+        return to_weights(rows[0])[0][None]
+
+    @jax.jit
+    def summed(weights, rows):
+        return sharding.on_each(mesh, gradient_of_sum, weights, rows, table)
+
+    cut = summed(jnp.zeros(table[0]), x)  # [8, 24, 2]
+    found = np.moveaxis(np.asarray(cut), 0, 1).reshape(table[0])
+    np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
+
+
+SMALLER = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": True}
+ODD = {"vocab_size": 201}  # which no number of devices divides
+KINDS = {"dense": replace(MODEL, **ODD), "hybrid": HYBRID, "experts": replace(MODEL, **ODD, **SMALLER)}
+
+
+def tokens_of_cut_weights(kind: str, *cases: tuple[str, int]) -> None:
+    """Asserts that meshes whose weights --rollout_tp cuts draw what a device draws that has them whole."""
+
+    def draw(layout, rollout):
+        sampler = Sampler(replace(KINDS[kind], mesh=layout.mesh), 12, (3,), layout=layout).on(rollout)
+        weights = sampler.load_weights(on_layout(layout, KINDS[kind]))
+        assert bytes_on_device(weights) == weights_bytes(sampler.model, rollout)
+        return sampler.generate(weights, [[1, 7], [2, 7, 9], [3, 7], [4, 7, 9]], np.arange(4), 2, jax.random.key(0))
+
+    expected = draw(single_device(), single_device())
+    for mesh, tp in cases:
+        layout = make_layout(DeviceConfig(mesh=mesh))
+        found = draw(layout, layout.with_tp(tp))
+        assert (found.tokens == expected.tokens).all(), mesh
+        assert_close(found.logprobs, expected.logprobs, depth(KINDS[kind], 16), err_msg=mesh)
+
+
+@pytest.mark.parametrize("kind", ["dense", *slow("hybrid", "experts")])
+def test_weights_that_are_cut_for_sampling_draw_the_same_tokens(kind):
+    """Over 8 devices each of 2 key heads is whole on all of them."""
+    cases = ("fsdp=8", 8), ("fsdp=4,tp=2", 8), ("data=2,fsdp=4", 4)
+    cases += (("fsdp=8", 2), ("data=2,fsdp=4", 2)) if kind != "dense" else ()
+    wait(start_processes(f"{CALL}tokens_of_cut_weights({kind!r}, *{cases})", num_devices=8))
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_and_cut():
+    wait(start_processes("from tests.core.test_meshes import *; gradients_on_eight_devices()", num_devices=8))
+
+
+def communication_on_eight_devices() -> None:
+    n = jax.device_count()
+    found = scaling.measure(scaling.Command(tokens=128), n)
+    assert found["held"] * n == pytest.approx(found["whole"], rel=0.1)
+    sent = sum(found.get(kind, 0) for kind in hlo.COLLECTIVES)
+    least = hlo.fsdp_minimum(scaling.QWEN3.num_parameters, {"data": 1, "fsdp": n, "tp": 1}, itemsize=4)
+    assert 0.6 < sent / least < 1.5, found
+
+
+@pytest.mark.slow
+def test_an_update_sends_little_more_than_the_parameters():
+    """Within 1.5 of what fsdp must send, for the shape of Qwen3-0.6B."""
+    wait(start_processes("from tests.core.test_meshes import *; communication_on_eight_devices()", num_devices=8))
+
+
+def test_copies_stand_on_slices():
+    """Hosts of GPUs, or TPU slices, as JAX numbers them: the slow network carries the data axis alone."""
+    kind = {"platform": "gpu", "device_kind": "NVIDIA H200"}
+    devices = [SimpleNamespace(id=i, process_index=i // 4, slice_index=i // 4, **kind) for i in range(16)]
+    sizes = mesh_sizes(DeviceConfig("fsdp_tp"), 16, 4)
+    assert sizes == {"data": 4, "fsdp": 2, "tp": 2}
+    slices = np.vectorize(lambda device: device.slice_index)(arrange_devices(sizes, devices))
+    assert slices.shape == (4, 2, 2) and all(len(set(copy.ravel())) == 1 for copy in slices)
+    asked = mesh_sizes(DeviceConfig(mesh="data=-1,fsdp=8"), 16, 4)
+    assert asked == {"data": 2, "fsdp": 8, "tp": 1}
+    slices = np.vectorize(lambda device: device.slice_index)(arrange_devices({"data": 1, "fsdp": 16, "tp": 1}, devices))
+    assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbours first"
+    with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
+        arrange_devices({"data": 2, "fsdp": 2, "tp": 2}, devices)
+
+
+def test_more_parts_of_a_mesh_than_rows_are_reported():
+    assert describe_padding(num_rows=64, shards=64) == ""
+    assert describe_padding(num_rows=64, shards=256).startswith("75% of each update is padding")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (DeviceConfig(mesh="fsdp"), "--mesh 'fsdp' is not like"),
+        (DeviceConfig(mesh="rows=4"), "--mesh has no axis rows"),
+        (DeviceConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* JAX finds 8 devices"),
+        (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* JAX finds 1 device$"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_by_its_flag(config, words):
+    with pytest.raises(ValueError, match=words):
+        mesh_sizes(config, 1 if config.sharding == "fsdp_tp" else 8, 1)

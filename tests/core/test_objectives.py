@@ -1,0 +1,992 @@
+"""Advantages, policy losses, KL, aggregation against plain float64 loops written from the formulas, not from the code.
+
+Letters: N prompts, G rollouts of each, B = N G rows, T row length.
+"""
+
+import functools
+import itertools
+import math
+import shlex
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
+from core.config import Config
+from core.extensions import notes
+from core.extensions.critic import generalised_advantages, value_loss
+from core.extensions.notes import describe_objective
+from core.learner import split_minibatches
+from core.objectives import OBJECTIVES, policy_loss, set_loss_denominators
+from core.records import Batch
+from core.run.ratios import LOG_RATIOS, reduce_metrics
+from models.distribution import TokenScores
+from tests.helpers import ROOT, assert_close, slow
+from utils.batching import concatenate, select_rows
+from utils.settings.config import make_config, parse
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of groups without a graded rollout
+
+N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
+B = N * G
+ROLLOUTS = B + 4  # of a full optimiser batch: some have left it
+SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of the ratio, relative to it
+CHOICES = {name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"] for name in
+           ("advantage", "objective", "loss_normalization")}  # fmt: skip
+CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
+LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
+REFUSES_NORMALIZATION = ("gae", "best_k")
+NOT_RELATIVE = ("none", "reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
+KL = {
+    "no KL": {},
+    "k2 in the loss": {"kl_coef": 0.1, "kl_estimator": "k2"},
+    "k3 in the loss": {"kl_coef": 0.1, "kl_estimator": "k3"},
+    "KL in the reward": {"kl_coef": 0.1, "kl_in": "reward"},
+}
+
+
+def random_batch(seed: int, rewards=None, group_size: int = G) -> Batch:
+    """Ragged rows with masked (forced) tokens among the completion, and garbage wherever the mask is off."""
+    rng = np.random.default_rng(seed)
+    if rewards is None:
+        rewards = np.concatenate([rng.choice([0, 0.1, 0.6, 1], G), [0.1] * G, rng.choice([0, 0.1, 0.6, 1], G)])
+    B = len(rewards)
+    prompts = rng.integers(1, 5, B)
+    lengths = prompts + rng.integers(1, LIMIT + 1, B)
+    columns = np.arange(T)
+    mask = (columns >= prompts[:, None]) & (columns < lengths[:, None]) & (rng.random((B, T)) < 0.9)
+    mask[0] = False  # a row of forced tokens only
+    old = -rng.exponential(1, (B, T))
+    sampled, ref = old + rng.normal(0, 0.4, (B, T)), old + rng.normal(0, 0.4, (B, T))
+
+    def dirty(x):
+        return np.where(mask, x, rng.normal(0, 100, (B, T))).astype(np.float32)
+
+    return Batch(
+        tokens=rng.integers(0, 50, (B, T)), mask=mask, sample_logprobs=dirty(sampled), rewards=np.float32(rewards),
+        lengths=lengths, prompt_lengths=prompts, finished=rng.random(B) < 0.7, old_logprobs=dirty(old),
+        ref_logprobs=dirty(ref), values=dirty(rng.normal(0.4, 0.5, (B, T))), row=np.arange(B), group_size=group_size,
+    )  # fmt: skip
+
+
+def new_logprobs(batch: Batch, config: ObjectiveConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of the updated policy, kept away from the kinks and jumps of the loss, and entropies."""
+    rng = np.random.default_rng(seed)
+    mask, old, sampled = batch.mask, np.float64(batch.old_logprobs), np.float64(batch.sample_logprobs)
+    log_ratio, near = rng.uniform(-0.9, 0.95, mask.shape), np.array(True)
+    while near.any():
+        log_ratio += 0.03 * near
+        if config.objective == "gspo":
+            where = np.exp((log_ratio * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1)[:, None], 1))
+        elif config.objective == "dppo":
+            where = 1 + np.exp(np.where(mask, old + log_ratio, 0)) - np.exp(np.where(mask, sampled, 0))
+        else:
+            where = np.exp(log_ratio)
+        kinks = (*clip_range(config), config.dual_clip, 2.0)
+        near = mask & np.any([np.abs(where - kink) < 0.01 for kink in kinks], axis=0)
+        near = near | (near.any(axis=1, keepdims=True) if config.objective == "gspo" else False)
+    entropy = rng.uniform(0, 4, mask.shape)
+    garbage = rng.normal(0, 100, mask.shape)
+    return np.float32(np.where(mask, old + log_ratio, garbage)), np.float32(np.where(mask, entropy, garbage))
+
+
+# The oracle
+
+
+def mean(x) -> float:
+    return math.fsum(x) / len(x)
+
+
+def deviation(x) -> float:
+    mu = mean(x)
+    return math.sqrt(mean([(v - mu) ** 2 for v in x]))
+
+
+def standardized(table, over) -> list[list[float]]:
+    """Each number less the mean of those in `over`, divided by their deviation where they have one."""
+    mu, sigma = mean(over), deviation(over) or 1.0
+    return [[(x - mu) / sigma for x in row] for row in table]
+
+
+def clip_range(config: ObjectiveConfig) -> tuple[float, float]:
+    high = config.clip_epsilon if config.clip_epsilon_high < 0 else config.clip_epsilon_high
+    return 1 - config.clip_epsilon, 1 + high
+
+
+def tokens_of(batch: Batch, i: int) -> list[int]:
+    """The columns of a row that the policy chose."""
+    return np.flatnonzero(batch.mask[i]).tolist()
+
+
+def oracle_penalty(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """What the KL takes off the reward of each token: kl_coef (log p_old - log p_ref)."""
+    out = np.zeros(batch.mask.shape)
+    for i, t in np.argwhere(batch.mask):
+        if config.kl_in == "reward":
+            out[i, t] = config.kl_coef * (float(batch.old_logprobs[i, t]) - float(batch.ref_logprobs[i, t]))
+    return out
+
+
+def oracle_gae(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """A_t = sum over l of (gamma lambda)^l delta_t+l, with delta_t = r_t + gamma V_t+1 - V_t; not whitened."""
+    out, penalty = np.zeros(batch.mask.shape), oracle_penalty(batch, config)
+    for i in range(len(batch.mask)):
+        chosen = tokens_of(batch, i)
+        values = [float(batch.values[i, t]) for t in chosen] + [0.0]
+        deltas = []
+        for n, t in enumerate(chosen):
+            reward = (float(batch.rewards[i]) if t == chosen[-1] else 0.0) - penalty[i, t]
+            if batch.token_rewards is not None:
+                reward = float(batch.token_rewards[i, t]) - penalty[i, t]
+            deltas.append(reward + config.gamma * values[n + 1] - values[n])
+        for n, t in enumerate(chosen):
+            later = [(config.gamma * config.gae_lambda) ** m * delta for m, delta in enumerate(deltas[n:])]
+            out[i, t] = math.fsum(later)
+    return out
+
+
+def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray, list[bool], list[bool]]:
+    """The advantage of each token, which rows stay in the batch, and which have a signal.
+
+    A group with max - min <= 1e-6 has none, its advantages are exactly 0; best_k without the filter imitates it too,
+    and raw rewards that are all 0 are all that reinforce cannot learn from.
+    """
+    name, G, rows = config.advantage, batch.group_size, range(len(batch.rewards))
+    penalty = oracle_penalty(batch, config)
+    rewards = [float(batch.rewards[i]) - math.fsum(penalty[i]) for i in rows]
+    out, keep, signal = [], [], []
+    for i in rows:
+        r, group = rewards[i], rewards[i // G * G : i // G * G + G]
+        mu = mean(group)
+        imitates_all = name == "best_k" and not config.do_group_filter
+        is_raw = name == "reinforce" and not config.do_global_normalization and config.kl_in != "reward"
+        differs = max(map(abs, group)) > 1e-6 if is_raw else max(group) - min(group) > 1e-6
+        signal.append(differs or imitates_all or (name in NOT_RELATIVE and not is_raw))
+        keep.append(signal[i] or not config.do_group_filter)
+        if config.do_truncation_filter and not batch.finished[i]:
+            keep[i] = False
+        if name == "none":
+            a = 0.0
+        elif name == "reinforce":
+            a = r
+        elif name == "batch_zscore":
+            a = (r - mean(rewards)) / deviation(rewards)
+        elif name == "gae":
+            a = None  # one for each token: below
+        elif name == "best_k":
+            best = sorted(range(G), key=lambda j: -group[j])[: config.best_k]  # stable: ties by order
+            a = 1.0
+            if i % G not in best:
+                keep[i] = False
+        elif name == "reinforce++_baseline":
+            a = r - mu
+        elif not signal[i]:
+            a = 0.0
+        elif name == "group_zscore":
+            a = (r - mu) / deviation(group)
+        elif name == "group_mean":
+            a = r - mu
+        elif name == "rloo":
+            a = r - (math.fsum(group) - r) / (G - 1)
+        else:
+            assert name == "maxrl"
+            a = (r - mu) / mu if mu > 0 else 0.0
+        out.append([a] * T)
+    if name == "gae":
+        out = oracle_gae(batch, config).tolist()
+    if name == "batch_zscore" and config.kl_in == "reward":
+        out = [[float(batch.rewards[i]) - math.fsum(penalty[i, t:]) for t in range(T)] for i in rows]
+    per_token = name in ("gae", "reinforce++_baseline") or name == "batch_zscore" and config.kl_in == "reward"
+    chosen = [(i, t) for i in rows if keep[i] for t in (tokens_of(batch, i) if per_token else [0])]
+    if per_token:
+        out = standardized(out, [out[i][t] for i, t in chosen])
+    out = [row if s else [0.0] * T for row, s in zip(out, signal, strict=True)]
+    if config.do_global_normalization:
+        out = standardized(out, [out[i][t] for i, t in chosen])
+    if config.do_clip_advantages:
+        out = [[max(a, 0.0) for a in row] for row in out]
+    out = [[a * config.negative_advantage_multiplier if a < 0 else a for a in row] for row in out]
+    out = [row if s else [0.0] * T for row, s in zip(out, signal, strict=True)]
+    return np.array(out) * batch.mask, keep, signal
+
+
+def oracle_policy(new, frozen, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """The policy loss of each token. `frozen` is `new` as seen through stopgrad: it stays where `new` is moved."""
+    low, high = clip_range(config)
+    out = np.zeros(batch.mask.shape)
+    for i in range(len(out)):
+        chosen = tokens_of(batch, i)
+        for t in chosen:
+            A, logp, fixed = float(a[i, t]), float(new[i, t]), float(frozen[i, t])
+            old, sampled = float(batch.old_logprobs[i, t]), float(batch.sample_logprobs[i, t])
+            rho, rho_fixed = math.exp(logp - old), math.exp(fixed - old)
+            clipped, clipped_fixed = min(max(rho, low), high), min(max(rho_fixed, low), high)
+            if config.objective == "ppo":
+                loss = max(-rho * A, -clipped * A)
+                if config.dual_clip and A < 0:
+                    loss = min(loss, -config.dual_clip * A)
+            elif config.objective == "ppo_all_clip":
+                loss = -clipped * A
+            elif config.objective == "reinforce":
+                loss = -A * logp
+            elif config.objective == "cispo":
+                loss = -clipped_fixed * A * logp
+            elif config.objective == "gspo":
+                s = math.exp(mean([float(frozen[i, u]) - float(batch.old_logprobs[i, u]) for u in chosen]))
+                s_t = s * math.exp(logp) / math.exp(fixed)
+                loss = max(-s_t * A, -min(max(s_t, low), high) * A)
+            elif config.objective == "dppo":
+                moved = math.exp(fixed) - math.exp(sampled)
+                inside = moved <= high - 1 if A > 0 else moved >= low - 1
+                loss = -math.exp(logp - sampled) * A if inside else 0.0
+            else:
+                assert config.objective == "sapo"
+                tau = 1.0 if A > 0 else 1.05
+                loss = -(4 / tau) * A / (1 + math.exp(-tau * (rho - 1)))
+            out[i, t] = loss * oracle_importance(batch, i, t, config)
+            if config.do_mask_importance_ratio and rho_fixed > 2:
+                out[i, t] = 0.0
+            if config.do_mask_inference_ratio and math.exp(sampled - old) >= 2:
+                out[i, t] = 0.0
+            drift = mean([float(batch.sample_logprobs[i, u]) - float(frozen[i, u]) for u in chosen])
+            if config.off_policy_mask and A < 0 and drift > config.off_policy_mask:
+                out[i, t] = 0.0
+    return out
+
+
+def oracle_importance(batch: Batch, i: int, t: int, config: ObjectiveConfig) -> float:
+    """w = p_old / p_sample of a token or of its completion, cut at the cap, or 0 outside floor and cap."""
+    some = [t] if config.importance_level == "token" else tokens_of(batch, i)
+    w = math.exp(math.fsum(float(batch.old_logprobs[i, u]) - float(batch.sample_logprobs[i, u]) for u in some))
+    if config.importance_correction == "none":
+        return 1.0
+    if config.importance_correction == "truncate":
+        return min(w, config.importance_cap)
+    return w if config.importance_floor <= w <= config.importance_cap else 0.0
+
+
+def oracle_loss(new, frozen, entropy, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
+    """What each token adds to the loss of a whole optimiser batch."""
+    num_rows, num_tokens = len(new), int(batch.mask.sum())
+    out = oracle_policy(new, frozen, a, batch, config)
+    for i, t in np.argwhere(batch.mask):
+        if config.kl_coef and config.kl_in == "loss":
+            x = float(new[i, t]) - float(batch.ref_logprobs[i, t])
+            out[i, t] += config.kl_coef * {"k2": x * x / 2, "k3": math.exp(-x) + x - 1}[config.kl_estimator or "k3"]
+        out[i, t] *= {
+            "token_mean": 1 / num_tokens,
+            "sequence_mean": 1 / (num_rows * int(batch.mask[i].sum())),
+            "constant": 1 / (ROLLOUTS * LIMIT),
+        }[config.loss_normalization]
+        out[i, t] -= config.entropy_coef * float(entropy[i, t]) / num_tokens
+    return out
+
+
+def slopes(oracle, new, *rest) -> np.ndarray:
+    """Central differences of each token's own loss: no other depends on its log-probability, but through stopgrad."""
+    new = np.float64(new)
+    return (oracle(new + 1e-4, new, *rest) - oracle(new - 1e-4, new, *rest)) / 2e-4
+
+
+@functools.cache
+def credited(config: ObjectiveConfig, seed: int) -> tuple[Batch, np.ndarray]:
+    """A batch of the rows that stay, with its advantages, and what these should be."""
+    batch = compute_advantages(random_batch(seed), config)
+    expected, keep, _ = oracle_advantages(random_batch(seed), config)
+    rows = np.flatnonzero(keep)
+    assert batch.row.tolist() == rows.tolist()
+    assert_close(batch.advantages, expected[rows], B * T, SURPRISE)
+    return replace(batch, returns=None), expected[rows]
+
+
+def check_loss(config: ObjectiveConfig, cases: list[tuple[Batch, np.ndarray]], seed: int) -> None:
+    """Values against the oracle, gradients against its central differences, for batches and their advantages.
+
+    One call for all of them: each row is divided by the denominators of its own batch. Not compiled, as the operations
+    are the same in all of these tests. The loss is linear in a row's weight, so its slope there is the row's part.
+    """
+    inputs, expected = [], []
+    for batch, a in cases:
+        new, entropy = new_logprobs(batch, config, seed)
+        inputs.append((new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config)))
+        rows = oracle_loss(new, new, entropy, a, batch, config).sum(axis=1)
+        by_entropy = -config.entropy_coef * batch.mask / batch.mask.sum()
+        expected.append((slopes(oracle_loss, new, entropy, a, batch, config), by_entropy, rows))
+    (new, entropy, batch), expected = concatenate(inputs), concatenate(expected)
+
+    def loss(new, entropy, weight):
+        weighted = replace(batch, denominator=batch.denominator / weight, num_tokens=batch.num_tokens / weight)
+        return policy_loss(TokenScores(new, entropy), weighted, config.loss)[0]
+
+    value, found = jax.value_and_grad(loss, argnums=(0, 1, 2))(new, entropy, jnp.ones(len(new)))
+    for x, y, what in zip(found, expected, ("by log-probabilities", "by entropy", "value of each row"), strict=True):
+        assert_close(x, y, B * T, SURPRISE * np.abs(y).max(), err_msg=what)
+    assert_close(value, math.fsum(expected[2]), B * T, SURPRISE * np.abs(expected[2]).sum())
+
+
+def learn(new, entropy, batch: Batch, config: ObjectiveConfig):
+    """The gradient and the metrics of a (micro-)batch."""
+    scores = TokenScores(jnp.asarray(new), jnp.asarray(entropy))
+    grad, metrics = jax.grad(policy_loss, has_aux=True)(scores, batch, config.loss)
+    return grad.logprobs, metrics
+
+
+# Values and gradients
+
+
+CROSSED = [(loss, kl) for loss in LOSSES for kl in KL]
+QUICK = [(loss, kl) for loss, kl in CROSSED if kl == "no KL" or loss == LOSSES[0]]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *slow(*(case for case in CROSSED if case not in QUICK))], ids=str)
+def test_value_and_gradient(case):
+    """For every advantage, the random batch having a group without signal."""
+    (objective, normalization), kl = case
+    cases = [credited(ObjectiveConfig(advantage=advantage, **KL[kl]), seed=1) for advantage in CHOICES["advantage"]]
+    flags = {"clip_epsilon_high": 0.28, "entropy_coef": 0.01} | KL[kl]
+    config = ObjectiveConfig(objective, advantage="group_mean", loss_normalization=normalization, **flags)
+    check_loss(config, cases, seed=1)
+
+
+ADVANTAGE_FLAGS = [
+    {},
+    {"do_group_filter": False},
+    {"do_global_normalization": True},
+    {"do_global_normalization": True, "do_group_filter": False},
+    {"do_clip_advantages": True},
+    {"negative_advantage_multiplier": 0.3},
+    {"do_global_normalization": True, "do_clip_advantages": True, "negative_advantage_multiplier": 2.0},
+    {"do_truncation_filter": True},
+    {"do_truncation_filter": True, "do_group_filter": False, "do_global_normalization": True},
+    {"best_k": 1, "gamma": 0.9, "gae_lambda": 0.7},
+    {"best_k": 3, "gamma": 0.5, "gae_lambda": 0.0},
+    {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.9},
+    {"kl_coef": 0.3, "kl_in": "reward", "do_truncation_filter": True, "do_global_normalization": True},
+]
+LOSS_FLAGS = [
+    {"clip_epsilon": 0.1},
+    {"clip_epsilon": 0.0, "clip_epsilon_high": 0.5, "objective": "ppo_all_clip"},
+    {"dual_clip": 1.5},
+    {"dual_clip": 1.1, "clip_epsilon_high": 0.3},
+    {"clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "objective": "gspo", "loss_normalization": "sequence_mean"},
+    {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0, "objective": "cispo"},
+    {"clip_epsilon": 0.05, "clip_epsilon_high": 0.1, "objective": "dppo"},
+    {"do_mask_importance_ratio": True, "kl_coef": 0.1},
+    {"do_mask_inference_ratio": True, "kl_coef": 0.1, "objective": "reinforce"},
+    {"importance_correction": "mask", "importance_floor": 0.7, "importance_cap": 1.5, "kl_coef": 0.1},
+    {"importance_correction": "mask", "importance_floor": 0.5, "importance_cap": 5.0, "importance_level": "sequence"},
+    {"off_policy_mask": 0.05, "kl_coef": 0.1},
+    {"entropy_coef": 0.0, "kl_coef": 1.0, "loss_normalization": "constant"},
+]
+TWO = ("group_zscore", "gae")  # advantages
+
+
+def in_words(flags) -> str:
+    return ",".join(f"{name}={value}" for name, value in flags.items()) or "none"
+
+
+@pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
+def test_value_and_gradient_without_the_rows_that_leave(normalization):
+    cases = [credited(ObjectiveConfig(**flags), seed=2) for flags in ADVANTAGE_FLAGS]
+    assert len({len(a) for _, a in cases}) > 2
+    check_loss(ObjectiveConfig(loss_normalization=normalization), cases, seed=2)
+
+
+@pytest.mark.parametrize("flags", LOSS_FLAGS, ids=in_words)
+def test_value_and_gradient_under_flags(flags):
+    check_loss(ObjectiveConfig(**flags), [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO], seed=3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@pytest.mark.parametrize("objective", [name for name in CHOICES["objective"] if name != "dppo"])
+def test_importance_correction(objective, correction, level):
+    """It weighs the policy loss, not the KL."""
+    flags = {"importance_correction": correction, "importance_level": level, "importance_cap": 1.5, "kl_coef": 0.1}
+    cases = [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO]
+    check_loss(ObjectiveConfig(objective=objective, **flags), cases, seed=3)
+
+
+ICEPOP = {"importance_correction": "mask", "importance_floor": 0.5, "importance_cap": 5.0}
+MASKED = [  # probabilities of two tokens of a completion: sampled, old, new; advantage; the tokens that are left out
+    ({"do_mask_inference_ratio": True}, [0.4, 0.1], [0.1, 0.4], [0.1, 0.4], 1.0, [True, False]),
+    ({"do_mask_importance_ratio": True}, [0.1, 0.2], [0.1, 0.2], [0.3, 0.1], 1.0, [True, False]),
+    ({"importance_correction": "mask"}, [0.1, 0.4], [0.3, 0.1], [0.3, 0.1], 1.0, [True, False]),
+    (ICEPOP, [0.4, 0.3], [0.1, 0.2], [0.1, 0.2], 1.0, [True, False]),
+    ({"off_policy_mask": 0.5}, [0.4, 0.2], [0.4, 0.2], [0.1, 0.2], -1.0, [True, True]),  # mean of log 4 and 0: 0.69
+    ({"off_policy_mask": 0.7}, [0.4, 0.2], [0.4, 0.2], [0.1, 0.2], -1.0, [False, False]),
+    ({"off_policy_mask": 0.5}, [0.4, 0.2], [0.4, 0.2], [0.1, 0.2], 1.0, [False, False]),
+    ({"off_policy_mask": 0.5}, [0.1, 0.2], [0.4, 0.2], [0.4, 0.2], -1.0, [False, False]),
+    ({"off_policy_mask": 0.5}, [0.4, 0.2], [0.1, 0.2], [0.1, 0.2], -1.0, [True, True]),  # by the sampler alone
+]
+
+
+@pytest.mark.parametrize("row", range(len(MASKED)))
+def test_masks_leave_out_the_policy_loss_of_tokens(row):
+    flags, *probabilities, advantage, left_out = MASKED[row]
+    sampled, old, new = np.log(np.float32([probabilities])).transpose(1, 0, 2)
+    batch = Batch(
+        tokens=np.zeros((1, 2), int), mask=np.ones((1, 2), bool), sample_logprobs=sampled, rewards=np.zeros(1),
+        lengths=np.array([2]), prompt_lengths=np.array([0]), old_logprobs=old, advantages=np.full((1, 2), advantage),
+    )  # fmt: skip
+    config = ObjectiveConfig(objective="reinforce", **flags)
+    grad, metrics = learn(new, np.zeros((1, 2)), set_loss_denominators(batch, 1, LIMIT, config), config)
+    assert (grad == 0).tolist() == [left_out]
+    assert metrics["masked_fraction"] == np.mean(left_out)
+
+
+# What leaves the batch
+
+
+@pytest.mark.parametrize("do_truncation_filter", [False, True])
+@pytest.mark.parametrize("do_group_filter", [False, True])
+@pytest.mark.parametrize("normalization", CHOICES["loss_normalization"])
+def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_group_filter, do_truncation_filter):
+    """For -A log p, summed over a step's minibatches of 8 rollouts; `constant` is Dr. GRPO's, whatever has left."""
+    config = make_config(
+        Config, advantage="group_mean", objective="reinforce", loss_normalization=normalization, entropy_coef=0.0,
+        groups_per_batch=6, group_size=G, ppo_minibatch=8, do_group_filter=do_group_filter,
+        do_truncation_filter=do_truncation_filter,
+    )  # fmt: skip
+    rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
+    batch = replace(random_batch(8, rewards), old_logprobs=None, values=None, ref_logprobs=None)
+    batch = replace(batch, tokens=np.tile(np.arange(6 * G)[:, None], T))  # tokens say which row they are from
+    found, sizes, expected = np.zeros((6 * G, T)), [], np.zeros((6 * G, T))
+    for minibatch in split_minibatches(compute_advantages(batch, config.objective), config, 1, 0):
+        sizes.append(len(minibatch.rewards))
+        rows, masks = minibatch.tokens[:, 0], batch.mask[minibatch.tokens[:, 0]]
+        piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective)
+        piece = select_rows(piece, np.resize(np.arange(len(rows)), 8))
+        piece.mask[len(rows) :] = False  # rows that only fill the shape up
+        zeros = np.zeros(piece.mask.shape)
+        found[rows] = learn(zeros - 1, zeros, piece, config.objective)[0][: len(rows)]
+        for row in rows:
+            divisor = {
+                "constant": 8 * LIMIT,
+                "token_mean": masks.sum(),
+                "sequence_mean": len(rows) * max(1, batch.mask[row].sum()),
+            }[normalization]
+            group = rewards[row // G * G : row // G * G + G]
+            expected[row] = -(rewards[row] - mean(group)) / divisor * batch.mask[row]
+    leaves = np.repeat(np.ptp(rewards.reshape(-1, G), axis=1) == 0, G) & do_group_filter
+    leaves |= ~batch.finished & do_truncation_filter
+    num_rows = 6 * G - leaves.sum()
+    assert sum(sizes) == num_rows and len(sizes) == math.ceil(num_rows / 8)
+    assert_close(found, expected, B * T)
+
+
+# Advantages
+
+REWARDS = [
+    [0.1, 1.0, 0.0, 0.1],
+    [0.1, 0.1, 0.1, 0.1],
+    [0.3, 0.3, 0.9, 0.2],
+    [0.0, 0.0, 0.0, 0.0],
+    [-1.0, 0.3, 0.3, 0.2],
+    [0.5, 0.5, 0.5, 0.9],
+]
+
+
+@pytest.mark.parametrize("flags", ADVANTAGE_FLAGS, ids=in_words)
+@pytest.mark.parametrize("advantage", CHOICES["advantage"])
+def test_advantages(advantage, flags):
+    if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
+        return
+    config = ObjectiveConfig(advantage=advantage, **flags)
+    batch = random_batch(4, np.ravel(REWARDS))
+    found = compute_advantages(batch, config)
+    expected, keep, signal = oracle_advantages(batch, config)
+    rows = np.flatnonzero(keep)
+    assert found.row.tolist() == rows.tolist()
+    assert_close(found.advantages, expected[rows], B * T, SURPRISE)
+    has_signal = np.array(signal)[rows]
+    assert not found.advantages[~has_signal].any() and not found.advantages[~found.mask].any(), "exactly 0"
+    assert (found.returns is not None) == (advantage == "gae")
+    if advantage == "gae":
+        returns = (oracle_gae(batch, config) + batch.values)[rows]
+        assert_close(found.returns[found.mask], returns[found.mask], 4 * T, SURPRISE)
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
+@pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
+def test_generalised_advantages(gamma, gae_lambda, kl):
+    """Of single replies, and of episodes that are rewarded on the way."""
+    config, batch = ObjectiveConfig(advantage="gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl]), random_batch(5)
+    rng = np.random.default_rng(5)
+    rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
+    for case in (batch, replace(batch, token_rewards=rewards)):
+        assert_close(generalised_advantages(case, config), oracle_gae(case, config), 4 * T, SURPRISE)
+
+
+def in_sequence(*parts: float) -> np.float32:
+    total = np.float32(0)
+    for part in parts:
+        total += np.float32(part)
+    return total
+
+
+NEARLY_EQUAL = {  # rewards whose float32 deviation is above 0 on some backends, though they are one number
+    "seven times 0.1": [0.1] * 7,
+    "eight times 0.95": [0.95] * 8,
+    "sums in different order": [in_sequence(0.1, 0.2, 0.3), in_sequence(0.3, 0.2, 0.1)] * 4,
+    "sums of many parts": [in_sequence(*[0.1] * 10), 1.0] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"do_group_filter": False}, {"do_group_filter": False, "do_global_normalization": True}], ids=in_words
+)
+@pytest.mark.parametrize("advantage", [name for name in CHOICES["advantage"] if name not in NOT_RELATIVE])
+def test_equal_rewards_carry_no_signal(advantage, flags):
+    """Nor do they reach the advantages of other groups through the normalisation over the batch."""
+    if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
+        return
+    if advantage == "best_k" and "do_group_filter" in flags:
+        return  # imitates such groups
+    config = ObjectiveConfig(advantage=advantage, **flags)
+    for name, rewards in NEARLY_EQUAL.items():
+        G = len(rewards)
+        batch = random_batch(6, rewards + [*range(G)], G)
+        found = compute_advantages(batch, config)
+        expected, keep, signal = oracle_advantages(batch, config)
+        rows = np.flatnonzero(keep)
+        assert signal == [False] * G + [True] * G
+        assert found.row.tolist() == rows.tolist()
+        assert not found.advantages[rows < G].any(), f"exactly 0 for {name}"
+        assert_close(found.advantages, expected[rows], B * T, SURPRISE, err_msg=name)
+
+
+@pytest.mark.parametrize("objective", CHOICES["objective"])
+def test_a_group_without_signal_has_no_gradient(objective):
+    config = ObjectiveConfig(objective=objective, do_group_filter=False)
+    for advantage in CHOICES["advantage"]:
+        if advantage not in (*NOT_RELATIVE, "best_k"):  # of best_k only two rows of a group would be left
+            batch, _ = credited(ObjectiveConfig(advantage=advantage, do_group_filter=False), seed=1)
+            new, entropy = new_logprobs(batch, config, seed=1)
+            grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)
+            assert not grad[G : 2 * G].any() and grad[:G].any() and grad[2 * G :].any()
+
+
+@pytest.mark.parametrize("do_group_filter", [True, False])
+def test_best_k_imitates_groups_that_are_all_right_without_the_filter(do_group_filter):
+    batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
+    found = compute_advantages(batch, ObjectiveConfig(advantage="best_k", do_group_filter=do_group_filter))
+    best = [5, 7] if do_group_filter else [0, 1, 5, 7]
+    assert found.row.tolist() == best
+    assert (found.advantages == batch.mask[best]).all()
+
+
+@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}, {"do_global_normalization": True}], ids=in_words)
+@pytest.mark.parametrize("advantage", CHOICES["advantage"])
+def test_a_rollout_whose_grader_failed_leaves_its_group(advantage, flags):
+    """The others are valued as if it had never been sampled."""
+    if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
+        return
+    config = ObjectiveConfig(advantage=advantage, best_k=2, **flags)
+    rewards = np.float32([0, 1, 0.1, 1, 0.1, 0.6, 0, 1, 1, 0, 0, 0.6])
+    failed = np.array([1, 4, 11])
+    batch = random_batch(7, rewards)
+    batch.rewards[failed] = np.nan
+    others = np.setdiff1d(np.arange(len(rewards)), failed)
+    found = compute_advantages(batch, config)
+    expected = compute_advantages(replace(select_rows(batch, others), group_size=G - 1), config)
+    assert np.isfinite(found.advantages).all()
+    assert found.row.tolist() == expected.row.tolist()
+    assert_close(found.advantages, expected.advantages, B * T, SURPRISE)
+
+
+def test_groups_with_fewer_than_two_graded_rollouts_have_no_signal():
+    config = ObjectiveConfig()
+    rewards = np.ravel([[np.nan, np.nan, np.nan, 1], [np.nan] * 4, [np.nan, 0, 1, np.nan], [0, 1, np.nan, 0]])
+    signal = has_signal(np.float32(rewards).reshape(-1, G), config)
+    assert signal.tolist() == [False, False, True, True]
+    found = compute_advantages(random_batch(0, rewards), config)
+    assert found.row.tolist() == [9, 10, 12, 13, 15]
+
+
+def test_a_group_leaves_where_an_advantage_does_not_know_of_failed_graders(monkeypatch):
+    mine = lambda rewards, batch, config: rewards - rewards.mean(axis=1, keepdims=True)  # noqa: E731
+    monkeypatch.setitem(ADVANTAGES, "rloo", mine)
+    batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
+    found = compute_advantages(batch, ObjectiveConfig(advantage="rloo"))
+    assert found.row.tolist() == [0, 1, 2, 3] and np.isfinite(found.advantages).all()
+
+
+def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
+    """A function and its name in the table are enough."""
+
+    def half_of_group_mean(rewards, batch, config):
+        return 0.5 * (rewards - rewards.mean(axis=1, keepdims=True)) + 1
+
+    monkeypatch.setitem(ADVANTAGES, "mine", half_of_group_mean)
+    batch = random_batch(6, np.ravel([[1, 1, 1, 1], [0, 1, 0, 1]]))
+    for do_group_filter in (True, False):
+        config = ObjectiveConfig(advantage="mine", do_group_filter=do_group_filter)
+        found = compute_advantages(batch, config)
+        assert found.row.tolist() == [*range(4 if do_group_filter else 0, 8)]
+        assert not found.advantages[found.row < 4].any() and found.advantages[found.row >= 4].any()
+        assert describe_objective(config).endswith("; A = mine"), "its name, as it has no formula"
+
+
+# The value loss
+
+
+@pytest.mark.parametrize("value_clip", [0.2, 0.0, 0.5])
+def test_value_loss(value_clip):
+    config = ObjectiveConfig(advantage="gae", value_clip=value_clip)
+    batch, rng = random_batch(7), np.random.default_rng(7)
+    returns = np.float32(oracle_gae(batch, config) + batch.values)
+    batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
+    values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
+    num_tokens, expected, sides = int(batch.mask.sum()), np.zeros(batch.mask.shape), set()
+
+    def oracle(v, i, t):
+        old, R = float(batch.values[i, t]), float(returns[i, t])
+        clipped = min(max(v, old - value_clip), old + value_clip) if value_clip else v
+        return 0.5 * max((v - R) ** 2, (clipped - R) ** 2) / num_tokens
+
+    scores = TokenScores(jnp.zeros(()), jnp.zeros(()), values)
+    (value, metrics), grad = jax.value_and_grad(value_loss, has_aux=True)(scores, batch, config)
+    assert metrics == {"value/loss": value} and value_loss(scores, replace(batch, returns=None), config) == (0, {})
+    assert_close(value, math.fsum(oracle(float(values[i, t]), i, t) for i, t in np.argwhere(batch.mask)), B * T)
+    for i, t in np.argwhere(batch.mask):
+        v = float(values[i, t])
+        expected[i, t] = (oracle(v + 1e-5, i, t) - oracle(v - 1e-5, i, t)) / 2e-5
+        sides.add((v > batch.values[i, t], abs(expected[i, t]) < 1e-12))
+    assert len(sides) == (4 if value_clip else 2), "above and below, clipped and not"
+    assert_close(grad.values, expected, B * T)
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("objective", ["ppo", "ppo_all_clip", "reinforce", "cispo", "gspo", "sapo"])
+def test_without_old_logprobs_the_ratio_is_one(objective):
+    """And all of these have the same gradient (dppo's ratio is to the sampler)."""
+    config = ObjectiveConfig(objective=objective, entropy_coef=0.0)
+    batch, _ = credited(ObjectiveConfig(advantage="gae"), 3)
+    batch = set_loss_denominators(batch, ROLLOUTS, LIMIT, config)
+    for old in (None, batch.old_logprobs):
+        grad, metrics = learn(batch.old_logprobs, np.zeros(batch.mask.shape), replace(batch, old_logprobs=old), config)
+        assert_close(grad, -batch.advantages / batch.mask.sum(), B * T)
+        assert metrics["approx_kl"] == 0
+        assert_close(metrics["importance_ratio"], 1, B * T)
+
+
+def test_the_countdown_recipe_has_the_gradient_of_lmpo_times_a_factor():
+    """kvfrans/lmpo: means over all columns, also of the entropy: the token mean times the share of trained columns."""
+    script = (ROOT / "runs" / "countdown.sh").read_text().replace("\\\n", " ")
+    flags = shlex.split(script.partition("core/grpo.py")[2])
+    config = parse(Config, flags[: flags.index("$@")]).objective
+    batch = set_loss_denominators(credited(config, 1)[0], ROLLOUTS, LIMIT, config)
+    new, entropy = new_logprobs(batch, config, 4)
+    mask, a, low, high = batch.mask, batch.advantages, *clip_range(config)
+    old = jnp.where(mask, batch.old_logprobs, new)
+
+    def lmpo(new, entropy):
+        ratio = jnp.exp(new - old)
+        losses = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, low, high))
+        mean_entropy = jnp.sum(entropy * mask) / mask.sum()
+        return jnp.mean(losses * mask) - config.entropy_coef * jnp.mean(mean_entropy * mask)
+
+    def ours(new, entropy):
+        return policy_loss(TokenScores(new, entropy), batch, config.loss)[0]
+
+    for found, expected in zip(*(jax.grad(loss, argnums=(0, 1))(new, entropy) for loss in (ours, lmpo)), strict=True):
+        assert_close(found, expected / mask.mean(), B * T, SURPRISE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("objective", CHOICES["objective"])
+def test_metrics(objective, kl):
+    config = ObjectiveConfig(objective=objective, clip_epsilon_high=0.28, **KL[kl])
+    batch = credited(ObjectiveConfig(do_group_filter=False, **KL[kl]), seed=1)[0]
+    new, entropy = new_logprobs(batch, config, 4)
+    found = reduce_metrics([learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)[1]])
+    mask, a = batch.mask, np.float64(batch.advantages)
+    log_ratio = np.float64(new)[mask] - np.float64(batch.old_logprobs)[mask]
+    log_w = np.float64(batch.old_logprobs)[mask] - np.float64(batch.sample_logprobs)[mask]
+    old_and_sampled = [np.exp(np.float64(x)[mask]) for x in (batch.old_logprobs, batch.sample_logprobs)]
+    slope = slopes(oracle_policy, new, a, batch, config)
+    loss = oracle_loss(new, new, entropy, a, batch, config).sum()
+    expected = {
+        "loss": loss,
+        "entropy": entropy[mask].mean(),
+        "approx_kl": (np.exp(log_ratio) - 1 - log_ratio).mean(),
+        "clip_fraction": ((slope == 0) & (a != 0))[mask].mean(),
+        "masked_fraction": 0.0,
+        "entropy_loss": -config.entropy_coef * entropy[mask].mean(),
+        "logprob": new[mask].mean(),
+        "importance_ratio": np.exp(log_ratio).mean(),
+        "importance_ratio_magnitude": np.abs(np.exp(log_ratio) - 1).mean(),
+        "importance_ratio_max": np.exp(log_ratio).max(),
+        "importance_ratio_min": np.exp(log_ratio).min(),
+        "importance_ratio_q99": pytest.approx(np.quantile(np.exp(log_ratio), 0.99, method="inverted_cdf"), rel=0.006),
+        "inference_recompute/prob_diff": np.abs(np.subtract(*old_and_sampled)).mean(),
+        "inference_recompute/logprob_diff": np.abs(log_w).mean(),
+        "inference_recompute/logprob_diff_max": np.abs(log_w).max(),
+        "inference_recompute/kl": (np.exp(log_w) - 1 - log_w).mean(),
+        "inference_recompute/ratio": np.exp(log_w).mean(),
+        "inference_recompute/effective_sample_share": np.exp(log_w).mean() ** 2 / (np.exp(log_w) ** 2).mean(),
+    }
+    no_policy = oracle_loss(new, new, entropy, 0 * a, batch, config).sum()
+    expected["policy_loss"] = loss - no_policy
+    if config.kl_coef:
+        x = np.float64(new)[mask] - np.float64(batch.ref_logprobs)[mask]
+        expected["kl"] = {"k2": x**2 / 2, "k3": np.exp(-x) + x - 1}[config.kl_estimator or "k3"].mean()
+    assert found.pop("importance_ratio_q99") == expected.pop("importance_ratio_q99")
+    edges = [-np.inf, *(LOG_RATIOS[1:] - 0.005), np.inf]
+    counts = np.histogram(log_ratio, edges)[0] / mask.sum()
+    assert_close(found.pop("importance_ratio_histogram"), counts, B * T, 1.0)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_close(found[name], x, B * T, SURPRISE * max(1, abs(x)), err_msg=name)
+    clips = objective in ("ppo", "ppo_all_clip", "gspo", "dppo")  # the others keep a gradient everywhere
+    assert 0.1 < expected["clip_fraction"] < 0.9 if clips else expected["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize(("objective", "normalization"), LOSSES)
+def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
+    losses = {"loss_normalization": normalization, "kl_coef": 0.1, "entropy_coef": 0.1}
+    config = ObjectiveConfig(objective, advantage="gae", **losses)
+    batch = set_loss_denominators(credited(ObjectiveConfig(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
+    batch = replace(batch, returns=oracle_gae(batch, config))
+    new, entropy = new_logprobs(batch, config, 5)
+    values = np.float32(batch.values + 0.1)
+    expected_grad, whole = learn(new, entropy, batch, config)
+    whole |= value_loss(TokenScores(new, entropy, values), batch, config)[1]
+    for cuts in ([4], [4, 8]):
+        grad, parts = np.zeros(new.shape), []
+        for rows in np.split(np.random.default_rng(5).permutation(B), cuts):
+            grad[rows], metrics = learn(new[rows], entropy[rows], select_rows(batch, rows), config)
+            scores = TokenScores(new[rows], entropy[rows], values[rows])
+            parts.append(metrics | value_loss(scores, select_rows(batch, rows), config)[1])
+        assert_close(grad, expected_grad, B * T, SURPRISE * np.abs(expected_grad).max())
+        assert_sums(whole, parts)
+        for bad in ("mean", "rows"):  # a mean of the micro-batch, and an array that is no histogram
+            wrong = [part | {bad: {"mean": part["loss"] / part["loss"], "rows": np.zeros(3)}[bad]} for part in parts]
+            with pytest.raises(AssertionError, match=bad):
+                assert_sums(whole | {bad: {"mean": 1.0, "rows": np.zeros(3)}[bad]}, wrong)
+
+
+def assert_sums(whole: dict[str, np.ndarray], parts: list[dict[str, np.ndarray]]) -> None:
+    """The contract of a metric: those of micro-batches add up to that of the batch, or have its extremes."""
+    for name, x in reduce_metrics([whole]).items():
+        assert_close(reduce_metrics(parts)[name], x, B * T, SURPRISE * max(1, np.max(np.abs(x))), err_msg=name)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"clip_epsilon": -0.1}, "--clip_epsilon"),
+        ({"clip_epsilon_high": -0.5}, "--clip_epsilon_high"),
+        ({"dual_clip": 1.0}, "--dual_clip"),
+        ({"dual_clip": -2.0}, "--dual_clip"),
+        ({"importance_cap": 0.0}, "--importance_cap"),
+        ({"importance_floor": -0.1, "importance_correction": "mask"}, "--importance_floor goes from 0"),
+        ({"importance_floor": 2.1, "importance_correction": "mask"}, "--importance_floor goes from 0"),
+        ({"importance_floor": 0.5, "importance_correction": "truncate"}, "--importance_floor has no effect"),
+        ({"importance_floor": 0.5}, "--importance_floor has no effect"),
+        ({"off_policy_mask": -0.1}, "--off_policy_mask"),
+        ({"gamma": 1.1}, "--gamma"),
+        ({"gae_lambda": -0.1}, "--gae_lambda"),
+        ({"value_clip": -0.2}, "--value_clip"),
+        ({"kl_coef": -0.1}, "--kl_coef"),
+        ({"best_k": 0}, "--best_k"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss has an expected gradient of zero"),
+        ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_in": "reward"}, "--kl_estimator k2"),
+        ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_in": "reward"}, "--kl_estimator k3"),
+        ({"objective": "dppo", "importance_correction": "mask"}, "--importance_correction"),
+        ({"advantage": "turn_mean", "kl_in": "reward", "kl_coef": 0.1}, "--advantage turn_mean has no use for"),
+        ({"advantage": "turn_zscore", "do_global_normalization": True}, "--advantage turn_zscore has no use for"),
+        ({"advantage": "gae", "do_global_normalization": True}, "--do_global_normalization"),
+        ({"advantage": "best_k", "do_global_normalization": True}, "--do_global_normalization"),
+    ],
+    ids=lambda x: in_words(x) if isinstance(x, dict) else "",
+)
+def test_refusals_name_the_flag(flags, named):
+    with pytest.raises(ValueError, match=named):
+        ObjectiveConfig(**flags)
+
+
+FORMULAS = {  # clip to [0.8, 1.28], dual clip 3
+    "ppo": "max(-ratio A, -clip(ratio, 0.8, 1.28) A), at most -3 A where A < 0",
+    "ppo_all_clip": "-clip(ratio, 0.8, 1.28) A",
+    "reinforce": "-A log p",
+    "cispo": "-stopgrad(clip(ratio, 0.8, 1.28)) A log p",
+    "gspo": "max(-s A, -clip(s, 0.8, 1.28) A), s = the geometric mean of a completion's ratios",
+    "dppo": "-ratio A with ratio = p / p_sample, 0 where p - p_sample along A is beyond -0.2 or +0.28",
+    "sapo": "-(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1, 1.05 where A < 0",
+    "group_zscore": "(r - mean) / std of the group",
+    "group_mean": "r - mean of the group",
+    "rloo": "r - mean of the others in the group",
+    "maxrl": "(r - mean) / mean of the group, 0 where the mean is not positive",
+    "reinforce++_baseline": "r - mean of the group, whitened over the tokens of the batch",
+    "batch_zscore": "(r - mean) / std of the batch",
+    "best_k": "1 for the 2 best of the group, the others are dropped",
+    "gae": "generalised, gamma 1, lambda 0.95, whitened over the batch; values move by at most 0.2",
+}
+
+
+@pytest.mark.parametrize(("objective", "normalization"), LOSSES)
+def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, normalization):
+    warning = " (GSPO is that of sequence_mean only)" * (objective == "gspo" and normalization != "sequence_mean")
+    for advantage in CHOICES["advantage"]:
+        A = {"reinforce": "r", "none": "0"}.get(advantage) or FORMULAS[advantage]
+        config = ObjectiveConfig(
+            objective, 0.2, 0.28, 3.0, advantage=advantage, loss_normalization=normalization, entropy_coef=0.0
+        )
+        assert describe_objective(config) == f"minimise {normalization} of {FORMULAS[objective]}{warning}; A = {A}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, ""),
+        ({"importance_correction": "truncate", "importance_cap": 3.0}, ", x min(w, 3) by token"),
+        ({"importance_correction": "mask", "importance_level": "sequence"}, ", x w by sequence, 0 outside [0, 2]"),
+        ({"importance_correction": "mask", "importance_floor": 0.5}, ", x w by token, 0 outside [0.5, 2]"),
+        ({"off_policy_mask": 0.1}, ", 0 where A < 0 and mean log(p_sample / p) > 0.1"),
+        ({"kl_coef": 0.1}, " + 0.1 k3(p || p_ref)"),
+        ({"kl_coef": 0.1, "kl_estimator": "k2"}, " + 0.1 k2(p || p_ref)"),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, "; r = reward - 0.1 log(p / p_ref)"),
+        ({"entropy_coef": 0.01}, " - 0.01 entropy"),
+        ({"do_mask_importance_ratio": True}, ", 0 where p / p_old >= 2"),
+        ({"do_mask_inference_ratio": True}, ", 0 where p_sample / p_old >= 2"),
+    ],
+    ids=lambda x: in_words(x) if isinstance(x, dict) else "",
+)
+def test_the_description_names_what_is_added(flags, words):
+    flags = {"objective": "reinforce", "advantage": "group_mean", "entropy_coef": 0.0} | flags
+    description = describe_objective(ObjectiveConfig(**flags))
+    assert description == f"minimise token_mean of -A log p{words}; A = r - mean of the group"
+
+
+def test_every_row_of_the_tables_has_a_formula():
+    assert notes.LOSSES.keys() == OBJECTIVES.keys() and notes.ADVANTAGES.keys() == ADVANTAGES.keys()
+
+
+def test_the_description_names_what_is_done_to_advantages():
+    config = ObjectiveConfig(
+        advantage="group_mean",
+        do_global_normalization=True,
+        do_clip_advantages=True,
+        negative_advantage_multiplier=0.5,
+    )
+    words = "; A = r - mean of the group, normalised over the batch, 0 where negative, times 0.5 where negative"
+    assert describe_objective(config).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_same"),
+    [
+        ({"gamma": 0.9, "gae_lambda": 0.5, "loss_normalization": "constant"}, True),
+        ({"clip_epsilon": 0.1, "clip_epsilon_high": 0.3, "entropy_coef": 0.1, "kl_coef": 0.2}, True),
+        ({"kl_coef": 0.0}, False),
+        ({"value_clip": 0.1}, False),
+        ({"importance_correction": "mask"}, False),
+    ],
+    ids=lambda x: in_words(x) if isinstance(x, dict) else "",
+)
+def test_settings_of_the_host_and_coefficients_share_a_program(flags, is_same):
+    structures = [jax.tree.structure(ObjectiveConfig(**{"kl_coef": 0.1} | x).loss) for x in ({}, flags)]
+    assert (structures[0] == structures[1]) == is_same
+
+
+# Turns of episodes
+
+
+def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_size: int) -> tuple[Batch, np.ndarray]:
+    """Episodes of turns with so many tokens and such rewards, a token said behind each; the turn's number by token."""
+    B, T = len(lengths), 2 + max(sum(turns) + len(turns) for turns in lengths)
+    mask, by_token, turn_of = np.zeros((B, T), bool), np.zeros((B, T), np.float32), np.full((B, T), -1)
+    for row, turns in enumerate(lengths):
+        column = 2
+        for number, length in enumerate(turns):
+            mask[row, column : column + length] = True
+            turn_of[row, column : column + length] = number
+            by_token[row, column + length - 1] = rewards[row][number]
+            column += length + 1
+    zeros, facts = np.zeros((B, T), np.float32), (mask.sum(1) + 2, np.full(B, 2), np.ones(B, bool))
+    named = {"row": np.arange(B), "token_rewards": by_token, "group_size": group_size}
+    return Batch(zeros, mask, zeros, by_token.sum(1), *facts, **named), turn_of
+
+
+@pytest.mark.parametrize("flags", [{}, {"do_group_filter": False}], ids=in_words)
+@pytest.mark.parametrize("advantage", ["turn_zscore", "turn_mean"])
+def test_turns_of_equal_rewards_carry_no_signal(advantage, flags):
+    """Whatever other turns of the group are worth, and whatever single bits their float32 means are off by."""
+    config = ObjectiveConfig(advantage=advantage, **flags)
+    for name, equal in NEARLY_EQUAL.items():
+        G = len(equal)
+        second = equal if name != "sums of many parts" else equal[: G // 2]  # the others have no such turn
+        rewards = [[float(i % 2), *second[i : i + 1]] for i in range(G)]
+        batch, turn_of = episode_batch([[2] * len(turns) for turns in rewards], rewards, G)
+        found = compute_advantages(batch, config)
+        assert found.row.tolist() == [*range(G)]
+        assert not found.advantages[turn_of == 1].any(), f"exactly 0 for {name}"
+        assert found.advantages[turn_of == 0].any()
+
+
+def test_sums_of_turns_are_equal_in_any_order():
+    """Also large ones, whose float32 sums differ by more than what counts as equal."""
+    parts = [300.1, 0.7, 200.2, 7.3, 100.6]
+    assert np.ptp([in_sequence(*parts), in_sequence(*parts[::-1])]) > 1e-6
+    rewards = [[0.0, *parts, 0.0], [1.0, *parts[::-1], 0.0]] * 4
+    batch, turn_of = episode_batch([[1] * 7] * 8, rewards, group_size=8)
+    found = compute_advantages(batch, ObjectiveConfig(advantage="turn_zscore"))
+    assert not found.advantages[(turn_of == 1) | (turn_of == 6)].any() and found.advantages[turn_of == 2].all()
+
+
+def test_groups_of_equal_sums_are_kept_where_turns_differ():
+    """All solve it, after one, two and three turns; and two whose rewards come in another order."""
+    rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
+    batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
+    found = compute_advantages(batch, ObjectiveConfig(advantage="turn_mean"))
+    assert found.row.tolist() == [4, 5, 6, 7] and found.advantages.any(axis=1).all()
+    assert not len(compute_advantages(batch, ObjectiveConfig(advantage="group_mean")))
+
+
+@pytest.mark.parametrize("advantage", ["turn_mean", "turn_zscore"])
+def test_turns_are_compared_by_their_rewards_to_go(advantage):
+    """Against loops over groups and turns in float64; one grader failed, one row is dropped and stays in its group."""
+    rng = np.random.default_rng(0)
+    lengths = [[2, 1], [1, 3, 2], [4], [1, 1, 1], [2, 2], [3, 1, 2], [2], [1, 2]]  # tokens of turns, two groups of 4
+    rewards = [[float(x) for x in rng.integers(0, 3, len(turns))] for turns in lengths]
+    rewards[5] = [np.nan] * 3
+    batch, turn_of = episode_batch(lengths, rewards, group_size=4)
+    batch = replace(batch, finished=np.arange(8) != 1)
+    found = compute_advantages(batch, ObjectiveConfig(advantage=advantage, do_truncation_filter=True))
+    assert found.row.tolist() == [0, 2, 3, 4, 6, 7] and found.token_rewards is None
+
+    to_go = [[sum(row[number:]) for number in range(len(row))] for row in rewards]
+    for row, advantages in zip(found.row, found.advantages, strict=True):
+        group = range(row // 4 * 4, row // 4 * 4 + 4)
+        for number in range(len(lengths[row])):
+            others = np.array([to_go[i][number] for i in group if len(to_go[i]) > number and i != 5])
+            centred = to_go[row][number] - others.mean()
+            spread = others.std() if others.std() > 0 else 1.0
+            expected = {"turn_mean": centred, "turn_zscore": centred / spread}[advantage]
+            np.testing.assert_allclose(advantages[turn_of[row] == number], expected, rtol=1e-5, atol=1e-6)
+        assert not advantages[turn_of[row] < 0].any()
+
+
+def test_single_replies_have_one_turn():
+    rng = np.random.default_rng(1)
+    mask = np.arange(12) % 12 >= rng.integers(2, 5, 8)[:, None]
+    zeros, rewards = np.zeros((8, 12), np.float32), np.float32(rng.normal(size=8))
+    by_token = np.where(np.arange(12) == 11, rewards[:, None], np.float32(0))
+    facts = np.full(8, 12), np.full(8, 2), np.ones(8, bool)
+    batch = Batch(zeros, mask, zeros, rewards, *facts, row=np.arange(8), token_rewards=by_token, group_size=4)
+    for kind in ("mean", "zscore"):  # also without rewards by token, and with forced tokens among the others
+        for case in (batch, random_batch(1)):
+            configs = [ObjectiveConfig(advantage=f"{level}_{kind}") for level in ("turn", "group")]
+            found = [compute_advantages(case, config).advantages for config in configs]
+            assert found[0].any()
+            np.testing.assert_array_equal(*found)

@@ -1,0 +1,496 @@
+"""The sampler against loops without cache, batch or compilation, and its draws against float64 probabilities.
+
+Letters: N prompts, G samples of each, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from threading import Barrier, Event
+from time import sleep
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core.extensions.attach import with_forced_answer
+from core.pages import with_pages
+from core.records import Completions
+from core.sampler import Sampler, prefill, row_keys
+from envs.base import ForcedAnswer
+from models import decoder
+from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
+from tests.helpers import (
+    HYBRID,
+    MODEL,
+    GrowingSampler,
+    Letters,
+    assert_close,
+    depth,
+    on_four_devices,
+    on_layout,
+    random_params,
+    slow,
+)
+from utils.devices.compile_log import Compilations
+from utils.devices.startup import DeviceConfig, make_layout
+from utils.devices.threads import between_turns, take_turns
+from utils.threefry import make_key
+
+LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
+KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4
+PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 7, 1, 9))]
+OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0  # of a log-probability; no logit of the model is larger
+ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
+
+
+def draw_all(sampler: Sampler, prompts=PROMPTS, ids=IDS, num_samples: int = G, segment: int = 8) -> Completions:
+    """Draws all completions, in several segments each."""
+    sampler = replace(sampler, segment=segment)
+    weights = sampler.load_weights(random_params(sampler.model))
+    return sampler.generate(weights, prompts, np.array(ids), num_samples, KEY)
+
+
+@cache
+def free(temperature: float = 1.0) -> Completions:
+    """Completions that nothing stops before the limit."""
+    return draw_all(Sampler(MODEL, LIMIT, (), Distribution(temperature)))
+
+
+def completions(r: Completions, ids=IDS, num_samples: int = G) -> dict[tuple[int, int], tuple]:
+    """What was drawn, by (task, sample)."""
+    rows = [(i, sample) for i in ids for sample in range(num_samples)]
+    parts = zip(rows, r.tokens, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
+    return {row: (x[p:end].tolist(), logp[p:end], bool(done)) for row, x, logp, p, end, done in parts}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() <= expected.keys()
+    for row, (tokens, logprobs, finished) in found.items():
+        assert (tokens, finished) == (expected[row][0], expected[row][2]), row
+        assert_close(logprobs, expected[row][1], OPERATIONS, LOGIT)
+
+
+def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
+    """Prompts stand in front, the mask covers the completion but for forced tokens, the rest is padding."""
+    for row, prompt in enumerate(p for p in PROMPTS for _ in range(G)):
+        p, end = int(r.prompt_lengths[row]), int(r.lengths[row])
+        assert p == len(prompt) and r.tokens[row, :p].tolist() == prompt
+        mask = [p <= t < end and not forced(row, t - p) for t in range(r.tokens.shape[1])]
+        assert r.mask[row].tolist() == mask
+        assert not r.logprobs[row, :p].any() and not r.logprobs[row, end:].any() and not r.tokens[row, end:].any()
+
+
+@jax.jit
+def next_logits(params, tokens, length):
+    """The whole model on one row, for its last token; what stands right of that is not seen."""
+    return decoder.logits(MODEL, params, tokens[None])[:, length - 1]
+
+
+def one_by_one(
+    prompt, task: int, sample: int, distribution: Distribution, forced: Mapping[int, int] = MappingProxyType({})
+):
+    """A completion drawn token by token without cache; `forced` holds tokens by their number."""
+    tokens = list(prompt)
+    for t in range(LIMIT):
+        padded = np.zeros(WIDTH, np.int32)
+        padded[: len(tokens)] = tokens
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), t)
+        uniforms = jax.random.uniform(key, (1, 2))
+        token, *_ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), uniforms)
+        tokens.append(forced.get(t, int(token[0])))
+    return tokens[len(prompt) :]
+
+
+draw_one = jax.jit(Distribution.draw, static_argnums=0)
+teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_training_pass(temperature):
+    r = free(temperature)
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution(temperature))
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT / temperature)
+    assert r.logprobs[r.mask].std() > 0.5, "else the distributions are too flat to tell anything"
+
+
+def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
+    model = replace(MODEL, kv_dtype="int8")
+    weights = Sampler(model, LIMIT, ()).load_weights(random_params())
+    tokens = np.array(PROMPTS[1:2], np.int32)
+    caches, exact = (prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
+    assert sum(x.nbytes for x in jax.tree.leaves(caches)) == tokens.size * model.cache_bytes < tokens.size * (
+        MODEL.cache_bytes / 2
+    )
+    for kept, true in zip(caches[0], exact[0], strict=True):  # of the first layer, whose input is the same
+        true = np.asarray(true, np.float64)
+        step = np.abs(true).max(-1, keepdims=True) / 127
+        assert (np.abs(np.asarray(kept.integers) * np.asarray(kept.scale, np.float64) - true) <= 0.501 * step).all()
+    r = draw_all(Sampler(model, LIMIT, ()))
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution())
+    error = np.abs(r.logprobs - expected)[r.mask]
+    assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_tokens_are_those_of_a_loop_without_cache(temperature):
+    found = completions(free(temperature))
+    for prompt, task in zip(PROMPTS, IDS, strict=True):
+        for sample in (0, 3) if temperature else (0,):
+            assert found[task, sample][0] == one_by_one(prompt, task, sample, Distribution(temperature))
+    if temperature:
+        assert len({tuple(tokens) for tokens, *_ in found.values()}) == len(ROWS), "each row its own draws"
+
+
+def test_greedy_takes_the_likeliest_token():
+    r = free(0.0)
+    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))[:, :-1]
+    np.testing.assert_array_equal(r.tokens[:, 1:][r.mask[:, 1:]], logits.argmax(-1)[r.mask[:, 1:]])
+
+
+# What ends a completion
+
+
+def test_without_stop_ids_completions_reach_the_limit():
+    r = free()
+    assert_well_formed(r)
+    assert not r.finished.any() and (r.lengths - r.prompt_lengths == LIMIT).all()
+    assert (r.tokens[r.mask] == 0).any(), "the id that also fills the padding is a token like others"
+
+
+@cache
+def stop_ids() -> tuple[int, ...]:
+    """The id that fills the padding, the first token of some rows, the last one of another: rows end at once, later,
+    just at the limit, and never."""
+    rows = completions(free())
+    ids = {0, *(rows[i, 0][0][0] for i in IDS)}
+    unstopped = [tokens for tokens, *_ in rows.values() if not ids & set(tokens)]
+    return (*ids, next(tokens[-1] for tokens in unstopped if tokens[-1] not in tokens[:-1]))
+
+
+@cache
+def stopped() -> Completions:
+    return draw_all(Sampler(MODEL, LIMIT, stop_ids()))
+
+
+def cut(row: tuple, ends: list[int]) -> tuple:
+    """A free completion up to the first of these lengths."""
+    tokens, logprobs, _ = row
+    return tokens[: min(ends, default=LIMIT)], logprobs[: min(ends, default=LIMIT)], bool(ends)
+
+
+def test_stop_ids_end_a_completion_and_belong_to_it():
+    expected = {
+        row: cut(x, [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()])
+        for row, x in completions(free()).items()
+    }
+    ends = [(len(tokens), finished) for tokens, _, finished in expected.values()]
+    assert {(1, True), (LIMIT, True), (LIMIT, False)} <= set(ends) and sum(n > 8 for n, _ in ends) <= 8, "change KEY"
+    assert any(tokens[-1] == 0 for tokens, *_ in expected.values()), "change KEY"
+    assert_same(completions(stopped()), expected)
+    assert_well_formed(stopped())
+
+
+def test_stop_strings_cut_at_the_token_that_completes_one():
+    rows = completions(free())
+    first, second, third = (rows[ROWS[i]][0] for i in (2, 7, 12))
+    word, stop = (
+        next(x for x in row[16:] if x not in row[:16] + first + other) for row, other in ((second, []), (third, second))
+    )
+    tokenizer = Letters({word: "<<STOP>>"})
+    strings = (tokenizer.decode(first[7:9]), "STOP")  # one across two segments, one within a token
+    expected = {}
+    for row, x in rows.items():
+        pieces = [tokenizer.decode([token]) for token in x[0]]
+        found = [start + len(s) for s in strings if (start := "".join(pieces).find(s)) >= 0]
+        ends = [n for n in range(1, LIMIT + 1) if found and len("".join(pieces[:n])) >= min(found)]
+        expected[row] = cut(x, ends + [t + 1 for t, token in enumerate(x[0]) if token == stop])
+    assert [len(expected[ROWS[i]][0]) for i in (2, 7)] == [9, second.index(word) + 1], "change KEY"
+    r = draw_all(Sampler(MODEL, LIMIT, (stop,), stop_strings=strings, tokenizer=tokenizer))
+    assert_same(completions(r), expected)
+    assert_well_formed(r)
+
+
+def test_threads_take_turns_and_an_error_ends_the_others():
+    working, together, cancelled = [], Barrier(2, timeout=30), Event()
+
+    def work(part: int) -> int:
+        working.append(part)
+        sleep(0.01)
+        assert working == [part], "one at a time"
+        working.clear()
+        with between_turns():
+            together.wait()  # for devices both wait at the same time
+        return part
+
+    def fail(part: int) -> None:
+        with between_turns():
+            together.wait()
+            assert part == 0 or cancelled.wait(30)
+        raise ZeroDivisionError
+
+    assert take_turns(work, [0, 1], cancelled) == [0, 1] and not cancelled.is_set()
+    with pytest.raises(ZeroDivisionError):
+        take_turns(fail, [0, 1], cancelled)
+
+
+def test_a_forced_answer_goes_to_rows_that_need_one():
+    rows, at = completions(free()), 16
+    drawn = [rows[row][0][:at] for row in ROWS if not set(rows[row][0][:at]) & set(stop_ids())]
+    think, answer = (next(t for t in row if t not in (0, 10, *drawn[2])) for row in drawn[:2])
+    tokenizer = Letters({think: "</think>", answer: "<answer>"})
+    sampler = Sampler(MODEL, LIMIT, stop_ids(), tokenizer=tokenizer)
+    forcing, again = (with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")) for _ in range(2))
+    assert forcing == again, "members of a population draw together"
+    r = draw_all(forcing)
+    found, forced, kinds = completions(r), {}, []
+    for number, ((task, sample), x) in enumerate(rows.items()):
+        kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
+        if kind == "needs":
+            ids = [10, answer] if think in x[0][:at] else [think, 10, answer]
+            forced[number] = dict(enumerate(ids, at))
+            kind = f"needs {len(ids)}"
+            prompt = PROMPTS[IDS.index(task)]
+            x = (one_by_one(prompt, task, sample, Distribution(), forced=forced[number]), None, False)
+        kinds.append(kind)
+        ends = [t + 1 for t, token in enumerate(x[0]) if token in stop_ids()]
+        assert found[task, sample][0] == x[0][: min(ends, default=LIMIT)], kind
+        assert found[task, sample][2] == bool(ends)
+    assert set(kinds) == {"finished", "answers", "needs 2", "needs 3"}, "change KEY"
+    assert_well_formed(r, lambda row, t: t in forced.get(row, {}))
+    expected, *_ = teacher_forced(MODEL, random_params(), r.tokens)
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), OPERATIONS, LOGIT, err_msg="0 for forced tokens")
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 13])
+def test_a_prompt_that_does_not_fit_is_named(prompt):
+    with pytest.raises(ValueError, match=rf"prompt 5 has {len(prompt)} tokens, allowed are 1 to 12"):
+        draw_all(Sampler(MODEL, LIMIT, (), max_prompt_tokens=12), [PROMPTS[0], prompt], [3, 5])
+
+
+# What a completion does not depend on
+
+
+def test_neither_on_order_nor_on_the_prompts_beside_it():
+    long = [1] * 40  # moves every other prompt to other columns
+    sampler = Sampler(MODEL, LIMIT, stop_ids())
+    r = draw_all(sampler, [long, *PROMPTS[::-1]], [99, *IDS[::-1]])
+    found = completions(r, [99, *IDS[::-1]])
+    assert_same({row: found[row] for row in ROWS}, completions(stopped()))
+
+
+def test_nor_on_the_batch_nor_on_the_size_of_the_group():
+    r = draw_all(Sampler(MODEL, LIMIT, stop_ids()), PROMPTS[1:3], IDS[1:3], 2)
+    assert_same(completions(r, IDS[1:3], 2), completions(stopped()))
+
+
+@pytest.mark.parametrize("block_sizes", [(64,), *slow((2,), (8, 4), (64, 8, 1))], ids=str)
+def test_nor_on_the_slots_of_a_block(block_sizes):
+    r = draw_all(Sampler(MODEL, LIMIT, stop_ids(), block_sizes=block_sizes))
+    assert_same(completions(r), completions(stopped()))
+
+
+HYBRID_SAMPLER = GrowingSampler(HYBRID, 2 * LIMIT, tuple(range(15, HYBRID.vocab_size, 20)))
+
+
+@cache
+def stopped_hybrid() -> Completions:
+    return draw_all(HYBRID_SAMPLER)
+
+
+@pytest.mark.slow
+def test_states_of_linear_attention_follow_their_rows():
+    """Fan-out, growth and compaction, against the training pass, which has no cache, and with other prompts."""
+    r = stopped_hybrid()
+    lengths = r.lengths - r.prompt_lengths
+    assert np.sort(lengths)[-8] < LIMIT < lengths.max(), "change KEY: compaction comes before growth"
+    expected, *_ = teacher_forced(HYBRID, random_params(HYBRID), r.tokens, Distribution())
+    assert_close(r.logprobs, np.where(r.mask, expected, 0.0), depth(HYBRID, 2 * LIMIT), LOGIT)
+    assert_same(completions(draw_all(replace(HYBRID_SAMPLER, block_sizes=(64,)))), completions(r))
+    ids = [99, *IDS[::-1]]
+    found = completions(draw_all(HYBRID_SAMPLER, [[1] * 40, *PROMPTS[::-1]], ids), ids)
+    assert_same({row: found[row] for row in ROWS}, completions(r))
+
+
+LAYOUTS = (DeviceConfig("fsdp"), DeviceConfig(mesh="data=2,tp=2"))
+
+
+def draw_on_four_devices(stops: tuple[int, ...], file: str) -> None:
+    arrays = {}
+    samplers = [Sampler(MODEL, LIMIT, stops) for _ in LAYOUTS]
+    cases = zip([*LAYOUTS, LAYOUTS[-1]], [*samplers, HYBRID_SAMPLER], strict=True)
+    for i, (config, sampler) in enumerate(cases):
+        layout = make_layout(config)
+        params = on_layout(layout, sampler.model)
+        assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(params))
+        sampler = with_pages(replace(sampler, layout=layout, segment=16), -1)
+        r = sampler.generate(sampler.load_weights(params), PROMPTS, np.array(IDS), G, KEY)
+        arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
+    np.savez(file, **arrays)
+
+
+@pytest.mark.slow
+def test_nor_on_the_devices(tmp_path):
+    on_four_devices(__file__, f"draw_on_four_devices({stop_ids()}, {str(tmp_path / 'drawn.npz')!r})")
+    with np.load(tmp_path / "drawn.npz") as arrays:
+        for i, alone in enumerate((stopped(), stopped(), stopped_hybrid())):
+            fields = {name: arrays[f"{i} {name}"] for name, x in vars(alone).items() if np.ndim(x)}
+            assert_same(completions(Completions(**fields)), completions(alone))
+
+
+# Distributions
+
+
+def truncated(logits, d: Distribution) -> dict[int, float]:
+    """Ids and log-probabilities in float64, cut one setting after the other as transformers does it."""
+    logits = np.asarray(logits, np.float64) / d.temperature
+    ids = np.argsort(-logits, kind="stable")
+
+    def logprobs(ids):
+        return logits[ids] - np.logaddexp.reduce(logits[ids])
+
+    if d.top_k:
+        ids = ids[: d.top_k]
+    if d.top_p < 1:  # the fewest ids that hold this much
+        ids = ids[: 1 + np.searchsorted(np.cumsum(np.exp(logprobs(ids))), d.top_p)]
+    ids = ids[logprobs(ids) >= logprobs(ids)[0] + np.log(max(d.min_p, 1e-300))]
+    return dict(zip(ids.tolist(), logprobs(ids).tolist(), strict=True))
+
+
+def test_truncated_sampling_in_a_completion():
+    distribution = Distribution(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
+    r = draw_all(Sampler(MODEL, 16, (), distribution), PROMPTS[:2], IDS[:2])
+    logits, sizes = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens)), set()
+    for row, t in np.argwhere(r.mask):
+        expected = truncated(logits[row, t - 1], distribution)
+        assert_close(r.logprobs[row, t], expected[r.tokens[row, t]], OPERATIONS, LOGIT / 0.8)
+        assert set(r.support[row, t].tolist()) - {-1} == expected.keys()
+        sizes.add(len(expected))
+    assert len(sizes) > 5, sizes
+
+
+CUTS = slow({"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05})
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 8, "top_p": 0.9, "min_p": 0.05}, *CUTS], ids=str)
+def test_the_policy_that_is_trained_is_the_one_that_was_sampled(cut):
+    """Before the first update the ratio is 1, but for rounding; entropy is that of the cut distribution."""
+    distribution = Distribution(temperature=0.6, **cut)
+    sampler = Sampler(MODEL, 16, stop_ids(), distribution, tokenizer=Letters())
+    r = draw_all(with_forced_answer(sampler, 4), PROMPTS[:2], IDS[:2])
+    assert 0 < r.mask.sum() < (r.lengths - r.prompt_lengths).sum(), "some tokens are forced, whatever could be drawn"
+    scores = teacher_forced(MODEL, random_params(), r.tokens, distribution, support=r.support)
+    ratio = np.exp(scores.logprobs - r.logprobs)[r.mask]
+    assert_close(ratio, 1, OPERATIONS, LOGIT / 0.6)
+    assert np.isfinite(scores.logprobs).all() and np.isfinite(scores.entropy).all(), "padding too: NaN has a gradient"
+    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
+    for row, t in np.argwhere(r.mask)[::7]:
+        logprobs = np.array(list(truncated(logits[row, t - 1], distribution).values()))
+        assert_close(scores.entropy[row, t], -(np.exp(logprobs) * logprobs).sum(), OPERATIONS, LOGIT / 0.6)
+    whole = teacher_forced(MODEL, random_params(), r.tokens, distribution).logprobs
+    assert np.abs(whole - r.logprobs)[r.mask].max() > 0.01, "without the support it would not be"
+
+
+def chi_square_passes(draws, probs, order=None, num_bins: int = 100) -> bool:
+    """Pearson's test at p = 1e-4 over bins of about equal mass, made along `order` of the ids.
+
+    The quantile of chi-square is Wilson and Hilferty's approximation.
+    """
+    order = np.arange(len(probs)) if order is None else order
+    middle = np.cumsum(probs[order]) - probs[order] / 2
+    bins = np.empty(len(probs), int)
+    bins[order] = np.clip(middle * num_bins, 0, num_bins - 1).astype(int)
+    expected = len(draws) * np.bincount(bins, probs, num_bins)
+    observed = np.bincount(bins[draws], minlength=num_bins)
+    small = expected < 10
+    expected, observed = (np.append(x[~small], x[small].sum()) for x in (expected, observed))
+    if expected[-1] == 0:
+        assert observed[-1] == 0
+        expected, observed = expected[:-1], observed[:-1]
+    k, z = len(expected) - 1, 3.719
+    return ((observed - expected) ** 2 / expected).sum() < k * (1 - 2 / (9 * k) + z * (2 / (9 * k)) ** 0.5) ** 3
+
+
+SETTINGS = [
+    (1.0, 1),
+    (1.0, 12),
+    (0.6, 0, 0.8),
+    (1.0, 0, 1.0, 0.02),
+    (1.0, 6, 0.7),
+    (1.3, 40, 0.9, 0.03),
+    (1.0, 128, 0.999),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_truncated_distributions(setting):
+    d, logits = Distribution(*setting), jnp.float32(2 * np.random.default_rng(5).standard_normal(300))
+    draw = jax.vmap(lambda uniforms: d.draw(logits[None], uniforms[None]))
+    tokens, logprobs, _ = (np.asarray(x)[:, 0] for x in draw(jax.random.uniform(jax.random.key(1), (20_000, 2))))
+    expected = truncated(logits, d)
+    assert set(tokens.tolist()) <= expected.keys()
+    size = np.abs(logits).max() / d.temperature
+    assert_close(logprobs, [expected[token] for token in tokens.tolist()], len(logits), size)
+    probs = np.zeros(300)
+    probs[list(expected)] = np.exp(list(expected.values()))
+    assert len(expected) == 1 or chi_square_passes(tokens, probs, np.argsort(-probs))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31 - 1])
+def test_keys_and_uniforms_are_those_of_jax(seed):
+    key, ids, samples = jax.random.key(seed), np.array([0, 5, 2**31 - 1]), np.array([0, 3, 1])
+    steps = np.arange(6).reshape(2, 3)
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys = fold_in(fold_in(jnp.stack([key] * 3), ids), samples)
+    np.testing.assert_array_equal(row_keys(key, ids, samples), jax.random.key_data(keys))
+    with Compilations() as compilations:
+        made = make_key(seed, 3, 2**31 - 1)
+        assert not compilations.programs
+    assert made == jax.random.fold_in(jax.random.fold_in(key, 3), 2**31 - 1)
+    expected = [[jax.random.uniform(jax.random.fold_in(keys[i], row[i]), (2,)) for i in range(3)] for row in steps]
+    np.testing.assert_array_equal(sampling_uniforms(jax.random.key_data(keys), jnp.asarray(steps)), np.array(expected))
+
+
+def our_categorical(logits, keys):
+    keys = jax.random.key_data(keys)
+    return inverse_cdf_sample(logits, sampling_uniforms(keys, jnp.zeros((1, len(keys)), int))[0])
+
+
+def lmpo_categorical(logits, keys):
+    """How kvfrans/lmpo draws: Gumbel noise in bfloat16."""
+    return jax.vmap(jax.random.categorical)(keys, logits.astype(jnp.bfloat16)), None
+
+
+V = 151_936
+SHAPES = {"peaked": 3.0, "flat": 0.01}  # deviation of the logits
+
+
+@pytest.mark.parametrize(
+    ("shape", "method", "num_draws"),
+    [
+        ("peaked", our_categorical, 20_000),
+        pytest.param("flat", our_categorical, 100_000, marks=pytest.mark.slow),
+        ("flat", lmpo_categorical, 300),
+    ],
+)
+def test_draws_follow_the_softmax(shape, method, num_draws, optimized):
+    rng = np.random.default_rng(3)
+    logits = SHAPES[shape] * rng.standard_normal(V)
+    if shape == "peaked":
+        logits[rng.choice(V, 5)] = 14 + np.arange(5)
+    logits = jnp.float32(logits)
+    probs = np.exp(np.asarray(logits, np.float64))
+    probs /= probs.sum()
+    draw = jax.jit(lambda keys: jax.lax.map(lambda key: method(logits[None], key[None])[0][0], keys, batch_size=1000))
+    draws = np.asarray(draw(jax.random.split(jax.random.key(4), num_draws)))
+    ids = np.arange(V)
+    orders = {
+        "likeliest first": np.argsort(-probs),
+        "by id": ids,
+        "by place in a block": np.argsort(ids % 128, kind="stable"),
+    }
+    num_bins = min(100, num_draws // 15)
+    passed = {name: chi_square_passes(draws, probs, order, num_bins) for name, order in orders.items()}
+    assert all(passed.values()) if method is our_categorical else not all(passed.values()), passed

@@ -1,0 +1,304 @@
+"""Rates, against counts by loops and by the compiler; compiled programs, against a second process."""
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chex import assert_trees_all_equal
+
+from core import grpo
+from core.records import Completions, Episodes
+from core.run import metrics
+from core.run.metrics import speed_metrics
+from core.sampler import Sampler
+from models import decoder
+from models.architecture import Decoder, is_spec
+from models.cache import gather_cache, resize_cache
+from models.checkpoint import save_model
+from models.deltanet import RecurrentState
+from models.lora import adapter_parameters, init_adapters, make_policy
+from models.names import CRITIC
+from models.speed import Limits, decode_seconds, training_flops
+from models.tokenizer import load_tokenizer
+from tests.helpers import ROOT, slow, train_here
+from tests.kill_runs import FLAGS, arguments, start
+from utils.batching import RowSizes
+from utils.devices import compilation
+from utils.devices.compile_log import Compilations, compile_metrics
+from utils.devices.sharding import single_device
+
+MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
+EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
+
+
+@pytest.mark.parametrize("trained", ["all", *slow("adapters", "with a critic")])
+def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized):
+    model = replace(MODEL, lora_rank=16 if trained == "adapters" else 0)
+    params, base, tokens = decoder.init_params(model, jax.random.key(0)), {}, jnp.zeros((2, 256), jnp.int32)
+    if trained == "adapters":
+        base, params = decoder.decode_weights(model, params), init_adapters(model, 16, jax.random.key(0))
+    if has_critic := trained == "with a critic":
+        params |= {CRITIC: decoder.make_critic(model, params)}
+
+    def loss(params):
+        scores = decoder.score_tokens(model, make_policy(base, params), tokens)
+        return scores.logprobs.sum() + (scores.values.sum() if has_critic else 0)
+
+    counted = jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]
+    found = training_flops(model, np.full(2, 256), 512, 512, has_critic)
+    # The compiler counts what stands right of a token in its quarter of the row too, and what is no matrix product.
+    masked = (2 if has_critic else 1) * 2 * 6 * 3 * 4 * 32 * 256**2 / 4
+    assert 0.85 * counted < found + masked < 1.05 * counted
+
+
+def test_a_token_is_multiplied_by_the_adapters_of_its_own_experts():
+    model = replace(EXPERTS, lora_rank=2)
+    attention = 3 * 2 * ((128 + 128) + 2 * (128 + 64) + (128 + 128))
+    assert adapter_parameters(model) == attention + 3 * 4 * 2 * 3 * (128 + 96)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
+    """In float64: two rows of a prompt, one with an observation, and a row without a completion."""
+    kinds = ("full_attention", "sliding_attention", "full_attention") if window else ()
+    model = replace(MODEL, layer_types=kinds, sliding_window=window)
+    limits = Limits(0.75, 1.0)  # two rows are bound by products with weights, one row by their bytes
+    prompts, prompt_lengths, lengths = np.array([0, 0, 1]), np.array([3, 3, 5]), np.array([7, 8, 5])
+    drawn = [[3, 4, 5, 6], [3, 6, 7], []]  # the second row's columns 4 and 5 are an observation
+    head, layers = 512 * 128, 3 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128 + 2 * 32) + 128
+    expected, at_once = 0.0, {(prompts[row], c, c) for row in range(3) for c in range(1, prompt_lengths[row])}
+    read, products = np.zeros(3), np.zeros(3)  # of attention, by layer
+    seen = [lambda c: range(c), lambda c: range(max(0, c - window) if window else 0, c), lambda c: range(c)]
+    for step in range(4):
+        live = [(row, columns[step]) for row, columns in enumerate(drawn) if step < len(columns)]
+        expected += max(2 * layers * len(live) / 0.75, 4 * layers)
+        expected += max(2 * head * len(live) / 0.75, 4 * (head + 512 * len(live)))
+        for layer, of_column in enumerate(seen):
+            keys = {(prompts[row] if c < 3 else (row, "own"), c) for row, column in live for c in of_column(column)}
+            read[layer] += len(keys) * 2 * 2 * 32 * 4
+            products[layer] += sum(len(of_column(column)) for _, column in live) * 4 * 4 * 32
+    at_once |= {("observed", 4, 4), ("observed", 5, 5)}
+    expected += np.maximum(products / 0.75, read).sum() + len(at_once) * 2 * layers / 0.75
+    expected += sum(len(of_column(c)) * 4 * 4 * 32 for of_column in seen for *_, c in at_once) / 0.75
+    scored = np.zeros((3, 16), bool)
+    for row, columns in enumerate(drawn):
+        scored[row, columns] = True
+    for width in (8, 16):
+        rows = RowSizes(prompts, prompt_lengths, lengths, scored[:, :width])
+        assert decode_seconds(model, rows, limits) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_step_reads_each_expert_once_at_most_and_states_twice():
+    prompts, lengths = np.array([3, 5]), np.array([4, 7])
+    columns = np.arange(7)
+    rows = RowSizes(np.arange(2), prompts, lengths, (columns >= prompts[:, None]) & (columns < lengths[:, None]))
+    in_bytes = Limits(np.inf, 1)
+    expert = 4 * 3 * 3 * 128 * 96
+    router = 4 * 3 * 6 * 128
+    others = decode_seconds(replace(MODEL, intermediate_size=0), rows, in_bytes) + 2 * router
+    # Two rows choose 8 of the 6 experts, which are all of them; one row chooses 4.
+    assert decode_seconds(EXPERTS, rows, in_bytes) == others + (6 + 4) * expert
+
+
+def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
+    prompt_lengths, lengths = np.array([2, 2]), np.array([4, 5])
+    tokens, zeros = np.ones((2, 5), int), np.zeros((2, 5))
+    mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
+    counts = np.ones(2, bool), np.full(2, 4.0), np.zeros(2, int)
+    work = Completions(tokens, mask, zeros, lengths, prompt_lengths, *counts)
+    episodes = Episodes(work, np.zeros(2, int), [""] * 2, {}, np.zeros(2, bool), {}, {"rollout": 2.0})
+    update = {"num_updates": 3, "speed/flops": 8e12, "times/update": 4.0}
+    settings = MODEL, single_device(), single_device(), episodes
+    assert set(speed_metrics(*settings, update)) == {"speed/occupancy", "speed/update_tflops"}, "a CPU is not measured"
+    limits = Limits(60e12, 3e12)
+    monkeypatch.setattr(metrics, "limits_of", lambda *_: limits)
+    speed = speed_metrics(*settings, update)
+    rows = RowSizes(np.zeros(2, int), prompt_lengths, lengths, mask)
+    assert speed["speed/decode_roofline"] == decode_seconds(MODEL, rows, limits) / 2
+    assert speed["speed/update_roofline"] == pytest.approx(3 * 8 / 4 / 60)
+
+
+def test_a_token_is_multiplied_by_its_own_experts_only():
+    params = decoder.init_params(EXPERTS, jax.random.key(0))
+    assert EXPERTS.num_parameters == sum(x.size for x in jax.tree.leaves(params))
+    alone = replace(EXPERTS, num_experts=4)  # all of which are each token's
+    router = 3 * 2 * 128  # rows of two experts, in each layer
+    assert EXPERTS.num_matrix_parameters == alone.num_parameters + router
+
+
+def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
+    model = Decoder(512, 16, 32, 1, 2, 1, 8)
+    sampler = Sampler(model, 32, tuple(range(16)), segment=8)  # one token in 32 stops
+    params = decoder.init_params(model, jax.random.key(0))
+    ends = {}  # columns drawn after each segment, by the first row of a chain
+    watched = replace(sampler, on_segment=lambda first, tokens, t, _: ends.setdefault(first, []).append(t))
+    weights = watched.load_weights(params)
+    completions = watched.generate(weights, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
+    lengths, num_slots = completions.lengths - completions.prompt_lengths, 0
+    for part in np.split(np.arange(64), len(ends)):
+        live = [(lengths[part] > t - 8).sum() for t in ends[part[0]]]
+        num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
+    np.testing.assert_allclose(completions.slot_steps.sum(), 8 * num_slots)
+    episodes = Episodes(completions, np.zeros(64, int), [""] * 64, {}, np.zeros(64, bool), {}, {"rollout": 2.0})
+    speed = speed_metrics(model, single_device(), single_device(), episodes, {})
+    assert np.isclose(speed["speed/occupancy"], lengths.sum() / (8 * num_slots))
+
+
+def test_compilations_are_counted_once():
+    x = jnp.ones(7)
+    with Compilations() as compilations:
+        f = jax.jit(lambda x: x * 3.25)
+        f(x)
+        first = compile_metrics(compilations.take_programs())
+        f(x)
+        second = compile_metrics(compilations.take_programs())
+    jax.jit(lambda x: x * 4.25)(x)
+    assert first["compile/num_programs"] + first["compile/num_from_cache"] == 1 and first["times/compile"] > 0
+    assert second == compile_metrics(compilations.take_programs()) == {
+        "compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0
+    }  # fmt: skip
+
+
+def test_a_cpu_gathers_caches_and_saves_models_without_a_program(tmp_path):
+    """The rows are those of a loop, as of the gather on devices."""
+    model, layout, rng = Decoder(48, 24, 40, 3, 2, 1, 12), single_device(), np.random.default_rng(0)
+    keys, values, conv, memory = (jnp.asarray(rng.random((4, 1, 5, size))) for size in (12, 12, 3, 7))
+    params = jax.tree.map(lambda x: layout.put(np.ones(x[0])), model.parameter_table(), is_leaf=is_spec)
+    caches, source = [(keys, values), RecurrentState(conv, memory)], np.array([2, 0, 0, 3, 1, 1])
+    with Compilations() as compilations:
+        wider, (found_keys, _) = resize_cache(layout, caches, source, 9), resize_cache(layout, caches, source, 4)[0]
+        save_model(tmp_path / "model", model, params, load_tokenizer(ROOT / "models/tiny"))
+        assert not compilations.programs
+    assert_trees_all_equal(wider, gather_cache(caches, layout.put(source), 9))
+    for slot, row in enumerate(source):
+        np.testing.assert_array_equal(found_keys[slot], keys[row, :, :4])
+        np.testing.assert_array_equal(wider[1].memory[slot], memory[row])
+        np.testing.assert_array_equal(wider[0][1][slot], np.pad(values[row], ((0, 0), (0, 4), (0, 0))))
+
+
+def test_programs_are_forgotten_before_they_have_all_memory_mappings(monkeypatch, tmp_path):
+    traced = []
+    double = jax.jit(lambda x: traced.append(x) or 2 * x)
+    double(1.0)
+    few = tmp_path / "max_map_count"
+    few.write_text("100\n")
+    assert not compilation.forget_programs() and double(1.0) == 2 and len(traced) == 1
+    monkeypatch.setattr(compilation, "MOST_MAPS", few)
+    assert compilation.forget_programs() and double(1.0) == 2 and len(traced) == 2
+    monkeypatch.setattr(compilation, "MAPS", tmp_path / "elsewhere")
+    assert not compilation.forget_programs()
+
+
+def test_a_second_process_compiles_nothing_where_the_cache_can_be_written(tmp_path):
+    program = (
+        "import json, jax, jax.numpy as jnp\n"
+        "from utils.devices.compile_log import Compilations, compile_metrics\n"
+        "from utils.devices.runtime import prepare\n"
+        "prepare(), prepare('models/tiny')  # a preset that asks for the devices, the command\n"
+        "with Compilations() as c: jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))\n"
+        "print(json.dumps(compile_metrics(c.take_programs())))"
+    )
+    root = Path(__file__).parents[2]
+
+    def counts(cache: str, warning: str = "", **more: str) -> dict:
+        command, env = [sys.executable, "-c", program], {"XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu", "PATH": ""}
+        process = subprocess.run(command, env=env | more, cwd=root, capture_output=True, check=True, text=True)
+        assert process.stderr == warning
+        return {name: x for name, x in json.loads(process.stdout).items() if name.startswith("compile/")}
+
+    first, second = counts("", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "lmpo")), counts(str(tmp_path))
+    warning = (
+        "warning: /proc/none/lmpo cannot be written, so each start compiles anew: "
+        "name a folder for compiled programs in JAX_COMPILATION_CACHE_DIR\n"
+    )
+    assert counts("/proc/none", warning) == counts("/proc/none", JAX_ENABLE_COMPILATION_CACHE="0") == first
+    assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
+    assert second["compile/num_programs"] == 0
+    assert second["compile/num_from_cache"] == first["compile/num_programs"]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library is not glibc")
+def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
+    program = (
+        "import ctypes, sys, threading; from utils.devices.runtime import prepare; prepare(sys.argv[1])\n"
+        "together = threading.Barrier(8)\n"
+        "threads = [threading.Thread(target=together.wait) for _ in range(8)]\n"
+        "[thread.start() for thread in threads], [thread.join() for thread in threads]\n"
+        "libc = ctypes.CDLL(None); libc.fdopen.restype = ctypes.c_void_p\n"
+        "libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b'w'))), libc.fflush(None)"
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**24))
+
+    def num_arenas(model_dir: str) -> int:
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", program, model_dir]
+        process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, text=True)
+        return process.stdout.count("<heap nr")
+
+    assert num_arenas("models/tiny") > 4 and num_arenas(str(tmp_path)) == num_arenas("") == 1
+
+
+OPTIONS = {
+    "rows in step": {},
+    "pages": {"page_size": 16},
+    "adapters, a reference, rollouts ahead": {"lora_rank": 2, "kl_coef": 0.1, "ahead": 1},
+    "a teacher's average": {"teacher": "self", "teacher_decay": 0.9},
+    "another teacher, pages": {"teacher": FLAGS["model_dir"], "distill": "sampled", "page_size": 16},
+    "a critic, episodes": {
+        "advantage": "gae", "page_size": 16, "env_name": "guess", "test_env_name": "guess-test",
+        "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20", "num_generation_tokens": 60,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ["rows in step", "pages", *slow(*list(OPTIONS)[2:])])
+def test_all_programs_are_compiled_before_step_1(options, tmp_path, capsys):
+    """With an evaluation and a save after it; also in a second process, which resumes the run."""
+    flags = FLAGS | {"max_steps": 3, "test_interval": 2, "save_interval": 2} | OPTIONS[options]
+    jax.clear_caches()
+    assert train_here(tmp_path, **flags) == 0
+    jax.clear_caches()
+    assert train_here(tmp_path, **flags | {"max_steps": 4}) == 0
+    assert len(re.findall(r"\n\d+ programs .* in \d+ s\n", capsys.readouterr().out)) == 2
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    counts = [(step["compile/num_programs"] + step["compile/num_from_cache"]) for step in steps]
+    assert counts[0] == counts[-1] > 5 and not any(counts[1:-1])
+    assert not any(step["times/compile"] for step in steps), "nor does an evaluation, or the first step"
+    programs = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
+    assert [row["num_steps"] for row in programs] == [0] * 2 * counts[0]
+
+
+def test_a_program_that_a_later_step_compiles_is_named(tmp_path, capsys, monkeypatch):
+    salt, sizes, speed = time.time(), iter([13, 14]), grpo.speed_metrics  # no cache has a program of this number
+    double = jax.jit(lambda x: salt * x)
+
+    def compile_again(*arguments: object) -> dict[str, float]:
+        double(np.ones(next(sizes), np.float32))
+        return speed(*arguments)
+
+    monkeypatch.setattr(grpo, "speed_metrics", compile_again)
+    assert train_here(tmp_path, **FLAGS | {"max_steps": 2, "test_env_name": ""}) == 0
+    assert "warning: 1 program compiled after the first step: <lambda> float32[14] (" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_on_a_mesh_all_programs_are_known_and_a_second_start_finds_them_in_the_cache(tmp_path):
+    flags = FLAGS | {"max_steps": 2, "save_interval": 1, "test_interval": 1}
+    devices = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    for number in range(2):
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "XLA_FLAGS": devices}
+        run = start(arguments(**flags, save_dir=tmp_path / str(number)), cache)
+        assert not run.wait(), run.stdout.read()
+        programs = [json.loads(line) for line in (tmp_path / str(number) / "programs.jsonl").read_text().splitlines()]
+        assert {row["num_steps"] for row in programs} == {0}
+        assert {row["from_cache"] for row in programs} == {bool(number)}

@@ -1,0 +1,258 @@
+"""Graders against labels that other people wrote, and against text that wants to hang, break or fool them."""
+
+import json
+import random
+import re
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from envs.grading.answers import (
+    FORMS,
+    extract_boxed,
+    final_answer,
+    nesting,
+    parse_math,
+    same_math,
+)
+from envs.grading.numerals import parse_number, same_number
+from envs.grading.rewards import graded_blocks, quarter_per_tag, think_answer
+
+GRADERS = Path(__file__).parents[3] / "shared" / "data" / "graders"
+needs_labels = pytest.mark.skipif(not GRADERS.is_dir(), reason="needs the shared grader files beside the repository")
+
+# Rows of answer_equivalence whose label is not ours: their sources follow rules that contradict math-verify's default.
+DISAGREEMENTS = {
+    "test_complex_math_expressions:7": "equal at 2 decimals only",
+    "test_complex_math_expressions:13": "equal at 2 decimals only",
+    "test_math_equal:8": "75 for 0.75 without a percent sign",
+    "test_order:0": "a list without brackets counts as a set",
+    "grade_answer_special_handling:0": "equal at 2 decimals only",
+    "grade_answer_special_handling:1": "equal at 2 decimals only",
+    "grade_answer_special_handling:3": r"\sqrt{}{3} is no LaTeX for a root of 3",
+}
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (GRADERS / f"{name}.jsonl").read_text().splitlines()]
+
+
+@needs_labels
+def test_gsm8k_model_solutions():
+    for row in rows("gsm8k_model_solutions"):
+        answer = row["solution"].rpartition("A:")[2]
+        assert same_number(row["gold"], answer) == row["is_correct"], row["id"]
+        assert same_number(row["gold"], final_answer(row["solution"], "any") or "") == row["is_correct"], row["id"]
+
+
+@needs_labels
+def test_answer_equivalence():
+    disagree = [row for row in rows("answer_equivalence") if same_math(row["gold"], row["pred"]) != row["expected"]]
+    assert {row["id"].partition(".py:")[2] for row in disagree} == set(DISAGREEMENTS)
+    assert not any(row["math_verify_agrees"] for row in disagree)
+
+
+@needs_labels
+def test_math_model_outputs():
+    for row in rows("math_model_outputs"):
+        answer = final_answer(row["completion"], "boxed")
+        assert (answer is not None and same_math(row["gold"], answer)) == row["is_correct"], row["id"]
+
+
+@needs_labels
+def test_extraction():
+    for row in rows("tora_gsm8k_boxed"):
+        assert same_number(row["extracted"], final_answer(row["completion_tail"], "boxed")), row["id"]
+    for row in rows("openmathinstruct2_boxed"):
+        assert same_math(row["expected_answer"], final_answer(row["completion"], "boxed")), row["id"]
+    for row in rows("extract_answer"):
+        assert final_answer(row["text"], "any") == row["expected"], row["id"]
+    for row in rows("think_answer_format"):
+        assert bool(think_answer(row["completion"])) == row["expected"], row["id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "answer"),
+    [
+        ("<answer>1</answer><answer> 2 </answer><answer>3", "tags", "2"),
+        (r"<answer>\boxed{7}</answer>", "tags", "7"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}} or \boxed{3", "boxed", r"\frac{1}{2}"),
+        (r"\boxed {\left\{ 1, 2 \right.}", "boxed", r"\left\{ 1, 2 \right."),
+        (r"\boxed 5", "boxed", None),
+        ("so 1\n#### 1,000\nbye", "hash", "1,000"),
+        ("The answer is 5.", "hash", None),
+        ("<answer>5", "tags", None),
+        (r"12 and then \boxed{3} and #### 4", "any", "3"),
+        ("First 1,234.5 then -0.5.", "any", "-0.5"),
+        ("no number", "any", None),
+        # A heading of Markdown is no answer.
+        ("9 * 4 = 36 shells.\n#### 36\n\n#### Explanation\nFour boxes of nine.", "hash", "36"),
+        ("9 * 4 = 36 shells.\n#### 36\n\n#### Explanation\nFour boxes of nine.", "any", "36"),
+        ("#### Step 1\n4 * 9 = 36\n#### Step 2\n36 + 5 = 41\n\nThe answer is 41.", "any", "41"),
+        ("#### Step 1\nAdd.\n#### Step 2\nThe result is 41.", "hash", None),
+        ("#### 1. Add them\nSo 41.\n#### 2) Check\n41 is odd, which fits.", "any", "41"),
+        ("#### Final answer\nThe result is 41.", "any", "41"),
+        ("#### Answer: 36 shells\n#### Step 2\nNone.", "hash", "Answer: 36 shells"),
+        ("#### $x = 5$\n\n#### Verification\n5 = 5", "hash", "$x = 5$"),
+        (r"#### \boxed{7}" "\n#### Note 3\nBoxes of 9.", "hash", "7"),
+        ("#### Paris\n\n#### Explanation\nIt is the capital.", "any", "Paris"),
+        ("#### Paris\nIt is the capital.", "hash", "Paris"),
+        ("#### **E**", "any", "**E**"),
+        ("#### Step 2", "hash", None),
+        # Without a number the end of the text may give the answer in words.
+        ("It has 2 rivers. So the answer is Paris.", "any", "Paris"),
+        ("**Answer:** (E) forty", "any", "(E) forty"),
+        ("It is 41, so the answer is correct.", "any", "41"),
+        ("The answer is Paris. No, London.", "any", "Paris. No, London"),
+    ],
+)
+def test_final_answer(text, form, answer):
+    assert final_answer(text, form) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1,000", 1000), ("1 000", 1000), ("$1,234.50", Fraction(2469, 2)), ("-$5", -5), ("$-5", -5), ("−5", -5)),
+        *(("3/4", "3/4"), ("1 1/2", "3/2"), (r"\frac{3}{4}", "3/4"), (r"1\frac12", "3/2"), (".5", "1/2"), ("5.", 5)),
+        *(("1.5e3", 1500), (r"1.5 \times 10^3", 1500), ("2*10^{-2}", "1/50"), ("007", 7), ("2,74", "137/50")),
+        *((r"\text{18}", 18), (r"\$10", 10), (r"90^\circ", 90), ("0.1", "1/10"), ("\n18\n", 18), ("+7", 7)),
+    ],
+)
+def test_numbers(text, value):
+    assert parse_number(text).value == parse_number(text, words=True).value == Fraction(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "5/0", "--5", "5-10", "2x", "18!", "5!!", "1.2.3", "1,000,00", "5:30", "1/2/3", "2^10", "1e9999", "<18>",
+     "5 3", "0x10", "1_000", "nan", "inf", "9" * 300, "101_2", "3i"],
+)  # fmt: skip
+def test_no_numbers(text):
+    assert parse_number(text) is None
+
+
+def test_words_around_a_number():
+    for text in ("18 dollars", "x = 18", "about 18 km/h", "18kg", "**18**", "USD 18", "6 * 3 = 18", "Answer: 18"):
+        assert same_number("18", text), text
+    for text in ("18 apples and 3 pears", "17 or 18", "not a number", "a-18", "18 + x", "x^18", "1 8", "-18", "18.01"):
+        assert not same_number("18", text), text
+    assert same_number("25%", "0.25") and same_number("25", "25%") and not same_number("25", "0.25")
+    assert not same_number("0.3", "0.30000000000000004"), "exact, unlike floats"
+
+
+def test_mathematics():
+    for reference, answer in [("x^2-1", "(x-1)(x+1)"), (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"), ("1,2", "2,1")]:
+        assert same_math(reference, answer), answer
+    for reference, answer in [("5", "5!"), ("5", "5i"), ("5", "5x"), ("10", r"10\sqrt{2}"), ("(1,2)", "(2,1)")]:
+        assert not same_math(reference, answer), answer
+
+
+def test_format_rewards():
+    good = "<think>\nhm\n</think>\n<answer>\n5\n</answer>"
+    assert (think_answer(good), quarter_per_tag(good), graded_blocks(good)) == (1.0, 1.0, 1.0)
+    for text, quarters in [("", 0), ("x" + good, 1), (good + good, 1), ("<think></think>", 0.5), ("<answer>", 0.25)]:
+        assert (think_answer(text), quarter_per_tag(text)) == (0.0, quarters)
+
+
+def test_graded_blocks_are_those_of_three_regular_expressions():
+    rng = random.Random(0)
+    parts = ["<think>", "</think>", "<answer>", "</answer>", "\n", "x"]
+    in_form = 0
+    for _ in range(20_000):
+        text = "".join(rng.choices(parts, k=rng.randint(0, 8)))
+        think, answer = (re.search(f"<{tag}>.*?</{tag}>", text, re.DOTALL) for tag in ("think", "answer"))
+        whole = re.search("^<think>.*?</think>\n<answer>.*?</answer>$", text, re.DOTALL)
+        expected = 1.0 if whole else 0.1 * bool(think) + 0.5 * bool(answer)
+        assert graded_blocks(text) == expected, text
+        in_form += bool(whole)
+    assert in_form
+
+
+# hostile text
+
+
+def tower(template: str, levels: int) -> str:
+    text = "9"
+    for _ in range(levels):
+        text = template.replace("@", text)
+    return text
+
+
+MEGA = 10_000_000
+HOSTILE = {
+    "brackets": lambda: "(" * 100_000 + "1" + ")" * 100_000,
+    "braces": lambda: "{" * 100_000 + "1" + "}" * 100_000,
+    "few brackets": lambda: "(" * 40 + "1" + ")" * 40,
+    "powers": lambda: "9**9**9**9",
+    "power tower": lambda: "9^{9^{9^9}}",
+    "power chain": lambda: "((9^{999})^{999})^{999}",
+    "exponent": lambda: "10^{10^{10}}",
+    "scientific": lambda: "1e999999999",
+    "factorials": lambda: "((9!)!)!",
+    "factorial": lambda: "100000000!",
+    "binomial": lambda: r"\binom{1000000000}{500000000}",
+    "sum": lambda: r"\sum_{k=1}^{1000000000} k^k",
+    "product": lambda: r"\prod_{k=1}^{10^{12}} k",
+    "polynomial": lambda: "(x+y+z+1)^{5000}",
+    "modulo": lambda: r"7^{1000000000000} \mod 13",
+    "gamma": lambda: r"\Gamma(10^{10})",
+    "matrix power": lambda: r"\begin{pmatrix}1&2\\3&4\end{pmatrix}^{10000000}",
+    "fractions": lambda: tower(r"\frac{1}{1+@}", 30),
+    "endless fractions": lambda: tower(r"\frac{@}{2}", 3000),
+    "roots": lambda: tower(r"\sqrt{@}", 40),
+    "sets": lambda: r"\{" * 30 + "1" + r"\}" * 30,
+    "10 MB digits": lambda: "9" * MEGA,
+    "10 MB commas": lambda: "1," * (MEGA // 2),
+    "10 MB spaces": lambda: "1" + " " * MEGA + "2",
+    "10 MB boxes": lambda: r"\boxed{" * (MEGA // 7),
+    "10 MB empty boxes": lambda: r"\boxed" * (MEGA // 6),
+    "10 MB hashes": lambda: "#" * MEGA,
+    "10 MB dollars": lambda: "$" * MEGA,
+    "10 MB tags": lambda: "<answer></answer>" * (MEGA // 17),
+    "nul": lambda: "1\x002",
+    "surrogates": lambda: "\ud800\udfff18",
+    "import": lambda: "__import__('os').system('true')",
+    "call": lambda: "().__class__.__bases__[0].__subclasses__()",
+    "lambda": lambda: "(lambda f: f(f))(lambda f: f(f))",
+    "regex bomb": lambda: "a" * 5000 + "!" + " " * 5000 + "$" * 200,
+    "latex regex bomb": lambda: "$" + "\\" * 1900 + "$",
+    "words": lambda: "x " * 90,
+    "other digits": lambda: "١٢٣",
+    "input": lambda: r"\input{/etc/passwd} \def\x{\x\x}\x",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text(kind):
+    text = HOSTILE[kind]()
+    for reply in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}", f"#### {text}", f"<answer>{text}"):
+        for form in FORMS:
+            start = time.process_time()
+            answer = final_answer(reply, form)
+            assert time.process_time() - start < 1
+            for reference in ("5", r"\frac{x}{2}"):
+                assert not same_number(reference, answer or ""), "not even here is it right"
+                assert not same_math(reference, answer or "")
+        think_answer(reply), quarter_per_tag(reply)
+        assert time.process_time() - start < 3
+
+
+def test_guards_leave_what_people_write():
+    for text in ("2^{2009}", "10^{2022}", r"\binom{100}{50}", "20!", "x^{2020}", "(x+1)^{10}", r"\sum_{k=0}^{n-1} k^2"):
+        assert parse_math(text), text
+    assert nesting("((1)+{[2]})") == 3 and nesting(")))(") == 1
+
+
+def test_random_text():
+    """A taste of tests/fuzz_graders.py, which takes a hundred thousand."""
+    from tests.fuzz_graders import completions, grade
+
+    for text in completions(random.Random(0), 100):
+        grade(text)
+
+
+def test_boxes_that_never_close_hide_no_answer():
+    assert extract_boxed(r"\boxed{42}" + r"\boxed{" * 50) == "42"

@@ -1,0 +1,474 @@
+"""Replies that hang, crash or make the reward raise cost one score, not the run; nothing outlives the run."""
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from envs.base import MAX_OBSERVED, Reply, Step
+from envs.scoring import scorer as scoring
+from envs.scoring.helper import MAX_PRINTED, Outcome, Printed, ScorerSettings, Turns
+from envs.scoring.scorer import Failure, Scorer, ScoringStream
+from tests.hostile import MEMORY
+from utils.settings.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "tests.hostile:make"
+FAILING = (
+    "raise", "exit", "exit 0", "kill", "kill group", "kill group 9", "kill parent", "close files", "nan", "cancel",
+    "mute", "memory", "generator", "huge", "half a pair", "long name", "name of the log",
+    "no outcomes", "too many outcomes", "half a message",
+)  # fmt: skip
+HANGING = (
+    "sleep", "regex", "endless", "stop", "half a message and hang", "messages without end", "place nan 0",
+    "place 1e300 0", "place 0 1000000",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(HOSTILE, num_workers=2, timeout=0.5) as scorer:
+        yield scorer
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int, seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_alive(pid)]}"
+        time.sleep(0.05)
+
+
+def test_scores_come_in_order_from_processes_without_jax(scorer):
+    import jax  # noqa: F401 (so that this process has what the workers must not have)
+
+    scores, counts = scorer.score_replies(range(100), ["ok"] * 100)
+    assert [score["index"] for score in scores] == list(range(100))
+    assert {score["jax"] for score in scores} == {0.0}
+    assert os.getpid() not in {score["pid"] for score in scores}
+    assert counts == {"reward_timeouts": 0, "reward_errors": 0}
+
+
+def test_no_replies_no_scores(scorer):
+    assert scorer.score_replies([], []) == ([], {"reward_timeouts": 0, "reward_errors": 0})
+
+
+def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
+    with ScoringStream(scorer) as stream:
+        stream.add({3: (7, "ok"), 1: (8, "ok")})
+        deadline = time.monotonic() + 20
+        while not stream.outcomes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stream.add({})
+        stream.add({0: (9, "raise"), 2: (5, "ok")})
+        outcomes = stream.finish()
+    assert [outcomes[row][0] for row in range(4)] == [(9, "raise"), (8, "ok"), (5, "ok"), (7, "ok")]
+    assert [outcomes[row][1]["index"] for row in (1, 2, 3)] == [8, 5, 7] and isinstance(outcomes[0][1], Failure)
+
+
+def test_a_stream_gives_outcomes_while_another_reply_hangs(scorer):
+    with ScoringStream(scorer) as stream:
+        stream.add({0: (0, "sleep"), 1: (1, "ok")})
+        assert stream.take({0, 1}, num_needed=1)[1]["index"] == 1
+        stream.add({1: (2, "ok"), 2: (3, "raise")})
+        assert [*stream.take({1, 2}, num_needed=2)] == [1, 2], "both of which were added while it hangs"
+        assert not stream.take({0})
+        assert stream.take({0}, num_needed=1)[0].kind == "reward_timeouts"
+    assert not stream.thread.is_alive(), "or it would read what the next stream waits for"
+
+
+def ask(scorer: Scorer, *replies: str, seed: int = 5, is_truncated: bool = False) -> Outcome:
+    """What follows the last of these turns of an episode."""
+    turns = Turns(seed, tuple(map(Reply, replies)), is_truncated)
+    return scorer.request_outcomes([(7, turns)])[0]
+
+
+@pytest.fixture(scope="module")
+def patient_scorer():
+    """For what a busy machine may hold up for a second: turns, 120 MB of text and lists."""
+    with Scorer(HOSTILE, num_workers=2, timeout=10) as scorer:
+        yield scorer
+
+
+@pytest.mark.parametrize("end", ["process", "none"])
+def test_an_episode_goes_on_where_it_was_and_is_played_again_where_it_was_lost(patient_scorer, end):
+    scorer = patient_scorer
+    replies = ["ok"]
+    first = ask(scorer, *replies)
+    for number in (2, 3):
+        if end == "process":
+            os.kill(int(first.info["pid"]), signal.SIGKILL)
+            wait_until_gone(int(first.info["pid"]))
+        replies.append("ok")
+        step = ask(scorer, *replies)
+        assert (step.messages, step.reward, step.done) == ([{"role": "user", "content": "more"}], 1.0, False)
+        assert step.info["turn"] == number and (step.info["pid"] == first.info["pid"]) == (end == "none")
+        assert end == "process" or step.info["object"] == first.info["object"]
+        first = step
+    assert ask(scorer, *replies, is_truncated=True) == Step([], 0.3, True, {})
+    assert ask(scorer, *replies, "ok").done, "played again from the start, as its end was asked for"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("sleep", "reward_timeouts"), ("exit 0", "reward_errors"), ("raise", "reward_errors")]
+)
+def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
+    jobs = [(i, Turns(0, (Reply("ok"), Reply(text if i == 3 else "ok")))) for i in range(8)]
+    outcomes = scorer.request_outcomes(jobs)
+    assert [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Failure)] == [3]
+    assert outcomes[3].kind == kind and all(step.info["turn"] == 2 for step in outcomes if isinstance(step, Step))
+
+
+def test_what_an_environment_says_is_cut(patient_scorer):
+    (message,) = ask(patient_scorer, "much").messages
+    note = f" ... (cut at {MAX_OBSERVED} of {4 * 10**7} characters)"
+    assert message["content"] == "more" * (MAX_OBSERVED // 4) + note
+
+
+def test_leaving_a_stream_does_not_wait_for_a_reply_that_hangs():
+    with pytest.raises(ZeroDivisionError), Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        helper = scorer.process.pid
+        with ScoringStream(scorer) as stream:
+            stream.add({0: (0, "sleep")})
+            while not stream.queue.empty():
+                time.sleep(0.01)
+            raise ZeroDivisionError
+    stream.thread.join(5)
+    wait_until_gone(helper)
+    assert not stream.thread.is_alive() and scorer.process.pid == helper, "nor starts another helper"
+
+
+def test_leaving_a_stream_frees_a_thread_that_waits_for_outcomes(scorer):
+    """As a chain does that a signal has left behind: Python would wait for it at the end of the run."""
+
+    def wait() -> None:
+        with pytest.raises(ZeroDivisionError):
+            stream.take({0}, num_needed=1)
+
+    with pytest.raises(ZeroDivisionError), ScoringStream(scorer) as stream:
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        raise ZeroDivisionError
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_stream_that_was_left_reads_nothing_more(scorer, monkeypatch):
+    """Or it takes what the next one waits for, where its thread is late."""
+    take_additions = ScoringStream.take_additions
+    is_next = threading.Event()
+
+    def take_late(stream, is_blocking: bool) -> list:
+        additions = take_additions(stream, is_blocking)
+        assert is_next.wait(5)
+        return additions
+
+    monkeypatch.setattr(ScoringStream, "take_additions", take_late)
+    with pytest.raises(ZeroDivisionError), ScoringStream(scorer) as stream:
+        raise ZeroDivisionError
+    scorer.send({0: (7, "ok")})
+    is_next.set()
+    stream.thread.join(5)
+    assert not stream.thread.is_alive() and scorer.unfinished
+    while scorer.unfinished:
+        outcomes = scorer.receive()
+    assert outcomes[0]["index"] == 7
+
+
+@pytest.mark.parametrize("text", HANGING)
+def test_a_reward_that_does_not_return_is_killed(scorer, text):
+    """Also where it writes into the connection, or into the memory that tells what its process is at."""
+    start = time.monotonic()
+    scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+    failed = [i for i, score in enumerate(scores) if score is None]
+    blames_another = text.startswith("place") and text.endswith(" 0")  # a place in the chunk
+    assert len(failed) == 1 and (blames_another or failed == [20]), "its neighbours keep their scores"
+    assert sum(counts.values()) == 1 and (counts["reward_timeouts"] == 1 or text == "messages without end")
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("text", FAILING)
+def test_a_reward_that_fails_costs_one_score(scorer, text):
+    helper = scorer.process.pid
+    scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+    assert [i for i, score in enumerate(scores) if score is None] == [20]
+    assert counts == {"reward_timeouts": 0, "reward_errors": 1}
+    assert scorer.process.pid == helper
+
+
+def test_what_a_worker_sends_does_not_execute(tmp_path):
+    with Scorer(HOSTILE, num_workers=1) as scorer:
+        scores, counts = scorer.score_replies([0, 1], [f"pickle {tmp_path / 'made'}", "ok"])
+    assert scores[0] is None and scores[1]["return"] == 1 and counts["reward_errors"] == 1
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_child_that_returns_from_a_reward_scores_nothing(scorer):
+    scores, _ = scorer.score_replies(range(40), ["fork"] * 40)
+    assert [score["index"] for score in scores] == list(range(40))
+
+
+@pytest.mark.parametrize("text", ["exit 0", "kill group", "kill parent"])
+def test_the_end_of_a_worker_is_noticed_before_the_time_limit(text):
+    start = time.monotonic()
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        assert scorer.score_replies([0, 1], [text, "ok"])[1] == {"reward_timeouts": 0, "reward_errors": 1}
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of processes is read from /proc")
+@pytest.mark.parametrize("text", ["shared memory", "memory of children"])
+def test_memory_of_all_that_a_reward_starts_counts(text, monkeypatch):
+    monkeypatch.setattr(scoring, "ScorerSettings", functools.partial(ScorerSettings, max_memory=3 * MEMORY))
+    start = time.monotonic()
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        (failed, score), counts = scorer.score_replies([0, 1], [text, "ok"])
+    assert failed is None and score["return"] == 1 and counts == {"reward_timeouts": 0, "reward_errors": 1}
+    assert time.monotonic() - start < 60
+
+
+def hanging(number: int, num_hanging: int) -> list[str]:
+    """Replies of which some hang, spread by a seeded shuffle."""
+    texts = ["sleep"] * num_hanging + ["ok"] * (number - num_hanging)
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("number", "num_hanging", "num_workers", "timeout", "limit"),
+    [(512, 16, 8, 0.5, 10), pytest.param(4096, 32, 16, 3, 15, marks=pytest.mark.slow)],
+)
+def test_replies_that_hang_are_waited_for_together(number, num_hanging, num_workers, timeout, limit):
+    texts = hanging(number, num_hanging)
+    with Scorer(HOSTILE, num_workers=num_workers, timeout=timeout) as scorer:
+        scorer.score_replies(range(64), ["ok"] * 64)
+        start = time.monotonic()
+        scores, counts = scorer.score_replies([i % 1000 for i in range(number)], texts)
+        seconds = time.monotonic() - start
+    print(f"{number} replies of which {num_hanging} hang, {num_workers} workers, {timeout} s: {seconds:.1f} s")
+    assert [score is None for score in scores] == [text == "sleep" for text in texts]
+    assert counts == {"reward_timeouts": num_hanging, "reward_errors": 0} and seconds < limit
+
+
+def test_workers_see_no_secrets(monkeypatch):
+    secrets = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD", "GITHUB_TOKEN")
+    for name in secrets:
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("REWARD_API_KEY", "for the reward")
+    monkeypatch.setenv("HF_HOME", str(ROOT))
+    with Scorer("tests.hostile:make_with_token", num_workers=1) as scorer:
+        variables = scorer.score_replies([0], ["environment"])[0][0]
+        environ = Path(f"/proc/{scorer.process.pid}/environ")
+        assert not environ.exists() or b"secret" not in environ.read_bytes()
+    assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables) and not set(secrets) & set(variables)
+
+
+def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
+    texts = ["slow"] * 2 + ["ok"] * 14  # chunks of two: 2 x 0.3 s, limit 0.5 s
+    scores, counts = scorer.score_replies(range(16), texts)
+    assert all(score["return"] == 1.0 for score in scores) and sum(counts.values()) == 0
+
+
+def test_failures_are_told_once_and_written_down(tmp_path, capsys):
+    with Scorer(HOSTILE, num_workers=1, failures_dir=tmp_path) as scorer:
+        scorer.score_replies([6, 7], ["ok", "raise"])
+        scorer.score_replies([8], ["nan"])
+    written = [json.loads(line) for line in (tmp_path / "reward_failures.jsonl").read_text().splitlines()]
+    assert [(line["problem"], line["text"]) for line in written] == [(7, "raise"), (8, "nan")]
+    assert "ZeroDivisionError: of the reward" in written[0]["reason"]
+    assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_what_rewards_print_comes_by_whole_lines_without_control_characters(capfd):
+    with Scorer(HOSTILE, num_workers=2) as scorer:
+        scorer.score_replies(range(40), ["print"] * 40)
+    captured = capfd.readouterr()
+    lines = [line for i in range(40) for line in (f"[31mone and    two {i}", f"three ? {i}", "x" * MAX_PRINTED)]
+    assert sorted(captured.out.split("\n")) == sorted(["", *(f"reward: {line}" for line in lines)])
+    assert sorted(captured.err.splitlines()) == sorted(f"reward: four {i}" for i in range(40))
+
+
+def test_what_rewards_print_takes_the_line_of_the_progress():
+    reader, screen = os.openpty()
+    Printed(screen).write(b"half a line ")
+    Printed(screen).write(b"line\nhalf")
+    assert os.read(reader, 1000) == b"\r\x1b[Kreward: line\r\n"
+
+
+def test_a_reward_that_fails_on_most_replies_stops_the_run(scorer):
+    with pytest.raises(UserError, match="failed for 11 of 20 replies, first by 'ZeroDivisionError"):
+        scorer.score_replies(range(20), ["raise"] * 11 + ["ok"] * 9)
+    scorer.score_replies(range(20), ["raise"] * 10 + ["ok"] * 10)
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_reward_that_fails_for_all_of_the_first_replies_stops_the_run(number):
+    with Scorer(HOSTILE, num_workers=1) as scorer:
+        scorer.score_replies([], [])
+        with pytest.raises(UserError, match=f"failed for {number} of {number} replies, first by 'ZeroDivisionError"):
+            scorer.score_replies(range(number), ["raise"] * number)
+        scorer.score_replies([0, 1], ["ok", "raise"])
+        assert scorer.score_replies([0], ["raise"])[0] == [None]
+    with Scorer(HOSTILE, num_workers=1, max_error_share=1) as scorer:
+        assert scorer.score_replies([0], ["raise"])[0] == [None]
+
+
+def test_a_reward_that_always_hangs_stops_the_run_in_time(scorer):
+    start = time.monotonic()
+    with pytest.raises(UserError, match="failed for 60 of 60 replies, first by 'it took longer than 0.5 seconds'"):
+        scorer.score_replies(range(60), ["sleep"] * 60)  # one by one these were 15 s
+    assert time.monotonic() - start < 14
+
+
+def test_an_environment_that_cannot_be_made_is_the_users_mistake():
+    with pytest.raises(ValueError, match="no such data set"):
+        Scorer("tests.hostile:make_missing", num_workers=1)
+
+
+def test_a_lost_helper_is_replaced(scorer):
+    (score,), _ = scorer.score_replies([0], ["ok"])
+    os.kill(scorer.process.pid, signal.SIGKILL)
+    assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
+    wait_until_gone(int(score["pid"]))
+
+
+def test_a_helper_that_was_stopped_goes_on(capsys):
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        helper = scorer.process.pid
+        os.kill(helper, signal.SIGSTOP)
+        assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
+        assert scorer.process.pid == helper and not capsys.readouterr().err
+
+
+def test_a_stuck_helper_is_replaced(monkeypatch, capsys):
+    monkeypatch.setattr(scoring, "STALL", 2)
+    monkeypatch.setattr(scoring, "send_signal", lambda pid, number: None)
+    with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
+        os.kill(scorer.process.pid, signal.SIGSTOP)
+        assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
+        assert "started again: the helper process gave no sign of life" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the helper is found through /proc")
+@pytest.mark.parametrize("text", ["kill helper", "stop helper"])
+def test_a_reward_that_ends_or_stops_the_helper_costs_one_score(text):
+    with Scorer(HOSTILE, num_workers=2, timeout=1) as scorer:
+        scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
+        assert [i for i, score in enumerate(scores) if score is None] == [20] and sum(counts.values()) == 1
+
+
+def test_a_helper_that_is_always_lost_ends_the_run(monkeypatch):
+    monkeypatch.setattr(scoring, "MAX_LOST", 2)
+    with Scorer(HOSTILE, num_workers=1) as scorer, pytest.raises(UserError, match="failed 2 times in a row: the h"):
+        scorer.score_replies(range(20), ["kill helper"] * 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts what is left in another session")
+@pytest.mark.parametrize("ending", ["closed", "stuck", "worker lost", "keeper lost"])
+def test_what_a_reward_starts_in_another_session_ends_with_it(ending):
+    with Scorer(HOSTILE, num_workers=1, timeout=0.5) as scorer:
+        (score,), _ = scorer.score_replies([0], ["daemon"])
+        daemon = int(score["daemon"])
+        assert is_alive(daemon)
+        if ending == "worker lost":
+            scorer.score_replies([0], ["sleep"])
+            wait_until_gone(daemon)
+        if ending == "keeper lost":
+            scorer.score_replies([0], ["kill parent"])
+        if ending == "stuck":
+            os.kill(scorer.process.pid, signal.SIGSTOP)
+            scorer.kill()
+            wait_until_gone(daemon)
+    wait_until_gone(daemon)
+
+
+def test_closing_leaves_no_process_behind():
+    with Scorer(HOSTILE, num_workers=1) as scorer:
+        (score,), _ = scorer.score_replies([0], ["ok"])
+        assert is_alive(int(score["pid"]))
+    wait_until_gone(int(score["pid"]), scorer.process.pid)
+
+
+@pytest.mark.parametrize("text", ["ok", "sleep", "regex"])
+def test_workers_die_with_a_run_that_is_killed(text):
+    """Killed between two calls, or while a reward hangs with its interpreter locked."""
+    program = (
+        "from envs.scoring.scorer import Scorer\n"
+        f"scorer = Scorer({HOSTILE!r}, num_workers=1, timeout=60)\n"
+        "print(int(scorer.score_replies([0], ['ok'])[0][0]['pid']), scorer.process.pid, flush=True)\n"
+        f"scorer.score_replies([0], [{text!r}])\n"
+        "input()\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in run.stdout.readline().split()]
+    time.sleep(0.3)  # now it hangs
+    run.kill()
+    run.communicate()
+    wait_until_gone(*pids)
+
+
+OWN_REWARDS = """
+def none(completion, **row): pass
+def nan(completion, **row): return float("nan")
+def text(completion, **row): return "1"
+def raises(completion, **row):
+    return int("x" + completion)
+def lists(completions, **columns): return [1.0, 2.0]
+class Reward:
+    def __call__(self, completion, **row): return [1.0]
+instance = Reward()
+def some(completion, **row): return 1 / len(completion)
+def parts(completion, answer, **row): return {"same": completion == answer, "size": len(completion)}
+def named(completion, answer): return float(completion == answer)
+def trl(completions, prompts, answer, **columns):
+    assert len(prompts) == len(answer) == 1
+    return [float(c == a) + len(c) for c, a in zip(completions, answer)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none", r"none\(\) in line 2 of .*own.py returned None: return a number"),
+        ("nan", r"nan\(\) in line 3 of .*own.py returned nan: return a number"),
+        ("text", "text.. in line 4 of .* returned '1'"),
+        ("raises", r"ValueError: invalid literal .*\(line 6 of .*own.py\)"),
+        ("lists", r"lists\(\) in line 7 of .* returned \[1.0, 2.0\]: return a list with a number for each completion"),
+        ("instance", r"__call__\(\) in line 9 of .* returned \[1.0\]: return a number"),
+        ("some", None),  # an empty reply costs its score, as in training
+        ("parts", None),
+        ("named", None),
+        ("trl", None),
+    ],
+)
+def test_a_reward_that_fails_for_every_reply_ends_the_start(name, words, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_REWARDS)
+    rows = [json.dumps({"prompt": f"What is {i}?", "answer": str(i)}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    options = {"path": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'own.py'}:{name}"}
+    with Scorer("dataset", options, num_workers=1) as scorer:
+        if words:
+            with pytest.raises(UserError, match=words):
+                scorer.check_reward([(0, "one"), (1, "")])
+            return
+        scorer.check_reward([(0, "one"), (1, "")])
+        (scores,), _ = scorer.score_replies([0], ["one"])
+        assert scores["return"] == {"some": 1 / 3, "parts": 3.0, "named": 0.0, "trl": 3.0}[name]

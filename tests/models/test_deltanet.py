@@ -1,0 +1,127 @@
+"""The chunked form of the gated delta rule, and its gradients, against the recurrence in float64.
+
+Letters as in models/deltanet.py.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import decoder
+from models.deltanet import DeltaInputs, chunked_rule, invert_unit_lower, recurrent_rule
+from tests.helpers import HYBRID, assert_close, depth, gradient_depth, on_four_devices, on_layout, random_params
+from utils.devices.startup import DeviceConfig, make_layout
+
+B, H, C, E = 2, 3, 8, 4
+
+
+def inputs(num_tokens: int, alike: float = 0.0) -> DeltaInputs:
+    """Random inputs: memories that last for 1 to 100 tokens; `alike`: the share of its keys that all tokens share."""
+    rng = np.random.default_rng(num_tokens)
+    q, k = rng.standard_normal((2, B, H, num_tokens, C))
+    k = alike * k[:, :, :1] + (1 - alike) * k
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.standard_normal((B, H, num_tokens, E))
+    log_decay = -np.exp(rng.uniform(np.log(0.01), 0, (B, H, num_tokens)))
+    beta = rng.uniform(0, 1, (B, H, num_tokens))
+    return DeltaInputs(*map(np.float32, (q / C, k, v, log_decay, beta)))
+
+
+def recurrence(x: DeltaInputs, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The definition, token by token, in float64."""
+    q, k, v, log_decay, beta = map(np.float64, x)
+    memory, outputs = np.float64(memory), []
+    for t in range(q.shape[2]):
+        memory = memory * np.exp(log_decay[:, :, t])[..., None, None]
+        correction = v[:, :, t] - np.einsum("bhce,bhc->bhe", memory, k[:, :, t])
+        memory = memory + np.einsum("bh,bhc,bhe->bhce", beta[:, :, t], k[:, :, t], correction)
+        outputs.append(np.einsum("bhce,bhc->bhe", memory, q[:, :, t]))
+    return np.stack(outputs, axis=2), memory
+
+
+def stepwise(x: DeltaInputs, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The recurrent form, one call for each token."""
+
+    def step(memory, token):
+        out, memory = recurrent_rule(jax.tree.map(lambda x: x[:, :, None], token), memory)
+        return memory, out[:, :, 0]
+
+    memory, out = jax.lax.scan(step, memory, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), x))
+    return jnp.moveaxis(out, 0, 2), memory
+
+
+def first_memory() -> np.ndarray:
+    return np.float32(np.random.default_rng(1).standard_normal((B, H, C, E)))
+
+
+CASES = [(150, 64, 0.0), (150, 64, 0.9), (64, 64, 0.0), (21, 8, 0.0), (5, 64, 0.5), (1, 64, 0.0)]
+
+
+@pytest.mark.parametrize(("num_tokens", "chunk", "alike"), CASES)
+def test_chunks_compute_the_recurrence(num_tokens, chunk, alike):
+    x, memory = inputs(num_tokens, alike), first_memory()
+    expected, last = recurrence(x, memory)
+    for rule in (partial(chunked_rule, chunk=chunk), stepwise):
+        out, found = jax.jit(rule)(x, memory)
+        size = max(np.abs(memory).max(), np.abs(expected).max())
+        assert_close(out, expected, num_tokens + C, size)
+        assert_close(found, last, num_tokens + C, size)
+
+
+@pytest.mark.parametrize(("num_tokens", "chunk", "alike"), CASES[:4])
+def test_gradients_of_chunks_are_those_of_the_recurrence(num_tokens, chunk, alike):
+    x, memory = inputs(num_tokens, alike), first_memory()
+    rng = np.random.default_rng(2)
+    directions = rng.standard_normal((B, H, num_tokens, E)), rng.standard_normal(memory.shape)
+    found, expected = (
+        jax.jit(lambda x, memory, rule=rule: jax.vjp(rule, x, memory)[1](tuple(map(jnp.float32, directions))))(
+            x, memory
+        )
+        for rule in (partial(chunked_rule, chunk=chunk), stepwise)
+    )
+    for gradient, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(gradient, reference, 3 * (num_tokens + C) * C)
+
+
+def test_decay_that_underflows_has_gradients():
+    x = inputs(64)._replace(log_decay=np.full((B, H, 64), -50, np.float32))
+    gradient = jax.jit(jax.grad(lambda x: chunked_rule(x, first_memory())[0].sum()))(x)
+    assert all(np.isfinite(array).all() for array in gradient)
+
+
+def test_unit_triangular_matrices_are_inverted():
+    below = np.tril(np.random.default_rng(3).uniform(-1, 1, (2, 3, 32, 32)), -1) / 8
+    found = jax.jit(invert_unit_lower)(np.float32(below))
+    expected = np.linalg.inv(np.eye(32) + below)
+    assert_close(found, expected, 32 * 5)
+    ones = jnp.tril(jnp.ones((64, 64)), -1)  # of keys that are all the same: powers of it reach 10^17
+    np.testing.assert_array_equal(invert_unit_lower(ones), np.eye(64) - np.eye(64, k=-1))
+
+
+ODD = replace(HYBRID, delta=HYBRID.delta._replace(num_key_heads=1, num_value_heads=3))  # heads that no mesh divides
+
+
+def compare_on_four_devices() -> None:
+    """Logits and gradients of the training pass on meshes, and on one device."""
+    tokens = np.random.default_rng(4).integers(0, HYBRID.vocab_size, (4, 70)).astype(np.int32)
+
+    def loss(params, model):
+        scores = decoder.logits(model, params, tokens)
+        return jax.nn.log_softmax(scores)[..., 7].mean(), scores
+
+    compute = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    for model, mesh in ((HYBRID, "fsdp=2,tp=2"), (HYBRID, "tp=4"), (ODD, "data=2,tp=2")):
+        expected_gradient, expected = compute(random_params(model), model)
+        gradient, logits = compute(on_layout(make_layout(DeviceConfig(mesh=mesh)), model), model)
+        assert_close(logits, expected, depth(model, tokens.shape[1]))
+        for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
+            assert_close(x, y, gradient_depth(model, tokens.shape[1], tokens.size), 10 * np.linalg.norm(y))
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_mesh():
+    on_four_devices(__file__, "compare_on_four_devices()")

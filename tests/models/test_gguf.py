@@ -1,0 +1,282 @@
+"""GGUF files: what they convert to against the folders that they were written from, and damaged ones."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from models import gguf_to_hf
+from models.checkpoint import load_model
+from models.families import DTYPES
+from tests.models.test_model import DATA, FIXTURES, expected, logits, needs_data, rows
+from utils.settings.errors import UserError
+
+gguf = pytest.importorskip("gguf", reason="pip install gguf: GGUF files are read and written by this package")
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["llama-untied", "qwen2-untied", "qwen2-tied", "qwen3-wide-heads", "qwen3-tied"]
+FLOAT32 = jnp.dtype("float32")
+Edit = Callable[["gguf.GGUFWriter"], None]
+
+
+def read_config(name: str) -> dict:
+    return json.loads((FIXTURES / name / "config.json").read_text())
+
+
+def interleave(matrix: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of queries or keys as llama.cpp wants them: one of each half of a head after the other."""
+    heads = matrix.reshape(num_heads, 2, -1, matrix.shape[1])
+    return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(matrix.shape)
+
+
+def rope_factors(head_dim: int, theta: float, factor: float, context: int) -> np.ndarray:
+    """The factors of Llama 3.1 in float64, one pair of channels after the other."""
+    factors = []
+    for i in range(0, head_dim, 2):
+        waves = context * theta ** (-i / head_dim) / (2 * np.pi)
+        share = min(max((waves - 1) / 3, 0), 1)
+        factors.append(1 / ((1 - share) / factor + share))
+    return np.float32(factors)
+
+
+def write_vocabulary(writer, tokens: list[str], merges: list[str], types: list[int], pre: str) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(0)
+
+
+def byte_letters() -> list[str]:
+    """The 256 characters that stand for bytes in a byte-level vocabulary."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def write_gguf(file: Path, name: str, edit: Edit = lambda writer: None, quantization: str = "F32") -> Path:
+    """Writes a fixture as llama.cpp's converter does."""
+    config = read_config(name)
+    architecture = config["model_type"]
+    writer = gguf.GGUFWriter(file, architecture)
+    rope = config.get("rope_parameters") or config
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    num_letters = config["vocab_size"] - 2
+    tokens = ["<|endoftext|>", *byte_letters()[:num_letters], "!("]  # whose first one Qwen2Tokenizer needs
+    write_vocabulary(writer, tokens, ["! ("], [3] + [1] * (num_letters + 1), "qwen2")
+    tensor_type = gguf.GGMLQuantizationType[quantization]
+    for tensor, array in load_file(FIXTURES / name / "model.safetensors").items():
+        if architecture == "llama" and "q_proj" in tensor:
+            array = interleave(array, config["num_attention_heads"])
+        if architecture == "llama" and "k_proj" in tensor:
+            array = interleave(array, config["num_key_value_heads"])
+        tensor_name = hf_to_gguf(architecture, config, tensor)
+        if array.ndim == 2 and array.shape[1] % 32 == 0:  # numbers of a block
+            writer.add_tensor(tensor_name, gguf.quants.quantize(array, tensor_type), raw_dtype=tensor_type)
+        else:
+            writer.add_tensor(tensor_name, array)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def hf_to_gguf(architecture: str, config: dict, tensor: str) -> str:
+    """The package's own table of names."""
+    names = gguf.constants.MODEL_ARCH_NAMES
+    model = next(number for number, name in names.items() if name == architecture)
+    table = gguf.get_tensor_name_map(model, config["num_hidden_layers"])
+    base, kind = tensor.rsplit(".", 1)
+    return f"{table.get_name(base)}.{kind}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_file_has_the_logits_of_the_folder_it_was_made_from(name, tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", name)
+    gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
+    model, params, tokenizer = load_model(tmp_path / "model")
+    original, original_params, _ = load_model(FIXTURES / name)
+    tokens = expected(name)["tokens"]
+    np.testing.assert_array_equal(logits(model, params, tokens), logits(original, original_params, tokens))
+    assert (model.family, model.num_parameters) == (original.family, original.num_parameters)
+    assert tokenizer.stop_ids == (0,)
+    assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("!(1")) == ["!(", "1"]
+
+
+def test_the_factors_of_llama_31_are_recognised(tmp_path):
+    def edit(writer) -> None:
+        with_metadata("llama.rope.freq_base", 5e5, "FLOAT32")(writer)
+        writer.add_tensor("rope_freqs.weight", rope_factors(8, 5e5, 32.0, 8192))
+
+    model = gguf_to_hf.convert(write_gguf(tmp_path / "model.gguf", "llama-untied", edit), tmp_path / "model", FLOAT32)
+    assert (model.rope_scaling.factor, model.rope_scaling.original_max_position_embeddings) == (32.0, 8192)
+    loaded, _, _ = load_model(tmp_path / "model")
+    assert loaded.rope_scaling == model.rope_scaling
+
+
+@pytest.mark.parametrize("quantization, error", [("Q8_0", 1 / 127), ("BF16", 2**-8)])
+def test_quantised_matrices_become_the_numbers_that_they_stand_for(quantization, error, tmp_path):
+    """Within the distance of two neighbouring numbers, as a share of the largest one of a block."""
+    file = write_gguf(tmp_path / "model.gguf", "qwen3-tied", quantization=quantization)
+    gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
+    original = load_file(FIXTURES / "qwen3-tied" / "model.safetensors")
+    for name, array in load_file(tmp_path / "model" / "model.safetensors").items():
+        assert np.abs(array - original[name]).max() <= error * np.abs(original[name]).max(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_are_written_in_another_type(dtype, tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "llama-untied")
+    assert gguf_to_hf.convert(file, tmp_path / "model", jnp.dtype(dtype)).family == "LlamaForCausalLM"
+    _, params, _ = load_model(tmp_path / "model", param_dtype="")
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {dtype}
+
+
+@pytest.mark.slow
+def test_the_command_converts(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "llama-untied")
+    command = [sys.executable, "models/gguf_to_hf.py", file, tmp_path / "model", "--dtype=float16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "of a LlamaForCausalLM; written to" in done.stdout, done.stderr
+
+
+@needs_data
+def test_the_tokenizer_of_qwen3_survives(tmp_path):
+    """Against ids that others computed with llama.cpp and transformers."""
+    source = json.loads((DATA / "qwen3-tokenizer" / "tokenizer.json").read_text())
+    config = json.loads((DATA / "qwen3-tokenizer" / "tokenizer_config.json").read_text())
+    words = source["model"]["vocab"] | {token["content"]: token["id"] for token in source["added_tokens"]}
+    tokens = sorted(words, key=words.get)
+    added = {token["content"]: 3 if token["special"] else 4 for token in source["added_tokens"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in source["model"]["merges"]]
+
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens], "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 151645, "tokenizer.chat_template": config["chat_template"],
+    }  # fmt: skip
+    tokenizer = gguf_to_hf.read_tokenizer(gguf_to_hf.Gguf(tmp_path, "qwen3", metadata, {}), len(tokens))
+    assert tokenizer.stop_ids == (151645, 151643), "the second one is not in the metadata"
+    for row in rows("llama_cpp_qwen2.jsonl"):
+        assert tokenizer.encode(row["text"]) == row["ids"]
+        assert tokenizer.decode(row["ids"]) == row["text"]
+    for row in rows("chat_template.jsonl"):
+        if row["add_generation_prompt"] and not row["tools"]:
+            assert tokenizer.chat(row["messages"], row["enable_thinking"] is not False) == row["ids"]
+
+
+def test_digits_of_smollm_are_tokens_of_their_own(tmp_path):
+    letters = byte_letters()
+    tokens = ["<|end|>", *letters, "12", "ab", "\u0120\u0120", "<|im_end|>", "<|eot_id|>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 3) + [3, 1], "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.merges": ["1 2", "a b", "\u0120 \u0120"],
+    }  # fmt: skip
+    tokenizer = gguf_to_hf.read_tokenizer(gguf_to_hf.Gguf(tmp_path, "llama", metadata, {}), len(tokens))
+    assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("ab12")) == ["ab", "1", "2"]
+    assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("a  1")) == ["a", "\u0120\u0120", "1"]
+    assert tokenizer.stop_ids == (0, tokens.index("<|im_end|>")), "the other one is no control token"
+
+
+# Files that are refused
+
+
+def without_tensor(writer) -> None:
+    del writer.tensors[0]["blk.0.attn_q.weight"]
+
+
+def with_tensor(name: str, *shape: int, value: float = 1.0) -> Edit:
+    def edit(writer) -> None:
+        writer.tensors[0].pop(name, None)
+        writer.add_tensor(name, np.full(shape, value, np.float32))
+
+    return edit
+
+
+def with_metadata(name: str, value: object, kind: str) -> Edit:
+    def edit(writer) -> None:
+        writer.kv_data[0].pop(name, None)
+        writer.add_key_value(name, value, gguf.GGUFValueType[kind])
+
+    return edit
+
+
+def without_metadata(name: str) -> Edit:
+    return lambda writer: writer.kv_data[0].pop(name)
+
+
+REFUSED = {
+    "lacks tensor blk.0.attn_q.weight": without_tensor,
+    "has tensor blk.0.ffn_gate_exps.weight": with_tensor("blk.0.ffn_gate_exps.weight", 2, 2),
+    "output_norm.weight has shape (4,)": with_tensor("output_norm.weight", 4),
+    "holds NaN or infinity": with_tensor("output_norm.weight", 48, value=np.nan),
+    "are not the factors of Llama 3.1": with_tensor("rope_freqs.weight", 4, value=2.0),
+    "its architecture is 'gpt2'": with_metadata("general.architecture", "gpt2", "STRING"),
+    "has no llama.block_count": without_metadata("llama.block_count"),
+    "num_hidden_layers is 1000000": with_metadata("llama.block_count", 1000000, "UINT32"),
+    "hidden_size is 'wide'": with_metadata("llama.embedding_length", "wide", "STRING"),
+    "llama.rope.dimension_count is 4": with_metadata("llama.rope.dimension_count", 4, "UINT32"),
+    "llama.rope.scaling.type is 'yarn'": with_metadata("llama.rope.scaling.type", "yarn", "STRING"),
+    "tokenizer.ggml.model is 'llama'": with_metadata("tokenizer.ggml.model", "llama", "STRING"),
+    "tokenizer.ggml.pre is 'tekken'": with_metadata("tokenizer.ggml.pre", "tekken", "STRING"),
+    "tokenizer.ggml.tokens is no list of str": without_metadata("tokenizer.ggml.tokens"),
+    "tokenizer.ggml.eos_token_id is 99999": with_metadata("tokenizer.ggml.eos_token_id", 99999, "UINT32"),
+    "the model's chat template fails": with_metadata("tokenizer.chat_template", "{{ 1 / 0 }}", "STRING"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_file_that_cannot_be_converted_is_refused_by_its_reason(reason, tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "llama-untied", REFUSED[reason])
+    with pytest.raises(UserError) as raised:
+        gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
+    assert str(file) in str(raised.value) and reason in str(raised.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_damaged_file_ends_in_one_sentence(tmp_path):
+    whole = write_gguf(tmp_path / "whole.gguf", "llama-untied").read_bytes()
+    file = tmp_path / "model.gguf"
+    many = (1 << 60).to_bytes(8, "little")
+    damaged = [whole[: len(whole) * i // 20] for i in range(20)]
+    damaged += [whole[:8] + many + whole[16:], whole[:16] + many + whole[24:], b"PK" + whole[2:], bytes(1000)]
+    damaged += [whole.replace(b"llama.block_count", b"llama.\xff\xfeock_count")]
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="model.gguf"):
+            gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
+
+
+def test_a_list_that_never_ends_is_given_up(tmp_path, monkeypatch):
+    """A list of numbers without bytes: the reader would go round for ever."""
+    monkeypatch.setattr(gguf_to_hf, "READ_SECONDS", 1)
+    file = tmp_path / "model.gguf"
+    numbers = ((3, 4), (0, 8), (1, 8), (1, 8), (ord("a"), 1), (9, 4), (4, 4), (1 << 60, 8))  # value and bytes
+    file.write_bytes(b"GGUF" + b"".join(value.to_bytes(size, "little") for value, size in numbers))
+    with pytest.raises(UserError, match="model.gguf is not a whole GGUF file"):
+        gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="pip install gguf"):
+        gguf_to_hf.convert(tmp_path / "model.gguf", tmp_path / "model", FLOAT32)

@@ -1,0 +1,580 @@
+"""Malformed model folders and data files: each ends in one sentence that names the file, within seconds.
+
+The tables hold the damage; the functions that load are those of the commands, and a few rows run a whole command.
+"""
+
+import contextlib
+import gzip
+import importlib.util
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from core import eval as evaluation
+from core import grpo, sampling, sft
+from core.config import Config
+from core.extensions.sft_config import Config as SftConfig
+from envs import make_env
+from models.checkpoint import load_model
+from models.tokenizer import load_tokenizer
+from utils.settings.config import parse
+from utils.settings.errors import UserError, user_errors
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "tests/fixtures/qwen3-tied"
+SLOW = 5  # CPU seconds
+NESTED = "[" * 100_000
+Edit = Callable[[Path], None]
+
+
+def outcome(load: Callable[[], None]) -> str:
+    """The line that a command prints for a call that fails; empty for one that does not. It must not take long."""
+    start, printed = time.process_time(), io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        try:
+            with user_errors():
+                load()
+        except SystemExit as end:
+            assert end.code == 2
+    assert time.process_time() - start < SLOW
+    line = printed.getvalue()
+    assert line.count("\n") <= 1 and len(line) < 1500, line
+    return line
+
+
+# Model folders
+
+
+def replace(name: str, content: str | bytes) -> Edit:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def update(name: str, **fields) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return edit
+
+
+def index_file(content: str | bytes) -> Edit:
+    """Moves the weights to a shard, and writes an index with this content."""
+
+    def edit(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        replace(INDEX, content)(folder)
+
+    return edit
+
+
+def index(names: object) -> Edit:
+    return index_file(json.dumps({"weight_map": names}))
+
+
+def tensors(edit_all: Callable[[dict], None]) -> Edit:
+    def edit(folder: Path) -> None:
+        arrays = dict(load_file(folder / "model.safetensors"))
+        edit_all(arrays)
+        save_file(arrays, folder / "model.safetensors")
+
+    return edit
+
+
+def cast(dtype: type) -> Edit:
+    return tensors(lambda arrays: arrays.update({name: x.astype(dtype) for name, x in arrays.items()}))
+
+
+def spoil(name: str, value: float, dtype: type = np.float32) -> Edit:
+    """Puts one value into a tensor, once it has another type."""
+
+    def edit_all(arrays: dict) -> None:
+        arrays[name] = arrays[name].astype(dtype)
+        arrays[name].flat[-1] = value
+
+    return tensors(edit_all)
+
+
+def link(name: str, target: str) -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return edit
+
+
+def pipe(name: str) -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return edit
+
+
+def add_token(**fields) -> Edit:
+    def edit(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        content = json.loads(file.read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": 100, "content": "<x>", "special": True} | flags | fields)
+        file.write_text(json.dumps(content))
+
+    return edit
+
+
+def replacing(text: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+def split(pattern: str) -> dict[str, object]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def sequence(name: str, parts: list[dict]) -> dict[str, object]:
+    return {"type": "Sequence", name: parts}
+
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+TOKENIZER_CONFIG, GENERATION, INDEX = "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"
+PRECOMPILED = {"type": "Precompiled"}
+BPE = {"type": "BPE", "merges": []}
+NORM, EMBED = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
+CONTENTS = {
+    "empty": "", "list": "[]", "null": "null", "number": "5", "text": '"x"', "half": '{"a": ', "nested": NESTED,
+    "latin-1": b'{"a": "\xe9"}', "zeros": b"\0" * 1000, "long number": '{"a": ' + "9" * 5000 + "}",
+}  # fmt: skip
+FIELDS = {
+    "architectures": ([], "Qwen3ForCausalLM", [5], {}, ["\x1b[2J" * 999]),
+    "vocab_size": ("79", 79.5, 0, -1, 10**30, True, [79]),
+    "hidden_size": ("32", 0, 32.5, {}),
+    "intermediate_size": ("40", -40, 10**12),
+    "num_hidden_layers": (0, 10**9, "2", 1.5, 10**400),
+    "num_attention_heads": (0, "4", 3, [4]),
+    "num_key_value_heads": (0, 3, "2"),
+    "head_dim": (0, 7, "8", 10**9),
+    "rms_norm_eps": ("x", 0, -1, float("nan"), float("inf")),
+    "rope_scaling": ([], "linear", 5),
+    "rope_parameters": ("x", {"rope_theta": "x"}, {"rope_theta": -1}, {"rope_type": {}}, {"rope_type": ["x"]}),
+    "layer_types": (5, "full_attention", {}, [[]], [5]),
+    "tie_word_embeddings": ("true", 2, []),
+    "max_position_embeddings": ("x", 0),
+    "num_experts": (0, "8", 10**6),
+    "num_local_experts": (0, 2.5),
+    "mlp_only_layers": ("x", [1.5], [0]),
+    "hidden_act": (5, []),
+    "dtype": (5, "int8", "x"),
+    "quantization_config": ("x", {"bits": 4}),
+}
+TEMPLATES = {
+    "syntax": "{% if %}",
+    "unclosed": "{% for message in messages %}",
+    "unknown filter": "{{ messages | nonesuch }}",
+    "exception": "{{ raise_exception('no') }}",
+    "undefined": "{{ messages.a.b.c }}",
+    "type": "{{ 1 + 'a' }}",
+    "zero": "{{ 1 / 0 }}",
+    "sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "repeated": "{{ 'a' * 10**9 }}",
+    "repeated later": "{{ messages[0].role * 1000000000 }}",
+    "filter": "{{ 'a' | center(10**9) }}",
+    "flood": "{{ 'a' * 10**7 }}",
+    "doubled": "{% set n = namespace(s='a') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "range": "{{ range(10**9) | list }}",
+}
+SHARED = "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+LATER = {name: text for name, text in TEMPLATES.items() if name not in ("syntax", "unclosed", "unknown filter")} | {
+    "joined": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "blocks": "{% set s = 'aa' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 50,
+    "list": "{{ ([0] * 10**10) | length }}",
+    "width": "{{ '%1000000000d' % 1 }}",
+    "width of a field": "{{ '{:>1000000000}'.format(1) }}",
+    "width of a filter": "{{ '%1000000000d' | format(1) }}",
+    "method": "{{ 'a'.center(10**9) }}",
+    "replaced": "{% set s = 'a' * 10**5 %}{{ s.replace('a', s) }}",
+    "joined by a filter": "{% set s = 'a' * 10**5 %}{{ range(99999) | join(s) }}",
+    "joined by a filter of a filter": "{% set s = 'a' * 10**5 %}{{ range(99999) | map('string') | join(s) }}",
+    "mapped": "{% set s = '7' * 10**4 %}{{ range(99999) | map('replace', '7', s) | join }}",
+    "batch": "{{ [1] | batch(10**9, 0) | list | length }}",
+    "slices": "{{ [1] | slice(10**9) | list | length }}",
+    "indent": "{{ messages | tojson(indent=10**9) }}",
+    "power": "{{ (10 ** 10000000000) | string | length }}",
+    "filler": "{{ lipsum(10**6) }}",
+    "quotient": "{{ (2**50000000 // 3**15000000) > 1 }}",
+    "digits": "{{ 1.5 | round(10**9, 'ceil') }}",
+    "sum of lists": "{{ ([[0] * 1000] * 20000) | sum(start=[]) }}",
+    "shared lists": SHARED + "{{ n.x | tojson | length }}",
+    "hash of tuples": SHARED.replace("[n.x, n.x]", "(n.x, n.x)").replace("[1]", "1") + "{{ {n.x: 1} | length }}",
+    "equal tuples": SHARED + SHARED.replace("n.", "m.").replace(" n ", " m ") + "{{ n.x == m.x }}",
+    "translated": "{{ ('a' * 10**7).translate({97: 'b' * 10**5}) }}",
+    "nested": "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+    "called": "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(9) }}",
+}
+MODELS: dict[str, Edit] = {
+    **{f"{CONFIG} {kind}": replace(CONFIG, content) for kind, content in CONTENTS.items()},
+    **{f"{TOKENIZER} {kind}": replace(TOKENIZER, content) for kind, content in CONTENTS.items()},
+    **{f"{TOKENIZER_CONFIG} {kind}": replace(TOKENIZER_CONFIG, content) for kind, content in CONTENTS.items()},
+    **{f"{GENERATION} {kind}": replace(GENERATION, content) for kind, content in CONTENTS.items()},
+    **{f"{INDEX} {kind}": index_file(content) for kind, content in CONTENTS.items()},
+    **{f"{name} {value!r:.30}": update(CONFIG, **{name: value}) for name in FIELDS for value in FIELDS[name]},
+    **{f"no {name}": update(CONFIG, **{name: None}) for name in ("architectures", "vocab_size", "hidden_size")},
+    **{f"template {kind}": replace("chat_template.jinja", text) for kind, text in TEMPLATES.items()},
+    "template in the config": update(TOKENIZER_CONFIG, chat_template="{{ 1 / 0 }}"),
+    "template of no text": update(TOKENIZER_CONFIG, chat_template=5),
+    "index without weight_map": index_file("{}"),
+    "index of a list": index([]),
+    "index of nothing": index({}),
+    "index of integers": index({NORM: 1}),
+    "index of objects": index({NORM: {}}),
+    "index above": index({NORM: "../model.safetensors"}),
+    "index absolute": index({NORM: "/etc/passwd"}),
+    "index of a subfolder": index({NORM: "a/b.safetensors"}),
+    "index of another file": index({NORM: "config.json"}),
+    "index of a missing file": index({NORM: "x.safetensors"}),
+    "index with an escape": index({NORM: "\x1b]0;x\x07.safetensors"}),
+    "index with a zero": index({NORM: "\0.safetensors"}),
+    "weights empty": replace("model.safetensors", b""),
+    "weights of text": replace("model.safetensors", "x" * 1000),
+    "weights with a long header": replace("model.safetensors", b"\xff" * 8 + b"{}"),
+    "weights with a nested header": replace("model.safetensors", (10**5).to_bytes(8, "little") + NESTED.encode()),
+    "weights of a pickle": replace("model.safetensors", b"\x80\x04cos\nsystem\n(S'false'\ntR."),
+    "weights are a pipe": pipe("model.safetensors"),
+    "weights are a device": link("model.safetensors", "/dev/zero"),
+    "weights are a loop": link("model.safetensors", "model.safetensors"),
+    "config is a pipe": pipe(CONFIG),
+    **{f"weights of {dtype.__name__}": cast(dtype) for dtype in (np.int8, np.int32, np.int64, np.uint8, np.bool_)},
+    "one weight of int32": tensors(lambda arrays: arrays.update({NORM: arrays[NORM].astype(np.int32)})),
+    "nan": spoil(NORM, np.nan),
+    "nan of bfloat16": spoil(EMBED, np.nan, ml_dtypes.bfloat16),
+    "infinity": spoil(EMBED, np.inf),
+    "minus infinity of float16": spoil(NORM, -np.inf, np.float16),
+    "above float32": spoil(NORM, 1e300, np.float64),
+    "tokenizer without added_tokens": replace(TOKENIZER, '{"version": "1.0"}'),
+    "tokenizer without a model": update(TOKENIZER, model=None),
+    "tokenizer of another type": update(TOKENIZER, model={"type": "Nonesuch"}),
+    "tokenizer without vocabulary": update(TOKENIZER, added_tokens=[], model=BPE | {"vocab": {}}),
+    "tokenizer of other ids": update(TOKENIZER, model=BPE | {"vocab": {"a": 10**5}}),
+    "tokenizer of minus ids": update(TOKENIZER, model=BPE | {"vocab": {"a": -1}}),
+    "tokenizer with a nested decoder": update(TOKENIZER, decoder=json.loads("[" * 500 + "]" * 500)),
+    "tokenizer is a link": link(TOKENIZER, "/etc/passwd"),
+    "vocab.json is a link": link("vocab.json", "/etc/passwd"),
+    "merges.txt is a link": link("merges.txt", "/etc/passwd"),
+    "normalizer that multiplies": update(TOKENIZER, normalizer=replacing("1", "1" * 10**7)),
+    "normalizers that multiply": update(TOKENIZER, normalizer=sequence("normalizers", [replacing("1", "1" * 9)] * 9)),
+    "normalizer with a broken map": update(TOKENIZER, normalizer=PRECOMPILED | {"precompiled_charsmap": "!"}),
+    "normalizer with an empty map": update(TOKENIZER, normalizer=PRECOMPILED | {"precompiled_charsmap": "AAAAAA=="}),
+    "decoder that multiplies": update(TOKENIZER, decoder=replacing("1", "1" * 10**4)),
+    "regular expression that repeats groups": update(TOKENIZER, pre_tokenizer=split(r"(\w+)+$")),
+    "regular expressions that repeat groups": update(
+        TOKENIZER, pre_tokenizer=sequence("pretokenizers", [split("x"), split(r"(?:[a-z]{1,20}){1,5}~")])
+    ),
+    "token of a million characters": add_token(id=78, content="x" * 10**6),
+    "added token beyond": add_token(),
+    "added token far beyond": add_token(id=2**31),
+    "added token of text": add_token(id="x"),
+    "added token below zero": add_token(id=-1),
+    "more tokens in the config": update(TOKENIZER_CONFIG, added_tokens_decoder={"500": {"content": "<x>"}}),
+    "eos token that is new": update(TOKENIZER_CONFIG, eos_token="<nonesuch>"),
+    "pad token that is new": update(TOKENIZER_CONFIG, pad_token="<nonesuch>"),
+    "eos token that is a number": update(TOKENIZER_CONFIG, eos_token=5),
+    "tokenizer class": update(TOKENIZER_CONFIG, tokenizer_class=["x"]),
+    **{
+        f"eos_token_id {value!r}": update(GENERATION, eos_token_id=value)
+        for value in ("x", ["x"], [[0]], {}, 79, [0, 10**9], -1, 0.5, True, "")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models") / "model"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_malformed_model_folder_ends_in_one_sentence(name, folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    MODELS[name](folder)
+    line = outcome(lambda: load_model(folder))
+    assert line.startswith("error: ") and str(folder) in line, line or "it was loaded"
+
+
+KNOWN = "{% if messages[0].content == '1 + 1' %}{{ messages[0].content }}{% else %}BODY{% endif %}"
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_template_that_harms_in_a_later_conversation_ends_in_one_sentence(name, folder):
+    """It allows for the conversation that is rendered at load; some are folded to constants then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    replace("chat_template.jinja", KNOWN.replace("BODY", LATER[name]))(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="the model's chat template fails"):
+        load_tokenizer(folder).render([{"role": "user", "content": "1 + 2"}], False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16, "KiB"
+
+
+def test_a_conversation_after_one_that_was_refused_is_rendered(folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    long = "{{ messages[0].content + 'a' * messages[0].content | int }}"
+    bodies = SHARED + "{{ n.x | tojson }}", "{{ raise_exception('no') }}", long
+    tokenizers = []
+    for body in bodies:
+        replace("chat_template.jinja", KNOWN.replace("BODY", body))(folder)
+        tokenizers.append(load_tokenizer(folder))
+    for tokenizer, reason in zip(tokenizers, ("TimeoutError: ", "TemplateError: no", "MemoryError"), strict=True):
+        with pytest.raises(UserError, match=reason):
+            tokenizer.render([{"role": "user", "content": "2000000000"}], False)
+        assert tokenizer.render([{"role": "user", "content": "1 + 1"}], False) == "1 + 1"
+
+
+@pytest.mark.parametrize(("model_type", "is_its_own"), [("qwen3", False), (None, False), ("mistral3", True)])
+def test_tokenizer_warns_of_mistral_for_its_models_only(model_type, is_its_own, tmp_path, monkeypatch):
+    """transformers 5.17 warns for every model whose config.json names no version, unless it gets the argument."""
+    import transformers
+
+    folder, given = tmp_path / "model", []
+    shutil.copytree(ROOT / "models/tiny", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = load_tokenizer(ROOT / "models/tiny").hf
+    answer = lambda *_, **options: given.append(options) or whole  # noqa: E731
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", answer)
+    load_tokenizer(folder)
+    assert ("fix_mistral_regex" not in given[0]) == is_its_own
+
+
+def test_a_text_at_which_a_tokenizer_panics_ends_in_one_sentence(folder):
+    """Its panics are no Exception; the expression repeats no group, so that it is not tried at load."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(MODEL, folder)
+    update(TOKENIZER, pre_tokenizer=split("1*1*1*1*1*1*1*2"))(folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("1 + 1")
+    with pytest.raises(UserError, match="the tokenizer fails at a text, '1111"):
+        tokenizer.encode("1" * 300 + "32")  # which it looks for first
+
+
+# Data files
+
+ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(30)]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
+CSV = "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in ROWS)
+LONG = "x" * 5_000_000
+
+
+def parquet(rows: list[dict]) -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+KINDS = {"jsonl": JSONL.encode(), "json": json.dumps(ROWS).encode(), "csv": CSV.encode()}
+KINDS |= {f"{kind}.gz": gzip.compress(content) for kind, content in KINDS.items()} | {"parquet": parquet(ROWS)}
+DAMAGES = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "garbage": lambda content: np.random.default_rng(0).bytes(1000),
+    "zeros": lambda content: b"\0" * 1000,
+    "zeros at the end": lambda content: content + b"\0" * 1000,
+    "spoiled": lambda content: content[:100] + b"\xff\xfe\x00\x22" + content[104:],
+}
+
+
+def bomb(line: bytes) -> bytes:
+    """A gigabyte of a line again and again, in a megabyte: parts of a .gz file may stand one after another."""
+    return gzip.compress(line * (10**7 // len(line))) * 100
+
+
+def rows_with(line: str, kind: str = "jsonl") -> bytes:
+    """The rows with a line between the third and the fourth."""
+    lines = (JSONL if kind == "jsonl" else CSV).splitlines(keepends=True)
+    place = 3 if kind == "jsonl" else 4
+    return "".join([*lines[:place], line + "\n", *lines[place:]]).encode("utf-8", "surrogateescape")
+
+
+JSONL_LINES = {
+    "half": '{"prompt": "x',
+    "list": "[1, 2]",
+    "nested": NESTED,
+    "long number": '{"prompt": "x", "answer": ' + "9" * 5000 + "}",
+    "no answer": '{"prompt": "x"}',
+    "number": '{"prompt": 5, "answer": "5"}',
+    "object": '{"prompt": {"a": 1}, "answer": "5"}',
+    "messages": '{"prompt": [{"role": "king", "content": "x"}], "answer": "5"}',
+    "messages of a role": '{"prompt": [{"role": "user"}], "answer": "5"}',
+    "surrogate": '{"prompt": "a\\ud800b", "answer": "5"}',
+    "surrogate in an answer": '{"prompt": "a", "answer": "\\udc00"}',
+    "surrogate in a message": '{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "5"}',
+    "surrogate in a name": '{"prompt": "a", "answer": "5", "\\ud800": 1}',
+    "zero byte": '{"prompt": "a\\u0000b", "answer": "5"}',
+    "latin-1": '{"prompt": "\udce9", "answer": "5"}',
+    "zeros": "\0" * 1000,
+    "long": json.dumps({"prompt": LONG, "answer": "5"}),
+}
+CSV_LINES = {
+    "latin-1": "\udce9,5",
+    "zeros": "\0" * 1000,
+    "too few": "x",
+    "too many": "x,5,6",
+    "quote in a quote": '"a"b",5',
+}
+DAMAGED = [
+    (kind, name, damage)
+    for kind in KINDS
+    for name, damage in DAMAGES.items()
+    if name != "zeros at the end" or not kind.endswith(".gz")  # which is allowed there
+]
+LEFT = {("jsonl", "cut"): 15, ("jsonl", "zeros at the end"): 30, ("jsonl", "spoiled"): 29}
+LEFT |= {("csv", "cut"): 15, ("csv", "zeros at the end"): 30, ("csv", "spoiled"): 29}
+# name: ending, content, what the sentence names, problems left with skip_bad_rows=true (0: it is refused all the same)
+DATA = {
+    **{f"{kind} {name}": (kind, damage(KINDS[kind]), "", LEFT.get((kind, name), 0)) for kind, name, damage in DAMAGED},
+    **{f"line {name}": ("jsonl", rows_with(line), ":4 ", 30) for name, line in JSONL_LINES.items()},
+    **{f"line of CSV {name}": ("csv", rows_with(line, "csv"), ":5 ", 30) for name, line in CSV_LINES.items()},
+    "CSV open quote": ("csv", rows_with('"x,5', "csv"), ":5 ", 0),
+    "CSV open quote and 5 MB": ("csv", rows_with('"x,5', "csv") + (b"x" * 500 + b",5\n") * 10_000, ":5 ", 0),
+    "CSV long line": ("csv", rows_with(f"{LONG},5", "csv"), ":5 ", 0),
+    "CSV quote closed elsewhere": ("csv", rows_with('"x,5\ny"z,5', "csv"), ":5 ", 0),
+    "CSV other columns": ("csv", CSV.replace("prompt,answer", "q,a").encode(), "'q', 'a'", 0),
+    "CSV semicolons": ("csv", CSV.replace(",", ";").encode(), "';' between", 0),
+    "CSV utf-16": ("csv", CSV.encode("utf-16"), "", 0),
+    "JSONL utf-16": ("jsonl", JSONL.encode("utf-16"), "", 0),
+    "JSONL other columns": ("jsonl", JSONL.replace("answer", "solution").encode(), "'prompt', 'solution'", 0),
+    "JSON nested": ("json", NESTED.encode(), "", 0),
+    "JSON object": ("json", b'{"a": 1, "b": []}', "", 0),
+    "JSON number": ("json", b"5", "", 0),
+    "JSON null": ("json", b"null", "", 0),
+    "JSON list of lists": ("json", b"[[1], [2]]", ", row 1", 0),
+    "JSON surrogate": ("json", rb'[{"prompt": "\ud800", "answer": "5"}]', ", row 1", 0),
+    "gz of empty lines": ("jsonl.gz", bomb(b"\n"), "", 0),
+    "gz of lines": ("csv.gz", bomb(b"a,b\n"), "", 0),
+    "gz with a wrong sum": ("jsonl.gz", KINDS["jsonl.gz"][:-8] + b"\0" * 8, "", 0),
+    "gz with a tail": ("jsonl.gz", KINDS["jsonl.gz"] + b"tail", "", 0),
+    "parquet without a column": ("parquet", parquet([{"prompt": "x"}]), "'prompt'", 0),
+    "parquet.gz": ("parquet.gz", gzip.compress(KINDS["parquet"]), "gunzip", 0),
+    "parquet of bytes that are no text": ("parquet", parquet([{"prompt": b"\xff", "answer": b"5"}]), ", row 1", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_malformed_data_file_ends_in_one_sentence(name, tmp_path):
+    ending, content, place, num_left = DATA[name]
+    file, notes = tmp_path / f"rows.{ending}", []
+    file.write_bytes(content)
+    line = outcome(lambda: make_env("dataset", path=str(file)))
+    assert line.startswith("error: ") and str(file) in line and place in line, line or "it was loaded"
+    line = outcome(lambda: notes.append(make_env("dataset", path=str(file), skip_bad_rows=True).note))
+    if num_left:
+        assert notes and notes[0].startswith(f"dataset: {num_left} problems of "), line or notes
+    else:
+        assert line.startswith("error: ") and str(file) in line, line or notes
+
+
+def test_the_tables_are_long_enough():
+    assert len(MODELS) >= 100 and len(DATA) >= 80
+
+
+def test_long_fields_of_csv_are_read(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(CSV + f'"{"two lines" * 100_000}\n",5\n')  # above the 128 KB of Python's default
+    assert make_env("dataset", path=str(file)).note.startswith("dataset: 31 problems")
+
+
+# Positions
+
+COMMANDS = {  # that are asked for more tokens than a model of 48 positions has; what each says to do
+    "grpo": (grpo.main, partial(parse, Config), "--env_name countdown", "a prompt with its", "lower --num_gen"),
+    "sft": (sft.main, partial(parse, SftConfig), "--data ROWS", "a row", "lower --max_length"),
+    "eval": (evaluation.main, evaluation.parse_command, "--env_name countdown", "a prompt with its compl", "lower --n"),
+    "chat": (sampling.main, partial(parse, sampling.Command), "--prompts ROWS", "a prompt with its", "lower --num_gen"),
+}
+
+
+@pytest.fixture
+def few_positions(tmp_path):
+    """models/tiny with 48 positions, and rows for it."""
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    texts = [f"Row {i}. " + "word " * (60 if i % 2 else 1) for i in range(40)]
+    rows = [{"prompt": text, "completion": text, "answer": "5"} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_more_tokens_than_positions_end_a_command(name, few_positions, tmp_path):
+    main, read, options, what, remedy = COMMANDS[name]
+    model = "ckpt_dir" if name == "chat" else "model_dir"
+    argv = [f"--{model}", str(few_positions), *options.replace("ROWS", f"{tmp_path}/rows.jsonl").split()]
+    argv += [] if name in ("eval", "chat") else ["--save_dir", str(tmp_path / "run")]
+    argv += [] if name == "sft" else ["--num_generation_tokens", "60"]
+    line = outcome(lambda: main(read(argv)))
+    assert line.startswith(f"error: {what}") and "the model has 48 positions" in line and remedy in line, line
+
+
+def test_prompts_that_leave_no_positions_for_a_completion_are_left_out(few_positions, tmp_path, capsys):
+    options = ["--env_name", "dataset", "--env_options", f"path={tmp_path}/rows.jsonl", "--num_generation_tokens", "20"]
+    argv = ["--model_dir", str(few_positions), *options, "--show", "1"]
+    assert not outcome(lambda: evaluation.main(evaluation.parse_command(argv)))
+    printed = capsys.readouterr().out
+    assert "of more than 28 tokens left out" in printed
+    assert "prompts of at most 28 tokens, as the model has 48 positions" in printed
+
+
+# Whole commands
+
+slow = partial(pytest.param, marks=pytest.mark.slow)  # each command takes four CPU seconds for its imports
+HAS_ACCELERATOR = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+
+
+def command(script: str, *options: str, **env: str) -> str:
+    """The last line on stderr of a command that must fail with a sentence."""
+    line = [sys.executable, script, *options]
+    done = subprocess.run(line, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(HAS_ACCELERATOR, reason="an accelerator may be there")
+@pytest.mark.parametrize("platform", ["gpu", *map(slow, ("cuda", "tpu", "nonesuch"))])
+def test_a_device_that_is_not_there_is_named(platform):
+    package = {"gpu": "cuda13", "cuda": "cuda13", "tpu": "tpu"}.get(platform)
+    advice = f': pip install "jax[{package}]"' if package else ""
+    line = command("core/sampling.py", JAX_PLATFORMS=platform)
+    assert line.startswith(f"error: JAX_PLATFORMS={platform}: JAX finds no such device here")
+    assert f"but cpu{advice}" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["core/grpo.py", "core/eval.py", "core/sampling.py"])
+def test_commands_end_in_one_sentence(script, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    MODELS["template loops"](tmp_path / "model")
+    line = command(script, "--model_dir", str(tmp_path / "model"))
+    assert line.startswith(f"error: {tmp_path / 'model'}: the model's chat template fails (TimeoutError")
+
+
+@pytest.mark.slow
+def test_a_data_file_ends_a_command_in_one_sentence(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(DATA["CSV open quote"][1])
+    options = f"path={tmp_path / 'rows.csv'}"
+    line = command("core/grpo.py", "--env_name", "dataset", "--env_options", options)
+    assert line.startswith(f"error: {tmp_path / 'rows.csv'}:5 begins a quote")

@@ -1,0 +1,230 @@
+"""metrics.jsonl stays readable, and the terminal stays safe."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utils.metrics.logger import Logger, printable
+from utils.reporting.page import write_report
+from utils.reporting.plots import plot_runs, read_metrics
+
+
+def lines(folder) -> list[dict]:
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_numbers_of_all_kinds_become_valid_json(tmp_path):
+    with Logger(tmp_path) as logger:
+        logger.log(np.int64(3), {"a": float("nan"), "b": np.float32("inf"), "c": jnp.float32(0.5), "d": np.arange(2.0)})
+        assert lines(tmp_path) == [{"global_step": 3, "a": None, "b": None, "c": 0.5, "d": [0.0, 1.0]}], "flushed"
+
+
+def test_resuming_drops_the_steps_that_will_run_again_and_half_lines(tmp_path):
+    with Logger(tmp_path) as logger:
+        for step in range(5):
+            logger.log(step, {"x": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"global_st')
+    with Logger(tmp_path, resume_step=2) as logger:
+        logger.log(3, {"x": "again"})
+    assert [line["x"] for line in lines(tmp_path)] == [0, 1, 2, "again"]
+
+
+DAMAGE = {  # of the line of step 1
+    "a byte that is not UTF-8": lambda line: b"\xff" + line,
+    "nested": lambda line: b"[" * 100_000,
+    "not an object": lambda line: b"[1, 2]",
+    "no step": lambda line: b'{"x": 1}',
+    "a step that is text": lambda line: b'{"global_step": "1"}',
+    "half of it": lambda line: line[:8],
+    "a newline within": lambda line: line[:8] + b"\n" + line[8:],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    with Logger(tmp_path) as logger:
+        for step in range(3):
+            logger.log(step, {"env/return": step})
+    intact = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(intact[0] + DAMAGE[kind](intact[1][:-1]) + b"\n" + intact[2])
+    readers = (
+        lambda: write_report([tmp_path], tmp_path / "report.html"),
+        lambda: plot_runs({"run": read_metrics(file)}, tmp_path / "plot.png"),
+        lambda: Logger(tmp_path, resume_step=2).close(),
+    )
+    for read in readers:
+        capsys.readouterr()
+        read()
+        assert re.search(r"warning: .*metrics.jsonl: .* damaged lines? skipped \(line 2\)", capsys.readouterr().err)
+    assert file.read_bytes() == intact[0] + intact[2]
+
+
+def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
+    with Logger(tmp_path) as logger:
+        logger.line(7, {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan})
+    assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
+
+
+def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch):
+    with Logger(tmp_path, num_steps=40) as logger:
+        logger.line(1, {"approx_kl": 0.0, "times/step": 500.0})
+        for step in (2, 3):
+            logger.line(step, {"approx_kl": 1e-5, "times/step": 60.0})
+        logger.line(40, {"times/step": 60.0})
+    with Logger(tmp_path, num_steps=40, test_interval=15) as logger:  # after steps 15, 30 and 40
+        logger.line(0, {"test_env/return": 0.5, "times/test": 700.0})
+        logger.line(14, {"times/step": 60.0})
+        logger.line(15, {"env/return": 0.5, "times/step": 60.0, "test_env/return": 0.5, "times/test": 600.0})
+    clock = iter([0.0, 75.0, 200.0, 270.0])  # 15 and 65 seconds beside the steps, and 10
+    monkeypatch.setattr("utils.metrics.logger.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    with Logger(tmp_path, num_steps=40) as logger:
+        for step in (1, 2, 3, 40):
+            logger.line(step, {"times/step": 60.0})
+    first, second, third, last, *others, a, b, c, _ = capsys.readouterr().out.splitlines()
+    assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
+    assert third == "step  3/40  approx_kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
+    assert [line.split("  ")[-1].strip() for line in (a, b, c)] == ["<39m left", "38m left", "38m left"]
+    assert [line.split("  ")[-1].strip() for line in others] == ["700.0s", "<61m left", "45m left", "600.0s"]
+
+
+def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
+    with Logger(tmp_path, num_steps=40, test_interval=20) as logger:
+        logger.line(0, {"test_env/return": 0.5, "times/test": 95.0, "times/compile": 90.0})
+        for step in (1, 2):
+            logger.line(step, {"times/step": 40.0, "times/compile": 37.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines[1:]] == ["<2m left", "2m left"]
+
+
+def test_lines_are_aligned_and_fit_into_120_columns_or_the_terminal(tmp_path, capsys, monkeypatch):
+    training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
+    training["env/return"] = -0.1
+    other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
+    monkeypatch.setenv("COLUMNS", "200")
+    with Logger(tmp_path, num_steps=10_000) as logger:
+        logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
+        logger.line(9, training | {"times/step": 1.0, "test_env/return": 0.5})
+        logger.line(10, other | {"times/step": 123.4})
+        logger.line(11, {"env/return": 0.5, "times/step": 123.4})
+        logger.line(12, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+    first, ninth, held_out, tenth, blank, late = capsys.readouterr().out.splitlines()
+    assert first == "test     0/10000  return    0.5  correct  50.0%" and held_out == "test     9/10000  return    0.5"
+    for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
+        assert ninth.index(word) == tenth.index(word), word
+    assert blank.index(" left") == tenth.index(" left") and "entropy" not in blank, "a metric keeps its place"
+    assert late[:100] == tenth.replace("10/", "12/")[:100], "what comes when there is no room is left out"
+    with Logger(tmp_path, num_steps=10_000) as logger:
+        logger.line(11, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+    full = capsys.readouterr().out.rstrip()
+    assert max(map(len, (ninth, tenth, full))) <= 120 and "approx_kl -1.23e-05" in full
+    monkeypatch.setenv("COLUMNS", "60")
+    with Logger(tmp_path, num_steps=10_000) as logger:
+        logger.line(11, other | {"times/step": 123.4})
+    line = capsys.readouterr().out.rstrip()
+    assert len(line) <= 60 and "return" in line and line.endswith("left")
+
+
+def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
+    hostile = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\r\x08e\u202ef\ud800g\x00\n" + "x" * 10_000
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    terminal.isatty = lambda: False
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Logger(tmp_path) as logger:
+        logger.sample("step 1", "prompt é", hostile, 1.0)
+    terminal.seek(0)
+    shown = terminal.read()
+    assert "ab]0;titlec2Jdefg\n" in shown and "prompt ?" in shown and "reward 1" in shown
+    assert all(c == "\n" or c.isprintable() for c in shown)
+    assert len(shown) < 2000
+
+
+def test_colour_is_for_terminals(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with Logger(tmp_path) as logger:
+        logger.sample("step 1", "p", "c", 1.0)
+        assert "\x1b" not in capsys.readouterr().out
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        logger.sample("step 1", "p", "c", 1.0)
+        assert "\x1b[32m--- reward 1\x1b[0m" in capsys.readouterr().out
+
+
+def test_printable_keeps_ordinary_text():
+    assert printable("5 × 3 = 15 ✓\n\t你好") == "5 × 3 = 15 ✓\n\t你好"
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {},
+        {"env/return": float("nan")},
+        {"env/return": 1.0, "test_env/correct_answer": 0.5, "test_env/correct_answer_ci": 0.1},
+    ],
+)
+def test_what_was_logged_can_be_drawn(tmp_path, metrics):
+    with Logger(tmp_path) as logger:
+        for step in range(3):
+            logger.log(step, metrics)
+    plot_runs({"run": read_metrics(tmp_path / "metrics.jsonl")}, tmp_path / "plot.png")
+    header = (tmp_path / "plot.png").read_bytes()[:24]
+    assert header[1:4] == b"PNG"
+    assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 600]
+
+
+def test_picture_does_not_depend_on_the_backend_of_a_notebook(tmp_path):
+    """Jupyter hands MPLBACKEND on to the commands of a cell, in whose environment its backend may be missing."""
+    code = "import sys; from utils.reporting.plots import plot_runs; plot_runs({'a': {}}, sys.argv[1])"
+    environment = os.environ | {"MPLBACKEND": "module://nowhere.backend_inline"}
+    command = [sys.executable, "-c", code, str(tmp_path / "plot.png")]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
+    assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_run_alone_has_its_name_as_the_title_and_held_out_scores_are_dotted(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    steps = np.arange(3.0)
+    run = {"test_env/return": (steps, steps), "env/return": (steps, steps)}
+    plot_runs({"a": run}, tmp_path / "one.png")
+    plot_runs({"a": run, "b": run}, tmp_path / "two.png")
+    legends = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
+    assert legends[0] == ["training", "held out"]
+    assert [figure.get_suptitle() for figure in figures] == ["a", ""]
+    assert legends[1] == ["a (training)", "b (training)", "a (held out)", "b (held out)"]
+    styles = {line.get_linestyle() for line in figures[0].axes[0].lines if line.get_marker() == "o"}
+    assert styles == {":"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_many_runs_fit_into_one_picture(tmp_path):
+    steps = np.arange(3.0)
+    runs = {f"seed={seed}": {"test_env/return": (steps, steps), "env/return": (steps, steps)} for seed in range(45)}
+    plot_runs(runs, tmp_path / "population.png")
+
+
+def test_warnings_are_kept_and_a_resumed_run_knows_the_steps_before(tmp_path):
+    steps = {step: {"entropy": 1.0 if step < 5 else 0.1} for step in range(1, 9)}
+    for resume_step, first in ((None, 1), (3, 4), (6, 7)):
+        with Logger(tmp_path, resume_step=resume_step) as logger:
+            for step in range(first, 9):
+                logger.log(step, steps[step])
+                logger.line(step, steps[step])
+        (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+        assert (event["global_step"], event["metric"]) == (5, "entropy")
+        assert event["warning"].startswith("entropy has fallen from 1 to 0.1 nats")
+    with Logger(tmp_path, resume_step=4) as logger:
+        logger.warn(logger.step + 1, "loss", "not finite")
+    assert json.loads((tmp_path / "events.jsonl").read_text())["global_step"] == 5, "later ones will come again"
