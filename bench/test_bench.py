@@ -61,15 +61,24 @@ SMALLEST = {  # options of each command; FOLDER: an empty one
     "turns": "--peers= --turns 1 --step_turns= --group_size 2 --num_generation_tokens 4 --repeats 1 --shape tiny",
 }
 NEEDS = {  # packages that are not installed for tests
-    "clients": ("trl",), "compiled": ("libtpu",), "families": ("torch",), "memory": ("libtpu",),
-    "trl_losses": ("torch", "trl"), "trl_sft": ("torch", "trl", "datasets"),
+    "clients": ("trl",),
+    "compiled": ("libtpu",),
+    "families": ("torch",),
+    "memory": ("libtpu",),
+    "trl_losses": ("torch", "trl"),
+    "trl_sft": ("torch", "trl", "datasets"),
     "templates": ("trl",),
-}  # fmt: skip
+}
 
 
 def test_every_command_prints_its_help():
     files = list(map(str, COMMANDS))
-    done = subprocess.run([sys.executable, "-c", HELP, *files], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     found = json.loads(done.stdout)
     absent = ("PyTorch", "torch", "TRL")
     for file, (code, text) in found.items():
@@ -100,6 +109,12 @@ def test_command_runs_on_its_smallest_size(name, tmp_path):
         options = [option.replace("TRL", str(Path(find_spec("trl").origin).parent)) for option in options]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, f"bench/{name}.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "|" in done.stdout or name in ("scoring", "startup"), done.stdout

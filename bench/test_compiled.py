@@ -58,7 +58,18 @@ def test_decoding_writes_the_cache_in_place_on_cpu(channels):
 
 
 def test_decoding_copies_no_experts_on_cpu():
-    model = Decoder(512, 128, 256, 3, 4, 2, 64, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=96)
+    model = Decoder(
+        512,
+        128,
+        256,
+        3,
+        4,
+        2,
+        64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=96,
+    )
     program = compiled.decode_segment(model, single_device(), 32, 256)
     assert hlo.loop_bodies(program.hlo)
     assert not hlo.large_moves(program.hlo, model.expert_parameters(16) // 3 // model.num_hidden_layers)
@@ -173,7 +184,8 @@ def test_a_cache_that_is_copied_is_noticed():
 
 @needs_h200
 def test_decoding_writes_the_cache_in_place_on_an_h200():
-    model, layout = replace(MODEL, num_hidden_layers=12), compiled.imagine("h200")
+    model = replace(MODEL, num_hidden_layers=12)
+    layout = compiled.imagine("h200")
     program = compiled.decode_segment(model, layout, B, S)
     assert_in_place(program, model, layout)
     least, _ = compiled.least_bytes(model, layout, program)
@@ -194,9 +206,19 @@ def test_eight_h200s_gather_nothing_for_a_token(sizes):
 
 
 MIXTURE = Decoder(
-    8192, 256, 512, 1, 4, 2, 64, tie_word_embeddings=False, num_experts=32, num_experts_per_tok=2,
-    moe_intermediate_size=128, dtype="bfloat16",
-)  # fmt: skip
+    8192,
+    256,
+    512,
+    1,
+    4,
+    2,
+    64,
+    tie_word_embeddings=False,
+    num_experts=32,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    dtype="bfloat16",
+)
 
 
 @pytest.mark.parametrize(("num_rows", "num_read"), [(1, 2), (8, 16), (64, 32)])
@@ -237,10 +259,12 @@ def test_moments_lie_where_their_parameters_do():
     model = Decoder(64, 32, 48, 2, 4, 4, 8)
     state = compiled.state_shapes(model, layout, compiled.CONFIG)
     q, o = (state.params["model.layers"][f"self_attn.{name}_proj.weight"] for name in "qo")
-    assert q.shape == o.shape and q.sharding != o.sharding
+    assert q.shape == o.shape
+    assert q.sharding != o.sharding
     leaves = jax.tree.leaves_with_path(state.opt_state)
     moments = [x for path, x in leaves if "o_proj" in jax.tree_util.keystr(path)]
-    assert len(moments) == 2 and all(x.sharding == o.sharding for x in moments)
+    assert len(moments) == 2
+    assert all(x.sharding == o.sharding for x in moments)
 
 
 def train_step(
@@ -262,7 +286,8 @@ def test_a_train_step_never_holds_the_logits_of_all_tokens(sizes, teacher):
     """Nor of more than a chunk of them; and eight devices send each other no logits, and the head's weight once."""
     model = replace(FEW, remat="dots", attention="plain")
     program = train_step(model, compiled.imagine("h200", **sizes), ROWS, T, teacher=teacher)
-    num_devices, vocabulary = math.prod(sizes.values()), MODEL.vocab_size
+    num_devices = math.prod(sizes.values())
+    vocabulary = MODEL.vocab_size
     largest = max(
         each.elements for lines in hlo.computations(program.hlo).values() for each in lines if each.op not in hlo.FREE
     )
@@ -314,7 +339,8 @@ def test_tpus_gather_weights_and_sum_gradients_in_float32():
     layout = compiled.imagine("v5e", fsdp=8)
     by_itself = gradients_of_products(layout, multiply)
     ours = gradients_of_products(layout, partial(on_each, layout.mesh, multiply, table=MATRICES))
-    assert "windowed_dot_general" in by_itself and "windowed_dot_general" not in ours
+    assert "windowed_dot_general" in by_itself
+    assert "windowed_dot_general" not in ours
     summed = re.findall(r"= (\w+)\[\S* (?:reduce-scatter|all-reduce)\(", ours)
     assert set(summed) == {"f32"}
 
@@ -349,7 +375,14 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass():
     """Though nothing else is recomputed: those of all layers are a whole model on each device."""
     layout = compiled.imagine("h200", fsdp=8)
     few, more = (
-        replace(MODEL, num_hidden_layers=n, vocab_size=2048, remat="none", attention="plain") for n in (2, 6)
+        replace(
+            MODEL,
+            num_hidden_layers=n,
+            vocab_size=2048,
+            remat="none",
+            attention="plain",
+        )
+        for n in (2, 6)
     )
     added = train_step(more, layout, 1, 32).temporaries - train_step(few, layout, 1, 32).temporaries
     assert added < 2 * (more.num_parameters - few.num_parameters)

@@ -31,9 +31,15 @@ from utils.settings.errors import UserError
 
 TESTS = Path(__file__).resolve().parent
 TINY = TESTS.parent / "models" / "tiny"
-ADAPTERS, BASE = TESTS / "fixtures" / "lora-qwen3", TESTS / "fixtures" / "qwen3-tied"
+ADAPTERS = TESTS / "fixtures" / "lora-qwen3"
+BASE = TESTS / "fixtures" / "qwen3-tied"
 # Texts that stand for what json.dumps does not write.
-RAW = {"@huge@": "1e400", "@digits@": "9" * 5000, "@nested@": "[" * 10**4 + "]" * 10**4, "@NaN@": "NaN"}
+RAW = {
+    "@huge@": "1e400",
+    "@digits@": "9" * 5000,
+    "@nested@": "[" * 10**4 + "]" * 10**4,
+    "@NaN@": "NaN",
+}
 VALUES = (None, True, -1, 0.5, 10**400, "x", "", [], {}, [[1]], {"a": [None]}, *RAW)
 TEMPLATES = (
     "{% endif %}", "{{ x.y.z }}", "{{ messages[9].content }}", "{{ raise_exception('no') }}", "{% for %}",
@@ -65,17 +71,37 @@ def make_files(folder: Path) -> None:
     (run / "step2").mkdir()
     settings = to_dict(parse(Config, ["--config", "configs/demo.py", "--group_size", "4"]))
     write_json(run / "config.json", settings | {"run": {"command": "python core/grpo.py", "changed": ["lr"]}})
-    scores = {"env/return": 0.3, "env/correct_answer": 0.2, "loss": 0.1, "entropy": None, "times/step": 2.0}
-    held_out = {"test_env/return": 0.3, "test_env/return_ci": 0.1, "test_env/correct_answer": 0.2}
+    scores = {
+        "env/return": 0.3,
+        "env/correct_answer": 0.2,
+        "loss": 0.1,
+        "entropy": None,
+        "times/step": 2.0,
+    }
+    held_out = {
+        "test_env/return": 0.3,
+        "test_env/return_ci": 0.1,
+        "test_env/correct_answer": 0.2,
+    }
     records = [{"global_step": i} | scores | (held_out if i % 2 == 0 else {}) for i in range(8)]
     (run / "metrics.jsonl").write_bytes(dump_lines(records))
     B, T = 8, 20
     lengths = rng.integers(10, T + 1, B)
     arrays = {"tokens": rng.integers(0, 99, (B, T)), "mask": np.arange(T)[None] >= np.full((B, 1), 5)}
-    arrays |= {"lengths": lengths, "prompt_lengths": np.full(B, 5), "tasks": np.arange(B), "positions": np.arange(B)}
+    arrays |= {
+        "lengths": lengths,
+        "prompt_lengths": np.full(B, 5),
+        "tasks": np.arange(B),
+        "positions": np.arange(B),
+    }
     np.savez_compressed(run / "rollouts" / "step_2.npz", **arrays)
-    tasks, returns = np.repeat(np.arange(8), 2), rng.random(16, np.float32)
-    scores = {"tasks": tasks, "returns": returns, "scores/correct_answer": np.round(returns)}
+    tasks = np.repeat(np.arange(8), 2)
+    returns = rng.random(16, np.float32)
+    scores = {
+        "tasks": tasks,
+        "returns": returns,
+        "scores/correct_answer": np.round(returns),
+    }
     np.savez_compressed(run / "rollouts" / "held_out_2.npz", **scores)
     shutil.copytree(TINY, folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "*.md"))
     shutil.copytree(ADAPTERS, folder / "adapters")

@@ -30,13 +30,70 @@ from envs.scoring.processes import descendant_pids, tree_memory
 from envs.scoring.scorer import Scorer
 
 PIECES = [
-    *"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t", "\0", "\ud800", "\u202e", "١", "½", "×", "−", "🙂",
-    "<answer>", "</answer>", "<think>", "</think>", r"\boxed{", "}", "#### ", "Answer: ", "<|im_end|>",
-    r"\frac{", r"}{", r"\sqrt{", r"\sqrt[3]{", r"\left(", r"\right)", r"\text{", r"\pi", r"\infty", r"\cdot", r"\times",
-    r"\binom{", r"\sum_{k=1}^{", r"\int_0^{", r"\lim_{x\to 0}", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", "&",
-    r"\cup", r"\in", r"\le", r"\mod", r"\log_{", r"\sin", r"\pm", r"\%", "!", "**", "9**9**9", "10^{", "1e9", "99999",
-    "x", "y", "i", "and", "or", "dollars", "percent", "__import__('os')", "lambda:0", "1,000", "3/4", "0.5",
-]  # fmt: skip
+    *"0123456789+-*/^=_(){}[]|<>$%&#,.;:!?'\"\\ \n\t",
+    "\0",
+    "\ud800",
+    "\u202e",
+    "١",
+    "½",
+    "×",
+    "−",
+    "🙂",
+    "<answer>",
+    "</answer>",
+    "<think>",
+    "</think>",
+    r"\boxed{",
+    "}",
+    "#### ",
+    "Answer: ",
+    "<|im_end|>",
+    r"\frac{",
+    r"}{",
+    r"\sqrt{",
+    r"\sqrt[3]{",
+    r"\left(",
+    r"\right)",
+    r"\text{",
+    r"\pi",
+    r"\infty",
+    r"\cdot",
+    r"\times",
+    r"\binom{",
+    r"\sum_{k=1}^{",
+    r"\int_0^{",
+    r"\lim_{x\to 0}",
+    r"\begin{pmatrix}",
+    r"\end{pmatrix}",
+    r"\\",
+    "&",
+    r"\cup",
+    r"\in",
+    r"\le",
+    r"\mod",
+    r"\log_{",
+    r"\sin",
+    r"\pm",
+    r"\%",
+    "!",
+    "**",
+    "9**9**9",
+    "10^{",
+    "1e9",
+    "99999",
+    "x",
+    "y",
+    "i",
+    "and",
+    "or",
+    "dollars",
+    "percent",
+    "__import__('os')",
+    "lambda:0",
+    "1,000",
+    "3/4",
+    "0.5",
+]
 AROUND = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}", "<think>{}</think><answer>1</answer>")
 
 
@@ -55,17 +112,49 @@ def formula(rng: random.Random, depth: int) -> str:
     if depth == 0:
         numbers = ("1", "9", "20", "150", "500", "99999", "1000000007", "0.5", "-3")
         return rng.choice((*numbers, "x", "y", "n", r"\pi", "e", "i", r"\infty"))
-    a, b = formula(rng, depth - 1), formula(rng, rng.randrange(depth))
+    a = formula(rng, depth - 1)
+    b = formula(rng, rng.randrange(depth))
     templates = (
-        f"{a}^{{{b}}}", f"({a})^{{{b}}}", rf"\frac{{{a}}}{{{b}}}", rf"\sqrt{{{a}}}", rf"\sqrt[3]{{{a}}}", f"({a})!",
-        f"{a}+{b}", f"({a})({b})", f"{a}-{b}", rf"\sin({a})", rf"\log_{{{b}}}({a})", rf"\binom{{{a}}}{{{b}}}",
-        rf"\sum_{{k=1}}^{{{b}}} {a}", rf"\prod_{{k=1}}^{{{b}}} {a}", rf"\int_0^{{{b}}} {a} dx", rf"|{a}|",
-        rf"\lim_{{x \to {b}}} {a}", f"{a}={b}", f"{a}<{b}", rf"\{{{a},{b}\}}", f"({a},{b})", rf"{a} \pm {b}",
-        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}", rf"{a} \mod {b}", rf"\lfloor {a} \rfloor", f"[{a},{b}]",
-        rf"\gcd({a},{b})", rf"{a} \cup {b}", f"{a}**{b}", rf"\log({a})", rf"\tan {a}", rf"\arctan({a})",
-        rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}", rf"\frac{{d}}{{dx}} {a}", rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
-        rf"(\sqrt2+\sqrt3+{a})^{{{b}}}", rf"(x+{a})^{{{b}}}", rf"\lceil {a} \rceil", rf"\max({a},{b})",
-    )  # fmt: skip
+        f"{a}^{{{b}}}",
+        f"({a})^{{{b}}}",
+        rf"\frac{{{a}}}{{{b}}}",
+        rf"\sqrt{{{a}}}",
+        rf"\sqrt[3]{{{a}}}",
+        f"({a})!",
+        f"{a}+{b}",
+        f"({a})({b})",
+        f"{a}-{b}",
+        rf"\sin({a})",
+        rf"\log_{{{b}}}({a})",
+        rf"\binom{{{a}}}{{{b}}}",
+        rf"\sum_{{k=1}}^{{{b}}} {a}",
+        rf"\prod_{{k=1}}^{{{b}}} {a}",
+        rf"\int_0^{{{b}}} {a} dx",
+        rf"|{a}|",
+        rf"\lim_{{x \to {b}}} {a}",
+        f"{a}={b}",
+        f"{a}<{b}",
+        rf"\{{{a},{b}\}}",
+        f"({a},{b})",
+        rf"{a} \pm {b}",
+        rf"\begin{{pmatrix}}{a}&{b}\\{b}&{a}\end{{pmatrix}}",
+        rf"{a} \mod {b}",
+        rf"\lfloor {a} \rfloor",
+        f"[{a},{b}]",
+        rf"\gcd({a},{b})",
+        rf"{a} \cup {b}",
+        f"{a}**{b}",
+        rf"\log({a})",
+        rf"\tan {a}",
+        rf"\arctan({a})",
+        rf"\frac{{d^{{{b}}}}}{{dx^{{{b}}}}} {a}",
+        rf"\frac{{d}}{{dx}} {a}",
+        rf"\int_0^{{\pi}} \sin^{{{b}}} x dx",
+        rf"(\sqrt2+\sqrt3+{a})^{{{b}}}",
+        rf"(x+{a})^{{{b}}}",
+        rf"\lceil {a} \rceil",
+        rf"\max({a},{b})",
+    )
     return rng.choice(templates)
 
 
@@ -114,8 +203,13 @@ def hypothesis_texts(number: int, start: int) -> list[str]:
     found = []
 
     @seed(start)
-    @settings(max_examples=number, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=number,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=60).map("".join)))
     def collect(text):
         found.append(f"<answer>{text}</answer>")
@@ -126,22 +220,37 @@ def hypothesis_texts(number: int, start: int) -> list[str]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--number", type=int, default=100_000, help="texts for each environment, in all")
+    parser.add_argument(
+        "--number",
+        type=int,
+        default=100_000,
+        help="texts for each environment, in all",
+    )
     parser.add_argument("--data_dir", default="")
-    parser.add_argument("--slow", type=float, default=0.0, help="only look for slow formulas, for so many CPU seconds")
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=0.0,
+        help="only look for slow formulas, for so many CPU seconds",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of --slow")
     parser.add_argument("--timeout", type=float, default=10.0)
     args = parser.parse_args()
     if args.slow:
         return find_slow(args.slow, args.seed)
     names = {
-        "countdown": {}, "poem": {}, "gsm8k": {"data_dir": args.data_dir, "form": "any"},
+        "countdown": {},
+        "poem": {},
+        "gsm8k": {"data_dir": args.data_dir, "form": "any"},
         "math500": {"data_dir": args.data_dir},
         "reasoning_gym": {"datasets": "leg_counting+countdown+simple_equations+decimal_arithmetic"},
-    }  # fmt: skip
+    }
     per_name = args.number // len(names)
     for name, options in names.items():
-        start, done, totals, slowest = time.time(), 0, {"reward_timeouts": 0, "reward_errors": 0}, 0.0
+        start = time.time()
+        done = 0
+        totals = {"reward_timeouts": 0, "reward_errors": 0}
+        slowest = 0.0
         with Scorer(name, options, num_workers=2, timeout=args.timeout) as scorer:
             memory = []
             while done < per_name:

@@ -31,13 +31,25 @@ from utils.settings.errors import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Decoder(
-    vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, remat="none",
-)  # fmt: skip
+    vocab_size=200,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    tie_word_embeddings=False,
+    remat="none",
+)
 HYBRID = replace(  # epsilon: else the norm of an output of a head that is nearly 0 would multiply its rounding error
-    MODEL, output_gate=True, partial_rotary_factor=0.5, num_hidden_layers=4, delta=DeltaShape(2, 4, 8, 16, kernel=4),
-    layer_types=(LINEAR, LINEAR, LINEAR, FULL), rms_norm_eps=1.0,
-)  # fmt: skip
+    MODEL,
+    output_gate=True,
+    partial_rotary_factor=0.5,
+    num_hidden_layers=4,
+    delta=DeltaShape(2, 4, 8, 16, kernel=4),
+    layer_types=(LINEAR, LINEAR, LINEAR, FULL),
+    rms_norm_eps=1.0,
+)
 
 
 def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[PagedChain, Segment], None]:
@@ -54,7 +66,6 @@ def reading_script(script_of: Callable[[int], Sequence[int]]) -> Callable[[Paged
         read(chain, segment._replace(columns=tuple(columns)))
 
     return read_script
-
 
 
 class GrowingSampler(Sampler):
@@ -102,7 +113,9 @@ def on_layout(layout: Layout, model: Decoder = MODEL) -> dict:
 class Letters(Tokenizer):
     """A tokenizer of characters: id i is chr(i), except for `words`."""
 
-    stop_ids, pad_id, has_template = (3,), 0, True
+    stop_ids = (3,)
+    pad_id = 0
+    has_template = True
 
     def __init__(self, words: Mapping[int, str] = MappingProxyType({})):
         vars(self)["words"] = dict(words)
@@ -146,12 +159,19 @@ def rounding(num_operations: int, size: float = 1.0) -> float:
 def assert_close(found, expected, num_operations: int, size: float | None = None, err_msg: str = "") -> None:
     """Asserts that arrays differ by `rounding` only; `size` is by default that of the largest number of `expected`."""
     size = float(np.abs(expected).max(initial=0)) if size is None else size
-    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(num_operations, size), err_msg=err_msg)
+    np.testing.assert_allclose(
+        found,
+        expected,
+        rtol=0,
+        atol=rounding(num_operations, size),
+        err_msg=err_msg,
+    )
 
 
 def depth(model: Decoder, num_columns: int) -> int:
     """Returns the operations on the longest way through the model: terms of its sums, of one after the other."""
-    D, heads = model.hidden_size, model.num_attention_heads * model.head_dim
+    D = model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
     attention = 2 * D + 2 * model.head_dim + 2 * num_columns + heads  # norm, projection, norm, scores, softmax, values
     mlp = 2 * D + model.intermediate_size
     if model.num_experts:  # norm, router, softmax, projection, sums over the width of an expert and over experts
@@ -172,7 +192,12 @@ def on_four_devices(test_file: str, call: str) -> None:
     module = ".".join(Path(test_file).relative_to(ROOT).with_suffix("").parts)
     code = f"from {module} import *; {call}"
     env = os.environ | virtual_devices(4) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -189,7 +214,13 @@ def start_processes(code: str, num_devices: int, num_processes: int = 1) -> list
         own = env | {"JAX_PROCESS_ID": str(i)} if num_processes > 1 else env
         command = [sys.executable, "-c", f"I = {i}\n{code}"]
         processes.append(
-            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(
+                command,
+                env=own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
     return processes
 

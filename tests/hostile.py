@@ -106,7 +106,7 @@ class Hostile(Env):
         if text == "no outcomes":
             pretend(b"[[0], 1]\n")
         if text == "too many outcomes":
-            pretend(b'[0, ' + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n")
+            pretend(b"[0, " + b",".join([b'["dict", {"return": 1}]'] * 100) + b"]\n")
         if text == "half a message":
             write_to_sockets(b"[0, ")
         if text == "half a message and hang":

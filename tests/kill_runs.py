@@ -25,13 +25,25 @@ from safetensors.numpy import load_file
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compilation would be nearly all of the time
 FLAGS = {
-    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2, "group_size": 4,
-    "ppo_minibatch": 4, "num_generation_tokens": 24, "tokens_per_microbatch": 256, "max_steps": 20, "save_interval": 2,
-    "lr": 1e-3, "test_env_name": "poem-test", "test_interval": 4, "num_eval_tasks": 2, "num_eval_samples": 4,
-    "do_group_filter": 0, "num_score_workers": 1,
+    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied",
+    "env_name": "poem",
+    "groups_per_batch": 2,
+    "group_size": 4,
+    "ppo_minibatch": 4,
+    "num_generation_tokens": 24,
+    "tokens_per_microbatch": 256,
+    "max_steps": 20,
+    "save_interval": 2,
+    "lr": 1e-3,
+    "test_env_name": "poem-test",
+    "test_interval": 4,
+    "num_eval_tasks": 2,
+    "num_eval_samples": 4,
+    "do_group_filter": 0,
+    "num_score_workers": 1,
     # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
     "adam_eps": 1e-2,
-}  # fmt: skip
+}
 HALF_WRITTEN = {"state": "state/*.orbax-checkpoint-tmp*", "model": ".step*.new"}
 
 
@@ -89,7 +101,9 @@ def kill_at(process: subprocess.Popen, folder: Path, moment: str, steps: int, de
 
     Returns what was half-written then; "finished" where the run was quicker.
     """
-    goal, old, deadline = reached(folder) + steps, half_written(folder).keys(), time.monotonic() + 300
+    goal = reached(folder) + steps
+    old = half_written(folder).keys()
+    deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
         if moment == "step" and reached(folder) >= goal:
             time.sleep(delay)
@@ -112,12 +126,14 @@ def finish(argv: list[str], env: dict[str, str] | None = None) -> None:
 
 def difference(found: Path, expected: Path, step: int) -> float:
     """The largest difference of metrics and of parameters, relative to 1 + their size."""
-    worst, pairs = 0.0, list(zip(records(found), records(expected), strict=True))
+    worst = 0.0
+    pairs = list(zip(records(found), records(expected), strict=True))
     models = [load_file(folder / f"step{step}" / "model.safetensors") for folder in (found, expected)]
     for a, b in [*pairs, tuple(models)]:
         assert a.keys() == b.keys()
         for name in a:
-            x, y = np.asarray(a[name], float), np.asarray(b[name], float)
+            x = np.asarray(a[name], float)
+            y = np.asarray(b[name], float)
             worst = max(worst, float(np.max(np.abs(x - y) / (1 + np.abs(y)), initial=0)))
     return worst
 
@@ -135,7 +151,9 @@ def main() -> None:
         finish(arguments(**flags, save_dir=whole))
         num_kills = 0
         while num_kills < options.kills:
-            moment, steps, delay = draw.choice(["step", "state", "model"]), draw.randint(0, 3), draw.uniform(0, 0.5)
+            moment = draw.choice(["step", "state", "model"])
+            steps = draw.randint(0, 3)
+            delay = draw.uniform(0, 0.5)
             before = reached(killed)
             process = start(arguments(**flags, save_dir=killed), stdout=subprocess.DEVNULL)
             half = kill_at(process, killed, moment, steps, delay)

@@ -264,7 +264,12 @@ class Wrapped:
 class Lake:
     """Gymnasium: numbered actions, and a board in colours."""
 
-    action_space = SimpleNamespace(n=np.int64(3), start=np.int64(1), shape=(), sample=None)
+    action_space = SimpleNamespace(
+        n=np.int64(3),
+        start=np.int64(1),
+        shape=(),
+        sample=None,
+    )
     render_mode = "ansi"
 
     def reset(self, *, seed=None, options=None):

@@ -58,7 +58,13 @@ NOT_RUN = {  # pattern of a command: why it is not run
 def clone(folder: Path) -> None:
     """Copies what git would clone, changes that are not committed included."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        listed,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +190,13 @@ def blocks(page: str, text: str, folder: Path) -> Iterator[tuple[str, str]]:
         if language == "diff":
             for options, diff in ((["-R"], applied), ([], block)):
                 if diff:
-                    subprocess.run(["git", "apply", *options], cwd=folder, input=diff, text=True, check=True)
+                    subprocess.run(
+                        ["git", "apply", *options],
+                        cwd=folder,
+                        input=diff,
+                        text=True,
+                        check=True,
+                    )
             applied = block
         elif language == "python" and (file := re.match(r"# ([\w/]+\.py)\n", block)):
             (folder / file[1]).write_text(block)
@@ -198,7 +210,9 @@ def blocks(page: str, text: str, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def main(pages: list[str]) -> int:
-    counts, failures, skipped = Counter(), [], []
+    counts = Counter()
+    failures = []
+    skipped = []
     with tempfile.TemporaryDirectory(prefix="readme ") as name:  # with a space: paths must be quoted
         scratch = Path(name)
         (scratch / "home").mkdir()

@@ -1,6 +1,6 @@
 """The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
 
-    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
+python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
 """
 
 import itertools
@@ -63,7 +63,8 @@ def anchors(page: Path) -> set[str]:
 def test_the_front_page_is_short_and_quotes_the_loop():
     readme = read("README.md")
     assert len(readme.splitlines()) <= 170
-    assert len(read("AGENTS.md").splitlines()) <= 60 and "(AGENTS.md)" in readme
+    assert len(read("AGENTS.md").splitlines()) <= 60
+    assert "(AGENTS.md)" in readme
     assert LOOP.findall(readme) == [loop()], "python tests/test_docs.py writes the loop into README.md"
 
 
@@ -100,13 +101,15 @@ def test_the_drawing_of_the_loop_is_of_today(tmp_path):
     drawn = (tmp_path / "loop.svg").read_text(encoding="utf-8")
     assert drawn == read("imgs/loop.svg"), "python imgs/make.py --loop"
     texts = [text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    rewards, advantages = texts[texts.index("rewards") + 1], texts[texts.index("advantages") + 1]
+    rewards = texts[texts.index("rewards") + 1]
+    advantages = texts[texts.index("advantages") + 1]
     rewards = [float(x) for x in rewards.partition(": ")[2].split(", ")]
     deviation = statistics.pstdev(rewards)
     expected = [f"{(x - statistics.mean(rewards)) / deviation:+.1f}" for x in rewards]
     assert advantages.replace("−", "-").split(", ") == expected
     files = [text for text in texts if "/" in text]
-    assert len(files) == 6 and all((ROOT / file).exists() for file in files)
+    assert len(files) == 6
+    assert all((ROOT / file).exists() for file in files)
 
 
 def test_each_picture_is_on_a_page():
@@ -146,7 +149,11 @@ def test_the_table_of_packages_is_true():
     assert table.keys() == {*card.split()}
     program = [path for folder in ("core", "models", "envs", "utils") for path in (ROOT / folder).rglob("*.py")]
     for name, place in table.items():
-        module = {"absl-py": "absl", "ml-collections": "ml_collections", "jaxlib": "jax"}.get(name, name)
+        module = {
+            "absl-py": "absl",
+            "ml-collections": "ml_collections",
+            "jaxlib": "jax",
+        }.get(name, name)
         statement = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
         files = [file for file in FILE.findall(place) if "without an import" not in place]
         assert all(statement.search(read(file)) for file in files), name
@@ -168,7 +175,13 @@ def test_diffs_apply(page: str):
     diffs = DIFF.findall(read(page))
     assert diffs
     for diff in diffs:
-        done = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            input=diff,
+            capture_output=True,
+            text=True,
+        )
         assert not done.returncode, f"{done.stderr} (python tests/test_forks.py refreshes docs/forks.md)"
 
 

@@ -1,6 +1,6 @@
 """The forks of docs/forks.md have the size that its table states, and do what it says.
 
-    python tests/test_forks.py    # brings the diffs and the table to the last commit
+python tests/test_forks.py    # brings the diffs and the table to the last commit
 """
 
 import json
@@ -27,9 +27,17 @@ ROW = re.compile(r"^\| \[(.*)\]\((.*)\) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 TINY, TEACHER = "models/tiny", "models/player"
 STEPS = 4
 SMALL = {
-    "max_steps": STEPS, "groups_per_batch": 4, "group_size": 4, "ppo_minibatch": 0, "do_group_filter": 0,
-    "save_interval": 2, "test_interval": 2, "num_eval_tasks": 4, "save_rollouts": "all", "num_score_workers": 1,
-}  # fmt: skip
+    "max_steps": STEPS,
+    "groups_per_batch": 4,
+    "group_size": 4,
+    "ppo_minibatch": 0,
+    "do_group_filter": 0,
+    "save_interval": 2,
+    "test_interval": 2,
+    "num_eval_tasks": 4,
+    "save_rollouts": "all",
+    "num_score_workers": 1,
+}
 DEMO = {"config": "configs/demo.py", "num_generation_tokens": 64} | SMALL
 POEM = FLAGS | SMALL | {"env_options": "subjects_file=subjects.txt"}
 
@@ -55,7 +63,8 @@ def test_the_table_has_the_size_of_each_fork():
     assert "".join(ten) == "abcdefghij"
     assert all(files <= 2 + (name == "d") and lines <= 15 for name, (files, lines) in ten.items())
     all_files, all_lines = map(sum, zip(*ten.values(), strict=True))
-    assert all_files <= 18 and all_lines <= 130
+    assert all_files <= 18
+    assert all_lines <= 130
 
 
 class Outcome(NamedTuple):
@@ -83,7 +92,13 @@ def play(root: Path, folder: Path, flags: dict[str, object], is_killed: bool = F
     command = [sys.executable, "core/grpo.py", *arguments(**flags, save_dir=folder)]
     for is_first in (True, False)[not is_killed :]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=root, env=QUICK | os.environ, stdout=pipe, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            cwd=root,
+            env=QUICK | os.environ,
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+        )
         if is_first:
             assert kill_at(process, folder, "step", 3, 0) != "finished"
         else:
@@ -130,7 +145,8 @@ def bonus(run: Outcome) -> None:
             assert row["bonus"] == pytest.approx(row["finished"] * (0.5 - 0.01 * step))
             reward = 1.0 if row["correct_answer"] else 0.1 * row["valid"]
             assert row["return"] == pytest.approx(reward + row["bonus"])
-    assert run.metrics[STEPS]["env/bonus"] > 0 and "test_env/bonus" not in run.metrics[STEPS]
+    assert run.metrics[STEPS]["env/bonus"] > 0
+    assert "test_env/bonus" not in run.metrics[STEPS]
 
 
 def margin(run: Outcome) -> None:
@@ -156,7 +172,8 @@ def mixture(run: Outcome) -> None:
     rows = [row for step in range(1, STEPS + 1) for row in run.rows(step)]
     poems = [row["return"] == row.get("characters") == len(row["text"]) for row in rows]
     assert poems == [row["task"] % 4 == 3 for row in rows]
-    assert 0 < sum(poems) < len(poems) and all(row["return"] <= 1 for row in rows if row["task"] % 4 < 3)
+    assert 0 < sum(poems) < len(poems)
+    assert all(row["return"] <= 1 for row in rows if row["task"] % 4 < 3)
 
 
 def supervised(run: Outcome) -> None:
@@ -185,7 +202,8 @@ def controller(run: Outcome) -> None:
 def ratios(run: Outcome) -> None:
     for metrics in run.metrics[1:]:
         shares = metrics["inference_recompute/ratio_histogram"]
-        assert sum(shares) == pytest.approx(1) and np.argmax(shares) == len(shares) // 2
+        assert sum(shares) == pytest.approx(1)
+        assert np.argmax(shares) == len(shares) // 2
 
 
 def average(run: Outcome) -> None:
@@ -245,7 +263,14 @@ def refresh() -> None:
         tree = Path(folder) / "tree"
 
         def git(*words: str, cwd: Path = tree, **options: str) -> str:
-            done = subprocess.run(["git", *words], cwd=cwd, check=True, stdout=subprocess.PIPE, text=True, **options)
+            done = subprocess.run(
+                ["git", *words],
+                cwd=cwd,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                **options,
+            )
             return done.stdout
 
         git("worktree", "add", "-q", "--detach", str(tree), cwd=ROOT)

@@ -151,8 +151,10 @@ def test_a_wrong_option_waits_for_no_library_that_only_a_run_needs():
 def test_a_command_without_packages_says_what_to_install(command):
     arguments = [sys.executable, "-B", "-S", f"core/{command}.py"]  # -S: without site-packages
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: jax is not installed") and "make demo" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: jax is not installed")
+    assert "make demo" in done.stderr
 
 
 CHECKED = [path for path in FILES.values() if "import utils.settings.packages" in path.read_text("utf-8")]
@@ -167,13 +169,20 @@ def test_command_names_a_package_of_another_version(name, command, tmp_path):
         [sys.executable, command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": tmp_path}
     )
     needed = {"jax": ">=0.10,<0.12", "transformers": ">=5.0,<6"}[name]
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {name} 0.6.1 is installed, and {needed} is needed: `make demo`, or `pip")
 
 
 def test_versions_are_compared_as_numbers():
     of = {"jax": ">=0.10,<0.12"}
-    expected = {"0.9.2": True, "0.10": False, "0.10.2rc1": False, "0.11.9": False, "0.12.0": True}
+    expected = {
+        "0.9.2": True,
+        "0.10": False,
+        "0.10.2rc1": False,
+        "0.11.9": False,
+        "0.12.0": True,
+    }
     assert {version: bool(packages.find_wrong({"jax": version}, of)) for version in expected} == expected
     ranges = packages.read_ranges((ROOT / "requirements.txt").read_text())
     assert ranges.keys() == {x.replace("_", "-") for x in requirements("requirements.txt")}
@@ -190,7 +199,12 @@ def test_old_python_parses_a_command_and_reads_which_is_needed(file):
     for source in (file, ROOT / "utils/settings/packages.py"):
         ast.parse(source.read_text("utf-8"), feature_version=(3, 8))
     if file.parent.name in ("core", "models"):
-        done = subprocess.run([sys.executable, "-S", "-c", OLD_PYTHON, file], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", OLD_PYTHON, file],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.startswith("error: this is Python 3.8.18, and lmpo needs 3.11 or newer: ")
 

@@ -21,10 +21,12 @@ def words(node: ast.AST) -> list[str]:
 
 
 def test_the_notebook_is_small_and_has_no_outputs():
-    assert len(CELLS) == len(NOTEBOOK["cells"]) <= 12 and (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    assert len(CELLS) == len(NOTEBOOK["cells"]) <= 12
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
     for cell in NOTEBOOK["cells"]:
         assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None), cell["id"]
-        assert len(cell["source"]) <= 60 and not cell["metadata"]
+        assert len(cell["source"]) <= 60
+        assert not cell["metadata"]
     citation = (ROOT / "CITATION.cff").read_text()
     address = re.search(r'^repository-code: "?([^"\n]*)', citation, re.MULTILINE)
     assert f'REPOSITORY = "{address[1] if address else ""}"' in CELLS["install"], "the address is that of CITATION.cff"
@@ -49,7 +51,8 @@ def test_the_notebook_names_files_and_options_that_exist():
 
 
 def test_the_loss_of_the_notebook_is_put_into_the_table():
-    names, page = {"Path": ROOT.joinpath}, {"__name__": "changed"}
+    names = {"Path": ROOT.joinpath}
+    page = {"__name__": "changed"}
     exec(CELLS["own-loss"].partition("print(")[0], names)
     exec(names["after"], page)
     assert list(page["OBJECTIVES"])[0] == "my_loss"

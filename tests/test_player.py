@@ -61,5 +61,6 @@ def test_padding_has_no_weight(writer):
     documents = writer.write(range(48), random.Random(0))
     tokens, weights = pad_documents(documents)
     lengths = [len(document.ids) for document in documents]
-    assert tokens.shape == weights.shape and tokens.shape[1] % 16 == 0
+    assert tokens.shape == weights.shape
+    assert tokens.shape[1] % 16 == 0
     assert [int((row > 0).sum()) for row in weights] == lengths

@@ -154,7 +154,15 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
     monkeypatch.delenv("WANDB_MODE")
     arguments = [*ALL, "--save_rollouts=all", "--adam_eps=1e-5", "--lr_schedule=constant"]
     preset = tmp_path / "filtering.json"
-    preset.write_text(json.dumps({"do_group_filter": 1, "objective": "cispo", "clip_epsilon": 1.0}))
+    preset.write_text(
+        json.dumps(
+            {
+                "do_group_filter": 1,
+                "objective": "cispo",
+                "clip_epsilon": 1.0,
+            }
+        )
+    )
     members = f"seed=0,1;config=configs/drgrpo.py,{preset}"
     together = [*arguments, "--population", members, "--save_dir", str(tmp_path / "all")]
     population.main([*together, "--max_steps=1"])
@@ -174,7 +182,13 @@ def test_members_equal_runs_alone_also_when_they_are_resumed(tmp_path, capsys, m
 
 def test_members_of_one_step_equal_runs_alone(tmp_path):
     """The quick case of the test above."""
-    flags = FLAGS | {"max_steps": 1, "test_env_name": "", "lora_rank": 2, "lora_merge": "never", "save_rollouts": "all"}
+    flags = FLAGS | {
+        "max_steps": 1,
+        "test_env_name": "",
+        "lora_rank": 2,
+        "lora_merge": "never",
+        "save_rollouts": "all",
+    }
     flags |= {"ppo_minibatch": 8, "num_generation_tokens": 8}
     population.main(arguments(**flags, population="seed=0,1", save_dir=tmp_path / "all"))
     assert train_here(tmp_path / "alone", **flags, seed=1) == 0
@@ -202,7 +216,11 @@ def test_rows_of_a_call_are_the_least_of_all_workers(tmp_path, monkeypatch):
 def test_conversations_are_drawn_as_alone_whatever_the_rows_of_a_call():
     def draw(rows_per_call: int) -> tuple[dict, set[int]]:
         script = Script()
-        own = {"member": "a", "signals": Signals(), "shared": SharedSampler(["a"], rows_per_call)}
+        own = {
+            "member": "a",
+            "signals": Signals(),
+            "shared": SharedSampler(["a"], rows_per_call),
+        }
         return rows_of(draw_all(script, make_sampler=MemberSampler, **own)), {*script.turns}
 
     found, rows = draw(8)

@@ -23,7 +23,8 @@ def test_a_script_trains_with_flags_that_hold_and_passes_more(script, tmp_path):
     said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     program, *flags = said.stdout.split("python\n")[-1].splitlines()  # what comes before it makes a model or data
     config = parse(Config, flags)
-    assert program == "core/grpo.py" and config.seed == 7
+    assert program == "core/grpo.py"
+    assert config.seed == 7
     test_env_name = config.held_out.test_env_name
     assert test_env_name.endswith("-test"), "a result needs held-out problems"
     assert {config.env.env_name, test_env_name.removesuffix("-test")} <= set(ENVS)

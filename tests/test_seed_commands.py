@@ -55,7 +55,8 @@ sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys
 def installed_by(file: Path) -> set[str]:
     """Names of the distributions that `pip install -r FILE` brings, of those that are here."""
     lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
-    todo, found = [Requirement(line) for line in lines if line], set()
+    todo = [Requirement(line) for line in lines if line]
+    found = set()
     while todo:
         wanted = todo.pop()
         for extra in ("", *wanted.extras):
@@ -93,7 +94,11 @@ def home(tmp_path_factory):
     put(folder / "hub", "Qwen/Qwen3-1.7B", {path.name: path.read_bytes() for path in TINY.iterdir()})
     asked = []
     with local_hub(folder / "hub", asked) as env:
-        names = {"HOME": str(folder), "PYTHONPATH": str(folder / "hidden"), "NETRC": os.devnull}
+        names = {
+            "HOME": str(folder),
+            "PYTHONPATH": str(folder / "hidden"),
+            "NETRC": os.devnull,
+        }
         yield {name: value for name, value in env.items() if not name.startswith("WANDB")} | names
 
 
@@ -114,10 +119,12 @@ def test_a_printed_command_runs(command, home, tmp_path):
     is_training = "core/grpo.py" in command
     done = run(command, home, *(["--save_dir", str(tmp_path / "run")] if is_training else []))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and "HTTP Request" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "HTTP Request" not in done.stderr
     if is_training:
         records = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
-        assert records[-1]["global_step"] == 1 and (tmp_path / "run" / "step1" / "model.safetensors").exists()
+        assert records[-1]["global_step"] == 1
+        assert (tmp_path / "run" / "step1" / "model.safetensors").exists()
         assert bool(list(tmp_path.glob("run/wandb/offline-run-*"))) == ("--wandb_name" in command)
         assert ("step 1, held out: prompt" in done.stdout) == any("test_env/return" in record for record in records)
 
@@ -127,7 +134,12 @@ def test_what_requirements_do_not_bring_is_hidden(home):
     assert {"jax", "pyarrow", "wandb", "math-verify", "sympy", "antlr4-python3-runtime", "huggingface-hub"} < brought
     assert not {"pytest", "reasoning-gym", "datasets", "chex", "torch"} & brought
     code = "import pyarrow, wandb, importlib.util as u; print([u.find_spec(x) for x in ('pytest', 'ruff', 'mlflow')])"
-    done = subprocess.run([sys.executable, "-c", code], env=home, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=home,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "[None, None, None]\n", done.stderr
 
 
@@ -147,4 +159,5 @@ def test_a_pickle_of_kvfrans_lmpo_is_refused(home, tmp_path):
     shutil.copytree(TINY, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "params.pkl")
     done = run(f"python core/grpo.py --env_name poem --model_dir {tmp_path / 'model'}", home)
-    assert done.returncode == 2 and "params.pkl is a pickle, which could run code" in done.stderr
+    assert done.returncode == 2
+    assert "params.pkl is a pickle, which could run code" in done.stderr

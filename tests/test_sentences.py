@@ -87,7 +87,8 @@ def test_a_mistake_ends_with_one_sentence(words, capsys):
     with pytest.raises(SystemExit) as ended:
         said(words, capsys)
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1
+    assert ended.value.code == 2
+    assert error.count("\n") == 1
     assert SENTENCES[words] in error
     assert "one of ," not in error
 

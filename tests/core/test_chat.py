@@ -92,9 +92,12 @@ def test_messages_pile_up_until_a_new_conversation(monkeypatch, capsys):
 
 def test_commands_are_no_messages(monkeypatch, capsys):
     model = talk(monkeypatch, ["/help", "/set temperature 0.7", "/set temperature hot", "/set", "/sett", "/quit", "x"])
-    assert model.seen == [] and model.changes == [("temperature", "0.7")]
+    assert model.seen == []
+    assert model.changes == [("temperature", "0.7")]
     out = capsys.readouterr().out
-    assert out.count("/new ") == 3 and "it is a number" in out and out.count("settings [(") == 2
+    assert out.count("/new ") == 3
+    assert "it is a number" in out
+    assert out.count("settings [(") == 2
 
 
 def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(monkeypatch, capsys):
@@ -114,11 +117,20 @@ def test_a_reply_that_is_stopped_or_impossible_does_not_end_the_conversation(mon
         raise UserError("prompt of task 1 has 9999 tokens")
 
     before = signal.getsignal(signal.SIGINT)
-    model = talk(monkeypatch, ["none", "one", "two", "three"], {"none": stop_at_once, "one": stop, "two": fail})
+    model = talk(
+        monkeypatch,
+        ["none", "one", "two", "three"],
+        {
+            "none": stop_at_once,
+            "one": stop,
+            "two": fail,
+        },
+    )
     kept = ["one", "half a thought"]
     assert model.seen == [["none"], ["one"], [*kept, "two"], [*kept, "three"]], "without an empty reply"
     out = capsys.readouterr().out
-    assert out.count("[stopped]") == 2 and "9999 tokens; /new begins another" in out
+    assert out.count("[stopped]") == 2
+    assert "9999 tokens; /new begins another" in out
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -218,9 +230,14 @@ def post(server, body, timeout=60, **headers):
 
 
 def test_the_server_answers_its_own_page_alone(server):
-    body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+    body = {
+        "model": 0,
+        "temperature": "0.5",
+        "messages": [{"role": "user", "content": "hostile"}],
+    }
     status, lines = post(server, body)
-    assert status == 200 and [line["text"][:10] for line in lines[:2]] == ["<img src=x"] * 2
+    assert status == 200
+    assert [line["text"][:10] for line in lines[:2]] == ["<img src=x"] * 2
     assert lines[2:] == [{"right": False}]
     assert server.models[0].changes == [("temperature", "0.5")]
     assert post(server, body | {"temperature": "hot"}) == (200, [{"error": "it is a number"}])
@@ -231,12 +248,17 @@ def test_the_server_answers_its_own_page_alone(server):
 
 
 def test_a_reply_that_was_stopped_while_it_waited_is_not_computed(server):
-    body = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+    body = {
+        "model": 0,
+        "temperature": "0.5",
+        "messages": [{"role": "user", "content": "hostile"}],
+    }
     with server.lock, pytest.raises(TimeoutError):
         post(server, body, timeout=0.2)
     post(server, body | {"model": 1})
     time.sleep(0.2)  # a reply that had waited would have been given by now
-    assert server.models[0].seen == [] and len(server.models[1].seen) == 1
+    assert server.models[0].seen == []
+    assert len(server.models[1].seen) == 1
 
 
 def send(server, text, length):
@@ -248,7 +270,11 @@ def send(server, text, length):
     return connection
 
 
-REQUEST = {"model": 0, "temperature": "0.5", "messages": [{"role": "user", "content": "hostile"}]}
+REQUEST = {
+    "model": 0,
+    "temperature": "0.5",
+    "messages": [{"role": "user", "content": "hostile"}],
+}
 
 
 @pytest.mark.parametrize(("length", "status"), [("-1", b"400"), ("10000001", b"400"), ("x", b"400"), ("9", b"")])
@@ -256,7 +282,8 @@ def test_no_request_is_read_beyond_its_length_or_for_ever(length, status, server
     monkeypatch.setattr(Handler, "timeout", 0.3)
     with send(server, b"{", length) as connection:
         assert connection.makefile("rb").readline().split()[1:2] == [status] * bool(status)
-    assert capsys.readouterr().err == "" and server.models[0].seen == []
+    assert capsys.readouterr().err == ""
+    assert server.models[0].seen == []
 
 
 def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
@@ -274,37 +301,47 @@ def test_a_page_that_does_not_read_holds_nobody_up(server, monkeypatch, capsys):
         assert post(server, REQUEST | {"model": 1}) == (200, [{"text": "yes"}, {"right": False}])
     with send(server, body, len(body)) as connection:  # resets the connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert post(server, REQUEST | {"model": 1})[0] == 200 and capsys.readouterr().err == ""
+    assert post(server, REQUEST | {"model": 1})[0] == 200
+    assert capsys.readouterr().err == ""
 
 
 def test_the_page_is_told_what_is_compiled(server):
     server.models[0].replies["new"] = lambda show: str(jax.jit(lambda x: 1 + x)(41))
     lines = post(server, REQUEST | {"messages": [{"role": "user", "content": "new"}]})[1]
     compiled = [line["compiling"] for line in lines if "compiling" in line]
-    assert compiled[-1] == "<lambda>" and lines[-2] == {"text": "42"}
+    assert compiled[-1] == "<lambda>"
+    assert lines[-2] == {"text": "42"}
 
 
 def test_examples_are_problems_that_the_environment_grades(tmp_path):
     config = trained_settings("models/tiny")
-    assert config.env_name == "countdown" and "prompt=bare" in config.env_options
+    assert config.env_name == "countdown"
+    assert "prompt=bare" in config.env_options
     examples, has_one_turn = load_examples(config)
     prompt = next(iter(examples.numbers))
-    assert has_one_turn and re.fullmatch(r"Use \d+ \d+ \d+ to make \d+\.", prompt)
+    assert has_one_turn
+    assert re.fullmatch(r"Use \d+ \d+ \d+ to make \d+\.", prompt)
     env = make_env("countdown-test", **config.options("countdown"))
     replies = env.examples(env.problem(0))
     assert [examples.grade(prompt, replies[name]) for name in ("right", "wrong")] == [True, False]
-    assert examples.grade("Use 1 1 to make 2.", "") is None and examples.grade(prompt, "9**9**9**9") is False
+    assert examples.grade("Use 1 1 to make 2.", "") is None
+    assert examples.grade(prompt, "9**9**9**9") is False
     examples.scorer.close()
     assert load_examples(EnvConfig("guess", "prompt=bare"))[1] is False, "episodes"
     assert load_examples(EnvConfig("guess", "unknown=1"))[0].numbers == {}
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"env_name": "countdown"}, {"env_name": "dataset", "reward": "a.py:f", "run": {"host": "here"}},
-    {"env_name": "dataset", "env_options": "reward=a.py:f", "run": {"host": "here"}},
-    {"env_name": "python", "env_options": "sandbox=off", "run": {"host": "here"}},
-    {"env_name": "python", "run": {"host": "here"}},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"env_name": "countdown"},
+        {"env_name": "dataset", "reward": "a.py:f", "run": {"host": "here"}},
+        {"env_name": "dataset", "env_options": "reward=a.py:f", "run": {"host": "here"}},
+        {"env_name": "python", "env_options": "sandbox=off", "run": {"host": "here"}},
+        {"env_name": "python", "run": {"host": "here"}},
+    ],
+)
 def test_what_is_unknown_or_would_run_code_is_no_example(settings, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     shutil.copytree(ROOT / "models/tiny", tmp_path / "step1")
@@ -352,7 +389,8 @@ def test_ctrl_c_ends_a_reply_that_is_being_drawn():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "ChatServer", Recording)
         serve([Scripted({"endless": endless})], 0)
-    assert servers[0].is_ending and not servers[0].lock.locked()
+    assert servers[0].is_ending
+    assert not servers[0].lock.locked()
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "a\udcff", "\0"])

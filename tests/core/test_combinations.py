@@ -122,7 +122,9 @@ def rows_of(kind: str) -> list[list[str]]:
 
 def script(kind: str, row: Sequence[str], tokenizer) -> list[int]:
     """Returns the tokens that the policy draws."""
-    tokens, filler, stop = [], tokenizer.encode("x"), tokenizer.encode("<|im_end|>")
+    tokens = []
+    filler = tokenizer.encode("x")
+    stop = tokenizer.encode("<|im_end|>")
     for turn in row:
         is_call = kind == "tools" and turn[0] in "GL"
         call = f'<tool_call>{{"name": "look", "arguments": {{"long": {str(turn[0] == "L").lower()}}}}}</tool_call>'
@@ -133,7 +135,11 @@ def script(kind: str, row: Sequence[str], tokenizer) -> list[int]:
     return tokens + filler * 2 * LIMIT
 
 
-POLICIES = {"full": LoraConfig(), "LoRA": LoraConfig(lora_rank=2), "int8": LoraConfig(lora_rank=2, base_dtype="int8")}
+POLICIES = {
+    "full": LoraConfig(),
+    "LoRA": LoraConfig(lora_rank=2),
+    "int8": LoraConfig(lora_rank=2, base_dtype="int8"),
+}
 
 
 @cache
@@ -280,7 +286,8 @@ def test_what_leaves_what_stays_and_what_is_counted(kind):
             behind = np.flatnonzero(mask)
             turns = np.cumsum(np.diff(behind, prepend=behind[0]) > 1)
             np.testing.assert_allclose(found[mask], np.array(advantages[row])[turns], atol=2e-6, err_msg=str(flags))
-            assert turns[-1] == len(rewards[row]) - 1 and not found[~mask].any()
+            assert turns[-1] == len(rewards[row]) - 1
+            assert not found[~mask].any()
     assert len(sizes) > 3, "filters and turns make a difference"
 
 
@@ -289,7 +296,8 @@ def test_it_is_the_same_for_adapters_and_over_a_rounded_base(policy):
     """All that the table reads is in the episodes: no filter, reward or metric of it sees a policy."""
     for kind in ("tools", "single"):
         found, full = play(kind, policy), play(kind)
-        assert found.stops == full.stops and found.turn_rewards == full.turn_rewards
+        assert found.stops == full.stops
+        assert found.turn_rewards == full.turn_rewards
         for name in ("tokens", "mask", "lengths", "prompt_lengths", "finished", "num_observed"):
             np.testing.assert_array_equal(getattr(found.completions, name), getattr(full.completions, name))
         np.testing.assert_array_equal(found.scores["return"], full.scores["return"])

@@ -53,7 +53,8 @@ def test_proportions_of_single_samples_have_wilsons_interval(right, total):
     expected = scipy.stats.binomtest(right, total).proportion_ci(method="wilson")
     ends = [found["x_low"], found["x_high"]]
     assert ends == pytest.approx([expected.low, expected.high], abs=1e-4), "1.96 has three digits"
-    assert found["x"] == pytest.approx(right / total) and found["x_ci"] == pytest.approx((ends[1] - ends[0]) / 2)
+    assert found["x"] == pytest.approx(right / total)
+    assert found["x_ci"] == pytest.approx((ends[1] - ends[0]) / 2)
     assert found["x_ci"] > 0
 
 
@@ -117,7 +118,8 @@ def test_majority_at_k_by_hand():
     def majority(text: str, correct: list[int], k: int) -> float:
         return float(majority_at_k([None if a == "-" else a for a in text], np.array(correct) > 0, (k,))[0])
 
-    assert majority("aab", [1, 1, 0], 3) == 1 and majority("aab", [0, 0, 1], 3) == 0
+    assert majority("aab", [1, 1, 0], 3) == 1
+    assert majority("aab", [0, 0, 1], 3) == 0
     assert majority("ab", [1, 0], 2) == 0.5, "a tie is decided by lot"
     assert majority("a---", [1, 0, 0, 0], 4) == 1, "who has no answer does not vote"
     assert majority("----", [0, 0, 0, 0], 4) == 0
@@ -133,7 +135,8 @@ def test_task_estimates_are_named_by_k():
     found = task_estimates(scores, list("abcdbe") * 2)
     kinds = ("pass@", "best_of_", "maj@")
     assert set(found) == {"return", "correct_answer", *(f"{kind}{k}" for kind in kinds for k in range(2, 7))}
-    assert all(x.shape == (2,) for x in found.values()) and found["maj@6"].tolist() == [1, 1]
+    assert all(x.shape == (2,) for x in found.values())
+    assert found["maj@6"].tolist() == [1, 1]
     assert not any("maj" in name for name in task_estimates(scores, [None] * 12)), "an environment without answers"
     one = {name: x[:, :1] for name, x in scores.items()}
     assert set(task_estimates(one, ["a", "b"])) == {"return", "correct_answer"}
@@ -145,12 +148,15 @@ def test_task_estimates_are_named_by_k():
 
 
 def test_paired_bootstrap_against_all_resamples():
-    x, y = np.array([0.5, 0.0, 0.25, 1.0]), np.array([0.75, 0.5, 0.0, 1.0])
+    x = np.array([0.5, 0.0, 0.25, 1.0])
+    y = np.array([0.75, 0.5, 0.0, 1.0])
     means = np.array([np.mean(some) for some in product(y - x, repeat=4)])
     found = paired_bootstrap(x, y, seed=1)
     p = np.mean(means <= 0)  # quarters are exact; the data count as one more resample, which is within the tolerance
-    assert found["mean"] == pytest.approx(0.125) and found["p"] == pytest.approx(p, abs=4 * (p * (1 - p) / 1e4) ** 0.5)
-    assert found["low"] == np.quantile(means, 0.025) and found["high"] == np.quantile(means, 0.975)
+    assert found["mean"] == pytest.approx(0.125)
+    assert found["p"] == pytest.approx(p, abs=4 * (p * (1 - p) / 1e4) ** 0.5)
+    assert found["low"] == np.quantile(means, 0.025)
+    assert found["high"] == np.quantile(means, 0.975)
     assert found == paired_bootstrap(x, y, seed=1) != paired_bootstrap(x, y, seed=2)
 
 
@@ -167,7 +173,8 @@ def test_paired_bootstrap_of_more_problems_against_a_loop():
     assert same == {"mean": 0, "low": None, "high": None, "p": 1}
     assert paired_bootstrap(np.zeros(3), np.ones(3))["p"] == 1 / 8, "three signs that agree"
     better = paired_bootstrap(np.zeros(100), np.linspace(1, 2, 100))
-    assert better["p"] == pytest.approx(1 / 10_001) and 1 < better["low"] < better["high"] < 2
+    assert better["p"] == pytest.approx(1 / 10_001)
+    assert 1 < better["low"] < better["high"] < 2
 
 
 # Comparisons
@@ -182,11 +189,15 @@ def result(name: str, ids: list[int], values: list[float], env_name: str = "poem
 
 
 def test_differences_are_of_tasks_that_both_played():
-    first, second = result("a", [1, 2, 5], [0, 1, 0]), result("b", [2, 5, 7], [1, 1, 0])
-    other, apart = result("a", [1], [1], "gsm8k-test"), result("c", [9], [1])
+    first = result("a", [1, 2, 5], [0, 1, 0])
+    second = result("b", [2, 5, 7], [1, 1, 0])
+    other = result("a", [1], [1], "gsm8k-test")
+    apart = result("c", [9], [1])
     rows = compare_results([first, other, second, apart], seed=0)
-    assert "difference" not in rows[0] and "difference" not in rows[1]
-    assert rows[2]["difference"]["to"] == "a" and rows[2]["difference"]["num_tasks"] == 2
+    assert "difference" not in rows[0]
+    assert "difference" not in rows[1]
+    assert rows[2]["difference"]["to"] == "a"
+    assert rows[2]["difference"]["num_tasks"] == 2
     assert rows[2]["difference"]["return"] == paired_bootstrap(np.array([1, 0]), np.array([1, 1]))
     assert rows[3]["difference"] == {"to": "a", "num_tasks": 0}
     json.dumps(rows, allow_nan=False)
@@ -199,13 +210,16 @@ def test_tables_are_aligned():
     assert lines[0].split() == ["poem-test", "gsm8k-test"]
     assert lines[1].split() == ["run/", *["correct", "return", "length"] * 2]
     assert lines[3] == "step10  0.500 ± 0.125  0.500 ± 0.125  7.0     0.000 ± 0.125  0.000 ± 0.125  7.0"
-    assert lines[5].startswith("difference to run/step5") and "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
+    assert lines[5].startswith("difference to run/step5")
+    assert "run/step10  +0.000 [unknown] p 1.0000" in lines[8]
     assert lines[-1] == "gsm8k-test, poem-test: fewer than 30 problems, so intervals are too narrow"
     many = format_table(["m"], {f"env{i}": {"return": ["0.500 ± 0.125"] * 1, "pass@4": ["-"]} for i in range(9)})
     wide = format_table(["a" * 30, "b"], {"env": {f"pass@{k}": ["0.500 [0.125, 0.250]"] * 2 for k in range(9)}})
     for table in (many, wide):
         assert max(map(len, table.splitlines())) <= 100
-    assert many.count("pass@4") == 9 and wide.count("0.500") == 18 and wide.count("a" * 30) == 3
+    assert many.count("pass@4") == 9
+    assert wide.count("0.500") == 18
+    assert wide.count("a" * 30) == 3
 
 
 def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
@@ -228,7 +242,8 @@ def test_checkpoints_of_a_run_folder(tmp_path, monkeypatch):
 def test_answers_are_of_the_form_that_the_environment_asks_for():
     env = Env()
     env.num_tasks = 1
-    assert env.answer("so <answer> 5 </answer> or \\boxed{6}") == "5" and env.answer("\\boxed{6}") is None
+    assert env.answer("so <answer> 5 </answer> or \\boxed{6}") == "5"
+    assert env.answer("\\boxed{6}") is None
     env.form = "boxed"
     assert Styled(env, Style()).answer("<answer>5</answer> or \\boxed{6}") == "6"
 
@@ -239,14 +254,17 @@ def test_votes_for_one_answer_have_one_spelling():
     for spellings in (["0.5", "1/2", r"\frac{1}{2}", "**0.5**"], ["1,240", "1240", "$1240"], ["E", "(E)", "E: forty"]):
         assert len({env.vote(rf"\boxed{{{answer}}}") for answer in spellings}) == 1
     votes = {env.vote(rf"\boxed{{{answer}}}") for answer in ("25", "25%", "0.25", "x", "2x", "D", "")}
-    assert len(votes) == 7 and env.vote("25") is None
+    assert len(votes) == 7
+    assert env.vote("25") is None
     votes = [env.vote(rf"\boxed{{{answer}}}") for answer in ("3", "0.5", "x/2", "3.0", r"\frac{x}{2}")]
     assert majority_at_k(votes, np.array([0, 0, 1, 0, 1]) > 0, (5,)) == 0.5, "3 has two votes, the right answer too"
 
 
 def test_references_of_any_kind_are_written():
-    assert json_or_text(((1, 2), 3)) == ((1, 2), 3) and json_or_text({"x": float("nan")}) == "{'x': nan}"
-    assert json_or_text({(1, 2): 3}) == "{(1, 2): 3}" and isinstance(json_or_text(object()), str)
+    assert json_or_text(((1, 2), 3)) == ((1, 2), 3)
+    assert json_or_text({"x": float("nan")}) == "{'x': nan}"
+    assert json_or_text({(1, 2): 3}) == "{(1, 2): 3}"
+    assert isinstance(json_or_text(object()), str)
 
 
 # The command
@@ -258,12 +276,20 @@ def command(*argv: str, **flags) -> evaluation.Command:
 
 
 def test_a_run_folder_on_two_environments(tmp_path, capsys):
-    run, scores, samples = tmp_path / "run", tmp_path / "scores.json", tmp_path / "samples.jsonl"
+    run = tmp_path / "run"
+    scores = tmp_path / "scores.json"
+    samples = tmp_path / "samples.jsonl"
     for step in (2, 10):
         shutil.copytree(MODEL, run / f"step{step}")
     trained = {"env_name": "countdown3", "env_options": "max_number=9"}
     (run / "config.json").write_text(json.dumps(trained))
-    flags = {"num_eval_tasks": 3, "num_epochs": 4, "json": scores, "save_samples": samples, "prompt_length": 1024}
+    flags = {
+        "num_eval_tasks": 3,
+        "num_epochs": 4,
+        "json": scores,
+        "save_samples": samples,
+        "prompt_length": 1024,
+    }
     flags["env_name"] = "poem,Countdown3"
     evaluation.main(command(**flags, model_dir=run))
     found = json.loads(scores.read_text())
@@ -276,18 +302,24 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
     assert scores_of[0] == scores_of[2] and scores_of[1] == scores_of[3], "equal weights, equal draws"
     assert found[2]["difference"]["return"] == {"mean": 0, "low": None, "high": None, "p": 1}
     printed = capsys.readouterr().out
-    assert "step10 " in printed and "best_of_4" in printed and f"difference to {run}/step2" in printed
+    assert "step10 " in printed
+    assert "best_of_4" in printed
+    assert f"difference to {run}/step2" in printed
     assert printed.count(f"{run} was trained with --env_options 'max_number=9'") == 1
 
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert len(rows) == 2 * 2 * 3 and samples.read_text().isascii()
+    assert len(rows) == 2 * 2 * 3
+    assert samples.read_text().isascii()
     poem = rows[:3]
-    assert [row["task"] for row in poem] == [0, 1, 2] and all("three sentences about" in row["prompt"] for row in poem)
+    assert [row["task"] for row in poem] == [0, 1, 2]
+    assert all("three sentences about" in row["prompt"] for row in poem)
     completions = [x for row in poem for x in row["completions"]]
-    assert len(completions) == 12 and all(x["return"] == len(x["text"]) and 0 < x["length"] <= 8 for x in completions)
+    assert len(completions) == 12
+    assert all(x["return"] == len(x["text"]) and 0 < x["length"] <= 8 for x in completions)
     assert np.mean([x["return"] for x in completions]) == pytest.approx(found[0]["return"])
     assert np.mean([x["finished"] for x in completions]) == pytest.approx(found[0]["finished"])
-    assert rows[3]["env_name"] == "countdown3-test" and len(rows[3]["reference"][0]) == 3
+    assert rows[3]["env_name"] == "countdown3-test"
+    assert len(rows[3]["reference"][0]) == 3
     assert "truncation" in found[1]
     assert "truncation" not in found[0], "Countdown of kvfrans/lmpo alone takes 0.05 off at the limit"
 
@@ -300,8 +332,18 @@ def test_a_run_folder_on_two_environments(tmp_path, capsys):
 def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, capsys):
     run = tmp_path / "run"
     (run / "step2").mkdir(parents=True)
-    trained = {"env_name": "Countdown3", "env_options": "max_number=9", "temperature": 0.5, "num_generation_tokens": 64}
-    others = {"seed": 7, "sharding": "dp", "inference_batch_per_device": 9, "run": {"lmpo": "version 1"}}
+    trained = {
+        "env_name": "Countdown3",
+        "env_options": "max_number=9",
+        "temperature": 0.5,
+        "num_generation_tokens": 64,
+    }
+    others = {
+        "seed": 7,
+        "sharding": "dp",
+        "inference_batch_per_device": 9,
+        "run": {"lmpo": "version 1"},
+    }
     (run / "config.json").write_text(json.dumps(trained | others))
 
     def settings(*argv: str) -> tuple[str, str, float, int]:
@@ -324,7 +366,11 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, ca
         (run / "config.json").write_text(json.dumps(trained | others | own | {"test_env_name": test_env}))
         _, env_options, _, limit = settings("--model_dir", models)
         assert [env_options, limit] == expected, "as in the log of the run"
-    code = {"env_name": "python", "test_env_name": "python-test", "test_env_options": "sandbox=off"}
+    code = {
+        "env_name": "python",
+        "test_env_name": "python-test",
+        "test_env_options": "sandbox=off",
+    }
     (run / "config.json").write_text(json.dumps(trained | others | code | {"env_options": ""}))
     with pytest.raises(SystemExit):
         settings("--model_dir", models)
@@ -346,16 +392,19 @@ def test_mistakes_are_told_before_anything_is_loaded(flags, message, capsys, mon
     with pytest.raises(SystemExit), user_errors():
         evaluation.main(with_options(command(), **flags))
     error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    assert message in error
+    assert len(error.splitlines()) == 1
 
 
 def test_explained_variance():
     rng = np.random.default_rng(0)
-    mask, rewards = rng.random((5, 7)) < 0.6, rng.random((5, 1))
+    mask = rng.random((5, 7)) < 0.6
+    rewards = rng.random((5, 1))
     values = rewards + rng.normal(0, 0.1, mask.shape)
     pairs = [(float(rewards[i, 0]), float(values[i, t])) for i, t in np.argwhere(mask)]
     expected = 1 - np.var([r - v for r, v in pairs]) / np.var([r for r, _ in pairs])
-    assert explained_variance(rewards, values, mask) == pytest.approx(expected) and expected < 1
+    assert explained_variance(rewards, values, mask) == pytest.approx(expected)
+    assert expected < 1
     assert explained_variance(np.ones((5, 1)), values, mask) == 0
 
 
@@ -386,7 +435,15 @@ def foreign(tmp_path, monkeypatch):
     for name in ("model", "step1", "best"):
         shutil.copytree(MODEL, f"x/{name}")
     Path("x/rollouts").mkdir()
-    np.savez("x/rollouts/step_1.npz", tokens=[[1]], lengths=[1], prompt_lengths=[0], mask=[[1]], tasks=[0], places=[0])
+    np.savez(
+        "x/rollouts/step_1.npz",
+        tokens=[[1]],
+        lengths=[1],
+        prompt_lengths=[0],
+        mask=[[1]],
+        tasks=[0],
+        places=[0],
+    )
     Path("x/q.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
     Path("x/helper.py").write_text(HELPER)
     return tmp_path / "x"
@@ -412,7 +469,8 @@ def test_no_downloaded_folder_runs_code(case, foreign, capsys):
     said = capsys.readouterr()
     if origin:
         (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name"]
-        assert said.err.count("\n") == 1 and f"if you trust it, add --{flag} {value!r}" in said.err
+        assert said.err.count("\n") == 1
+        assert f"if you trust it, add --{flag} {value!r}" in said.err
     else:
         assert "poem-test: completions" in said.out, "no run: an environment is not inherited either"
 
@@ -428,10 +486,13 @@ def test_code_of_own_runs_and_code_that_is_named_runs(foreign, capsys):
             reward()
         return "asks for reward=x/helper.py:f, which runs code" in capsys.readouterr().err
 
-    assert is_refused() and reward("--reward", "x/helper.py:f") == "x/helper.py:f" and reward("--reward", "") == ""
+    assert is_refused()
+    assert reward("--reward", "x/helper.py:f") == "x/helper.py:f"
+    assert reward("--reward", "") == ""
     assert reward("--env_name", "poem") == "", "the environment is another"
     remember_code(foreign, settings)
-    assert reward() == "x/helper.py:f" and len(own_file().read_text().splitlines()) == 1
+    assert reward() == "x/helper.py:f"
+    assert len(own_file().read_text().splitlines()) == 1
     Path("x/helper.py").write_text(HELPER + "# changed")
     assert is_refused()
     Path("x/helper.py").write_text(HELPER)
@@ -462,4 +523,5 @@ def test_each_text_option_of_an_environment_is_known_to_run_code_or_not():
 def test_problems_are_shown_whatever_the_limit_of_prompts(capsys):
     evaluation.main(evaluation.parse_command(["--env_name", "poem", "--prompt_length", "5", "--show", "1"]))
     printed = capsys.readouterr().out
-    assert "======== problem 0" in printed and "left out" not in printed
+    assert "======== problem 0" in printed
+    assert "left out" not in printed

@@ -54,13 +54,28 @@ from utils.settings.lmpo import LMPO
 SHARDINGS = ("dp", "fsdp", "tp", "fsdp_tp")
 NUM_DEVICES, NUM_PROCESSES = (4, 8), (2, 4)
 FLAGS = {
-    "model_dir": ROOT / "models" / "tiny", "env_name": "poem", "test_env_name": "poem-test", "groups_per_batch": 2,
-    "group_size": 4, "ppo_minibatch": 4, "num_generation_tokens": 12, "max_steps": 1, "advantage": "group_mean",
-    "do_group_filter": 0, "num_eval_tasks": 2, "num_eval_samples": 4, "num_score_workers": 1,
-    "tokens_per_microbatch": 128, "use_remat": 0, "entropy_coef": 0.1, "prompt_length": 64,
+    "model_dir": ROOT / "models" / "tiny",
+    "env_name": "poem",
+    "test_env_name": "poem-test",
+    "groups_per_batch": 2,
+    "group_size": 4,
+    "ppo_minibatch": 4,
+    "num_generation_tokens": 12,
+    "max_steps": 1,
+    "advantage": "group_mean",
+    "do_group_filter": 0,
+    "num_eval_tasks": 2,
+    "num_eval_samples": 4,
+    "num_score_workers": 1,
+    "tokens_per_microbatch": 128,
+    "use_remat": 0,
+    "entropy_coef": 0.1,
+    "prompt_length": 64,
     # Steps of Adam that follow the size of the gradient: with its own epsilon, the sign of a rounding error is one.
-    "lr": 1e-3, "adam_eps": 1e-2, "weight_decay": 0,
-}  # fmt: skip
+    "lr": 1e-3,
+    "adam_eps": 1e-2,
+    "weight_decay": 0,
+}
 OF_PAGES = {"rollout/recomputed", "speed/rows_running", "speed/rows_waiting", "speed/pages_in_use"}  # not on one device
 SURPRISE = 10.0  # nats of an unlikely token, which metrics are made from
 WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generation_tokens"]  # of a row, of a batch
@@ -69,7 +84,9 @@ WIDTH, NUM_TOKENS = 64 + FLAGS["num_generation_tokens"], 8 * FLAGS["num_generati
 def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
     """The command on this mesh; draws that fall on the other side of an edge are shown to do so and taken back."""
     records = pickle.loads(recorded.read_bytes()) if recorded.exists() else []
-    expected, sample, drawn = iter(list(records)), Sampler.draw, []
+    expected = iter(list(records))
+    sample = Sampler.draw
+    drawn = []
     load_weights, loaded = Sampler.load_weights, []
 
     def load(self, params):
@@ -84,7 +101,8 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
         known = next(expected)
         for row in np.flatnonzero((found.tokens != known.tokens).any(axis=1)):
             at = int(np.argmax(found.tokens[row] != known.tokens[row]))
-            assert (found.prompt_lengths == known.prompt_lengths).all() and at >= found.prompt_lengths[row]
+            assert (found.prompt_lengths == known.prompt_lengths).all()
+            assert at >= found.prompt_lengths[row]
             tokens = known.tokens[row, :at][None]
             logits = decoder.logits(self.model, self.layout.fetch(loaded[0]), jnp.asarray(tokens))[0, -1]
             number = at - int(found.prompt_lengths[row])
@@ -107,7 +125,8 @@ def step_of_grpo(folder: Path, recorded: Path, **flags) -> None:
         grpo.main(parse(Config, argv, spellings=LMPO))
     finally:
         Sampler.load_weights, Sampler.draw = load_weights, sample
-    assert drawn and len(drawn) == len(records or drawn)
+    assert drawn
+    assert len(drawn) == len(records or drawn)
     if not records:
         recorded.write_bytes(pickle.dumps(drawn))
 
@@ -159,7 +178,8 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
     """On several devices under each sharding, and in several processes with 2 devices each."""
     first, second = case.split("-")
     if first == "hosts":
-        call, n = f"hosts_step({str(runs)!r}, {second})", int(second)
+        call = f"hosts_step({str(runs)!r}, {second})"
+        n = int(second)
         wait(start_processes(CALL + call, num_devices=2, num_processes=n))
     else:
         wait(start_processes(f"{CALL}step_on_mesh({str(runs)!r}, {second!r})", num_devices=int(first)))
@@ -167,13 +187,20 @@ def test_a_step_does_not_depend_on_the_mesh(runs, case):
     expected, found = (load_file(runs / name / "step1" / "model.safetensors") for name in ("1-dp", case))
     assert max(np.abs(expected[name] - before[name]).max() for name in before) > 1e-3, "a step that can be seen"
     records = [read_jsonl(runs / name / "metrics.jsonl") for name in ("1-dp", case)]
-    assert [r["global_step"] for r in records[1]] == [0, 1] and records[0][1]["grad_norm"] > 0
+    assert [r["global_step"] for r in records[1]] == [0, 1]
+    assert records[0][1]["grad_norm"] > 0
     model = load_model(FLAGS["model_dir"])[0]
     operations = gradient_depth(model, WIDTH, NUM_TOKENS)
     # Adam's first step is lr g / (|g| + eps): at its steepest it moves by lr / eps of what g does.
     moved = FLAGS["lr"] / FLAGS["adam_eps"] * rounding(operations, records[0][1]["grad_norm"])
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=rounding(4), atol=moved, err_msg=name)
+        np.testing.assert_allclose(
+            found[name],
+            x,
+            rtol=rounding(4),
+            atol=moved,
+            err_msg=name,
+        )
     for one, other in zip(*records, strict=True):
         assert one.keys() == other.keys() - OF_PAGES
         for name in reproducible(one):
@@ -194,8 +221,10 @@ def shardings_on_eight_devices() -> None:
     """Asserts on the arrays of a step under fsdp=4,tp=2."""
     layout = make_layout(DeviceConfig(mesh="fsdp=4,tp=2"))
     params = on_layout(layout)
-    q, norm = params["model.layers"]["self_attn.q_proj.weight"], params["model.norm.weight"]
-    assert q.sharding.spec == P(None, "tp", "fsdp") and norm.sharding.is_fully_replicated
+    q = params["model.layers"]["self_attn.q_proj.weight"]
+    norm = params["model.norm.weight"]
+    assert q.sharding.spec == P(None, "tp", "fsdp")
+    assert norm.sharding.is_fully_replicated
     assert params["model.embed_tokens.weight"].addressable_shards[0].data.size * 8 == MODEL.vocab_size * 32
 
     def same(tree) -> None:
@@ -209,9 +238,17 @@ def shardings_on_eight_devices() -> None:
     B, T = 8, 32
     ones = np.ones((B, T), np.float32)
     batch = Batch(
-        np.ones((B, T), np.int32), ones > 0, ones, ones[:, 0], np.full(B, T), np.full(B, 1), old_logprobs=-ones,
-        advantages=ones, denominator=ones[:, 0], num_tokens=ones[:, 0],
-    )  # fmt: skip
+        np.ones((B, T), np.int32),
+        ones > 0,
+        ones,
+        ones[:, 0],
+        np.full(B, T),
+        np.full(B, 1),
+        old_logprobs=-ones,
+        advantages=ones,
+        denominator=ones[:, 0],
+        num_tokens=ones[:, 0],
+    )
     batch = layout.put(batch)
     assert {x.sharding.spec for x in jax.tree.leaves(batch)} == {P(("data", "fsdp"))}
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
@@ -226,7 +263,8 @@ def shardings_on_eight_devices() -> None:
     sampler = Sampler(MODEL, 8, (3,), layout=layout)
     weights = sampler.load_weights(state.params)
     specs = {x.sharding.spec for x in jax.tree.leaves(weights)}
-    assert not any("fsdp" in spec or "data" in spec for spec in specs) and any("tp" in spec for spec in specs)
+    assert not any("fsdp" in spec or "data" in spec for spec in specs)
+    assert any("tp" in spec for spec in specs)
     prefix = sampling.prefill(MODEL, weights, *layout.put((np.ones((8, 32), np.int32), np.zeros(8, np.int32))))
     source = layout.put(np.arange(16, dtype=np.int32) // 2)
     caches = gather_cache(prefix, source, 48)
@@ -235,7 +273,8 @@ def shardings_on_eight_devices() -> None:
     assert all(x.sharding.is_equivalent_to(by_rows, 4) for x in jax.tree.leaves((prefix, caches)))
     text = gather_cache.lower(prefix, source, 48).compile().as_text()
     assert not hlo.transfers(text, [0] * 8)
-    zeros, starts = np.zeros(16, np.int32), np.zeros(8, np.int32)
+    zeros = np.zeros(16, np.int32)
+    starts = np.zeros(8, np.int32)
     starts, *rows = layout.put((starts, zeros, np.ones((16, 2), np.uint32)))
     decode = jax.jit(decoder.decode, static_argnums=0)
     logits, *_ = decode(MODEL, weights, prefix, caches, rows[0][:, None], np.int32(0), starts)
@@ -268,9 +307,18 @@ def gradients_on_eight_devices() -> None:
     np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
 
 
-SMALLER = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": True}
+SMALLER = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": True,
+}
 ODD = {"vocab_size": 201}  # which no number of devices divides
-KINDS = {"dense": replace(MODEL, **ODD), "hybrid": HYBRID, "experts": replace(MODEL, **ODD, **SMALLER)}
+KINDS = {
+    "dense": replace(MODEL, **ODD),
+    "hybrid": HYBRID,
+    "experts": replace(MODEL, **ODD, **SMALLER),
+}
 
 
 def tokens_of_cut_weights(kind: str, *cases: tuple[str, int]) -> None:
@@ -308,7 +356,15 @@ def communication_on_eight_devices() -> None:
     found = scaling.measure(scaling.Command(tokens=128), n)
     assert found["held"] * n == pytest.approx(found["whole"], rel=0.1)
     sent = sum(found.get(kind, 0) for kind in hlo.COLLECTIVES)
-    least = hlo.fsdp_minimum(scaling.QWEN3.num_parameters, {"data": 1, "fsdp": n, "tp": 1}, itemsize=4)
+    least = hlo.fsdp_minimum(
+        scaling.QWEN3.num_parameters,
+        {
+            "data": 1,
+            "fsdp": n,
+            "tp": 1,
+        },
+        itemsize=4,
+    )
     assert 0.6 < sent / least < 1.5, found
 
 
@@ -321,14 +377,32 @@ def test_an_update_sends_little_more_than_the_parameters():
 def test_copies_stand_on_slices():
     """Hosts of GPUs, or TPU slices, as JAX numbers them: the slow network carries the data axis alone."""
     kind = {"platform": "gpu", "device_kind": "NVIDIA H200"}
-    devices = [SimpleNamespace(id=i, process_index=i // 4, slice_index=i // 4, **kind) for i in range(16)]
+    devices = [
+        SimpleNamespace(
+            id=i,
+            process_index=i // 4,
+            slice_index=i // 4,
+            **kind,
+        )
+        for i in range(16)
+    ]
     sizes = mesh_sizes(DeviceConfig("fsdp_tp"), 16, 4)
     assert sizes == {"data": 4, "fsdp": 2, "tp": 2}
     slices = np.vectorize(lambda device: device.slice_index)(arrange_devices(sizes, devices))
-    assert slices.shape == (4, 2, 2) and all(len(set(copy.ravel())) == 1 for copy in slices)
+    assert slices.shape == (4, 2, 2)
+    assert all(len(set(copy.ravel())) == 1 for copy in slices)
     asked = mesh_sizes(DeviceConfig(mesh="data=-1,fsdp=8"), 16, 4)
     assert asked == {"data": 2, "fsdp": 8, "tp": 1}
-    slices = np.vectorize(lambda device: device.slice_index)(arrange_devices({"data": 1, "fsdp": 16, "tp": 1}, devices))
+    slices = np.vectorize(lambda device: device.slice_index)(
+        arrange_devices(
+            {
+                "data": 1,
+                "fsdp": 16,
+                "tp": 1,
+            },
+            devices,
+        )
+    )
     assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbours first"
     with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
         arrange_devices({"data": 2, "fsdp": 2, "tp": 2}, devices)

@@ -29,7 +29,11 @@ WIDTH = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    sizes = {"GROUP_SIZE": GROUP_SIZE, "MAX_PROMPT_TOKENS": MAX_PROMPT_TOKENS, "MAX_NEW_TOKENS": MAX_NEW_TOKENS}
+    sizes = {
+        "GROUP_SIZE": GROUP_SIZE,
+        "MAX_PROMPT_TOKENS": MAX_PROMPT_TOKENS,
+        "MAX_NEW_TOKENS": MAX_NEW_TOKENS,
+    }
     for name, size in sizes.items():
         monkeypatch.setattr(minimal, name, size)
 
@@ -77,16 +81,21 @@ def test_a_step_has_the_gradient_of_the_learner(monkeypatch):
     )
 
     config = make_config(
-        Config, advantage=objective.advantage, entropy_coef=objective.entropy_coef, groups_per_batch=NUM_PROMPTS,
-        group_size=GROUP_SIZE, ppo_minibatch=0,
-    )  # fmt: skip
+        Config,
+        advantage=objective.advantage,
+        entropy_coef=objective.entropy_coef,
+        groups_per_batch=NUM_PROMPTS,
+        group_size=GROUP_SIZE,
+        ppo_minibatch=0,
+    )
     columns = np.arange(WIDTH)
     mask = (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
     batch = Batch(
         tokens, mask, np.zeros(mask.shape, np.float32), rewards, lengths, prompt_lengths, group_size=GROUP_SIZE
     )
     batch = compute_advantages(batch, config.objective)
-    assert len(batch) < len(prompts) and batch.advantages.any()
+    assert len(batch) < len(prompts)
+    assert batch.advantages.any()
 
     layout = single_device()
     learner = Learner(MODEL, optax.sgd(1.0), layout, config, MAX_NEW_TOKENS, tokens_per_microbatch=128)

@@ -34,8 +34,10 @@ N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
 B = N * G
 ROLLOUTS = B + 4  # of a full optimiser batch: some have left it
 SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of the ratio, relative to it
-CHOICES = {name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"] for name in
-           ("advantage", "objective", "loss_normalization")}  # fmt: skip
+CHOICES = {
+    name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"]
+    for name in ("advantage", "objective", "loss_normalization")
+}
 CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
 LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
 REFUSES_NORMALIZATION = ("gae", "best_k")
@@ -60,23 +62,36 @@ def random_batch(seed: int, rewards=None, group_size: int = G) -> Batch:
     mask = (columns >= prompts[:, None]) & (columns < lengths[:, None]) & (rng.random((B, T)) < 0.9)
     mask[0] = False  # a row of forced tokens only
     old = -rng.exponential(1, (B, T))
-    sampled, ref = old + rng.normal(0, 0.4, (B, T)), old + rng.normal(0, 0.4, (B, T))
+    sampled = old + rng.normal(0, 0.4, (B, T))
+    ref = old + rng.normal(0, 0.4, (B, T))
 
     def dirty(x):
         return np.where(mask, x, rng.normal(0, 100, (B, T))).astype(np.float32)
 
     return Batch(
-        tokens=rng.integers(0, 50, (B, T)), mask=mask, sample_logprobs=dirty(sampled), rewards=np.float32(rewards),
-        lengths=lengths, prompt_lengths=prompts, finished=rng.random(B) < 0.7, old_logprobs=dirty(old),
-        ref_logprobs=dirty(ref), values=dirty(rng.normal(0.4, 0.5, (B, T))), row=np.arange(B), group_size=group_size,
-    )  # fmt: skip
+        tokens=rng.integers(0, 50, (B, T)),
+        mask=mask,
+        sample_logprobs=dirty(sampled),
+        rewards=np.float32(rewards),
+        lengths=lengths,
+        prompt_lengths=prompts,
+        finished=rng.random(B) < 0.7,
+        old_logprobs=dirty(old),
+        ref_logprobs=dirty(ref),
+        values=dirty(rng.normal(0.4, 0.5, (B, T))),
+        row=np.arange(B),
+        group_size=group_size,
+    )
 
 
 def new_logprobs(batch: Batch, config: ObjectiveConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of the updated policy, kept away from the kinks and jumps of the loss, and entropies."""
     rng = np.random.default_rng(seed)
-    mask, old, sampled = batch.mask, np.float64(batch.old_logprobs), np.float64(batch.sample_logprobs)
-    log_ratio, near = rng.uniform(-0.9, 0.95, mask.shape), np.array(True)
+    mask = batch.mask
+    old = np.float64(batch.old_logprobs)
+    sampled = np.float64(batch.sample_logprobs)
+    log_ratio = rng.uniform(-0.9, 0.95, mask.shape)
+    near = np.array(True)
     while near.any():
         log_ratio += 0.03 * near
         if config.objective == "gspo":
@@ -132,7 +147,8 @@ def oracle_penalty(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
 
 def oracle_gae(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
     """A_t = sum over l of (gamma lambda)^l delta_t+l, with delta_t = r_t + gamma V_t+1 - V_t; not whitened."""
-    out, penalty = np.zeros(batch.mask.shape), oracle_penalty(batch, config)
+    out = np.zeros(batch.mask.shape)
+    penalty = oracle_penalty(batch, config)
     for i in range(len(batch.mask)):
         chosen = tokens_of(batch, i)
         values = [float(batch.values[i, t]) for t in chosen] + [0.0]
@@ -154,10 +170,14 @@ def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray
     A group with max - min <= 1e-6 has none, its advantages are exactly 0; best_k without the filter imitates it too,
     and raw rewards that are all 0 are all that reinforce cannot learn from.
     """
-    name, G, rows = config.advantage, batch.group_size, range(len(batch.rewards))
+    name = config.advantage
+    G = batch.group_size
+    rows = range(len(batch.rewards))
     penalty = oracle_penalty(batch, config)
     rewards = [float(batch.rewards[i]) - math.fsum(penalty[i]) for i in rows]
-    out, keep, signal = [], [], []
+    out = []
+    keep = []
+    signal = []
     for i in rows:
         r, group = rewards[i], rewards[i // G * G : i // G * G + G]
         mu = mean(group)
@@ -220,10 +240,15 @@ def oracle_policy(new, frozen, a, batch: Batch, config: ObjectiveConfig) -> np.n
     for i in range(len(out)):
         chosen = tokens_of(batch, i)
         for t in chosen:
-            A, logp, fixed = float(a[i, t]), float(new[i, t]), float(frozen[i, t])
-            old, sampled = float(batch.old_logprobs[i, t]), float(batch.sample_logprobs[i, t])
-            rho, rho_fixed = math.exp(logp - old), math.exp(fixed - old)
-            clipped, clipped_fixed = min(max(rho, low), high), min(max(rho_fixed, low), high)
+            A = float(a[i, t])
+            logp = float(new[i, t])
+            fixed = float(frozen[i, t])
+            old = float(batch.old_logprobs[i, t])
+            sampled = float(batch.sample_logprobs[i, t])
+            rho = math.exp(logp - old)
+            rho_fixed = math.exp(fixed - old)
+            clipped = min(max(rho, low), high)
+            clipped_fixed = min(max(rho_fixed, low), high)
             if config.objective == "ppo":
                 loss = max(-rho * A, -clipped * A)
                 if config.dual_clip and A < 0:
@@ -405,12 +430,21 @@ def test_value_and_gradient_under_flags(flags):
 @pytest.mark.parametrize("objective", [name for name in CHOICES["objective"] if name != "dppo"])
 def test_importance_correction(objective, correction, level):
     """It weighs the policy loss, not the KL."""
-    flags = {"importance_correction": correction, "importance_level": level, "importance_cap": 1.5, "kl_coef": 0.1}
+    flags = {
+        "importance_correction": correction,
+        "importance_level": level,
+        "importance_cap": 1.5,
+        "kl_coef": 0.1,
+    }
     cases = [credited(ObjectiveConfig(advantage=name), seed=3) for name in TWO]
     check_loss(ObjectiveConfig(objective=objective, **flags), cases, seed=3)
 
 
-ICEPOP = {"importance_correction": "mask", "importance_floor": 0.5, "importance_cap": 5.0}
+ICEPOP = {
+    "importance_correction": "mask",
+    "importance_floor": 0.5,
+    "importance_cap": 5.0,
+}
 MASKED = [  # probabilities of two tokens of a completion: sampled, old, new; advantage; the tokens that are left out
     ({"do_mask_inference_ratio": True}, [0.4, 0.1], [0.1, 0.4], [0.1, 0.4], 1.0, [True, False]),
     ({"do_mask_importance_ratio": True}, [0.1, 0.2], [0.1, 0.2], [0.3, 0.1], 1.0, [True, False]),
@@ -429,9 +463,15 @@ def test_masks_leave_out_the_policy_loss_of_tokens(row):
     flags, *probabilities, advantage, left_out = MASKED[row]
     sampled, old, new = np.log(np.float32([probabilities])).transpose(1, 0, 2)
     batch = Batch(
-        tokens=np.zeros((1, 2), int), mask=np.ones((1, 2), bool), sample_logprobs=sampled, rewards=np.zeros(1),
-        lengths=np.array([2]), prompt_lengths=np.array([0]), old_logprobs=old, advantages=np.full((1, 2), advantage),
-    )  # fmt: skip
+        tokens=np.zeros((1, 2), int),
+        mask=np.ones((1, 2), bool),
+        sample_logprobs=sampled,
+        rewards=np.zeros(1),
+        lengths=np.array([2]),
+        prompt_lengths=np.array([0]),
+        old_logprobs=old,
+        advantages=np.full((1, 2), advantage),
+    )
     config = ObjectiveConfig(objective="reinforce", **flags)
     grad, metrics = learn(new, np.zeros((1, 2)), set_loss_denominators(batch, 1, LIMIT, config), config)
     assert (grad == 0).tolist() == [left_out]
@@ -447,17 +487,32 @@ def test_masks_leave_out_the_policy_loss_of_tokens(row):
 def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_group_filter, do_truncation_filter):
     """For -A log p, summed over a step's minibatches of 8 rollouts; `constant` is Dr. GRPO's, whatever has left."""
     config = make_config(
-        Config, advantage="group_mean", objective="reinforce", loss_normalization=normalization, entropy_coef=0.0,
-        groups_per_batch=6, group_size=G, ppo_minibatch=8, do_group_filter=do_group_filter,
+        Config,
+        advantage="group_mean",
+        objective="reinforce",
+        loss_normalization=normalization,
+        entropy_coef=0.0,
+        groups_per_batch=6,
+        group_size=G,
+        ppo_minibatch=8,
+        do_group_filter=do_group_filter,
         do_truncation_filter=do_truncation_filter,
-    )  # fmt: skip
+    )
     rewards = np.ravel([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1], [0.1] * 4])
-    batch = replace(random_batch(8, rewards), old_logprobs=None, values=None, ref_logprobs=None)
+    batch = replace(
+        random_batch(8, rewards),
+        old_logprobs=None,
+        values=None,
+        ref_logprobs=None,
+    )
     batch = replace(batch, tokens=np.tile(np.arange(6 * G)[:, None], T))  # tokens say which row they are from
-    found, sizes, expected = np.zeros((6 * G, T)), [], np.zeros((6 * G, T))
+    found = np.zeros((6 * G, T))
+    sizes = []
+    expected = np.zeros((6 * G, T))
     for minibatch in split_minibatches(compute_advantages(batch, config.objective), config, 1, 0):
         sizes.append(len(minibatch.rewards))
-        rows, masks = minibatch.tokens[:, 0], batch.mask[minibatch.tokens[:, 0]]
+        rows = minibatch.tokens[:, 0]
+        masks = batch.mask[minibatch.tokens[:, 0]]
         piece = set_loss_denominators(minibatch, config.minibatch_size, LIMIT, config.objective)
         piece = select_rows(piece, np.resize(np.arange(len(rows)), 8))
         piece.mask[len(rows) :] = False  # rows that only fill the shape up
@@ -474,7 +529,8 @@ def test_the_gradient_of_a_step_by_normalization_and_filter(normalization, do_gr
     leaves = np.repeat(np.ptp(rewards.reshape(-1, G), axis=1) == 0, G) & do_group_filter
     leaves |= ~batch.finished & do_truncation_filter
     num_rows = 6 * G - leaves.sum()
-    assert sum(sizes) == num_rows and len(sizes) == math.ceil(num_rows / 8)
+    assert sum(sizes) == num_rows
+    assert len(sizes) == math.ceil(num_rows / 8)
     assert_close(found, expected, B * T)
 
 
@@ -514,7 +570,13 @@ def test_advantages(advantage, flags):
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
 def test_generalised_advantages(gamma, gae_lambda, kl):
     """Of single replies, and of episodes that are rewarded on the way."""
-    config, batch = ObjectiveConfig(advantage="gae", gamma=gamma, gae_lambda=gae_lambda, **KL[kl]), random_batch(5)
+    config = ObjectiveConfig(
+        advantage="gae",
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        **KL[kl],
+    )
+    batch = random_batch(5)
     rng = np.random.default_rng(5)
     rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
     for case in (batch, replace(batch, token_rewards=rewards)):
@@ -567,7 +629,9 @@ def test_a_group_without_signal_has_no_gradient(objective):
             batch, _ = credited(ObjectiveConfig(advantage=advantage, do_group_filter=False), seed=1)
             new, entropy = new_logprobs(batch, config, seed=1)
             grad, _ = learn(new, entropy, set_loss_denominators(batch, ROLLOUTS, LIMIT, config), config)
-            assert not grad[G : 2 * G].any() and grad[:G].any() and grad[2 * G :].any()
+            assert not grad[G : 2 * G].any()
+            assert grad[:G].any()
+            assert grad[2 * G :].any()
 
 
 @pytest.mark.parametrize("do_group_filter", [True, False])
@@ -612,7 +676,8 @@ def test_a_group_leaves_where_an_advantage_does_not_know_of_failed_graders(monke
     monkeypatch.setitem(ADVANTAGES, "rloo", mine)
     batch = random_batch(0, np.float32([0, 1, 1, 0, np.nan, 1, 0, 0]))
     found = compute_advantages(batch, ObjectiveConfig(advantage="rloo"))
-    assert found.row.tolist() == [0, 1, 2, 3] and np.isfinite(found.advantages).all()
+    assert found.row.tolist() == [0, 1, 2, 3]
+    assert np.isfinite(found.advantages).all()
 
 
 def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
@@ -627,7 +692,8 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
         config = ObjectiveConfig(advantage="mine", do_group_filter=do_group_filter)
         found = compute_advantages(batch, config)
         assert found.row.tolist() == [*range(4 if do_group_filter else 0, 8)]
-        assert not found.advantages[found.row < 4].any() and found.advantages[found.row >= 4].any()
+        assert not found.advantages[found.row < 4].any()
+        assert found.advantages[found.row >= 4].any()
         assert describe_objective(config).endswith("; A = mine"), "its name, as it has no formula"
 
 
@@ -641,7 +707,9 @@ def test_value_loss(value_clip):
     returns = np.float32(oracle_gae(batch, config) + batch.values)
     batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
-    num_tokens, expected, sides = int(batch.mask.sum()), np.zeros(batch.mask.shape), set()
+    num_tokens = int(batch.mask.sum())
+    expected = np.zeros(batch.mask.shape)
+    sides = set()
 
     def oracle(v, i, t):
         old, R = float(batch.values[i, t]), float(returns[i, t])
@@ -650,7 +718,8 @@ def test_value_loss(value_clip):
 
     scores = TokenScores(jnp.zeros(()), jnp.zeros(()), values)
     (value, metrics), grad = jax.value_and_grad(value_loss, has_aux=True)(scores, batch, config)
-    assert metrics == {"value/loss": value} and value_loss(scores, replace(batch, returns=None), config) == (0, {})
+    assert metrics == {"value/loss": value}
+    assert value_loss(scores, replace(batch, returns=None), config) == (0, {})
     assert_close(value, math.fsum(oracle(float(values[i, t]), i, t) for i, t in np.argwhere(batch.mask)), B * T)
     for i, t in np.argwhere(batch.mask):
         v = float(values[i, t])
@@ -863,13 +932,18 @@ def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, 
     ids=lambda x: in_words(x) if isinstance(x, dict) else "",
 )
 def test_the_description_names_what_is_added(flags, words):
-    flags = {"objective": "reinforce", "advantage": "group_mean", "entropy_coef": 0.0} | flags
+    flags = {
+        "objective": "reinforce",
+        "advantage": "group_mean",
+        "entropy_coef": 0.0,
+    } | flags
     description = describe_objective(ObjectiveConfig(**flags))
     assert description == f"minimise token_mean of -A log p{words}; A = r - mean of the group"
 
 
 def test_every_row_of_the_tables_has_a_formula():
-    assert notes.LOSSES.keys() == OBJECTIVES.keys() and notes.ADVANTAGES.keys() == ADVANTAGES.keys()
+    assert notes.LOSSES.keys() == OBJECTIVES.keys()
+    assert notes.ADVANTAGES.keys() == ADVANTAGES.keys()
 
 
 def test_the_description_names_what_is_done_to_advantages():
@@ -904,8 +978,11 @@ def test_settings_of_the_host_and_coefficients_share_a_program(flags, is_same):
 
 def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_size: int) -> tuple[Batch, np.ndarray]:
     """Episodes of turns with so many tokens and such rewards, a token said behind each; the turn's number by token."""
-    B, T = len(lengths), 2 + max(sum(turns) + len(turns) for turns in lengths)
-    mask, by_token, turn_of = np.zeros((B, T), bool), np.zeros((B, T), np.float32), np.full((B, T), -1)
+    B = len(lengths)
+    T = 2 + max(sum(turns) + len(turns) for turns in lengths)
+    mask = np.zeros((B, T), bool)
+    by_token = np.zeros((B, T), np.float32)
+    turn_of = np.full((B, T), -1)
     for row, turns in enumerate(lengths):
         column = 2
         for number, length in enumerate(turns):
@@ -913,7 +990,8 @@ def episode_batch(lengths: list[list[int]], rewards: list[list[float]], group_si
             turn_of[row, column : column + length] = number
             by_token[row, column + length - 1] = rewards[row][number]
             column += length + 1
-    zeros, facts = np.zeros((B, T), np.float32), (mask.sum(1) + 2, np.full(B, 2), np.ones(B, bool))
+    zeros = np.zeros((B, T), np.float32)
+    facts = (mask.sum(1) + 2, np.full(B, 2), np.ones(B, bool))
     named = {"row": np.arange(B), "token_rewards": by_token, "group_size": group_size}
     return Batch(zeros, mask, zeros, by_token.sum(1), *facts, **named), turn_of
 
@@ -941,7 +1019,8 @@ def test_sums_of_turns_are_equal_in_any_order():
     rewards = [[0.0, *parts, 0.0], [1.0, *parts[::-1], 0.0]] * 4
     batch, turn_of = episode_batch([[1] * 7] * 8, rewards, group_size=8)
     found = compute_advantages(batch, ObjectiveConfig(advantage="turn_zscore"))
-    assert not found.advantages[(turn_of == 1) | (turn_of == 6)].any() and found.advantages[turn_of == 2].all()
+    assert not found.advantages[(turn_of == 1) | (turn_of == 6)].any()
+    assert found.advantages[turn_of == 2].all()
 
 
 def test_groups_of_equal_sums_are_kept_where_turns_differ():
@@ -949,7 +1028,8 @@ def test_groups_of_equal_sums_are_kept_where_turns_differ():
     rewards = [[1.0], [0.0, 1.0], [0.0, 0.0, 1.0], [1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], *[[0.5]] * 4]
     batch, _ = episode_batch([[1] * len(turns) for turns in rewards], rewards, group_size=4)
     found = compute_advantages(batch, ObjectiveConfig(advantage="turn_mean"))
-    assert found.row.tolist() == [4, 5, 6, 7] and found.advantages.any(axis=1).all()
+    assert found.row.tolist() == [4, 5, 6, 7]
+    assert found.advantages.any(axis=1).all()
     assert not len(compute_advantages(batch, ObjectiveConfig(advantage="group_mean")))
 
 
@@ -963,7 +1043,8 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
     batch, turn_of = episode_batch(lengths, rewards, group_size=4)
     batch = replace(batch, finished=np.arange(8) != 1)
     found = compute_advantages(batch, ObjectiveConfig(advantage=advantage, do_truncation_filter=True))
-    assert found.row.tolist() == [0, 2, 3, 4, 6, 7] and found.token_rewards is None
+    assert found.row.tolist() == [0, 2, 3, 4, 6, 7]
+    assert found.token_rewards is None
 
     to_go = [[sum(row[number:]) for number in range(len(row))] for row in rewards]
     for row, advantages in zip(found.row, found.advantages, strict=True):
@@ -980,10 +1061,20 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
 def test_single_replies_have_one_turn():
     rng = np.random.default_rng(1)
     mask = np.arange(12) % 12 >= rng.integers(2, 5, 8)[:, None]
-    zeros, rewards = np.zeros((8, 12), np.float32), np.float32(rng.normal(size=8))
+    zeros = np.zeros((8, 12), np.float32)
+    rewards = np.float32(rng.normal(size=8))
     by_token = np.where(np.arange(12) == 11, rewards[:, None], np.float32(0))
     facts = np.full(8, 12), np.full(8, 2), np.ones(8, bool)
-    batch = Batch(zeros, mask, zeros, rewards, *facts, row=np.arange(8), token_rewards=by_token, group_size=4)
+    batch = Batch(
+        zeros,
+        mask,
+        zeros,
+        rewards,
+        *facts,
+        row=np.arange(8),
+        token_rewards=by_token,
+        group_size=4,
+    )
     for kind in ("mean", "zscore"):  # also without rewards by token, and with forced tokens among the others
         for case in (batch, random_batch(1)):
             configs = [ObjectiveConfig(advantage=f"{level}_{kind}") for level in ("turn", "group")]

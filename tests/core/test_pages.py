@@ -25,14 +25,24 @@ from utils.settings.errors import UserError
 LIMIT, LONGEST_PROMPT, G = 50, 40, 4
 LAYOUT = single_device()
 SIZES = {
-    "vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "mesh": LAYOUT.mesh,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mesh": LAYOUT.mesh,
+}
 KINDS = {
     "full": {},
     "int8": {"kv_dtype": "int8"},
     "window": {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 7},
-    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "experts": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "states": {"layer_types": ("linear_attention", "full_attention") * 2, "delta": DeltaShape(2, 4, 8, 8, 4)},
 }
 PAGING = {
@@ -79,7 +89,8 @@ def test_tokens_are_those_of_rows_in_step(kind, settings, paging, monkeypatch):
     paged = replace(sampler, make_chain=PagedChain, paging=PAGING[paging])
     on_pages = paged.generate(weights, PROMPTS, POSITIONS, G, KEY)
     for name in ("tokens", "mask", "lengths", "finished", "routes"):
-        expected, found = getattr(in_step, name), getattr(on_pages, name)
+        expected = getattr(in_step, name)
+        found = getattr(on_pages, name)
         if name == "routes" and found is not None:  # those of forced tokens are not recorded
             expected, found = (x * in_step.mask[..., None, None] for x in (expected, found))
         np.testing.assert_array_equal(found, expected, name)
@@ -111,7 +122,10 @@ def attention_in_float64(q, keys, values, columns, scale, window):
 )
 def test_the_kernel_attends_to_pages(num_tokens, num_heads, num_key_heads, window, is_int8):
     rng = np.random.default_rng(num_tokens)
-    num_rows, page, width, channels = 3, 8, 6, 16
+    num_rows = 3
+    page = 8
+    width = 6
+    channels = 16
     table = rng.permutation(num_rows * width + 2)[: num_rows * width].reshape(num_rows, width).astype(np.int32)
     columns = np.array([0, 13, width * page - num_tokens - 1], np.int32)
     pool = rng.normal(size=(num_rows * width + 2, page, 2 * num_key_heads, channels))

@@ -64,12 +64,14 @@ def test_long_prompts_are_dropped_by_the_kind_of_environment(env, num_dropped):
         assert tasks is None
     else:
         is_long = np.arange(env.num_tasks) % env.every == env.every - 1
-        assert is_long.sum() == num_dropped and (tasks == np.flatnonzero(~is_long)).all()
+        assert is_long.sum() == num_dropped
+        assert (tasks == np.flatnonzero(~is_long)).all()
 
 
 @pytest.mark.parametrize("folder", ["models/tiny", "tests/fixtures/qwen2-tied", "tests/fixtures/qwen3-tied"])
 def test_the_bound_on_tokens_is_one(folder):
-    tokenizer, rng = load_tokenizer(ROOT / folder), np.random.default_rng(0)
+    tokenizer = load_tokenizer(ROOT / folder)
+    rng = np.random.default_rng(0)
     pieces = [*"ab  \n\t.,<>/{}é日😀'0123\u00a0\u3000", "the ", "ing", " answer", "<think>", "<|im_end|>", "\r\n"]
     encode = partial(encode_prompt, tokenizer)
     bound = TokenBound(encode)
@@ -77,7 +79,12 @@ def test_the_bound_on_tokens_is_one(folder):
         contents = ["".join(rng.choice(pieces, rng.integers(1, 30))) for _ in range(1 + i % 3)]
         roles = ("system", "user", "assistant")[: len(contents)]
         messages = [{"role": role, "content": x} for role, x in zip(roles, contents, strict=True)]
-        problem = Problem(messages, thinking=i % 2 > 0, prefix="<think>" * (i % 5 == 0), plain=i % 7 == 0)
+        problem = Problem(
+            messages,
+            thinking=i % 2 > 0,
+            prefix="<think>" * (i % 5 == 0),
+            plain=i % 7 == 0,
+        )
         assert bound(problem) >= len(encode(problem)), messages
 
 
@@ -122,16 +129,20 @@ def test_show_sends_no_control_characters_to_the_terminal():
 
 # What is forced into replies without an answer
 
-THINK, BOTH = "<think>\nlet me see", "<think>\nlet me see\n</think>\nso"
+THINK = "<think>\nlet me see"
+BOTH = "<think>\nlet me see\n</think>\nso"
 REPLIES = {  # form: replies before and after which its answer is forced, with the text that is forced
     "tags": [(THINK, "</think>\n<answer>"), (BOTH, "\n<answer>"), ("so\n", "<answer>"), ("so <answer>5", "")],
     "boxed": [(THINK, "</think>\n\\boxed{"), (BOTH, "\n\\boxed{"), (THINK + " \\boxed{5}", ""), ("so", "\n\\boxed{")],
     "hash": [(THINK, "</think>\n#### "), (BOTH, "\n#### "), ("so\n#### 5", ""), ("\\boxed{5}", "\n#### ")],
-}  # fmt: skip
+}
 OPENINGS = {  # thinking and prefix: what the reply continues opens a think block
-    ("on", "none"): False, ("off", "none"): False, ("on", "<think>"): True, ("off", "<think>"): True,
+    ("on", "none"): False,
+    ("off", "none"): False,
+    ("on", "<think>"): True,
+    ("off", "<think>"): True,
     ("on", "<think>\nFirst,"): True,
-}  # fmt: skip
+}
 
 
 def settings_of(name: str, test: str = "", **flags: str | int) -> list[RolloutSettings]:
@@ -160,7 +171,15 @@ def test_the_forced_text_follows_form_and_thinking(name, form, style):
         is_open = OPENINGS[style] and "</think>" not in reply and expected
         assert answer.text_after(reply) == (REPLIES[form][0][1] if is_open else expected), (opening, reply)
     assert answer.text_after("so").startswith("</think>") == OPENINGS[style]
-    reply = "so" + answer.text_after("so") + {"tags": "5</answer>", "boxed": "5}", "hash": "5"}[form]
+    reply = (
+        "so"
+        + answer.text_after("so")
+        + {
+            "tags": "5</answer>",
+            "boxed": "5}",
+            "hash": "5",
+        }[form]
+    )
     assert settings.env.answer(reply) == "5", "what is forced is what the environment reads"
 
 
@@ -177,7 +196,11 @@ def test_facts_on_rows_are_said_once(tmp_path):
 
 def test_without_a_form_nothing_is_forced_unless_the_prompt_shows_one(tmp_path):
     path = tmp_path / "rows.jsonl"
-    starts = {"Name a river.": "", "End with \\boxed{ANSWER}.": "\\boxed{", "Write <answer>X</answer>.": "<answer>"}
+    starts = {
+        "Name a river.": "",
+        "End with \\boxed{ANSWER}.": "\\boxed{",
+        "Write <answer>X</answer>.": "<answer>",
+    }
     for prompt, start in starts.items():
         path.write_text("".join(json.dumps({"prompt": f"{i} {prompt}", "answer": "5"}) + "\n" for i in range(30)))
         flags = {"env_options": f"path={path}"}
@@ -204,22 +227,45 @@ PLAYS = [
     ("aime", "deepscaler", {"data_dir": DATA}, (512, 50, "tags", True, "test")),
     ("gsm8k", "math500-test", {"data_dir": DATA, "env_options": BOXED}, (512, 50, "boxed", False, "test")),
     ("gsm8k", "gsm8k", {"data_dir": DATA, "env_options": BOXED}, (512, 50, "boxed", False, "test")),
-    ("gsm8k", "math500", {"data_dir": DATA, "env_options": BOXED, "test_env_options": "form=hash,thinking=on"},
-     (512, 50, "hash", True, "test")),
-    ("gsm8k", "countdown", {"data_dir": DATA, "env_options": BOXED, "test_env_options": FEW},
-     (512, 50, "tags", False, "test")),
-    ("countdown", "gsm8k", {"data_dir": DATA, "env_options": "numbers=3,thinking=off,partial=0.0"},
-     (1024, 50, "tags", False, "test")),
+    (
+        "gsm8k",
+        "math500",
+        {"data_dir": DATA, "env_options": BOXED, "test_env_options": "form=hash,thinking=on"},
+        (512, 50, "hash", True, "test"),
+    ),
+    (
+        "gsm8k",
+        "countdown",
+        {"data_dir": DATA, "env_options": BOXED, "test_env_options": FEW},
+        (512, 50, "tags", False, "test"),
+    ),
+    (
+        "countdown",
+        "gsm8k",
+        {"data_dir": DATA, "env_options": "numbers=3,thinking=off,partial=0.0"},
+        (1024, 50, "tags", False, "test"),
+    ),
     ("countdown", "countdown", {"env_options": FEW}, (1024, 50, "tags", True, "test")),
-    ("Countdown", "Countdown-Test",
-     {"env_options": FEW, "test_env_options": "num_generation_tokens=2048,force_answer_at=100"},
-     (2048, 100, "tags", True, "test")),
-    ("countdown", "countdown", {"env_options": FEW, "test_env_options": "num_generation_tokens=30"},
-     (30, 0, "tags", True, "test")),
-    ("countdown", "poem", {"test_env_options": "num_generation_tokens=-1,force_answer_at=-1"},
-     (128, 0, "tags", False, "test")),
+    (
+        "Countdown",
+        "Countdown-Test",
+        {"env_options": FEW, "test_env_options": "num_generation_tokens=2048,force_answer_at=100"},
+        (2048, 100, "tags", True, "test"),
+    ),
+    (
+        "countdown",
+        "countdown",
+        {"env_options": FEW, "test_env_options": "num_generation_tokens=30"},
+        (30, 0, "tags", True, "test"),
+    ),
+    (
+        "countdown",
+        "poem",
+        {"test_env_options": "num_generation_tokens=-1,force_answer_at=-1"},
+        (128, 0, "tags", False, "test"),
+    ),
     ("poem", "countdown", {"test_env_options": FEW}, (128, 0, "tags", True, "test")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "test", "flags", "expected"), PLAYS, ids=lambda x: x if isinstance(x, str) else "")
@@ -229,7 +275,8 @@ def test_the_test_environment_is_played_as_training_is(name, test, flags, expect
     split = split_name(tester.name)[1]
     found = (tester.max_new_tokens, tester.force_answer_at, tester.env.form, problem.thinking, split)
     assert found == expected, tester.describe()
-    assert split_name(training.name)[1] == "train" and training.name == name
+    assert split_name(training.name)[1] == "train"
+    assert training.name == name
     if not flags.get("test_env_options"):
         assert tester.max_new_tokens == training.max_new_tokens
     assert make_env(tester.name, **tester.options).problem(0) == problem, "what scores it is made from the same options"
@@ -259,7 +306,7 @@ def test_every_option_of_style_reaches_another_environment():
         ("countdown", "nowhere", {}, "no environment 'nowhere'"),
         ("countdown", "contdown", {}, "did you mean countdown?"),
     ],
-)  # fmt: skip
+)
 def test_options_that_no_environment_takes_are_refused(name, test, flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         settings_of(name, test, **flags)
@@ -305,7 +352,8 @@ def test_a_special_token_among_stop_strings_is_a_stop_id(folder):
     (special, number), *_ = tokenizer.special_ids.items()
     assert tokenizer.decode([number]) == "", "so it is never found in the text"
     stop_ids, stop_strings = tokenizer.read_stops(f"END,{special},\n\n")
-    assert set(stop_ids) == {*tokenizer.stop_ids, number} and stop_strings == ("END", "\n\n")
+    assert set(stop_ids) == {*tokenizer.stop_ids, number}
+    assert stop_strings == ("END", "\n\n")
     assert tokenizer.read_stops("") == (tokenizer.stop_ids, ())
     for stop in (special + "\n", "a" + special):
         with pytest.raises(ValueError, match="can never match, since"):

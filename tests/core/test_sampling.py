@@ -40,7 +40,9 @@ from utils.devices.threads import between_turns, take_turns
 from utils.threefry import make_key
 
 LIMIT, WIDTH = 32, 48  # tokens of a completion; of a row of the reference, which holds every row here
-KEY, IDS, G = jax.random.key(35), (11, 4, 290, 0, 5), 4
+KEY = jax.random.key(35)
+IDS = (11, 4, 290, 0, 5)
+G = 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 7, 1, 9))]
 OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0  # of a log-probability; no logit of the model is larger
 ROWS = [(i, sample) for i in IDS for sample in range(G)]  # (task, number of the sample) of each row
@@ -77,10 +79,13 @@ def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
     """Prompts stand in front, the mask covers the completion but for forced tokens, the rest is padding."""
     for row, prompt in enumerate(p for p in PROMPTS for _ in range(G)):
         p, end = int(r.prompt_lengths[row]), int(r.lengths[row])
-        assert p == len(prompt) and r.tokens[row, :p].tolist() == prompt
+        assert p == len(prompt)
+        assert r.tokens[row, :p].tolist() == prompt
         mask = [p <= t < end and not forced(row, t - p) for t in range(r.tokens.shape[1])]
         assert r.mask[row].tolist() == mask
-        assert not r.logprobs[row, :p].any() and not r.logprobs[row, end:].any() and not r.tokens[row, end:].any()
+        assert not r.logprobs[row, :p].any()
+        assert not r.logprobs[row, end:].any()
+        assert not r.tokens[row, end:].any()
 
 
 @jax.jit
@@ -121,8 +126,10 @@ def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
     weights = Sampler(model, LIMIT, ()).load_weights(random_params())
     tokens = np.array(PROMPTS[1:2], np.int32)
     caches, exact = (prefill(m, weights, tokens, np.zeros(1, np.int32)) for m in (model, MODEL))
-    assert sum(x.nbytes for x in jax.tree.leaves(caches)) == tokens.size * model.cache_bytes < tokens.size * (
-        MODEL.cache_bytes / 2
+    assert (
+        sum(x.nbytes for x in jax.tree.leaves(caches))
+        == tokens.size * model.cache_bytes
+        < tokens.size * (MODEL.cache_bytes / 2)
     )
     for kept, true in zip(caches[0], exact[0], strict=True):  # of the first layer, whose input is the same
         true = np.asarray(true, np.float64)
@@ -131,7 +138,8 @@ def test_an_int8_cache_is_as_small_as_said_and_nearly_as_good():
     r = draw_all(Sampler(model, LIMIT, ()))
     expected, *_ = teacher_forced(MODEL, random_params(), r.tokens, Distribution())
     error = np.abs(r.logprobs - expected)[r.mask]
-    assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
+    assert 1e-5 < error.mean() < 0.02
+    assert error.max() < 0.2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -156,7 +164,8 @@ def test_greedy_takes_the_likeliest_token():
 def test_without_stop_ids_completions_reach_the_limit():
     r = free()
     assert_well_formed(r)
-    assert not r.finished.any() and (r.lengths - r.prompt_lengths == LIMIT).all()
+    assert not r.finished.any()
+    assert (r.lengths - r.prompt_lengths == LIMIT).all()
     assert (r.tokens[r.mask] == 0).any(), "the id that also fills the padding is a token like others"
 
 
@@ -214,7 +223,9 @@ def test_stop_strings_cut_at_the_token_that_completes_one():
 
 
 def test_threads_take_turns_and_an_error_ends_the_others():
-    working, together, cancelled = [], Barrier(2, timeout=30), Event()
+    working = []
+    together = Barrier(2, timeout=30)
+    cancelled = Event()
 
     def work(part: int) -> int:
         working.append(part)
@@ -231,7 +242,8 @@ def test_threads_take_turns_and_an_error_ends_the_others():
             assert part == 0 or cancelled.wait(30)
         raise ZeroDivisionError
 
-    assert take_turns(work, [0, 1], cancelled) == [0, 1] and not cancelled.is_set()
+    assert take_turns(work, [0, 1], cancelled) == [0, 1]
+    assert not cancelled.is_set()
     with pytest.raises(ZeroDivisionError):
         take_turns(fail, [0, 1], cancelled)
 
@@ -245,7 +257,9 @@ def test_a_forced_answer_goes_to_rows_that_need_one():
     forcing, again = (with_forced_answer(sampler, LIMIT - at, ForcedAnswer(opening="<think>\n")) for _ in range(2))
     assert forcing == again, "members of a population draw together"
     r = draw_all(forcing)
-    found, forced, kinds = completions(r), {}, []
+    found = completions(r)
+    forced = {}
+    kinds = []
     for number, ((task, sample), x) in enumerate(rows.items()):
         kind = "finished" if set(x[0][:at]) & set(stop_ids()) else "answers" if answer in x[0][:at] else "needs"
         if kind == "needs":
@@ -362,7 +376,8 @@ def truncated(logits, d: Distribution) -> dict[int, float]:
 def test_truncated_sampling_in_a_completion():
     distribution = Distribution(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
     r = draw_all(Sampler(MODEL, 16, (), distribution), PROMPTS[:2], IDS[:2])
-    logits, sizes = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens)), set()
+    logits = np.asarray(jax.jit(decoder.logits, static_argnums=0)(MODEL, random_params(), r.tokens))
+    sizes = set()
     for row, t in np.argwhere(r.mask):
         expected = truncated(logits[row, t - 1], distribution)
         assert_close(r.logprobs[row, t], expected[r.tokens[row, t]], OPERATIONS, LOGIT / 0.8)
@@ -426,7 +441,8 @@ SETTINGS = [
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_truncated_distributions(setting):
-    d, logits = Distribution(*setting), jnp.float32(2 * np.random.default_rng(5).standard_normal(300))
+    d = Distribution(*setting)
+    logits = jnp.float32(2 * np.random.default_rng(5).standard_normal(300))
     draw = jax.vmap(lambda uniforms: d.draw(logits[None], uniforms[None]))
     tokens, logprobs, _ = (np.asarray(x)[:, 0] for x in draw(jax.random.uniform(jax.random.key(1), (20_000, 2))))
     expected = truncated(logits, d)
@@ -440,7 +456,9 @@ def test_truncated_distributions(setting):
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31 - 1])
 def test_keys_and_uniforms_are_those_of_jax(seed):
-    key, ids, samples = jax.random.key(seed), np.array([0, 5, 2**31 - 1]), np.array([0, 3, 1])
+    key = jax.random.key(seed)
+    ids = np.array([0, 5, 2**31 - 1])
+    samples = np.array([0, 3, 1])
     steps = np.arange(6).reshape(2, 3)
     fold_in = jax.vmap(jax.random.fold_in)
     keys = fold_in(fold_in(jnp.stack([key] * 3), ids), samples)

@@ -40,9 +40,14 @@ from utils.settings.config import make_config, options_of, parse, to_dict
 from utils.settings.errors import UserError, user_errors
 
 TINY = ROOT / "models/tiny"
-SYSTEM, ASK, AGAIN = ({"role": role, "content": text} for role, text in (
-    ("system", "Be short."), ("user", "Use 3 4 to make 7."), ("user", "Once more, <|im_end|> please."),
-))  # fmt: skip
+SYSTEM, ASK, AGAIN = (
+    {"role": role, "content": text}
+    for role, text in (
+        ("system", "Be short."),
+        ("user", "Use 3 4 to make 7."),
+        ("user", "Once more, <|im_end|> please."),
+    )
+)
 SUM, SWAPPED = ({"role": "assistant", "content": text} for text in ("3+4=7", "<think>4+3</think><answer>4+3</answer>"))
 THREE_TURNS = [SYSTEM, ASK, SUM, AGAIN, SWAPPED, ASK, {"role": "assistant", "content": "7\n"}]
 CLOSED = "<think>\n\n</think>\n\n"  # what models/tiny writes before a reply without thinking
@@ -97,25 +102,30 @@ def test_trained_are_the_tokens_that_transformers_marks(tiny, train_on, monkeypa
 def test_what_messages_spell_ends_no_reply(tiny):
     """Special tokens in a message are those of transformers; what is trained is the whole of each reply."""
     spelled = [ASK, {"role": "assistant", "content": "a<|im_end|>b"}, AGAIN, SUM]
-    row, end = encode_conversation(tiny, spelled, "all"), tiny.special_ids["<|im_end|>"]
+    row = encode_conversation(tiny, spelled, "all")
+    end = tiny.special_ids["<|im_end|>"]
     assert row.tokens.tolist().count(end) == 6, "one for each message, and those that two of them spell"
     assert tiny.hf.decode(row.tokens[row.mask]) == "a<|im_end|>b<|im_end|>3+4=7<|im_end|>"
 
 
 TEMPLATES = {  # of the tokenizer of models/tiny: what rows of three turns, or of one, are refused for
     "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}": (
-        "row 1: the model's chat template begins a reply of a row otherwise", "begins a reply of a row otherwise"
+        "row 1: the model's chat template begins a reply of a row otherwise",
+        "begins a reply of a row otherwise",
     ),
     "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}": (
-        "does not show messages of the role assistant", "does not show messages of the role assistant"
+        "does not show messages of the role assistant",
+        "does not show messages of the role assistant",
     ),
     "{{ raise_exception('no system') if messages[0].role == 'system' else messages[0].content }}": (
-        "row 1: the model's chat template does not show", "does not show messages of the role assistant"
+        "row 1: the model's chat template does not show",
+        "does not show messages of the role assistant",
     ),
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}": (
-        "begins replies with <think>: write </think>", "begins replies with <think>"
+        "begins replies with <think>: write </think>",
+        "begins replies with <think>",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -143,7 +153,8 @@ def test_a_block_of_thinking_that_the_template_opens_is_opened_once(tiny):
 
 def test_an_environment_with_other_prompts_is_named(tiny):
     (warning,) = describe_prompts(tiny, False, True)
-    assert CLOSED in warning.encode().decode("unicode_escape") and "--env_options thinking=off" in warning
+    assert CLOSED in warning.encode().decode("unicode_escape")
+    assert "--env_options thinking=off" in warning
     assert describe_prompts(tiny, True, True) == describe_prompts(replace(tiny), False, False) == []
 
 
@@ -153,10 +164,12 @@ def test_long_rows_are_refused_cut_or_dropped_and_counted(tiny):
     most = lengths[0] + 20
     with pytest.raises(UserError, match=f"2 of 3 rows have more than --max_length {most} .* {max(lengths)}: raise it"):
         encode_rows(tiny, "rows", rows, "all", most, "error")
-    cut, dropped = ([lengths[0], most], "1 cut and 1"), (lengths[:1], "0 cut and 2")
+    cut = ([lengths[0], most], "1 cut and 1")
+    dropped = (lengths[:1], "0 cut and 2")
     for long_rows, (expected, words) in {"cut": cut, "drop": dropped}.items():
         kept, note = encode_rows(tiny, "rows", rows, "all", most, long_rows)
-        assert list(map(len, kept)) == expected and f"{words} dropped at {most} tokens" in note
+        assert list(map(len, kept)) == expected
+        assert f"{words} dropped at {most} tokens" in note
     with pytest.raises(UserError, match="no row has a reply within --max_length 5 tokens"):
         encode_rows(tiny, "rows", rows, "all", 5, "cut")
 
@@ -167,9 +180,17 @@ def test_long_rows_are_refused_cut_or_dropped_and_counted(tiny):
 @pytest.mark.parametrize("rank", [0, *slow(2)])
 def test_loss_and_gradient_are_those_of_all_logits(rank):
     """The oracle: padded rows without packing, all logits, a mean of -log softmax over the marked tokens."""
-    two, other, three = (SUM, ASK, SWAPPED), (SWAPPED, ASK, SUM), (SUM, ASK, SWAPPED, ASK, SUM)
+    two = (SUM, ASK, SWAPPED)
+    other = (SWAPPED, ASK, SUM)
+    three = (SUM, ASK, SWAPPED, ASK, SUM)
     conversations = [[ASK, *turns] for turns in (two, other, three)]
-    options = {"data": "-", "batch_size": 3, "lora_rank": rank, "tokens_per_microbatch": 192, "remat": "none"}
+    options = {
+        "data": "-",
+        "batch_size": 3,
+        "lora_rank": rank,
+        "tokens_per_microbatch": 192,
+        "remat": "none",
+    }
     config = replace(make_config(Config, **options), sampling=SamplingConfig(prompt_length=1))
     layout = single_device()
     model, base, params, tokenizer = load_policy(FLAGS["model_dir"], config.lora, 0, layout, "float32")
@@ -200,7 +221,8 @@ def test_loss_and_gradient_are_those_of_all_logits(rank):
         chain = list(chain)  # noqa: PLW2901
         assert len(chains) * len(chain) > 1, "several micro-batches"
         (sums, loss), _ = learner.add_up(state.params, iter(chain))
-        found, losses = jax.tree.map(jnp.add, found, sums), losses + float(loss)
+        found = jax.tree.map(jnp.add, found, sums)
+        losses = losses + float(loss)
     np.testing.assert_allclose(losses, expected, atol=1e-5)
     for path, x in jax.tree.leaves_with_path(gradient):
         own = found
@@ -254,19 +276,29 @@ def test_share_of_prompts_that_is_held_out_is_as_given(tmp_path, fraction):
     rows = [{"prompt": f"Say {i}.", "completion": f"{i} {k}"} for i in range(100) for k in range(1 + i % 3)]
     data, tests = read_written(DataConfig(str(write(tmp_path / "rows.jsonl", rows)), test_fraction=fraction))
     trained, held_out = ({messages[0]["content"] for messages in part} for part in (data.env.conversations, tests))
-    assert len(held_out) == round(100 * fraction) and len(trained | held_out) == 100 and not trained & held_out
+    assert len(held_out) == round(100 * fraction)
+    assert len(trained | held_out) == 100
+    assert not trained & held_out
     assert len(tests) + data.env.num_tasks == len(rows)
 
 
 def test_held_out_are_the_rows_that_the_environment_dataset_holds_out(tmp_path):
-    rows = [{"prompt": f"Say {i}.", "completion": str(i), "answer": str(i)} for i in range(60)]
+    rows = [
+        {
+            "prompt": f"Say {i}.",
+            "completion": str(i),
+            "answer": str(i),
+        }
+        for i in range(60)
+    ]
     more = [{**row, "completion": f"another {k}"} for i, row in enumerate(rows) for k in range(i % 5)]
     file = write(tmp_path / "rows.jsonl", [*rows, *more])
     data, tests = read_written(DataConfig(str(file)))
     of_env = make_env("dataset-test", path=str(file))
     prompts = {of_env.problem(i).messages[0]["content"] for i in range(of_env.num_tasks)}
     held_out = {messages[0]["content"] for messages in tests}
-    assert held_out == prompts and len(held_out) == 6
+    assert held_out == prompts
+    assert len(held_out) == 6
     assert not held_out & {messages[0]["content"] for messages in data.env.conversations}
     other = write(tmp_path / "tests.jsonl", rows[:3])
     data, tests = read_written(DataConfig(str(file), test_data=str(other)))
@@ -292,15 +324,18 @@ def test_a_row_that_cannot_be_trained_on_is_refused_by_file_and_line(tmp_path, w
         read_written(DataConfig(str(file)))
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({}, "--data names the replies"),
-    ({"data": "rows.jsonl", "test_fraction": 1.0}, "--test_fraction from 0 to below 1"),
-    ({"data": "no.jsonl"}, "there is no file no.jsonl"),
-    ({"data": "x", "num_epochs": 0}, "give --num_epochs or --max_steps"),
-    ({"data": "x", "batch_size": 0}, "--batch_size starts at 1"),
-    ({"data": "x", "save_best": True}, "--save_best chooses by a held-out score: give --env_name"),
-    ({"data": "x", "long_rows": "pad"}, "must be one of error, cut, drop"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "--data names the replies"),
+        ({"data": "rows.jsonl", "test_fraction": 1.0}, "--test_fraction from 0 to below 1"),
+        ({"data": "no.jsonl"}, "there is no file no.jsonl"),
+        ({"data": "x", "num_epochs": 0}, "give --num_epochs or --max_steps"),
+        ({"data": "x", "batch_size": 0}, "--batch_size starts at 1"),
+        ({"data": "x", "save_best": True}, "--save_best chooses by a held-out score: give --env_name"),
+        ({"data": "x", "long_rows": "pad"}, "must be one of error, cut, drop"),
+    ],
+)
 def test_a_wrong_option_is_refused_in_a_sentence(options, words):
     with pytest.raises(UserError, match=words):
         read_written(make_config(Config, **options).data)
@@ -319,10 +354,20 @@ def test_a_data_set_of_the_hub_that_cannot_be_had_is_named(monkeypatch):
 # Runs
 
 FLAGS = {
-    "model_dir": ROOT / "tests/fixtures/qwen3-tied", "batch_size": 4, "num_epochs": 1, "lr": 1e-3, "adam_eps": 1e-2,
-    "tokens_per_microbatch": 256, "test_interval": 2, "save_interval": 0, "lr_schedule": "constant",
-    "num_eval_tasks": 3, "num_generation_tokens": 8, "num_score_workers": 1, "max_length": 64,
-}  # fmt: skip
+    "model_dir": ROOT / "tests/fixtures/qwen3-tied",
+    "batch_size": 4,
+    "num_epochs": 1,
+    "lr": 1e-3,
+    "adam_eps": 1e-2,
+    "tokens_per_microbatch": 256,
+    "test_interval": 2,
+    "save_interval": 0,
+    "lr_schedule": "constant",
+    "num_eval_tasks": 3,
+    "num_generation_tokens": 8,
+    "num_score_workers": 1,
+    "max_length": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -338,13 +383,16 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
     assert run(whole, data=data, **flags) == 0
     assert run(parts, data=data, **flags, max_steps=2) == 0
     assert run(parts, data=data, **flags, max_steps=3) == 0
-    assert records(whole) == records(parts) and len(records(whole)) == 4
+    assert records(whole) == records(parts)
+    assert len(records(whole)) == 4
     assert checksum(whole, 3) == checksum(parts, 3)
     losses = [record["test_data/loss"] for record in records(whole) if "test_data/loss" in record]
-    assert losses == sorted(losses, reverse=True) and len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
     assert ("test_env/return" in records(whole)[-1]) == ("env_name" in flags)
     card = (whole / "step3/README.md").read_text()
-    assert "# sums by supervised fine-tuning, step 3" in card and "- sft" in card
+    assert "# sums by supervised fine-tuning, step 3" in card
+    assert "- sft" in card
     (command,) = (line for line in card.splitlines() if line.startswith("python core/sft.py "))
     again = to_dict(parse(Config, shlex.split(command)[2:], implied=settings_of_adapters))
     logged = json.loads((whole / "config.json").read_text())
@@ -358,8 +406,19 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
 @pytest.mark.parametrize("flags", [{}, *slow({"lora_rank": 2})], ids=["full", "lora"])
 def test_its_folder_is_where_rl_starts(data, tmp_path, flags):
     assert run(tmp_path / "sft", data=data, **flags, max_steps=1, test_fraction=0.0) == 0
-    rl = {"groups_per_batch": 1, "group_size": 2, "ppo_minibatch": 2, "max_steps": 1, "max_resampling": 1}
-    rl |= {"model_dir": tmp_path / "sft", "env_name": "poem", "num_generation_tokens": 8, "num_score_workers": 1}
+    rl = {
+        "groups_per_batch": 1,
+        "group_size": 2,
+        "ppo_minibatch": 2,
+        "max_steps": 1,
+        "max_resampling": 1,
+    }
+    rl |= {
+        "model_dir": tmp_path / "sft",
+        "env_name": "poem",
+        "num_generation_tokens": 8,
+        "num_score_workers": 1,
+    }
     implied = settings_of_model({"model_dir": str(tmp_path / "sft")})  # of core/grpo.py: adapters are trained on
     assert implied.get("lora_rank", 0) == flags.get("lora_rank", 0)
     assert train_here(tmp_path / "rl", **rl | implied, do_group_filter=0) == 0
@@ -388,10 +447,16 @@ def test_the_verdict_of_a_loss_is_that_lower_is_better():
         values = {"test_data/loss": losses, "test_data/loss_ci": [0.1] * len(losses)}
         return judge({name: (steps, np.array(x, float)) for name, x in values.items()})
 
-    better, lost, worse = text(2, 1.5, 1), text(2, 1, 1.9), text(1, 1.5, 2)
-    assert better["kind"] == "better" and "Learnt: the loss of held-out replies went from 2 at" in better["text"]
-    assert lost["kind"] == "worse" and "lost again: " in lost["text"] and "best score was 1 at step 10" in lost["text"]
-    assert worse["kind"] == "worse" and "Worse than before" in worse["text"]
+    better = text(2, 1.5, 1)
+    lost = text(2, 1, 1.9)
+    worse = text(1, 1.5, 2)
+    assert better["kind"] == "better"
+    assert "Learnt: the loss of held-out replies went from 2 at" in better["text"]
+    assert lost["kind"] == "worse"
+    assert "lost again: " in lost["text"]
+    assert "best score was 1 at step 10" in lost["text"]
+    assert worse["kind"] == "worse"
+    assert "Worse than before" in worse["text"]
 
 
 def runs_on_a_mesh(folder: str, data: str) -> None:
@@ -416,10 +481,19 @@ def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     script = "set -e\n" + block.replace("python ", f"{sys.executable} ")
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     verdict = r"^Learnt: held-out correct answers went from ([\d.]+)% .* to ([\d.]+)%"
     verdicts = re.findall(verdict, done.stdout, re.MULTILINE)
     (before, after), (start, end) = [tuple(map(float, pair)) for pair in verdicts]
-    assert before == 0 and 5 < after < 20 and start == after and end > start + 2
+    assert before == 0
+    assert 5 < after < 20
+    assert start == after
+    assert end > start + 2
     assert "warning" not in done.stdout + done.stderr

@@ -38,15 +38,23 @@ from utils.devices.compile_log import Compilations, compile_metrics
 from utils.devices.sharding import single_device
 
 MODEL = Decoder(512, 128, 384, 3, 4, 2, 32, remat="none", unroll=True)
-EXPERTS = replace(MODEL, num_experts=6, num_experts_per_tok=4, moe_intermediate_size=96)
+EXPERTS = replace(
+    MODEL,
+    num_experts=6,
+    num_experts_per_tok=4,
+    moe_intermediate_size=96,
+)
 
 
 @pytest.mark.parametrize("trained", ["all", *slow("adapters", "with a critic")])
 def test_flops_of_training_are_those_that_the_compiler_counts(trained, optimized):
     model = replace(MODEL, lora_rank=16 if trained == "adapters" else 0)
-    params, base, tokens = decoder.init_params(model, jax.random.key(0)), {}, jnp.zeros((2, 256), jnp.int32)
+    params = decoder.init_params(model, jax.random.key(0))
+    base = {}
+    tokens = jnp.zeros((2, 256), jnp.int32)
     if trained == "adapters":
-        base, params = decoder.decode_weights(model, params), init_adapters(model, 16, jax.random.key(0))
+        base = decoder.decode_weights(model, params)
+        params = init_adapters(model, 16, jax.random.key(0))
     if has_critic := trained == "with a critic":
         params |= {CRITIC: decoder.make_critic(model, params)}
 
@@ -73,10 +81,14 @@ def test_seconds_of_decoding_are_those_of_a_loop_over_its_tokens(window):
     kinds = ("full_attention", "sliding_attention", "full_attention") if window else ()
     model = replace(MODEL, layer_types=kinds, sliding_window=window)
     limits = Limits(0.75, 1.0)  # two rows are bound by products with weights, one row by their bytes
-    prompts, prompt_lengths, lengths = np.array([0, 0, 1]), np.array([3, 3, 5]), np.array([7, 8, 5])
+    prompts = np.array([0, 0, 1])
+    prompt_lengths = np.array([3, 3, 5])
+    lengths = np.array([7, 8, 5])
     drawn = [[3, 4, 5, 6], [3, 6, 7], []]  # the second row's columns 4 and 5 are an observation
-    head, layers = 512 * 128, 3 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128 + 2 * 32) + 128
-    expected, at_once = 0.0, {(prompts[row], c, c) for row in range(3) for c in range(1, prompt_lengths[row])}
+    head = 512 * 128
+    layers = 3 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128 + 2 * 32) + 128
+    expected = 0.0
+    at_once = {(prompts[row], c, c) for row in range(3) for c in range(1, prompt_lengths[row])}
     read, products = np.zeros(3), np.zeros(3)  # of attention, by layer
     seen = [lambda c: range(c), lambda c: range(max(0, c - window) if window else 0, c), lambda c: range(c)]
     for step in range(4):
@@ -111,7 +123,8 @@ def test_a_step_reads_each_expert_once_at_most_and_states_twice():
 
 
 def test_shares_are_least_seconds_over_those_that_a_step_took(monkeypatch):
-    prompt_lengths, lengths = np.array([2, 2]), np.array([4, 5])
+    prompt_lengths = np.array([2, 2])
+    lengths = np.array([4, 5])
     tokens, zeros = np.ones((2, 5), int), np.zeros((2, 5))
     mask = np.array([[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]], bool)
     counts = np.ones(2, bool), np.full(2, 4.0), np.zeros(2, int)
@@ -144,7 +157,8 @@ def test_occupancy_is_the_share_of_slots_that_drew_a_token_of_a_completion():
     watched = replace(sampler, on_segment=lambda first, tokens, t, _: ends.setdefault(first, []).append(t))
     weights = watched.load_weights(params)
     completions = watched.generate(weights, [[1, 2], [3]], np.arange(2), 32, jax.random.key(1))
-    lengths, num_slots = completions.lengths - completions.prompt_lengths, 0
+    lengths = completions.lengths - completions.prompt_lengths
+    num_slots = 0
     for part in np.split(np.arange(64), len(ends)):
         live = [(lengths[part] > t - 8).sum() for t in ends[part[0]]]
         num_slots += np.minimum.accumulate([max(8, 1 << (int(n) - 1).bit_length()) for n in live]).sum()
@@ -163,20 +177,27 @@ def test_compilations_are_counted_once():
         f(x)
         second = compile_metrics(compilations.take_programs())
     jax.jit(lambda x: x * 4.25)(x)
-    assert first["compile/num_programs"] + first["compile/num_from_cache"] == 1 and first["times/compile"] > 0
-    assert second == compile_metrics(compilations.take_programs()) == {
-        "compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0
-    }  # fmt: skip
+    assert first["compile/num_programs"] + first["compile/num_from_cache"] == 1
+    assert first["times/compile"] > 0
+    assert (
+        second
+        == compile_metrics(compilations.take_programs())
+        == {"compile/num_programs": 0, "compile/num_from_cache": 0, "times/compile": 0.0}
+    )
 
 
 def test_a_cpu_gathers_caches_and_saves_models_without_a_program(tmp_path):
     """The rows are those of a loop, as of the gather on devices."""
-    model, layout, rng = Decoder(48, 24, 40, 3, 2, 1, 12), single_device(), np.random.default_rng(0)
+    model = Decoder(48, 24, 40, 3, 2, 1, 12)
+    layout = single_device()
+    rng = np.random.default_rng(0)
     keys, values, conv, memory = (jnp.asarray(rng.random((4, 1, 5, size))) for size in (12, 12, 3, 7))
     params = jax.tree.map(lambda x: layout.put(np.ones(x[0])), model.parameter_table(), is_leaf=is_spec)
-    caches, source = [(keys, values), RecurrentState(conv, memory)], np.array([2, 0, 0, 3, 1, 1])
+    caches = [(keys, values), RecurrentState(conv, memory)]
+    source = np.array([2, 0, 0, 3, 1, 1])
     with Compilations() as compilations:
-        wider, (found_keys, _) = resize_cache(layout, caches, source, 9), resize_cache(layout, caches, source, 4)[0]
+        wider = resize_cache(layout, caches, source, 9)
+        (found_keys, _) = resize_cache(layout, caches, source, 4)[0]
         save_model(tmp_path / "model", model, params, load_tokenizer(ROOT / "models/tiny"))
         assert not compilations.programs
     assert_trees_all_equal(wider, gather_cache(caches, layout.put(source), 9))
@@ -192,9 +213,13 @@ def test_programs_are_forgotten_before_they_have_all_memory_mappings(monkeypatch
     double(1.0)
     few = tmp_path / "max_map_count"
     few.write_text("100\n")
-    assert not compilation.forget_programs() and double(1.0) == 2 and len(traced) == 1
+    assert not compilation.forget_programs()
+    assert double(1.0) == 2
+    assert len(traced) == 1
     monkeypatch.setattr(compilation, "MOST_MAPS", few)
-    assert compilation.forget_programs() and double(1.0) == 2 and len(traced) == 2
+    assert compilation.forget_programs()
+    assert double(1.0) == 2
+    assert len(traced) == 2
     monkeypatch.setattr(compilation, "MAPS", tmp_path / "elsewhere")
     assert not compilation.forget_programs()
 
@@ -211,18 +236,28 @@ def test_a_second_process_compiles_nothing_where_the_cache_can_be_written(tmp_pa
     root = Path(__file__).parents[2]
 
     def counts(cache: str, warning: str = "", **more: str) -> dict:
-        command, env = [sys.executable, "-c", program], {"XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu", "PATH": ""}
-        process = subprocess.run(command, env=env | more, cwd=root, capture_output=True, check=True, text=True)
+        command = [sys.executable, "-c", program]
+        env = {"XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu", "PATH": ""}
+        process = subprocess.run(
+            command,
+            env=env | more,
+            cwd=root,
+            capture_output=True,
+            check=True,
+            text=True,
+        )
         assert process.stderr == warning
         return {name: x for name, x in json.loads(process.stdout).items() if name.startswith("compile/")}
 
-    first, second = counts("", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "lmpo")), counts(str(tmp_path))
+    first = counts("", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "lmpo"))
+    second = counts(str(tmp_path))
     warning = (
         "warning: /proc/none/lmpo cannot be written, so each start compiles anew: "
         "name a folder for compiled programs in JAX_COMPILATION_CACHE_DIR\n"
     )
     assert counts("/proc/none", warning) == counts("/proc/none", JAX_ENABLE_COMPILATION_CACHE="0") == first
-    assert first["compile/num_programs"] > 0 and (tmp_path / "lmpo").is_dir()
+    assert first["compile/num_programs"] > 0
+    assert (tmp_path / "lmpo").is_dir()
     assert second["compile/num_programs"] == 0
     assert second["compile/num_from_cache"] == first["compile/num_programs"]
 
@@ -242,29 +277,57 @@ def test_threads_of_a_small_model_have_arenas_of_malloc(tmp_path):
     def num_arenas(model_dir: str) -> int:
         env = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
         command = [sys.executable, "-c", program, model_dir]
-        process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, text=True)
+        process = subprocess.run(
+            command,
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+            text=True,
+        )
         return process.stdout.count("<heap nr")
 
-    assert num_arenas("models/tiny") > 4 and num_arenas(str(tmp_path)) == num_arenas("") == 1
+    assert num_arenas("models/tiny") > 4
+    assert num_arenas(str(tmp_path)) == num_arenas("") == 1
 
 
 OPTIONS = {
     "rows in step": {},
     "pages": {"page_size": 16},
-    "adapters, a reference, rollouts ahead": {"lora_rank": 2, "kl_coef": 0.1, "ahead": 1},
-    "a teacher's average": {"teacher": "self", "teacher_decay": 0.9},
-    "another teacher, pages": {"teacher": FLAGS["model_dir"], "distill": "sampled", "page_size": 16},
-    "a critic, episodes": {
-        "advantage": "gae", "page_size": 16, "env_name": "guess", "test_env_name": "guess-test",
-        "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20", "num_generation_tokens": 60,
+    "adapters, a reference, rollouts ahead": {
+        "lora_rank": 2,
+        "kl_coef": 0.1,
+        "ahead": 1,
     },
-}  # fmt: skip
+    "a teacher's average": {"teacher": "self", "teacher_decay": 0.9},
+    "another teacher, pages": {
+        "teacher": FLAGS["model_dir"],
+        "distill": "sampled",
+        "page_size": 16,
+    },
+    "a critic, episodes": {
+        "advantage": "gae",
+        "page_size": 16,
+        "env_name": "guess",
+        "test_env_name": "guess-test",
+        "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20",
+        "num_generation_tokens": 60,
+    },
+}
 
 
 @pytest.mark.parametrize("options", ["rows in step", "pages", *slow(*list(OPTIONS)[2:])])
 def test_all_programs_are_compiled_before_step_1(options, tmp_path, capsys):
     """With an evaluation and a save after it; also in a second process, which resumes the run."""
-    flags = FLAGS | {"max_steps": 3, "test_interval": 2, "save_interval": 2} | OPTIONS[options]
+    flags = (
+        FLAGS
+        | {
+            "max_steps": 3,
+            "test_interval": 2,
+            "save_interval": 2,
+        }
+        | OPTIONS[options]
+    )
     jax.clear_caches()
     assert train_here(tmp_path, **flags) == 0
     jax.clear_caches()
@@ -272,7 +335,8 @@ def test_all_programs_are_compiled_before_step_1(options, tmp_path, capsys):
     assert len(re.findall(r"\n\d+ programs .* in \d+ s\n", capsys.readouterr().out)) == 2
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     counts = [(step["compile/num_programs"] + step["compile/num_from_cache"]) for step in steps]
-    assert counts[0] == counts[-1] > 5 and not any(counts[1:-1])
+    assert counts[0] == counts[-1] > 5
+    assert not any(counts[1:-1])
     assert not any(step["times/compile"] for step in steps), "nor does an evaluation, or the first step"
     programs = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
     assert [row["num_steps"] for row in programs] == [0] * 2 * counts[0]

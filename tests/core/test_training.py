@@ -70,9 +70,17 @@ from utils.settings.lmpo import LMPO
 
 G = 4
 CONFIG = make_config(
-    Config, advantage="group_mean", entropy_coef=0.02, temperature=0.8, groups_per_batch=2, group_size=G,
-    ppo_minibatch=4, ppo_epochs=2, num_generation_tokens=50, max_resampling=3.0,
-)  # fmt: skip
+    Config,
+    advantage="group_mean",
+    entropy_coef=0.02,
+    temperature=0.8,
+    groups_per_batch=2,
+    group_size=G,
+    ppo_minibatch=4,
+    ppo_epochs=2,
+    num_generation_tokens=50,
+    max_resampling=3.0,
+)
 DISTRIBUTION = CONFIG.sampling.distribution
 SGD, NO_STEPS = optax.sgd(1.0), optax.sgd(0.0)
 
@@ -177,7 +185,7 @@ def with_garbage(batch: Batch) -> Batch:
         **{
             name: np.where(padding, x, getattr(batch, name)).astype(getattr(batch, name).dtype)
             for name, x in noise.items()
-        }
+        },
     )
 
 
@@ -194,7 +202,8 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(change):
     assert_same_gradient(gradient, plain_gradient(random_params(), random_batch()))
     norm = optax.tree.norm(gradient)
     assert_close(metrics["grad_norm"], norm, GRADIENT)
-    assert 0.2 < metrics["clip_fraction"] < 0.8 and metrics["inference_recompute/ratio"] != 1
+    assert 0.2 < metrics["clip_fraction"] < 0.8
+    assert metrics["inference_recompute/ratio"] != 1
 
 
 def test_extras_reach_the_distribution_in_the_place_of_their_tokens(monkeypatch):
@@ -218,7 +227,8 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
     batch = replace(random_batch(), extras={"of_row": np.full(8, 2), "of_token": np.full((8, 60), 2)})
     joined = concatenate([batch, select_rows(batch, np.arange(8), 64)]).extras
     assert joined["of_row"].tolist() == [2] * 16
-    assert (joined["of_token"][:, :60] == 2).all() and (joined["of_token"][:, 60:] == 1).all()
+    assert (joined["of_token"][:, :60] == 2).all()
+    assert (joined["of_token"][:, 60:] == 1).all()
     monkeypatch.setattr(records, "EXTRAS", {"of_row": Int[Array, "B"], "of_token": Float[Array, "B T"]})
     zeros, _ = zero_batch(make_learner(), Shape(8, 64, 256))
     found = {name: (x.shape, x.dtype.name) for name, x in zeros.extras.items()}
@@ -228,7 +238,12 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
 
 def test_another_coefficient_compiles_nothing():
     """And the gradient is that of the loss with this constant in it."""
-    base = {"kl_coef": 0.1, "entropy_coef": 0.02, "clip_epsilon": 0.2, "clip_epsilon_high": 0.3}
+    base = {
+        "kl_coef": 0.1,
+        "entropy_coef": 0.02,
+        "clip_epsilon": 0.2,
+        "clip_epsilon_high": 0.3,
+    }
     changes = [{name: 2 * value} for name, value in base.items()]
     learner = make_learner(**base)
     state = replace(first_state(learner), extra={"ema": np.ones(3)})
@@ -249,11 +264,22 @@ def test_another_coefficient_compiles_nothing():
 
 CUT = {"kl_coef": 0.1, "clip_epsilon": 0.25}  # a ratio of the batch lies within 1e-6 of 1.2
 FAMILY = {  # losses that look beyond their own token: at rows, at the whole batch, at other models
-    "gspo": CUT | {"objective": "gspo", "loss_normalization": "sequence_mean", "importance_correction": "mask"},
-    "cispo": CUT | {"objective": "cispo", "loss_normalization": "constant", "importance_correction": "truncate",
-                    "importance_level": "sequence", "entropy_coef": 0.0},
+    "gspo": CUT
+    | {
+        "objective": "gspo",
+        "loss_normalization": "sequence_mean",
+        "importance_correction": "mask",
+    },
+    "cispo": CUT
+    | {
+        "objective": "cispo",
+        "loss_normalization": "constant",
+        "importance_correction": "truncate",
+        "importance_level": "sequence",
+        "entropy_coef": 0.0,
+    },
     "dppo": CUT | {"objective": "dppo"},
-}  # fmt: skip
+}
 
 
 def with_reference(batch: Batch) -> Batch:
@@ -291,9 +317,9 @@ def updates_on_four_devices(file: str, names: tuple[str, ...]) -> None:
     layout = make_layout(DeviceConfig(mesh="fsdp=2,tp=2"))
     found = {"ppo": update(random_batch(), layout=layout, tokens_per_microbatch=256)[0]}
     for name in names:
-        found[name] = update(
-            with_reference(random_batch()), layout=layout, tokens_per_microbatch=256, **FAMILY[name]
-        )[0]
+        found[name] = update(with_reference(random_batch()), layout=layout, tokens_per_microbatch=256, **FAMILY[name])[
+            0
+        ]
     arrays = {f"{name} {i}": x for name, tree in found.items() for i, x in enumerate(jax.tree.leaves(tree))}
     np.savez(file, **arrays)
 
@@ -361,9 +387,16 @@ def test_old_logprobs(flags, expected):
 
 
 def test_the_best_of_each_group_are_learnt_from_alone():
-    learner = make_learner(advantage="best_k", best_k=1, objective="reinforce", ppo_minibatch=2, ppo_epochs=1)
+    learner = make_learner(
+        advantage="best_k",
+        best_k=1,
+        objective="reinforce",
+        ppo_minibatch=2,
+        ppo_epochs=1,
+    )
     _, metrics, updates = train_step(learner, first_state(learner), replace(random_batch(), old_logprobs=None))
-    assert metrics["num_rows"] == 2 and metrics["num_updates"] == len(updates) == 1
+    assert metrics["num_rows"] == 2
+    assert metrics["num_updates"] == len(updates) == 1
     minibatch = updates[0].minibatch
     assert sorted(minibatch.lengths.tolist()) == sorted(random_batch().lengths[[1, 4]].tolist())
     assert (minibatch.advantages[minibatch.mask] == 1).all()
@@ -384,7 +417,8 @@ def test_an_update_that_is_not_finite_is_skipped_kept_and_ends_the_run_when_it_c
     batch = random_batch()
     bad = replace(batch, sample_logprobs=np.where(batch.mask, -1e4, 0).astype(np.float32))  # the ratio is infinite
     state, _, updates = train_step(learner, first_state(learner), bad, step=1)
-    assert len(skipped) == len(updates) == 2 and int(state.num_skipped) == 2
+    assert len(skipped) == len(updates) == 2
+    assert int(state.num_skipped) == 2
     assert (skipped[0].tokens == updates[0].minibatch.tokens).all()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), random_params())
     state, *_ = train_step(learner, state, batch, step=2)
@@ -424,7 +458,14 @@ def step(config: OptimizerConfig, gradient: float, model=MODEL) -> tuple[dict, d
 
 
 def test_a_frozen_vocabulary_stays_as_it_is():
-    before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.1, train_vocab=False), 1.0)
+    before, after = step(
+        OptimizerConfig(
+            lr=0.1,
+            weight_decay=0.1,
+            train_vocab=False,
+        ),
+        1.0,
+    )
     for name, x in before.items():
         assert (x == after[name]).all() == ("embed" in name or "lm_head" in name), name
     before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.1), 1.0)
@@ -451,9 +492,11 @@ def test_weight_decay_spares_norms_and_biases():
 )
 def test_learning_rates(lr_schedule, warmup_steps, expected):
     config = OptimizerConfig(lr_schedule=lr_schedule, warmup_steps=warmup_steps)
-    state, multipliers = init_state({"x": jnp.zeros(2)}, SGD), []
+    state = init_state({"x": jnp.zeros(2)}, SGD)
+    multipliers = []
     for i in range(8):
-        gradient, factor = {"x": jnp.ones(2)}, np.float32(schedule(config, i / 8))
+        gradient = {"x": jnp.ones(2)}
+        factor = np.float32(schedule(config, i / 8))
         state, metrics = apply_gradients(SGD, warmup_steps, state, gradient, factor=factor)
         multipliers.append(float(metrics["lr_multiplier"]))
     assert_close(multipliers, expected, 3)
@@ -467,7 +510,12 @@ def test_learning_rates(lr_schedule, warmup_steps, expected):
 def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(lr_schedule, num_live, is_early_end, expected):
     """Groups that are dropped and epochs that --target_kl ends make updates fewer, not the schedule longer."""
     target_kl = 1e-9 if is_early_end else 0.0
-    learner = make_learner(optimizer=optax.sgd(0.1), lr_schedule=lr_schedule, ppo_epochs=3, target_kl=target_kl)
+    learner = make_learner(
+        optimizer=optax.sgd(0.1),
+        lr_schedule=lr_schedule,
+        ppo_epochs=3,
+        target_kl=target_kl,
+    )
     batch = replace(random_batch(), old_logprobs=None)
     batch.rewards[num_live:] = 0.0  # the second group has no signal
     state, rates = first_state(learner), []
@@ -476,8 +524,13 @@ def test_the_learning_rate_does_not_depend_on_how_many_updates_were_made(lr_sche
         rates.append([float(update.metrics["lr_multiplier"]) for update in updates])
         assert metrics["lr"] == pytest.approx(learner.config.optimizer.lr * np.mean(rates[-1]))
     assert [*map(len, rates)] == 3 * [expected]
-    last = {"constant": 1, "linear": 1 / 3, "cosine": (1 + np.cos(np.pi * 2 / 3)) / 2}[lr_schedule]
-    assert rates[-1][-1] == pytest.approx(last) and rates[0][0] == 1
+    last = {
+        "constant": 1,
+        "linear": 1 / 3,
+        "cosine": (1 + np.cos(np.pi * 2 / 3)) / 2,
+    }[lr_schedule]
+    assert rates[-1][-1] == pytest.approx(last)
+    assert rates[0][0] == 1
 
 
 # Collecting and evaluating
@@ -554,13 +607,15 @@ def test_a_batch_is_filled_with_groups_that_have_signal():
     returns = episodes.scores["return"].reshape(-1, G)
     has_signal = np.ptp(returns, axis=1) > 1e-6
     with_signal = returns[has_signal]
-    assert not has_signal[:4].all() and (batch.rewards.reshape(4, G) == with_signal[:4]).all()
+    assert not has_signal[:4].all()
+    assert (batch.rewards.reshape(4, G) == with_signal[:4]).all()
     assert cursor == 3 + np.flatnonzero(has_signal)[3] + 1, "the next step goes on behind the last task that was needed"
 
 
 def test_a_step_without_signal_has_no_batch():
     batch, episodes, cursor = collect_batch(make_worker(1), COLLECT)
-    assert len(batch) == 0 and len(episodes) == 3 * 4 * G == cursor * G
+    assert len(batch) == 0
+    assert len(episodes) == 3 * 4 * G == cursor * G
 
 
 def test_refilling_draws_about_what_is_missing():
@@ -582,7 +637,8 @@ def test_calls_are_as_few_as_rows_allow_and_about_equal():
     for num_prompts, most in itertools.product(range(1, 70), (1, 3, 8, 64)):
         per_call = make_worker(num_prompts, most * G).prompts_per_call(num_prompts, G)
         num_calls = -(-num_prompts // most)
-        assert per_call <= most and -(-num_prompts // per_call) == num_calls
+        assert per_call <= most
+        assert -(-num_prompts // per_call) == num_calls
         assert per_call < num_prompts / num_calls + 1
     assert make_worker(12, rows_per_call=0).prompts_per_call(12, G) == 12
 
@@ -592,7 +648,8 @@ def test_a_batch_does_not_depend_on_how_many_rows_are_sampled_at_a_time(max_resa
     config = with_options(COLLECT, max_resampling=max_resampling)
     found = [collect_batch(make_worker(12, rows), config) for rows in (64, 2 * G, 3 * G)]
     for batch, _, cursor in found[1:]:
-        assert rows_of(batch) == rows_of(found[0][0]) and cursor == found[0][2]
+        assert rows_of(batch) == rows_of(found[0][0])
+        assert cursor == found[0][2]
 
 
 def test_a_task_that_comes_twice_in_a_step_is_played_anew():
@@ -613,7 +670,11 @@ def test_scores_are_those_of_the_completions():
     for row in range(16):
         text = "".join(map(chr, r.tokens[row, r.prompt_lengths[row] : r.lengths[row]]))
         returns[row // 4, row % 4] = env.score(env.problem(row // 4), text)["return"]
-    expected = {"return": returns.mean(), "correct_answer": (returns > 0.5).mean(), "best_of_4": returns.max(1).mean()}
+    expected = {
+        "return": returns.mean(),
+        "correct_answer": (returns > 0.5).mean(),
+        "best_of_4": returns.max(1).mean(),
+    }
     pairs = [(row[i] > 0.5) | (row[j] > 0.5) for row in returns for i, j in combinations(range(4), 2)]
     expected |= {"pass@2": np.mean(pairs), "pass@4": (returns.max(1) > 0.5).mean()}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
@@ -633,7 +694,8 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
     monkeypatch.setattr(Layout, "share", lambda self, work, n, group=1: json.loads(json.dumps(work(range(n)))))
     _, episodes, _ = evaluate(make_worker(7), random_params(), 4, 4, seed=3)
     expected = np.array([has_no_score(text) for text in episodes.texts])
-    assert 0 < expected.sum() < 16 and episodes.failed.tolist() == expected.tolist()
+    assert 0 < expected.sum() < 16
+    assert episodes.failed.tolist() == expected.tolist()
     assert episodes.scores["return"].tolist() == np.where(expected, 0, 0.5).tolist()
     assert episodes.failures == {"reward_timeouts": 0, "reward_errors": expected.sum()}
 
@@ -651,15 +713,18 @@ def test_a_failed_grader_is_no_reward_of_zero():
     worker = replace(worker, scorer=type("Failing", (HereScorer,), {"request_outcomes": request_outcomes})(worker.env))
     worker.scorer.settings = worker.scorer.settings._replace(max_error_share=1.0)
     batch, episodes, _ = collect_batch(worker, COLLECT)
-    failed, returns = episodes.failed, episodes.scores["return"]
+    failed = episodes.failed
+    returns = episodes.scores["return"]
     metrics = rollout_metrics(replace(episodes, has_signal=groups_with_signal(episodes, COLLECT)))
     assert metrics["env/reward_timeouts"] == failed.sum() > 0
     assert metrics["env/return"] == pytest.approx(returns[~failed].mean(), rel=1e-5)
     graded = np.isfinite(batch.rewards).reshape(-1, G)
-    assert not graded.all() and (graded.sum(axis=1) >= 2).all()
+    assert not graded.all()
+    assert (graded.sum(axis=1) >= 2).all()
     learner = make_learner(ppo_minibatch=0, ppo_epochs=1)
     _, metrics, updates = train_step(learner, first_state(learner), batch)
-    assert np.isfinite(metrics["loss"]) and np.isfinite(updates[0].minibatch.rewards).all()
+    assert np.isfinite(metrics["loss"])
+    assert np.isfinite(updates[0].minibatch.rewards).all()
     assert metrics["num_rows"] == graded.sum()
 
 
@@ -674,11 +739,23 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
 # Runs
 
 FLAGS = {
-    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2, "group_size": 4,
-    "ppo_minibatch": 4, "num_generation_tokens": 12, "tokens_per_microbatch": 192, "max_steps": 10, "save_interval": 4,
-    "lr": 1e-3, "test_env_name": "poem-test", "test_interval": 4, "num_eval_tasks": 2, "num_eval_samples": 4,
-    "do_group_filter": 0, "num_score_workers": 1,
-}  # fmt: skip
+    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied",
+    "env_name": "poem",
+    "groups_per_batch": 2,
+    "group_size": 4,
+    "ppo_minibatch": 4,
+    "num_generation_tokens": 12,
+    "tokens_per_microbatch": 192,
+    "max_steps": 10,
+    "save_interval": 4,
+    "lr": 1e-3,
+    "test_env_name": "poem-test",
+    "test_interval": 4,
+    "num_eval_tasks": 2,
+    "num_eval_samples": 4,
+    "do_group_filter": 0,
+    "num_score_workers": 1,
+}
 
 
 def arguments(**flags) -> list[str]:
@@ -698,35 +775,63 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_steps_without_signal_change_nothing(tmp_path):
-    flags = {"env_name": "countdown", "env_options": "prompt=bare,truncation_penalty=0", "weight_decay": 0.5}
-    flags |= {"max_steps": 2, "do_group_filter": 1, "test_env_name": "", "save_dir": tmp_path}
+    flags = {
+        "env_name": "countdown",
+        "env_options": "prompt=bare,truncation_penalty=0",
+        "weight_decay": 0.5,
+    }
+    flags |= {
+        "max_steps": 2,
+        "do_group_filter": 1,
+        "test_env_name": "",
+        "save_dir": tmp_path,
+    }
     train(*arguments(**FLAGS | flags))
     assert [line["env/groups_without_signal"] for line in lines(tmp_path)] == [1.0, 1.0]
     assert not any("loss" in line for line in lines(tmp_path))
     before, after = (load_file(folder / "model.safetensors") for folder in (FLAGS["model_dir"], tmp_path / "step2"))
-    assert before.keys() == after.keys() and all((x == after[name]).all() for name, x in before.items())
+    assert before.keys() == after.keys()
+    assert all((x == after[name]).all() for name, x in before.items())
 
 
 RUNS = {
     "ppo": {"critic_lr": 1e-3},
     "reinforce++": {"kl_coef": 0.1},
     "nanochat": {
-        "env_options": "", "num_epochs": 0, "num_eval_tasks": 2, "groups_per_batch": 4, "group_size": 8,
-        "num_generation_tokens": 24, "top_k": 75, "temperature": 3, "seed": 4,
+        "env_options": "",
+        "num_epochs": 0,
+        "num_eval_tasks": 2,
+        "groups_per_batch": 4,
+        "group_size": 8,
+        "num_generation_tokens": 24,
+        "top_k": 75,
+        "temperature": 3,
+        "seed": 4,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", slow("reinforce++", "ppo", "nanochat"))
 def test_presets_train(name, tmp_path):
     """With a critic, with a reference, with another optimiser and truncated sampling; the model saved is the policy."""
-    flags = FLAGS | {"max_steps": 3, "test_env_name": "", "save_dir": tmp_path} | RUNS[name]
+    flags = (
+        FLAGS
+        | {
+            "max_steps": 3,
+            "test_env_name": "",
+            "save_dir": tmp_path,
+        }
+        | RUNS[name]
+    )
     train("--config", f"configs/{name}.py", *arguments(**flags))
     records = lines(tmp_path)
-    assert len(records) == 3 and all(np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in records)
-    assert ("value/explained_variance" in records[0]) == (name == "ppo") and ("kl" in records[0]) == ("+" in name)
+    assert len(records) == 3
+    assert all(np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in records)
+    assert ("value/explained_variance" in records[0]) == (name == "ppo")
+    assert ("kl" in records[0]) == ("+" in name)
     before, after = (load_file(folder / "model.safetensors") for folder in (FLAGS["model_dir"], tmp_path / "step3"))
-    assert before.keys() == after.keys() and any((x != after[tensor]).any() for tensor, x in before.items())
+    assert before.keys() == after.keys()
+    assert any((x != after[tensor]).any() for tensor, x in before.items())
     more = flags | {"max_steps": 4, "resume": "force"}  # forced, since some learning rates end with the steps
     train("--config", f"configs/{name}.py", *arguments(**more))  # goes on where that ended
     assert [record["global_step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
@@ -743,15 +848,26 @@ def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(
     monkeypatch.setattr(grpo, "evaluate_held_out", scripted)
     subjects = tmp_path / "subjects.txt"
     subjects.write_text("\n".join("abcdefghijklmno"))
-    options = {"env_options": f"subjects_file={subjects}", "num_epochs": 1, "groups_per_batch": 4, "save_best": 1}
-    options |= {"lr_schedule": "linear", "max_steps": 10000, "test_interval": 1, "test_env_name": "poem-test"}
+    options = {
+        "env_options": f"subjects_file={subjects}",
+        "num_epochs": 1,
+        "groups_per_batch": 4,
+        "save_best": 1,
+    }
+    options |= {
+        "lr_schedule": "linear",
+        "max_steps": 10000,
+        "test_interval": 1,
+        "test_env_name": "poem-test",
+    }
     train(*arguments(**FLAGS | options | {"save_dir": tmp_path / "run", "save_rollouts": "all"}))
     files = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
     steps = [[json.loads(line) for line in file.open()] for file in files]
     rollouts = [row for rows in steps for row in rows]
     num_tasks = len({row["task"] for row in rollouts})
     records = [record for record in lines(tmp_path / "run") if record["global_step"]]
-    assert len(records) == -(-num_tasks // 4) and {row["task"] for row in rollouts} == {*range(num_tasks)}
+    assert len(records) == -(-num_tasks // 4)
+    assert {row["task"] for row in rollouts} == {*range(num_tasks)}
     shares = [1 - 4 * i / num_tasks for i in range(len(records))]
     assert [record["lr"] / FLAGS["lr"] for record in records] == pytest.approx(shares), "by problems"
     for file, rows in zip(files, steps, strict=True):
@@ -763,16 +879,27 @@ def test_an_epoch_is_every_problem_once_and_best_is_the_model_of_the_best_score(
 
 def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
     """rollouts/step_N.npz holds what step_N.jsonl says, and the tokens."""
-    tokens, starts, ends = arrays["tokens"], arrays["prompt_lengths"], arrays["lengths"]
+    tokens = arrays["tokens"]
+    starts = arrays["prompt_lengths"]
+    ends = arrays["lengths"]
     is_completion = (np.arange(tokens.shape[1]) >= starts[:, None]) & (np.arange(tokens.shape[1]) < ends[:, None])
-    same = {"tasks": "task", "groups": "group", "finished": "finished", "returns": "return"}
+    same = {
+        "tasks": "task",
+        "groups": "group",
+        "finished": "finished",
+        "returns": "return",
+    }
     for array, field in same.items():
         np.testing.assert_array_equal(arrays[array], np.array([row[field] for row in rows]).astype(arrays[array].dtype))
     assert (ends - starts).tolist() == [row["length"] for row in rows]
-    assert (arrays["mask"] == is_completion).all() and not arrays["failed"].any()
-    assert (arrays["logprobs"][is_completion] < 0).all() and not arrays["logprobs"][~is_completion].any()
+    assert (arrays["mask"] == is_completion).all()
+    assert not arrays["failed"].any()
+    assert (arrays["logprobs"][is_completion] < 0).all()
+    assert not arrays["logprobs"][~is_completion].any()
     parts = {"scores/" + field for field in rows[0]} & arrays.keys()
-    assert "scores/correct_answer" in parts and tokens.dtype == np.int32 and len(tokens) == len(rows)
+    assert "scores/correct_answer" in parts
+    assert tokens.dtype == np.int32
+    assert len(tokens) == len(rows)
     _, first = np.unique(arrays["groups"], return_index=True)
     assert all((tokens[i, : starts[i]] == tokens[j, : starts[j]]).all() for i in first for j in (i, i + 1))
     for i, row in enumerate(rows):
@@ -789,7 +916,14 @@ def test_presets_are_valid_and_say_what_they_maximise(path, monkeypatch):
 
 THEIRS = {  # policy-gradients' configs/grpo.yaml and ppo.yaml; Adam is torch's: betas 0.9, 0.999, no decay
     "grpo": {"prompts_per_step": 4, "num_rollouts": 8, "size": 3000, "updates": 4},
-    "ppo": {"prompts_per_step": 16, "num_rollouts": 1, "size": 15000, "gamma": 0.99, "lam": 0.95, "updates": 2},
+    "ppo": {
+        "prompts_per_step": 16,
+        "num_rollouts": 1,
+        "size": 15000,
+        "gamma": 0.99,
+        "lam": 0.95,
+        "updates": 2,
+    },
 }
 
 
@@ -799,11 +933,15 @@ def test_the_presets_of_policy_gradients_are_its_files(loss):
     theirs = THEIRS[loss]
     files = ["configs/policy_gradients.py", *["configs/policy_gradients_ppo.py"] * (loss == "ppo")]
     config = parse(Config, [word for file in files for word in ("--config", file)])
-    update, optimizer, objective = config.update, config.optimizer, config.objective
+    update = config.update
+    optimizer = config.optimizer
+    objective = config.objective
     assert (update.groups_per_batch, update.group_size) == (theirs["prompts_per_step"], theirs["num_rollouts"])
     assert (config.minibatch_size, config.updates_per_step, config.num_epochs) == (2 * 4, theirs["updates"], 1)
     assert (optimizer.b1, optimizer.b2, optimizer.adam_eps, optimizer.weight_decay) == (0.9, 0.999, 1e-8, 0)
-    assert optimizer.lr == 5e-6 and not objective.do_group_filter and not objective.kl_coef
+    assert optimizer.lr == 5e-6
+    assert not objective.do_group_filter
+    assert not objective.kl_coef
     if loss == "ppo":
         assert (objective.gamma, objective.gae_lambda, optimizer.critic_lr) == (theirs["gamma"], theirs["lam"], 5e-6)
     pytest.importorskip("reasoning_gym")
@@ -852,13 +990,18 @@ def test_a_mistake_ends_with_one_sentence(flags, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         train(*arguments(**FLAGS | {"save_dir": tmp_path} | flags))
     error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert end.value.code == 2
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_the_command_from_another_folder(tmp_path):
     command = [sys.executable, ROOT / "core" / "grpo.py", "--env_name", "nowhere"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "there is no environment 'nowhere'" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "there is no environment 'nowhere'" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -27,7 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 GRADERS = DATA / "graders"
 SAMPLES = ROOT / "tests" / "fixtures" / "data"  # a few rows of each data set
-DEMO = dict(numbers=3, min_number=1, max_number=15, max_target=30, expression="tree", max_value=30, prompt="bare")
+DEMO = dict(
+    numbers=3,
+    min_number=1,
+    max_number=15,
+    max_target=30,
+    expression="tree",
+    max_value=30,
+    prompt="bare",
+)
 NAMES = [name + suffix for name in envs.ENVS for suffix in ("", "-test")]
 HAS_GYM = find_spec("reasoning_gym") is not None  # on Python 3.13 it needs a compiler
 INSTALLED = [name for name in NAMES if HAS_GYM or not name.startswith("reasoning_gym")]
@@ -45,7 +53,11 @@ def environment(name: str, data_dir: Path = SAMPLES) -> envs.Env:
     elif base_name == "python":
         options = {"data_dir": str(data_dir), "sandbox": "off"}  # confinement needs Linux
     elif base_name == "dataset":
-        options = {"path": str(SAMPLES / "gsm8k" / "train.jsonl"), "prompt": "question", "form": "hash"}
+        options = {
+            "path": str(SAMPLES / "gsm8k" / "train.jsonl"),
+            "prompt": "question",
+            "form": "hash",
+        }
     elif base_name == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
         options = {"datasets": "leg_counting+spell_backward*2(min_word_len=3;max_word_len=6)"}
@@ -158,7 +170,8 @@ def test_valid_splits_share_nothing_with_the_others(name):
         identities = [{tuple(sorted(problem.answer[0])) for problem in some} for some in problems]
     else:
         identities = [{normal_form(problem.messages) for problem in some} for some in problems]
-    assert not any(a & b for a, b in combinations(identities, 2)) and all(identities)
+    assert not any(a & b for a, b in combinations(identities, 2))
+    assert all(identities)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +210,9 @@ def test_training_rows_that_stand_in_the_test_file_are_removed(tmp_path):
     made = [envs.make_env(f"dataset{split}", **options, test_path=test) for split in ("", "-valid", "-test")]
     prompts = [{row.prompt for row in env.rows} for env in made]
     assert prompts[0] | prompts[1] == {f"What is {i} + 1?" for i in range(60) if i not in (7, 8)}
-    assert not prompts[0] & prompts[1] and prompts[1] and len(prompts[2]) == 3
+    assert not prompts[0] & prompts[1]
+    assert prompts[1]
+    assert len(prompts[2]) == 3
     assert ", 2 removed that a held-out split has, too" in made[0].note
     with pytest.raises(ValueError, match="none is left for the train split; 0 to train on, 2 removed"):
         envs.make_env("dataset", path=test, test_path=test)
@@ -231,13 +246,15 @@ def test_references_of_local_rows_are_right(name, step):
 
 @needs_data
 def test_deepscaler_as_it_is():
-    train, test = environment("deepscaler", DATA), environment("deepscaler-test", DATA)
+    train = environment("deepscaler", DATA)
+    test = environment("deepscaler-test", DATA)
     assert train.note == (
         "deepscaler: 39,381 problems of 40,315 rows (left out: 928 repeated, 6 empty); 38,433 to train on, 25 removed "
         "that a held-out split has, too; 308 in the valid split; 615 in the test split; 8 removed that aime, aime25, "
         "amc, amc23, math500 have, too"
     )
-    assert train.num_tasks == 38_433 - 8 and test.num_tasks == 615
+    assert train.num_tasks == 38_433 - 8
+    assert test.num_tasks == 615
     assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
     for env in (train, test):
         for i in range(0, env.num_tasks, 97):
@@ -249,11 +266,18 @@ def test_deepscaler_as_it_is():
 def test_sizes_and_answers_of_the_data_sets():
     sizes = {name: environment(name, DATA).num_tasks for name in LOCAL if name != "deepscaler"}
     assert sizes == {
-        "countdown34": 9212, "gsm8k": 7239, "aime": 30, "aime25": 30, "amc": 83, "amc23": 40, "math500": 500,
-    }  # fmt: skip
+        "countdown34": 9212,
+        "gsm8k": 7239,
+        "aime": 30,
+        "aime25": 30,
+        "amc": 83,
+        "amc23": 40,
+        "math500": 500,
+    }
     assert environment("gsm8k-test", DATA).num_tasks == 1319
     assert [environment("amc", DATA).problem(i).answer for i in range(2)] == ["142", "144"]
-    train, test = environment("gsm8k", DATA), environment("gsm8k-test", DATA)
+    train = environment("gsm8k", DATA)
+    test = environment("gsm8k-test", DATA)
     assert not {row.prompt for row in train.rows} & {row.prompt for row in test.rows}
 
 
@@ -262,7 +286,9 @@ def test_tinyzeros_parquet_is_read(tmp_path):
     (tmp_path / "test_tinyzero_format.parquet").symlink_to(DATA / "countdown" / "test_tinyzero_format.parquet")
     env = envs.make_env("countdown34-test", data_dir=str(tmp_path), prompt="tinyzero")
     problem = env.problem(0)
-    assert env.num_tasks == 1024 and problem.answer == ((47, 76, 55, 60), 24) and problem.plain
+    assert env.num_tasks == 1024
+    assert problem.answer == ((47, 76, 55, 60), 24)
+    assert problem.plain
     import pyarrow.parquet
 
     first = pyarrow.parquet.read_table(tmp_path / "test_tinyzero_format.parquet").slice(0, 1).to_pylist()[0]
@@ -294,10 +320,12 @@ def test_prompts_are_those_of_transformers_template():
 def test_style():
     style = dict(system="Be brief.", thinking="off", prefix="<think>", plain=True)
     env = envs.make_env("gsm8k", data_dir=str(SAMPLES), **style)
-    problem, before = env.problem(0), environment("gsm8k").problem(0)
+    problem = env.problem(0)
+    before = environment("gsm8k").problem(0)
     assert problem.messages == [{"role": "system", "content": "Be brief."}, before.messages[-1]]
     assert (problem.thinking, problem.prefix, problem.plain) == (False, "<think>", True)
-    assert before.thinking and not before.plain
+    assert before.thinking
+    assert not before.plain
     bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
     assert (len(bare.messages), bare.prefix) == (1, "")
     for options, message in [({"thinking": "maybe"}, "one of on, off"), ({"system": "@absent"}, "no file absent")]:
@@ -306,7 +334,12 @@ def test_style():
 
 
 def test_format_rewards_are_added_and_logged_apart():
-    env = envs.make_env("countdown", partial=0.0, format_reward="tags", format_weight=0.5)
+    env = envs.make_env(
+        "countdown",
+        partial=0.0,
+        format_reward="tags",
+        format_weight=0.5,
+    )
     problem = env.problem(0)
     good = env.score(problem, env.examples(problem)["right"])
     assert (good["return"], good["correct_answer"], good["format"]) == (1.5, 1.0, 1.0)
@@ -368,7 +401,15 @@ def test_kinds_of_files(tmp_path, kind):
         case "jsonl.gz":
             path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     names = ("dataset", "dataset-valid", "dataset-test")
-    made = [envs.make_env(name, path=str(path), prompt="q", answer="a") for name in names]
+    made = [
+        envs.make_env(
+            name,
+            path=str(path),
+            prompt="q",
+            answer="a",
+        )
+        for name in names
+    ]
     assert sum(env.num_tasks for env in made) == 30
     assert {env.problem(i).answer["a"] for env in made for i in range(env.num_tasks)} == {row["a"] for row in rows}
 
@@ -424,7 +465,8 @@ def test_usual_names_of_columns_are_recognised(tmp_path, row):
     env = envs.make_env("dataset", **write(tmp_path / "rows.jsonl", json.dumps(row)))
     problem = env.problem(0)
     assert problem.messages == [{"role": "user", "content": "What?"}]
-    assert env.score(problem, "it is 5")["return"] == 1.0 and env.score(problem, "it is 4")["return"] == 0.0
+    assert env.score(problem, "it is 5")["return"] == 1.0
+    assert env.score(problem, "it is 4")["return"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -448,13 +490,22 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("envs.data.rows.fetch_split", offline)
     with pytest.raises(ValueError, match=r"could not load openai/gsm8k .*Couldn't reach.*--data_dir FOLDER"):
         envs.make_env("gsm8k")
-    paths = {"": "path=FILE", "absent.jsonl": "no file absent.jsonl", str(tmp_path): "holds no file of rows"}
+    paths = {
+        "": "path=FILE",
+        "absent.jsonl": "no file absent.jsonl",
+        str(tmp_path): "holds no file of rows",
+    }
     for path, message in paths.items():
         with pytest.raises(ValueError, match=message):
             envs.make_env("dataset", path=path)
     for reward, message in [("r.py", "FILE.py:FUNCTION"), (f"{__file__}:absent", "no function absent")]:
         with pytest.raises(ValueError, match=message):
-            envs.make_env("dataset", path=str(SAMPLES / "gsm8k" / "train.jsonl"), prompt="question", reward=reward)
+            envs.make_env(
+                "dataset",
+                path=str(SAMPLES / "gsm8k" / "train.jsonl"),
+                prompt="question",
+                reward=reward,
+            )
 
 
 @pytest.mark.parametrize(
@@ -495,7 +546,12 @@ def test_reasoning_gym_mixtures(tmp_path):
     (tmp_path / "bad.yaml").write_text(block.replace("70", "many"))
     with pytest.raises(ValueError, match="data.size must be a number"):
         envs.make_env("reasoning_gym", datasets=str(tmp_path / "bad.yaml"))
-    mistakes = {"nonesuch": "nonesuch", "leg_counting*0": "above 0", "a b": "is not name", "x.yaml": "no such file"}
+    mistakes = {
+        "nonesuch": "nonesuch",
+        "leg_counting*0": "above 0",
+        "a b": "is not name",
+        "x.yaml": "no such file",
+    }
     for text, message in mistakes.items():
         with pytest.raises(ValueError, match=message):
             envs.make_env("reasoning_gym", datasets=text)
@@ -509,8 +565,10 @@ def test_the_readmes_example_works(monkeypatch):
     exec(code, vars(module))
     monkeypatch.setitem(sys.modules, "envs.product", module)
     monkeypatch.setitem(envs.ENVS, "product", ("envs.product", "Product", {}))
-    env, test = envs.make_env("Product", prefix="Sure: "), envs.make_env("product-test")
-    assert isinstance(test, Env) and env.problem(0).prefix == "Sure: "
+    env = envs.make_env("Product", prefix="Sure: ")
+    test = envs.make_env("product-test")
+    assert isinstance(test, Env)
+    assert env.problem(0).prefix == "Sure: "
     problem = test.problem(0)
     for sign, score in (("*", 1.0), ("+", 0.0)):
         assert test.score(problem, f"<answer>{sign.join(map(str, problem.answer))}</answer>")["return"] == score
@@ -539,14 +597,18 @@ def test_who_is_asked_to_think_begins_to(name, options, prefix):
 def test_countdown_is_lmpos():
     env = envs.make_env("countdown")
     system, user = env.problem(0).messages
-    assert system["role"] == "system" and system["content"].startswith("You are a helpful assistant. You first think")
-    assert user["content"].startswith("Using the numbers [") and env.truncation_penalty == 0.05
+    assert system["role"] == "system"
+    assert system["content"].startswith("You are a helpful assistant. You first think")
+    assert user["content"].startswith("Using the numbers [")
+    assert env.truncation_penalty == 0.05
     targets = [env.instance(i)[1] for i in range(2000)]
     share = sum(target > 100 for target in targets) / 2000
     assert 0.36 < share < 0.54, "of 300 targets of kvfrans/lmpo 45% are above 100: within three standard errors"
-    assert min(targets) >= 1 and 900 < max(targets) <= 1000
+    assert min(targets) >= 1
+    assert 900 < max(targets) <= 1000
     ours = envs.make_env("countdown", **DEMO, truncation_penalty=0)
-    assert ours.truncation_penalty == 0 and len(ours.problem(0).messages) == 1
+    assert ours.truncation_penalty == 0
+    assert len(ours.problem(0).messages) == 1
     assert envs.make_env("countdown", system="none", truncation_penalty=0.1).truncation_penalty == 0.1
     with pytest.raises(ValueError, match="choose one of chain, tree"):
         envs.make_env("countdown", expression="bush")
@@ -559,7 +621,8 @@ def test_countdown_solver(numbers):
         assert (found is not None) == (target in reachable(tuple(map(Fraction, numbers))))
         if found:
             value, used = parse_arithmetic(found)
-            assert value == target and sorted(used) == sorted(numbers)
+            assert value == target
+            assert sorted(used) == sorted(numbers)
 
 
 @pytest.mark.parametrize("options", [DEMO, {"numbers": 3}])
@@ -572,7 +635,8 @@ def test_countdown_is_solvable(options):
 
 @pytest.mark.parametrize("options", [DEMO, {}])
 def test_countdown_splits_share_no_numbers(options):
-    train, test = Countdown(**options), Countdown("test", **options)
+    train = Countdown(**options)
+    test = Countdown("test", **options)
     sets = [{tuple(sorted(env.problem(i).answer[0])) for i in range(500)} for env in (train, test)]
     assert not sets[0] & sets[1]
     answers = {(tuple(sorted(numbers)), target) for numbers, target in test.instances}
@@ -586,8 +650,10 @@ def test_countdown_can_be_subclassed_with_a_constructor_of_ones_own():
             super().__init__(split, numbers=3)
             self.bonus = bonus
 
-    valid, expected = Short("valid"), Countdown("valid", numbers=3)
-    assert valid.test_sets == expected.test_sets and valid.instances == expected.instances
+    valid = Short("valid")
+    expected = Countdown("valid", numbers=3)
+    assert valid.test_sets == expected.test_sets
+    assert valid.instances == expected.instances
     assert len({valid, expected}) == 2, "environments are told apart, as keys of caches"
 
 
@@ -652,7 +718,8 @@ def test_arithmetic_of_a_search(text, right, written):
 
 
 def test_poem_pays_for_characters():
-    env, limited = envs.make_env("Poem"), envs.make_env("poem", max_characters=10)
+    env = envs.make_env("Poem")
+    limited = envs.make_env("poem", max_characters=10)
     problem = env.problem(0)
     assert env.score(problem, "a" * 12) == {"return": 12.0, "correct_answer": 0.0, "characters": 12.0}
     assert limited.score(problem, "a" * 12) == {"return": 10.0, "correct_answer": 1.0, "characters": 12.0}
@@ -662,14 +729,18 @@ def test_poem_pays_for_characters():
 def test_poem_has_the_labels_of_imagenet():
     subjects = {*envs.make_env("poem").subjects, *envs.make_env("poem-test").subjects}
     assert len(subjects) == 999, "1,000 labels, crane twice"
-    assert not any(subject.startswith("#") for subject in subjects) and "goldfish, Carassius auratus" in subjects
+    assert not any(subject.startswith("#") for subject in subjects)
+    assert "goldfish, Carassius auratus" in subjects
 
 
 def test_poem_splits_share_no_subject(tmp_path):
     (tmp_path / "subjects.txt").write_text("the sea\n\ncrane\n owl \ncrane\n")
     for options in ({}, {"subjects_file": str(tmp_path / "subjects.txt")}):
-        train, test = envs.make_env("poem", **options), envs.make_env("poem-test", **options)
-        assert train.subjects and test.subjects and not set(train.subjects) & set(test.subjects)
+        train = envs.make_env("poem", **options)
+        test = envs.make_env("poem-test", **options)
+        assert train.subjects
+        assert test.subjects
+        assert not set(train.subjects) & set(test.subjects)
     assert {*train.subjects, *test.subjects} == {"the sea", "crane", "owl"}
     assert test.problem(0).messages == [{"role": "user", "content": "Write three sentences about the sea"}]
     for name, text in (("absent.txt", None), ("short.txt", "one\n")):

@@ -233,7 +233,8 @@ def test_bisection_never_needs_more_than_log2_guesses(split):
         player = Bisection()
         total, replies, steps = play(env, problem, player)
         num_guesses = len(replies)
-        assert is_correct(steps) and num_guesses <= ceil(log2(player.size + 1))
+        assert is_correct(steps)
+        assert num_guesses <= ceil(log2(player.size + 1))
         assert total == 1 - env.cost * (num_guesses - 1)
         assert steps[-1].info["guesses"] == num_guesses
 
@@ -246,7 +247,8 @@ def test_minimax_never_loses_and_gets_the_value_from_minimax(case, split):
         problem = env.problem(i)
         value = solve(problem)
         total, _, steps = play(env, problem, minimax_player, seed=i)
-        assert value >= 0.5 and is_correct(steps)
+        assert value >= 0.5
+        assert is_correct(steps)
         assert total == value or (case == "tictactoe" and total > value)
         assert steps[-1].info == {"correct_answer": 1.0, OUTCOMES[total]: 1.0}
 
@@ -269,7 +271,8 @@ def test_the_minimax_opponent_does_not_lose_from_the_empty_board():
     totals = {0.5: set(), 0.0: set()}
     for seed in range(NUM_PROBLEMS):
         total, replies, steps = play(env, empty, minimax_player, seed)
-        assert total == 0.5 and is_correct(steps)
+        assert total == 0.5
+        assert is_correct(steps)
         totals[0.5].add(str([step.messages for step in steps]))
         total, replies, steps = play(env, empty, random_player("tictactoe", seed), seed)
         assert is_correct(steps) == (total == 0.5)
@@ -285,9 +288,11 @@ def test_shortest_paths_earn_full_marks(split):
         places = read_map(problem.messages[-1]["content"])
         [start] = places["P"]
         num_steps = steps_to_goal(places)[start]
-        assert 2 <= num_steps <= env.max_turns and len(places["H"]) == 4
+        assert 2 <= num_steps <= env.max_turns
+        assert len(places["H"]) == 4
         total, replies, steps = play(env, problem, path_player)
-        assert total == 1 and is_correct(steps)
+        assert total == 1
+        assert is_correct(steps)
         assert len(replies) == sum(step.info["steps"] for step in steps) == num_steps
 
 
@@ -314,7 +319,8 @@ def test_words_that_agree_with_all_signs_find_the_word(split):
         total, replies, steps = play(env, env.problem(i), WordPlayer(i))
         num_correct += is_correct(steps)
         if is_correct(steps):
-            assert replies[-1] == env.words[i] and total == 1 - env.cost * (len(replies) - 1)
+            assert replies[-1] == env.words[i]
+            assert total == 1 - env.cost * (len(replies) - 1)
     assert num_correct > 0.97 * env.num_tasks
 
 
@@ -364,7 +370,8 @@ def test_hostile_replies_raise_nothing_and_take_milliseconds(case, number):
         seconds.append(time.process_time() - start)
         num_invalid += step.info.get("invalid", 0.0)
         assert step.done or len(step.messages[0]["content"]) < 100
-        assert 0 <= step.reward <= 1 and (step.done or not step.reward)
+        assert 0 <= step.reward <= 1
+        assert step.done or not step.reward
         num_turns += 1
         if step.done or num_turns == env.max_turns:
             episode = env.episode(env.problem(i % env.num_tasks), i)
@@ -419,12 +426,14 @@ def least_image(message: str) -> tuple[str, ...]:
 
 def test_words_are_in_one_split_each(tmp_path):
     parts = [set(make_game("wordle", split).words) for split in (*SPLITS, "-valid")]
-    assert set.union(*parts) == set(read_words(WORDS)) and sum(map(len, parts)) == len(read_words(WORDS)) > 700
+    assert set.union(*parts) == set(read_words(WORDS))
+    assert sum(map(len, parts)) == len(read_words(WORDS)) > 700
     assert min(map(len, parts)) > 70
     file = tmp_path / "words.txt"
     file.write_text("CRANE zebra\n\ncrane\nhello\n")
     env = make_game("wordle", words=str(file))
-    assert env.words == [word for word in ("crane", "zebra", "hello") if word in parts[0]] and env.words
+    assert env.words == [word for word in ("crane", "zebra", "hello") if word in parts[0]]
+    assert env.words
 
 
 # details
@@ -437,11 +446,13 @@ def test_an_illegal_move_uses_up_a_turn_and_nothing_else():
         assert step == Step([{"role": "user", "content": "x o 3\n4 5 6\n7 8 9"}], info={"invalid": 1.0})
     assert episode.board == "xo3456789"
     episode.step("not 4 but 5")
-    assert episode.board[4] == "x" and episode.board.count("o") == 2
+    assert episode.board[4] == "x"
+    assert episode.board.count("o") == 2
 
 
 def test_signs_are_those_by_counting():
-    assert feedback("speed", "erase") == "Y-YY-" and feedback("allay", "llama") == "YGYY-"
+    assert feedback("speed", "erase") == "Y-YY-"
+    assert feedback("allay", "llama") == "YGYY-"
     words = [*read_words(WORDS), *map("".join, itertools.product("ab", repeat=5)), "abcca", "cabac", "bcbca"]
     rng = random.Random(0)
     for _ in range(20_000):
@@ -464,7 +475,8 @@ def test_the_last_moves_of_a_reply_are_made():
     for moves_per_turn, cell in ((1, 6), (2, 10), (3, 6), (4, 7), (5, 7)):
         episode = GridworldEpisode(lake, moves_per_turn, slip=0.0, cost=0.0, seed=0)
         step = episode.step("I'd go Right, UP; d r")
-        assert episode.cell == cell and step.info == {"steps": min(moves_per_turn, 4)}
+        assert episode.cell == cell
+        assert step.info == {"steps": min(moves_per_turn, 4)}
 
 
 def test_slips_go_aside():
@@ -473,7 +485,8 @@ def test_slips_go_aside():
         episode = env.episode(env.problem(i), i)
         row, column = divmod(episode.cell, 5)
         episode.step("up")
-        assert divmod(episode.cell, 5)[0] == row and abs(divmod(episode.cell, 5)[1] - column) <= 1
+        assert divmod(episode.cell, 5)[0] == row
+        assert abs(divmod(episode.cell, 5)[1] - column) <= 1
 
 
 @pytest.mark.parametrize(

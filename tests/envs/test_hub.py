@@ -97,35 +97,50 @@ def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
     names = "gsm8k gsm8k-valid gsm8k-test deepscaler aime-test aime25 amc amc23-test math500-test countdown34".split()
     mine = {"path": "me/mine", "prompt": "q", "answer": "a"}
     rows = [{"q": f"{i}?", "a": str(i)} for i in range(40)]
-    put(tmp_path, "me/mine", {"a.jsonl": jsonl(rows[:20]), "b.jsonl": jsonl(rows[20:]), "plot.png": b"\x89PNG"})
+    put(
+        tmp_path,
+        "me/mine",
+        {
+            "a.jsonl": jsonl(rows[:20]),
+            "b.jsonl": jsonl(rows[20:]),
+            "plot.png": b"\x89PNG",
+        },
+    )
     put(tmp_path, "me/script", {"script.py": "raise SystemExit"})
     put(tmp_path, "me/script", {"one/validation/0000.parquet": parquet(rows)}, CONVERTED)
     wanted = [(name, {}) for name in names] + [
         ("dataset", mine),
         ("dataset", {"path": "openai/gsm8k:socratic", "prompt": "question", "form": "hash"}),
         ("dataset", mine | {"path": "me/script", "hub_split": "validation"}),
-        ("dataset", {"path": "openai/gsm8k"}), ("dataset", {"path": "openai/gsm8k:maim"}),
-        ("dataset", {"path": "me/mine", "hub_split": "valid"}), ("dataset", {"path": "me/nothing"}),
-    ]  # fmt: skip
+        ("dataset", {"path": "openai/gsm8k"}),
+        ("dataset", {"path": "openai/gsm8k:maim"}),
+        ("dataset", {"path": "me/mine", "hub_split": "valid"}),
+        ("dataset", {"path": "me/nothing"}),
+    ]
     fetched = []
     with local_hub(tmp_path, fetched) as env:
         found = make(wanted, env)
         assert len(fetched) == len(set(fetched)), "each file once"
-        assert "me/mine/plot.png" not in fetched and "openai/gsm8k/main/train-00000-of-00001.parquet" in fetched
+        assert "me/mine/plot.png" not in fetched
+        assert "openai/gsm8k/main/train-00000-of-00001.parquet" in fetched
     for name, ours in zip(names, found, strict=False):
         local = envs.make_env(name, data_dir=str(SAMPLES))
         theirs = [local.problem(i).messages[-1]["content"] for i in range(local.num_tasks)]
         assert ours and isinstance(ours, list) and (ours == theirs or name in ("countdown34", "deepscaler")), name
     count = len(names)
-    assert set(found[count]) <= {row["q"] for row in rows} and len(found[count]) == 34
-    assert found[count + 1] == ["no"] and set(found[count + 2]) == set(found[count])
+    assert set(found[count]) <= {row["q"] for row in rows}
+    assert len(found[count]) == 34
+    assert found[count + 1] == ["no"]
+    assert set(found[count + 2]) == set(found[count])
     several, unknown, no_split, absent = found[-4:]
     assert several == "openai/gsm8k has several configurations: name one by openai/gsm8k:NAME (main, socratic)"
     assert unknown == "openai/gsm8k has no configuration maim, only main, socratic"
     assert no_split == "me/mine has no split valid, only train"
-    assert "could not load me/nothing from the hub (" in absent and "--local-dir FOLDER` on a machine with" in absent
+    assert "could not load me/nothing from the hub (" in absent
+    assert "--local-dir FOLDER` on a machine with" in absent
     again = make(wanted, env)  # the server is gone
-    assert again[:-1] == found[:-1] and "could not load me/nothing from the hub (" in again[-1]
+    assert again[:-1] == found[:-1]
+    assert "could not load me/nothing from the hub (" in again[-1]
     assert make(wanted[2:3], env | {"HF_HUB_OFFLINE": "1"}) == found[2:3]
 
 
@@ -171,18 +186,34 @@ NESTED = ("p/a.jsonl", "q/b.jsonl", "q/c/d.jsonl")
         (("one.parquet", "two.parquet"), [], "", {"train": ["one.parquet", "two.parquet"]}),
         (("rows.jsonl.gz", "notes.txt.gz"), [], "", {"train": ["rows.jsonl.gz"]}),
         (NESTED, [{"config_name": "z", "data_files": "q/*"}], "", {"train": ["q/b.jsonl"]}),
-        (NESTED, [{"config_name": "z", "data_files": ["q/**", "./p/a.jsonl"]}], "z",
-         {"train": [*NESTED[1:], NESTED[0]]}),
-        (NESTED, [config("z", train="q/[a-b].*", x=["p/*", "q/b.jsonl"])], "z",
-         {"train": ["q/b.jsonl"], "x": ["p/a.jsonl", "q/b.jsonl"]}),
-        (NESTED, [{"config_name": "z", "data_dir": "q"}, {"config_name": "y", "data_dir": "p", "default": True}], "",
-         {"train": ["p/a.jsonl"]}),
-        (NESTED, [{"config_name": "z", "data_dir": "q", "data_files": "c/*"}, {"config_name": "y"}], "z",
-         {"train": ["q/c/d.jsonl"]}),
+        (
+            NESTED,
+            [{"config_name": "z", "data_files": ["q/**", "./p/a.jsonl"]}],
+            "z",
+            {"train": [*NESTED[1:], NESTED[0]]},
+        ),
+        (
+            NESTED,
+            [config("z", train="q/[a-b].*", x=["p/*", "q/b.jsonl"])],
+            "z",
+            {"train": ["q/b.jsonl"], "x": ["p/a.jsonl", "q/b.jsonl"]},
+        ),
+        (
+            NESTED,
+            [{"config_name": "z", "data_dir": "q"}, {"config_name": "y", "data_dir": "p", "default": True}],
+            "",
+            {"train": ["p/a.jsonl"]},
+        ),
+        (
+            NESTED,
+            [{"config_name": "z", "data_dir": "q", "data_files": "c/*"}, {"config_name": "y"}],
+            "z",
+            {"train": ["q/c/d.jsonl"]},
+        ),
         (NESTED, [config("z", train="nothing/*")], "", {}),
         (("notes.txt", "LICENSE"), [], "", {}),
     ],
-)  # fmt: skip
+)
 def test_files_of_splits_are_those_that_datasets_reads(names, configs, name, splits, tmp_path):
     folder = put(tmp_path, "me/mine", dict.fromkeys(names, "") | ({"README.md": card(*configs)} if configs else {}))
     found = {}

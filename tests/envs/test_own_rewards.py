@@ -141,7 +141,12 @@ def test_verl_scores_are_the_return_and_other_numbers_are_parts(folder):
     answer = env.problem(0).answer["answer"]
     assert env.score(env.problem(0), answer) == {"correct_answer": 1.0, "acc": 1.0, "return": 1.0}
     file = folder / "verl.jsonl"
-    row = {"prompt": "1?", "data_source": "s", "reward_model": {"ground_truth": "g"}, "extra_info": {"i": 3}}
+    row = {
+        "prompt": "1?",
+        "data_source": "s",
+        "reward_model": {"ground_truth": "g"},
+        "extra_info": {"i": 3},
+    }
     file.write_text("\n".join(json.dumps({**row, "prompt": f"{i}?"}) for i in range(40)))
     (folder / "own.py").write_text(
         "def f(data_source, solution_str, ground_truth, extra_info, **more):\n"
@@ -162,7 +167,8 @@ def test_several_rewards_are_added_by_their_weights_and_each_is_logged(folder):
     first, second = env.score_group(env.problem(0), ["a", "bb"])
     assert first == {"correct_answer": 0.0, "how_many": 2, "shortest": 0.5, "own": 3, "short": 1, "sweet": 2,
                      "return": 2 + 0.2 * 0.5 - 3}  # fmt: skip
-    assert second["shortest"] == 0 and np.isclose(second["return"], -1)
+    assert second["shortest"] == 0
+    assert np.isclose(second["return"], -1)
     named_alike = dataset(folder, f"own,{folder / 'other.py'}:own")
     assert {"own.own", "other.own"} <= named_alike.score(named_alike.problem(0), "a").keys()
     for weights in ("1", "1,x", "1,nan"):
@@ -234,7 +240,8 @@ def test_processes_share_whole_groups(monkeypatch):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         shares.append(Layout.process_share(None, 20, 4))
     assert [row for share in shares for row in share] == list(range(20))
-    assert all(share.start % 4 == 0 for share in shares) and all(shares)
+    assert all(share.start % 4 == 0 for share in shares)
+    assert all(shares)
 
 
 @pytest.mark.parametrize("name", ["countdown", "poem"])
@@ -244,10 +251,16 @@ def test_a_reward_grades_any_environment_of_one_turn(folder, name):
         "    sizes = [len(messages[0]['content']) for messages in completions]\n"
         "    return [0.5 * (size == min(sizes)) for size in sizes]\n"
     )
-    env = make_env(name, reward=f"{folder / 'own.py'}:shortest", format_reward="tags", format_weight=1.0)
+    env = make_env(
+        name,
+        reward=f"{folder / 'own.py'}:shortest",
+        format_reward="tags",
+        format_weight=1.0,
+    )
     scores = env.score_group(env.problem(0), ["a", "<think>b</think><answer>c</answer>"])
     assert [score["return"] for score in scores] == [0.5, 1.0], "with the reward for the form of each"
-    assert env.takes_groups and all("correct_answer" in score for score in scores)
+    assert env.takes_groups
+    assert all("correct_answer" in score for score in scores)
     with pytest.raises(UserError, match="an episode of guess pays its own rewards"):
         make_env("guess", reward=f"{folder / 'own.py'}:shortest")
 
@@ -261,7 +274,8 @@ def test_columns_of_an_environment_are_its_problem(folder):
 
 def test_a_benchmark_beside_own_rewards_keeps_its_grader(folder):
     config = EnvConfig("countdown", reward=f"{folder / 'own.py'}:shortest")
-    assert "reward" not in config.options("poem-test") and "reward" in config.options("countdown-test")
+    assert "reward" not in config.options("poem-test")
+    assert "reward" in config.options("countdown-test")
 
 
 def test_the_modules_beside_a_file_are_its_own(folder):

@@ -191,7 +191,8 @@ def test_bombs_take_less_than_64_mb(name, monkeypatch):
         result = run(f"{TOOLS}\nimport mmap\nlength = ctypes.c_long\nfile = open('a', 'w+b')\n{code}", seconds=2)
         is_over.set()
         thread.join()
-    assert result.startswith("!") and result.endswith(end)
+    assert result.startswith("!")
+    assert result.endswith(end)
     assert free[0] - min(free) < 64e6
 
 
@@ -262,7 +263,11 @@ ATTRIBUTES = {
 @pytest.mark.parametrize("code", ATTRIBUTES)
 @pytest.mark.parametrize("place", ["home", *slow("project", "temporary folder")])
 def test_files_elsewhere_are_neither_read_nor_changed(place, code, tmp_path):
-    folder = {"home": Path.home(), "project": ROOT, "temporary folder": tmp_path}[place]
+    folder = {
+        "home": Path.home(),
+        "project": ROOT,
+        "temporary folder": tmp_path,
+    }[place]
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".lmpo-test-") as file:
         file.write(b"secret")
         file.flush()
@@ -494,7 +499,11 @@ def verdict(program: bytes, number: int, arguments: tuple[int, ...] = (), arch: 
         if code == 0x20:
             (value,) = struct.unpack_from("<I", data, operand)
         else:
-            is_true = {0x15: value == operand, 0x35: value >= operand, 0x45: value & operand}[code]
+            is_true = {
+                0x15: value == operand,
+                0x35: value >= operand,
+                0x45: value & operand,
+            }[code]
             place += if_true if is_true else if_false
 
 
@@ -511,8 +520,11 @@ ARGUMENTS = [
 @pytest.mark.parametrize("column", [0, 1], ids=sandbox.MACHINES)
 def test_the_filter_has_a_decision_for_every_call(column):
     """By an interpreter of such programs; with arguments of 0, then with others."""
-    program, arch = sandbox.make_filter(column), sandbox.AUDIT_ARCH[column]
-    refused, allowed, killed = 0x00050001, 0x7FFF0000, 0x80000000
+    program = sandbox.make_filter(column)
+    arch = sandbox.AUDIT_ARCH[column]
+    refused = 0x00050001
+    allowed = 0x7FFF0000
+    killed = 0x80000000
     verdicts = {number: verdict(program, number, arch=arch) for number in (*range(2048), 2**30 - 1)}
     numbers = {numbers[column] for numbers in sandbox.ALLOWED.values()} - {-1, sandbox.ALLOWED["futex"][column]}
     assert verdicts == {number: allowed if number in numbers else refused for number in verdicts}
@@ -545,7 +557,8 @@ def test_system_calls_are_refused_by_number():
     numbers = set(range(512)) - {numbers[column] for numbers in sandbox.ALLOWED.values()}
     numbers -= {335, 336}  # x86_64's uretprobe and uprobe, which the kernel shows to no filter: they end the process
     code = f"{CALL}\n[number for number in {sorted(numbers)} if call(number, -1, -1, -1, -1, -1) != (-1, 1)]"
-    assert len(numbers) > 420 and run(code) == "[]"
+    assert len(numbers) > 420
+    assert run(code) == "[]"
 
 
 CALL = """
@@ -726,8 +739,10 @@ def test_code_runs_in_processes_that_score():
         steps = scorer.request_outcomes([(0, turn) for turn in turns])
     results = [[message["content"] for message in step.messages] for step in steps]
     late = str({"error": "the code of this turn took longer than 3 seconds"})
-    assert results[0] == ["2", "4"] and results[1] == [late, late]
-    assert results[2][0] in (str({"error": "MemoryError"}), late) and results[3][0] == str({"error": REFUSED})
+    assert results[0] == ["2", "4"]
+    assert results[1] == [late, late]
+    assert results[2][0] in (str({"error": "MemoryError"}), late)
+    assert results[3][0] == str({"error": REFUSED})
 
 
 def test_machines_that_cannot_confine_are_refused(monkeypatch):

@@ -97,14 +97,27 @@ def test_a_broken_line_is_named_wherever_it_stands(tmp_path):
     for place in (0, 3, 6):
         path = write(tmp_path / "rows.json", "\n".join([*lines[:place], '{"prompt": ', *lines[place:]]))
         faults = {where: str(row) for where, row in read_file(path) if isinstance(row, Exception)}
-        assert list(faults) == [f"{path}:{place + 1}"] and re.search("not JSON", *faults.values())
+        assert list(faults) == [f"{path}:{place + 1}"]
+        assert re.search("not JSON", *faults.values())
 
 
 # What a row says about itself
 
-ASK, SAY = {"role": "user", "content": "3 + 7?"}, {"role": "assistant", "content": "10"}
-SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 3, "b": 7}}}
+ASK = {"role": "user", "content": "3 + 7?"}
+SAY = {"role": "assistant", "content": "10"}
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object"},
+    },
+}
+CALL = {
+    "type": "function",
+    "id": "1",
+    "function": {"name": "add", "arguments": {"a": 3, "b": 7}},
+}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "1", "content": "10"}
 SHARED = [{"from": "human", "value": "3 + 7?"}, {"from": "gpt", "value": "10"}]
@@ -126,19 +139,32 @@ FORMS = {
     "Alpaca": {"instruction": "3 + 7?", "input": "", "output": "10"},
     "OpenAI": {"messages": [ASK, SAY], "parallel_tool_calls": False},
     "parts": {"messages": [{**ASK, "content": [{"type": "text", "text": x} for x in ("3 +", " 7?")]}, SAY]},
-    "nulls": {"messages": [{**ASK, "name": None}, {**SAY, "tool_calls": None}], "tools": None, "images": []},
+    "nulls": {
+        "messages": [{**ASK, "name": None}, {**SAY, "tool_calls": None}],
+        "tools": None,
+        "images": [],
+    },
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_rows_are_the_same_for_rl_and_sft(tmp_path, form):
-    env, conversation = read_rl(tmp_path, FORMS[form]), read_sft(tmp_path, FORMS[form])
-    assert env.problem(0).messages == [ASK] and conversation == [ASK, SAY]
-    assert env.references(env.problem(0)) == ["10"] and env.score(env.problem(0), "It is 10.")["return"] == 1.0
+    env = read_rl(tmp_path, FORMS[form])
+    conversation = read_sft(tmp_path, FORMS[form])
+    assert env.problem(0).messages == [ASK]
+    assert conversation == [ASK, SAY]
+    assert env.references(env.problem(0)) == ["10"]
+    assert env.score(env.problem(0), "It is 10.")["return"] == 1.0
 
 
 def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
-    row = {"instruction": "Add.", "input": "3, 7", "output": "10", "history": [["1, 1", "2"]], "system": "Be short."}
+    row = {
+        "instruction": "Add.",
+        "input": "3, 7",
+        "output": "10",
+        "history": [["1, 1", "2"]],
+        "system": "Be short.",
+    }
     expected = [("system", "Be short."), ("user", "1, 1"), ("assistant", "2"), ("user", "Add.\n3, 7")]
     found = read_rl(tmp_path, row).problem(0).messages
     assert [(message["role"], message["content"]) for message in found] == expected
@@ -148,21 +174,38 @@ def test_columns_of_alpaca_and_system_prompts_are_joined(tmp_path):
 
 def test_parquet_of_verl_is_read_with_its_nested_answer(tmp_path):
     rows = [
-        {"data_source": "mine", "prompt": [ASK], "ability": "math", "extra_info": {"index": i, "other": None},
-         "reward_model": {"style": "rule", "ground_truth": "10"}} for i in range(1)
-    ]  # fmt: skip
+        {
+            "data_source": "mine",
+            "prompt": [ASK],
+            "ability": "math",
+            "extra_info": {"index": i, "other": None},
+            "reward_model": {"style": "rule", "ground_truth": "10"},
+        }
+        for i in range(1)
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
     for options in ({}, {"answer": "reward_model.ground_truth", "prompt": "prompt"}):
         env = Dataset(path=str(tmp_path / "verl.parquet"), **options)
         problem = env.problem(0)
-        assert problem.messages == [ASK] and env.references(problem) == ["10"]
-        assert problem.answer["extra_info"] == {"index": 0, "other": None} and problem.answer["data_source"] == "mine"
+        assert problem.messages == [ASK]
+        assert env.references(problem) == ["10"]
+        assert problem.answer["extra_info"] == {"index": 0, "other": None}
+        assert problem.answer["data_source"] == "mine"
 
 
 def test_columns_are_named_alike_for_rl_and_sft(tmp_path):
-    row = {"meta": {"q": "3 + 7?", "a": 10, "talk": [ASK, SAY]}, "prompt": "not this", "answer": "nor this"}
+    row = {
+        "meta": {
+            "q": "3 + 7?",
+            "a": 10,
+            "talk": [ASK, SAY],
+        },
+        "prompt": "not this",
+        "answer": "nor this",
+    }
     env = read_rl(tmp_path, row, prompt="meta.q", answer="meta.a")
-    assert env.problem(0).messages == [ASK] and env.references(env.problem(0)) == ["10"]
+    assert env.problem(0).messages == [ASK]
+    assert env.references(env.problem(0)) == ["10"]
     assert read_rl(tmp_path, row | {"answer": None}, messages="meta.talk").problem(0).messages == [ASK]
     row["meta"]["a"] = "10"
     for columns in ("prompt=meta.q,completion=meta.a", "prompt=meta.q, answer=meta.a", "messages=meta.talk"):
@@ -179,9 +222,18 @@ def test_calls_and_schemas_of_tools_reach_the_renderer(tmp_path):
     for tools, call in (([SCHEMA], CALL), (json.dumps([SCHEMA]), as_text), ([json.dumps(SCHEMA)], as_text)):
         said = [ASK, {**CALLED, "content": None, "tool_calls": [call]}, RESULT]
         conversation = read_sft(tmp_path, {"messages": [*said, SAY], "tools": tools})
-        assert conversation == messages and conversation.tools == (SCHEMA,)
-        problem = read_rl(tmp_path, {"prompt": said, "tools": tools, "answer": "10"}).problem(0)
-        assert problem.messages == messages[:-1] and problem.tools == (SCHEMA,)
+        assert conversation == messages
+        assert conversation.tools == (SCHEMA,)
+        problem = read_rl(
+            tmp_path,
+            {
+                "prompt": said,
+                "tools": tools,
+                "answer": "10",
+            },
+        ).problem(0)
+        assert problem.messages == messages[:-1]
+        assert problem.tools == (SCHEMA,)
     turns = [SHARED[0], {"from": "function_call", "value": json.dumps(CALL["function"])}]
     turns += [{"from": "observation", "value": "10"}, SHARED[1]]
     assert read_sft(tmp_path, {"conversations": turns, "tools": json.dumps([SCHEMA["function"]])})[1:3] == [
@@ -202,7 +254,8 @@ def test_parquet_adds_no_arguments_to_calls(tmp_path):
 @pytest.mark.parametrize("key", ["weight", "loss", "train", "trainable", "loss_mask"])
 @pytest.mark.parametrize("kind", [int, float, bool])
 def test_marks_of_a_reply_become_weights(tmp_path, key, kind):
-    first, second = {**SAY, key: kind(0)}, {**SAY, key: kind(1)}
+    first = {**SAY, key: kind(0)}
+    second = {**SAY, key: kind(1)}
     assert read_sft(tmp_path, {"messages": [ASK, first, ASK, second]}) == [ASK, {**SAY, "weight": 0}, ASK, SAY]
     assert read_sft(tmp_path, {"messages": [{**ASK, key: kind(0)}, SAY]}) == [ASK, SAY]
     masks = ([0, 0, 0, 1], [0, 1]) if key == "loss_mask" else ()
@@ -252,13 +305,15 @@ WRONG = {
     "message 1 has weight=1: only what the assistant says": [{**ASK, "weight": 1}, SAY],
     "message 2 has tool_calls that are no list": [ASK, {**CALLED, "tool_calls": "add(3, 7)"}],
     "the arguments in message 2 is text, and not JSON": [
-        ASK, {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": "3, 7"}}]}
+        ASK,
+        {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": "3, 7"}}]},
     ],
     "a call of 'add' whose arguments are no object": [
-        ASK, {**CALLED, "tool_calls": [{"name": "add", "arguments": [3]}]}
+        ASK,
+        {**CALLED, "tool_calls": [{"name": "add", "arguments": [3]}]},
     ],
     "list of messages is text, and not JSON": "[{'role': 'user', 'content': 'a'}]",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -301,7 +356,13 @@ def test_a_row_that_the_chat_template_does_not_show_is_named_by_its_line(tmp_pat
 
 def test_columns_for_rewards_stay_free(tmp_path):
     (tmp_path / "r.py").write_text("def reward(completion, weight, **row): return weight\n")
-    row = {"prompt": "3 + 7?", "answer": {"any": ["kind"]}, "weight": 0.5, "loss": "high", "label": False}
+    row = {
+        "prompt": "3 + 7?",
+        "answer": {"any": ["kind"]},
+        "weight": 0.5,
+        "loss": "high",
+        "label": False,
+    }
     env = read_rl(tmp_path, row, reward=f"{tmp_path / 'r.py'}:reward")
     assert env.score(env.problem(0), "x")["return"] == 0.5
     for name in ("weight", "loss_mask"):

@@ -79,7 +79,8 @@ def test_a_stream_scores_what_has_come_while_more_is_to_come(scorer):
         stream.add({0: (9, "raise"), 2: (5, "ok")})
         outcomes = stream.finish()
     assert [outcomes[row][0] for row in range(4)] == [(9, "raise"), (8, "ok"), (5, "ok"), (7, "ok")]
-    assert [outcomes[row][1]["index"] for row in (1, 2, 3)] == [8, 5, 7] and isinstance(outcomes[0][1], Failure)
+    assert [outcomes[row][1]["index"] for row in (1, 2, 3)] == [8, 5, 7]
+    assert isinstance(outcomes[0][1], Failure)
 
 
 def test_a_stream_gives_outcomes_while_another_reply_hangs(scorer):
@@ -118,7 +119,8 @@ def test_an_episode_goes_on_where_it_was_and_is_played_again_where_it_was_lost(p
         replies.append("ok")
         step = ask(scorer, *replies)
         assert (step.messages, step.reward, step.done) == ([{"role": "user", "content": "more"}], 1.0, False)
-        assert step.info["turn"] == number and (step.info["pid"] == first.info["pid"]) == (end == "none")
+        assert step.info["turn"] == number
+        assert (step.info["pid"] == first.info["pid"]) == (end == "none")
         assert end == "process" or step.info["object"] == first.info["object"]
         first = step
     assert ask(scorer, *replies, is_truncated=True) == Step([], 0.3, True, {})
@@ -132,7 +134,8 @@ def test_a_turn_that_fails_costs_its_episode_alone(scorer, text, kind):
     jobs = [(i, Turns(0, (Reply("ok"), Reply(text if i == 3 else "ok")))) for i in range(8)]
     outcomes = scorer.request_outcomes(jobs)
     assert [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Failure)] == [3]
-    assert outcomes[3].kind == kind and all(step.info["turn"] == 2 for step in outcomes if isinstance(step, Step))
+    assert outcomes[3].kind == kind
+    assert all(step.info["turn"] == 2 for step in outcomes if isinstance(step, Step))
 
 
 def test_what_an_environment_says_is_cut(patient_scorer):
@@ -185,7 +188,8 @@ def test_a_stream_that_was_left_reads_nothing_more(scorer, monkeypatch):
     scorer.send({0: (7, "ok")})
     is_next.set()
     stream.thread.join(5)
-    assert not stream.thread.is_alive() and scorer.unfinished
+    assert not stream.thread.is_alive()
+    assert scorer.unfinished
     while scorer.unfinished:
         outcomes = scorer.receive()
     assert outcomes[0]["index"] == 7
@@ -199,7 +203,8 @@ def test_a_reward_that_does_not_return_is_killed(scorer, text):
     failed = [i for i, score in enumerate(scores) if score is None]
     blames_another = text.startswith("place") and text.endswith(" 0")  # a place in the chunk
     assert len(failed) == 1 and (blames_another or failed == [20]), "its neighbours keep their scores"
-    assert sum(counts.values()) == 1 and (counts["reward_timeouts"] == 1 or text == "messages without end")
+    assert sum(counts.values()) == 1
+    assert counts["reward_timeouts"] == 1 or text == "messages without end"
     assert time.monotonic() - start < 20
 
 
@@ -215,7 +220,9 @@ def test_a_reward_that_fails_costs_one_score(scorer, text):
 def test_what_a_worker_sends_does_not_execute(tmp_path):
     with Scorer(HOSTILE, num_workers=1) as scorer:
         scores, counts = scorer.score_replies([0, 1], [f"pickle {tmp_path / 'made'}", "ok"])
-    assert scores[0] is None and scores[1]["return"] == 1 and counts["reward_errors"] == 1
+    assert scores[0] is None
+    assert scores[1]["return"] == 1
+    assert counts["reward_errors"] == 1
     assert not (tmp_path / "made").exists()
 
 
@@ -239,7 +246,9 @@ def test_memory_of_all_that_a_reward_starts_counts(text, monkeypatch):
     start = time.monotonic()
     with Scorer(HOSTILE, num_workers=1, timeout=600) as scorer:
         (failed, score), counts = scorer.score_replies([0, 1], [text, "ok"])
-    assert failed is None and score["return"] == 1 and counts == {"reward_timeouts": 0, "reward_errors": 1}
+    assert failed is None
+    assert score["return"] == 1
+    assert counts == {"reward_timeouts": 0, "reward_errors": 1}
     assert time.monotonic() - start < 60
 
 
@@ -263,7 +272,8 @@ def test_replies_that_hang_are_waited_for_together(number, num_hanging, num_work
         seconds = time.monotonic() - start
     print(f"{number} replies of which {num_hanging} hang, {num_workers} workers, {timeout} s: {seconds:.1f} s")
     assert [score is None for score in scores] == [text == "sleep" for text in texts]
-    assert counts == {"reward_timeouts": num_hanging, "reward_errors": 0} and seconds < limit
+    assert counts == {"reward_timeouts": num_hanging, "reward_errors": 0}
+    assert seconds < limit
 
 
 def test_workers_see_no_secrets(monkeypatch):
@@ -276,13 +286,15 @@ def test_workers_see_no_secrets(monkeypatch):
         variables = scorer.score_replies([0], ["environment"])[0][0]
         environ = Path(f"/proc/{scorer.process.pid}/environ")
         assert not environ.exists() or b"secret" not in environ.read_bytes()
-    assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables) and not set(secrets) & set(variables)
+    assert {"PATH", "HF_HOME", "REWARD_API_KEY"} <= set(variables)
+    assert not set(secrets) & set(variables)
 
 
 def test_slow_replies_that_share_a_chunk_each_have_the_whole_limit(scorer):
     texts = ["slow"] * 2 + ["ok"] * 14  # chunks of two: 2 x 0.3 s, limit 0.5 s
     scores, counts = scorer.score_replies(range(16), texts)
-    assert all(score["return"] == 1.0 for score in scores) and sum(counts.values()) == 0
+    assert all(score["return"] == 1.0 for score in scores)
+    assert sum(counts.values()) == 0
 
 
 def test_failures_are_told_once_and_written_down(tmp_path, capsys):
@@ -353,7 +365,8 @@ def test_a_helper_that_was_stopped_goes_on(capsys):
         helper = scorer.process.pid
         os.kill(helper, signal.SIGSTOP)
         assert scorer.score_replies([3], ["ok"])[0][0]["index"] == 3
-        assert scorer.process.pid == helper and not capsys.readouterr().err
+        assert scorer.process.pid == helper
+        assert not capsys.readouterr().err
 
 
 def test_a_stuck_helper_is_replaced(monkeypatch, capsys):
@@ -370,7 +383,8 @@ def test_a_stuck_helper_is_replaced(monkeypatch, capsys):
 def test_a_reward_that_ends_or_stops_the_helper_costs_one_score(text):
     with Scorer(HOSTILE, num_workers=2, timeout=1) as scorer:
         scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
-        assert [i for i, score in enumerate(scores) if score is None] == [20] and sum(counts.values()) == 1
+        assert [i for i, score in enumerate(scores) if score is None] == [20]
+        assert sum(counts.values()) == 1
 
 
 def test_a_helper_that_is_always_lost_ends_the_run(monkeypatch):

@@ -186,7 +186,12 @@ def test_files_are_read(kind, tmp_path, questions):
         "contents.jsonl": [{"id": "1", "contents": text} for text in texts],
         "txt": ["", *texts],
     }
-    env = make_env("search", corpus=write(tmp_path / f"corpus.{kind}", *rows[kind]), questions=questions, top_k=1)
+    env = make_env(
+        "search",
+        corpus=write(tmp_path / f"corpus.{kind}", *rows[kind]),
+        questions=questions,
+        top_k=1,
+    )
     assert env.note.endswith("60 passages")
     number = re.search("[0-9]+", env.problem(0).messages[0]["content"])[0]
     episode = env.episode(env.problem(0), 0)

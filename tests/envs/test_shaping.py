@@ -27,7 +27,8 @@ def test_overlong_penalty_is_that_of_dapo():
 
 def test_cosine_reward_prefers_short_right_and_long_wrong_replies():
     right, wrong = (cosine_reward(np.full(3, x), np.array([0, 50, 100]), 100) for x in (1.0, 0.0))
-    assert np.allclose(right, [1, 0.75, 0.5]) and np.allclose(wrong, [-1, -0.75, -0.5])
+    assert np.allclose(right, [1, 0.75, 0.5])
+    assert np.allclose(wrong, [-1, -0.75, -0.5])
 
 
 def test_a_length_reward_is_a_part_of_the_return():
@@ -36,8 +37,10 @@ def test_a_length_reward_is_a_part_of_the_return():
     assert add_length_reward(scores, lengths, 100, RewardConfig()) is scores
     config = RewardConfig(length_reward="overlong")
     shaped = add_length_reward(scores, lengths, 100, config)
-    assert np.allclose(shaped["length_reward"], [0, -1.0]) and np.allclose(shaped["return"], [1.0, -0.9])
-    assert shaped["return"].dtype == np.float32 and scores["return"][1] == np.float32(0.1)
+    assert np.allclose(shaped["length_reward"], [0, -1.0])
+    assert np.allclose(shaped["return"], [1.0, -0.9])
+    assert shaped["return"].dtype == np.float32
+    assert scores["return"][1] == np.float32(0.1)
 
 
 def test_settings_become_options_of_the_environment():
@@ -49,8 +52,10 @@ def test_settings_become_options_of_the_environment():
 def test_truncated_replies_pay_what_the_environment_says():
     scores = {"return": np.float32([1.0, 0.1, 0.0]), "correct_answer": np.float32([1.0, 0.0, 0.0])}
     found = add_truncation_penalty(scores, np.array([False, True, True]), 0.05)
-    assert np.allclose(found["return"], [1.0, 0.05, 0.0]) and np.allclose(found["truncation"], [0, -0.05, 0])
-    assert found["return"].dtype == np.float32 and found["correct_answer"] is scores["correct_answer"]
+    assert np.allclose(found["return"], [1.0, 0.05, 0.0])
+    assert np.allclose(found["truncation"], [0, -0.05, 0])
+    assert found["return"].dtype == np.float32
+    assert found["correct_answer"] is scores["correct_answer"]
 
 
 def encode(problem) -> list[int]:
@@ -59,7 +64,9 @@ def encode(problem) -> list[int]:
 
 def test_show():
     text = show(envs.make_env("countdown3"), encode, lambda ids: "".join(map(chr, ids)), 2)
-    assert text.count("reference") == 2 and "Using the numbers" in text and "return 1, correct_answer 1" in text
+    assert text.count("reference") == 2
+    assert "Using the numbers" in text
+    assert "return 1, correct_answer 1" in text
     assert "prompts: 100,000; tokens: 5%" in text.splitlines()[-1]
 
 
@@ -81,5 +88,7 @@ def test_a_failed_reward_stays_zero_and_the_length_reward_is_logged():
     shaped = with_length_reward(episodes, 100, RewardConfig(length_reward="overlong"))
     np.testing.assert_allclose(shaped.scores["return"], [1.0, 0.0, 0.0, 0.0])  # the last one loses 1, at the limit
     metrics = rollout_metrics(replace(shaped, has_signal=np.array([True, False])))
-    assert np.isclose(metrics["env/length_reward"], -1 / 3) and metrics["env/length"] == 77.5
-    assert np.isclose(metrics["env/return"], 1 / 3) and metrics["env/reward_errors"] == 1
+    assert np.isclose(metrics["env/length_reward"], -1 / 3)
+    assert metrics["env/length"] == 77.5
+    assert np.isclose(metrics["env/return"], 1 / 3)
+    assert metrics["env/reward_errors"] == 1

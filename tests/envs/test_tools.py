@@ -111,10 +111,12 @@ def test_calls_are_run_in_order_and_the_reward_is_asked_for_once():
     assert (step.reward, step.done, step.info) == (-2.0, False, {"tool_calls": 4, "tool_errors": 1})
     assert game.num_asked == 0
     end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 0.0, "other": 2.0}
-    assert game.act(Reply("four")) == Step([], 4, True, end) and game.num_asked == 1
+    assert game.act(Reply("four")) == Step([], 4, True, end)
+    assert game.num_asked == 1
     game = Game()
     game.act(Reply("three", (call("add", a=1),)))
-    assert game.truncate() == Step([], 5, True, end) and game.num_asked == 1
+    assert game.truncate() == Step([], 5, True, end)
+    assert game.num_asked == 1
 
 
 DEEP, LONG = "[" * 50_000 + "]" * 50_000, "x" * 10**6
@@ -157,7 +159,8 @@ ERRORS = [
 def test_errors_are_one_line(payload, message):
     game = Game()
     step = game.act(Reply("", (payload, call("add", a=1))))
-    assert contents(step) == [str({"error": message}), "2"] and step.info["tool_errors"] == 1
+    assert contents(step) == [str({"error": message}), "2"]
+    assert step.info["tool_errors"] == 1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,8 @@ def test_limits_of_calls_and_of_results():
     game = Game(max_calls=2, max_result_characters=5)
     step = game.act(Reply("", (call("repeat", text="ab", times=3), call("repeat", text="ab", times=2), call("later"))))
     assert contents(step)[:2] == ["ababa ... (cut at 5 of 6 characters)", "abab"]
-    assert "no more than 2 calls are allowed" in contents(step)[2] and step.info == {"tool_calls": 2, "tool_errors": 1}
+    assert "no more than 2 calls are allowed" in contents(step)[2]
+    assert step.info == {"tool_calls": 2, "tool_errors": 1}
 
 
 # Fuzz
@@ -199,9 +203,11 @@ def test_random_calls_never_raise(dialect, number):
         payload = random_text(rng, pieces) if i % 2 else whole[:cut] + rng.choice(["", *pieces]) + whole[cut:]
         step = env.episode(problem, 0).act(Reply("", (payload,)))
         (message,) = step.messages
-        assert not step.done and message["role"] in ("tool", INLINE, "user")
+        assert not step.done
+        assert message["role"] in ("tool", INLINE, "user")
         is_error = message["content"].startswith("{'error': ")
-        assert "\n" not in message["content"] and step.info["tool_errors"] == is_error
+        assert "\n" not in message["content"]
+        assert step.info["tool_errors"] == is_error
         num_errors += is_error
     assert 0 < num_errors < number
 
@@ -213,7 +219,8 @@ def test_random_replies_are_split_into_calls(folder, dialect, number):
     """Against a split of the ids by hand where the signs are tokens, of the text elsewhere."""
     tokenizer, rng = tokenizer_of(folder), random.Random(0)
     vocabulary = tokenizer.hf.get_vocab()
-    opening, closing = vocabulary.get(dialect.opening), vocabulary.get(dialect.closing)
+    opening = vocabulary.get(dialect.opening)
+    closing = vocabulary.get(dialect.closing)
     *signs, digit = (tokenizer.encode(text) for text in (dialect.opening, dialect.closing, "1"))
     for _ in range(number):
         parts = [rng.choice([*signs, [rng.randrange(len(vocabulary))], digit]) for _ in range(8)]
@@ -231,7 +238,8 @@ def test_random_replies_are_split_into_calls(folder, dialect, number):
 
 @needs_qwen
 def test_quoted_signs_do_not_call():
-    tokenizer, signs = tokenizer_of(QWEN), ("<tool_call>", "</tool_call>")
+    tokenizer = tokenizer_of(QWEN)
+    signs = ("<tool_call>", "</tool_call>")
     text = f"<tool_call>{call('add', a=1)}</tool_call>"
     assert tokenizer.calls([i for letter in text for i in tokenizer.encode(letter)], *signs) == ()
     assert tokenizer.calls(tokenizer.encode(text), *signs) == (call("add", a=1),)
@@ -245,7 +253,8 @@ def test_what_a_message_spells_is_what_transformers_reads(folder):
     for _ in range(50):
         parts = [rng.choice([rng.choice(signs), rng.choice(signs)[:-1], "<", "a b", "\n"]) for _ in range(9)]
         asked, said = ([{"role": "user", "content": "1" + "".join(parts[i::2])}] for i in range(2))
-        bridge, reply = tokenizer.bridge(asked, said, thinking=True), {"role": "assistant", "content": "7"}
+        bridge = tokenizer.bridge(asked, said, thinking=True)
+        reply = {"role": "assistant", "content": "7"}
         ids = [*tokenizer.chat(asked, True), *tokenizer.encode("7"), *bridge.end, *bridge.ids]
         whole = [*asked, reply, *said]
         assert ids == tokenizer.hf.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
@@ -259,7 +268,8 @@ def test_what_a_message_spells_is_what_transformers_reads(folder):
 
 @needs_qwen
 def test_announcements_have_the_format_of_qwen3():
-    qwen, messages = tokenizer_of(QWEN), [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
+    qwen = tokenizer_of(QWEN)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
     of_qwen = qwen.hf.decode(qwen.chat(messages, tools=[add]))
     assert of_qwen == qwen.hf.apply_chat_template(
         messages, tools=[add], add_generation_prompt=True, enable_thinking=False, tokenize=False
@@ -268,14 +278,19 @@ def test_announcements_have_the_format_of_qwen3():
     for text, count in ((of_qwen, 1), (of_tiny, 2)):
         _, head, tools = text.partition("Be kind.\n\n# Tools\n")
         lines = re.search(r"<tools>\n(.*?)\n</tools>", tools, re.DOTALL)[1].splitlines()
-        assert head and len(lines) == count and json.loads(lines[0])["function"]["name"] == "add"
-        assert text.count("# Tools") == 1 and '<tool_call>\n{"name": ' in text
+        assert head
+        assert len(lines) == count
+        assert json.loads(lines[0])["function"]["name"] == "add"
+        assert text.count("# Tools") == 1
+        assert '<tool_call>\n{"name": ' in text
 
 
 def test_tools_are_announced_without_a_template_too():
     tokenizer = tokenizer_of(TINY)
     text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hi"}], plain=True, tools=[add]))
-    assert text.startswith("# Tools") and text.endswith("</tool_call>\nhi") and '"Another."' in text
+    assert text.startswith("# Tools")
+    assert text.endswith("</tool_call>\nhi")
+    assert '"Another."' in text
     with pytest.raises(UserError, match="the tool repeat cannot be announced .* write type hints, and a docstring"):
         tokenizer.chat([{"role": "user", "content": "hi"}], tools=[repeat])
 
@@ -320,16 +335,19 @@ def test_a_tool_whose_children_fill_the_memory_costs_its_episode_only(monkeypatc
     with Scorer("tests.other_trainers:make", num_workers=1, timeout=600) as scorer:
         failure, step = outcomes_of(scorer, "memory of children", "ok")
         pids = descendant_pids(scorer.process.pid)
-    assert "took more than 300 MiB of memory" in failure.reason and "'index': 0" in contents(step)[0]
+    assert "took more than 300 MiB of memory" in failure.reason
+    assert "'index': 0" in contents(step)[0]
     wait_until_gone(*pids)
 
 
 def test_what_a_tool_starts_ends_with_the_run():
     with Scorer("tests.other_trainers:make", num_workers=1, timeout=5) as scorer:
         forked, half, step = outcomes_of(scorer, "fork", "half", "daemon")
-        assert "'index': 0" in contents(forked)[0] and contents(half) == ["?"]
+        assert "'index': 0" in contents(forked)[0]
+        assert contents(half) == ["?"]
         daemon = int(re.search(r"'daemon': (\d+)", contents(step)[0])[1])
-        assert is_alive(daemon) and daemon != os.getpid()
+        assert is_alive(daemon)
+        assert daemon != os.getpid()
     wait_until_gone(daemon)
 
 
@@ -354,7 +372,12 @@ def rows(tmp_path):
     file = tmp_path / "rows.jsonl"
     lines = []
     for n in range(3, 43):
-        row = {"prompt": f"Task {n}. ", "target": n, "targets": [n, n], "answer": str(n)}
+        row = {
+            "prompt": f"Task {n}. ",
+            "target": n,
+            "targets": [n, n],
+            "answer": str(n),
+        }
         lines.append(json.dumps(row) + "\n")
     file.write_text("".join(lines))
     return file
@@ -392,7 +415,12 @@ def test_a_class_of_trl_runs_unchanged(rows):
         [f"{{'error': 'there are only {target + 2}'}}"],
         [str(target)],
     ]
-    end = {"tool_calls": 0.0, "tool_errors": 0.0, "correct_answer": 1.0, "get_reward": 1.0}
+    end = {
+        "tool_calls": 0.0,
+        "tool_errors": 0.0,
+        "correct_answer": 1.0,
+        "get_reward": 1.0,
+    }
     assert steps[3] == Step([], 1.0, True, end)
     assert sum(step.info["tool_errors"] for step in steps) == 1
 
@@ -402,7 +430,8 @@ def test_coroutine_functions_are_run(rows):
     problem = env.problem(0)
     steps = played(env, replies_of(call("look")))
     assert opening(env) == problem.answer["prompt"]
-    assert contents(steps[0]) == [f"it is {problem.answer['target']}"] and steps[1].reward == 0.5
+    assert contents(steps[0]) == [f"it is {problem.answer['target']}"]
+    assert steps[1].reward == 0.5
 
 
 def test_without_get_reward_the_last_reply_is_graded(rows):
@@ -431,8 +460,10 @@ def test_objects_with_steps(rows, name):
     env = dataset(rows, name)
     problem = env.problem(0)
     target = problem.answer["target"]
-    assert re.fullmatch(rf"Task {target}\. \n{target} left, seed \d+", opening(env)) and not problem.tools
-    assert opening(env) == opening(env) != opening(env, game=1) and env.dialect == ""
+    assert re.fullmatch(rf"Task {target}\. \n{target} left, seed \d+", opening(env))
+    assert not problem.tools
+    assert opening(env) == opening(env) != opening(env, game=1)
+    assert env.dialect == ""
     replies = [Reply("a"), Reply("bc" * target)]
     steps = played(env, replies)
     assert steps == replayed(env, replies)
@@ -447,7 +478,8 @@ def test_objects_with_steps(rows, name):
 def test_what_a_class_draws_is_drawn_for_the_group_and_once(rows, name, reply):
     """By the global generators: the prompt, the episode, and the episode played again have one game."""
     env = dataset(rows, name, reward=f"{other_trainers.__file__}:environment_rewards")
-    assert opening(env, game=1) == opening(env, game=1) and len({opening(env, game) for game in range(9)}) > 1
+    assert opening(env, game=1) == opening(env, game=1)
+    assert len({opening(env, game) for game in range(9)}) > 1
     replies = [Reply(reply, (reply,) * (name == "Increment"))] * 2 + [Reply("last")]
     cache, steps = EpisodeCache(), {}
     for n in range(4):
@@ -494,7 +526,8 @@ def test_the_prompt_is_what_the_episode_of_its_row_says(rows, name, num_prompts,
     monkeypatch.setattr(Sampler, "draw", lambda *arguments: given.append(arguments[2]) or draw(*arguments))
     with make_worker(settings, config.sampling, config.rewards, model, tokenizer, layout) as worker:
         episodes = worker.play(worker.load_weights(params), np.arange(2), 2, jax.random.key(0))
-    assert len(given[0]) == num_prompts and ("draw by Python's" in capsys.readouterr().out) == (name == "Elsewhere")
+    assert len(given[0]) == num_prompts
+    assert ("draw by Python's" in capsys.readouterr().out) == (name == "Elsewhere")
     r = episodes.completions
     for row in range(4):
         prompt = tokenizer.decode(r.tokens[row, : r.prompt_lengths[row]])
@@ -543,7 +576,9 @@ def test_rewards_of_trl(rows, names, parts, value):
     text = call("increment", step=2)
     (message,) = episode.act(Reply(Text.of("ab", [5, 6]), (text, "nonsense"))).messages[:1]
     end = episode.act(Reply(Text.of("c", [7])))
-    assert message["content"] == "2" and end.reward == value and end.info.items() >= parts.items()
+    assert message["content"] == "2"
+    assert end.reward == value
+    assert end.info.items() >= parts.items()
     assert end.info.get("not_applicable", 0) == ("none" in names)
 
 
@@ -568,7 +603,8 @@ def test_rows_of_episodes_may_repeat_and_need_no_prompt(tmp_path):
     assert sizes == [25, 2, 3]
     file.write_text('{"level": 1}\n' * 30)
     env = dataset(file, "Paid")
-    assert opening(env).startswith("Increment by") and env.num_tasks == 25
+    assert opening(env).startswith("Increment by")
+    assert env.num_tasks == 25
 
 
 NO_NUMBER = "{'error': 'an action is a number from 1 to 3'}"
@@ -606,8 +642,11 @@ def test_a_reply_that_is_no_action_is_answered_and_the_game_goes_on(rows, reply)
     env = dataset(rows, "Moves")
     episode = env.episode(env.problem(0), 0)
     step = episode.step(reply)
-    assert not step.done and step.reward == 0 and contents(step)[0].startswith("{'error': ")
-    assert len(contents(step)[0]) < 300 and contents(episode.step("3")) == ["3 False"]
+    assert not step.done
+    assert step.reward == 0
+    assert contents(step)[0].startswith("{'error': ")
+    assert len(contents(step)[0]) < 300
+    assert contents(episode.step("3")) == ["3 False"]
 
 
 @pytest.mark.parametrize(
@@ -703,14 +742,16 @@ def test_a_conversation_that_got_no_score_is_written_as_one(rows, tmp_path):
     (line,) = map(json.loads, (tmp_path / "reward_failures.jsonl").read_text().splitlines())
     assert [message["role"] for message in line["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert [message["content"] for message in line["messages"][2:]] == ["2", "Done."]
-    assert line["reason"].startswith("ValueError: nothing is paid") and "text" not in line
+    assert line["reason"].startswith("ValueError: nothing is paid")
+    assert "text" not in line
 
 
 def test_the_flag_goes_to_the_environment(rows):
     episode = f"{other_trainers.__file__}:Counter"
     flags = ["--env_name", "dataset", "--env_options", f"path={rows},max_turns=3", "--episode", episode]
     settings = resolve_settings(parse(Config, flags).env, "dataset", 100, 0)
-    assert settings.env.max_turns == 3 and settings.options["episode"] == episode
+    assert settings.env.max_turns == 3
+    assert settings.options["episode"] == episode
 
 
 # The calculator
@@ -812,7 +853,8 @@ def test_results_stand_between_signs_behind_inline_calls():
     ]
     (first, last), rewards = play("calculator", {"dialect": "python"}, tokenizer, *turns)
     ids = tokenizer.added_ids
-    assert first == [ids["<|output_start|>"], *tokenizer.encode("14"), ids["<|output_end|>"]] and last == []
+    assert first == [ids["<|output_start|>"], *tokenizer.encode("14"), ids["<|output_end|>"]]
+    assert last == []
     assert rewards == {"return": 1.0, "correct_answer": 1.0, "turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
 
 
@@ -837,7 +879,9 @@ def test_an_inline_call_is_answered_within_the_row(has_signs, monkeypatch):
         columns = slice(r.prompt_lengths[row], r.lengths[row])
         assert r.tokens[row, columns].tolist() == calling + result + answering
         assert r.mask[row, columns].tolist() == [True] * len(calling) + [False] * len(result) + [True] * len(answering)
-    assert (episodes.scores["return"] == 1).all() and (episodes.scores["tool_calls"] == 1).all() and r.finished.all()
+    assert (episodes.scores["return"] == 1).all()
+    assert (episodes.scores["tool_calls"] == 1).all()
+    assert r.finished.all()
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=["tiny", "qwen3"])
@@ -851,9 +895,12 @@ def test_what_a_result_spells_is_in_the_context_and_nowhere_else(folder, rows):
     last = tokenizer.encode("no answer<|im_end|>")
     options = {"path": str(rows), "episode": f"{other_trainers.__file__}:Unpaid"}
     (observed, none), rewards = play("dataset", options, tokenizer, turn, last)
-    assert tokenizer.hf.decode(observed).count(text) == 1 and none == []
+    assert tokenizer.hf.decode(observed).count(text) == 1
+    assert none == []
     assert observed.count(tokenizer.added_ids["<|im_end|>"]) == 2, "of the message, and what it spells"
-    assert rewards["return"] == 0 and rewards["turns"] == 2 and rewards["tool_calls"] == 1
+    assert rewards["return"] == 0
+    assert rewards["turns"] == 2
+    assert rewards["tool_calls"] == 1
 
 
 def test_a_call_is_read():
@@ -861,7 +908,11 @@ def test_a_call_is_read():
     assert parse_call('{"name": "f"}') == ("f", {})
     for key in ("arguments", "parameters", "args", "kwargs", "input"):
         assert parse_call(json.dumps({"name": "f", key: {"x": 1}})) == ("f", {"x": 1})
-        wrapped = {"type": "function", "id": "call_1", "function": {"name": "f", key: {"x": 1}}}
+        wrapped = {
+            "type": "function",
+            "id": "call_1",
+            "function": {"name": "f", key: {"x": 1}},
+        }
         assert parse_call(json.dumps(wrapped)) == ("f", {"x": 1})
     with pytest.raises(CallError):
         parse_call("f")

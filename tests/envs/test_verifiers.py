@@ -64,7 +64,9 @@ def attack(env: Env, name: str) -> list[tuple[float, str]]:
     """The return of each hostile answer. Fails where one of them is executed, or takes for ever."""
     (problem,) = questions(name, 1)
     dataset, entry = problem.answer
-    verifier, before, returns = type(dataset).score_answer, copy.deepcopy(entry), []
+    verifier = type(dataset).score_answer
+    before = copy.deepcopy(entry)
+    returns = []
     for answer in CODE + ENDLESS:
         clock = time.process_time()
         returns.append((env.score(problem, f"<answer>{answer}</answer>")["return"], answer[:80]))
@@ -162,7 +164,8 @@ def test_lists(text, expected):
 
 
 def test_the_release_whose_verifiers_were_read():
-    assert metadata.version("reasoning-gym") == AUDITED and len(DATASETS) == 106
+    assert metadata.version("reasoning-gym") == AUDITED
+    assert len(DATASETS) == 106
     with pytest.raises(ValueError, match=f"pip install reasoning-gym=={AUDITED}"):
         check_release("0.1.26")
 
@@ -175,10 +178,12 @@ def test_every_verifier_that_evaluates_text_has_a_grammar():
                  if isinstance(node, ast.Call)]  # fmt: skip
         called = {getattr(func, "attr", getattr(func, "id", "")) for func in calls}
         found |= {name} if called & {"eval", "exec", "parse_expr", "sympify", "literal_eval"} else set()
-    assert found == EVALUATED | OWN_TEXT and set(GRAMMARS) >= EVALUATED
+    assert found == EVALUATED | OWN_TEXT
+    assert set(GRAMMARS) >= EVALUATED
 
 
 def test_a_composite_data_set_has_the_grammars_of_its_parts(env):
     assert isinstance(env, ReasoningGym)
     for problem in questions("composite", 8):
-        assert env.score(problem, f"<answer>{SET}</answer>")["return"] == 0 and CANARY not in os.environ
+        assert env.score(problem, f"<answer>{SET}</answer>")["return"] == 0
+        assert CANARY not in os.environ

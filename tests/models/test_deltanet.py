@@ -16,7 +16,10 @@ from models.deltanet import DeltaInputs, chunked_rule, invert_unit_lower, recurr
 from tests.helpers import HYBRID, assert_close, depth, gradient_depth, on_four_devices, on_layout, random_params
 from utils.devices.startup import DeviceConfig, make_layout
 
-B, H, C, E = 2, 3, 8, 4
+B = 2
+H = 3
+C = 8
+E = 4
 
 
 def inputs(num_tokens: int, alike: float = 0.0) -> DeltaInputs:

@@ -23,7 +23,13 @@ from utils.devices.startup import DeviceConfig, make_layout
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 D, E, F, K = 12, 5, 6, 2  # width, experts, width of an expert, experts of a token
-MODEL = replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+MODEL = replace(
+    DENSE,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
+)
 
 logits = jax.jit(decoder.logits, static_argnums=0)
 score = jax.jit(decoder.score_tokens, static_argnums=0)
@@ -163,8 +169,12 @@ def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
     values = jnp.abs(router).at[:, 3].set(-1), matrices, jnp.abs(x), direction
     for product in ("dense", "ragged"):
         _, _, gate, up, down, _ = outputs_and_gradients(mixture(product, True, single_device().mesh), *values)
-        assert not gate[3].any() and not up[3].any() and not down[3].any()
-        assert gate.any() and up.any() and down.any()
+        assert not gate[3].any()
+        assert not up[3].any()
+        assert not down[3].any()
+        assert gate.any()
+        assert up.any()
+        assert down.any()
 
 
 def test_products_are_chosen_by_device(monkeypatch):
@@ -180,7 +190,8 @@ def test_products_are_chosen_by_device(monkeypatch):
     for is_installed, product in ((True, "tokamax"), (None, "dense")):
         monkeypatch.setattr(experts, "find_spec", {"tokamax": is_installed}.get)
         assert choose("NVIDIA H200") == product
-        assert choose("TPU v5e") == "ragged" and choose("cpu") == experts.choose_product(None) == "dense"
+        assert choose("TPU v5e") == "ragged"
+        assert choose("cpu") == experts.choose_product(None) == "dense"
 
 
 def same_layer_on_four_devices() -> None:

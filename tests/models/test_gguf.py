@@ -169,10 +169,14 @@ def test_the_tokenizer_of_qwen3_survives(tmp_path):
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in source["model"]["merges"]]
 
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens], "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": 151645, "tokenizer.chat_template": config["chat_template"],
-    }  # fmt: skip
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [added.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 151645,
+        "tokenizer.chat_template": config["chat_template"],
+    }
     tokenizer = gguf_to_hf.read_tokenizer(gguf_to_hf.Gguf(tmp_path, "qwen3", metadata, {}), len(tokens))
     assert tokenizer.stop_ids == (151645, 151643), "the second one is not in the metadata"
     for row in rows("llama_cpp_qwen2.jsonl"):
@@ -187,10 +191,13 @@ def test_digits_of_smollm_are_tokens_of_their_own(tmp_path):
     letters = byte_letters()
     tokens = ["<|end|>", *letters, "12", "ab", "\u0120\u0120", "<|im_end|>", "<|eot_id|>"]
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 3) + [3, 1], "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 3) + [3, 1],
+        "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.merges": ["1 2", "a b", "\u0120 \u0120"],
-    }  # fmt: skip
+    }
     tokenizer = gguf_to_hf.read_tokenizer(gguf_to_hf.Gguf(tmp_path, "llama", metadata, {}), len(tokens))
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("ab12")) == ["ab", "1", "2"]
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("a  1")) == ["a", "\u0120\u0120", "1"]
@@ -249,7 +256,8 @@ def test_a_file_that_cannot_be_converted_is_refused_by_its_reason(reason, tmp_pa
     file = write_gguf(tmp_path / "model.gguf", "llama-untied", REFUSED[reason])
     with pytest.raises(UserError) as raised:
         gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
-    assert str(file) in str(raised.value) and reason in str(raised.value)
+    assert str(file) in str(raised.value)
+    assert reason in str(raised.value)
     assert not (tmp_path / "model").exists()
 
 

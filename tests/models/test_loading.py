@@ -130,7 +130,15 @@ def add_token(**fields) -> Edit:
         file = folder / "tokenizer.json"
         content = json.loads(file.read_text())
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        content["added_tokens"].append({"id": 100, "content": "<x>", "special": True} | flags | fields)
+        content["added_tokens"].append(
+            {
+                "id": 100,
+                "content": "<x>",
+                "special": True,
+            }
+            | flags
+            | fields
+        )
         file.write_text(json.dumps(content))
 
     return edit
@@ -149,14 +157,25 @@ def sequence(name: str, parts: list[dict]) -> dict[str, object]:
 
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-TOKENIZER_CONFIG, GENERATION, INDEX = "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+INDEX = "model.safetensors.index.json"
 PRECOMPILED = {"type": "Precompiled"}
 BPE = {"type": "BPE", "merges": []}
-NORM, EMBED = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+EMBED = "model.embed_tokens.weight"
 CONTENTS = {
-    "empty": "", "list": "[]", "null": "null", "number": "5", "text": '"x"', "half": '{"a": ', "nested": NESTED,
-    "latin-1": b'{"a": "\xe9"}', "zeros": b"\0" * 1000, "long number": '{"a": ' + "9" * 5000 + "}",
-}  # fmt: skip
+    "empty": "",
+    "list": "[]",
+    "null": "null",
+    "number": "5",
+    "text": '"x"',
+    "half": '{"a": ',
+    "nested": NESTED,
+    "latin-1": b'{"a": "\xe9"}',
+    "zeros": b"\0" * 1000,
+    "long number": '{"a": ' + "9" * 5000 + "}",
+}
 FIELDS = {
     "architectures": ([], "Qwen3ForCausalLM", [5], {}, ["\x1b[2J" * 999]),
     "vocab_size": ("79", 79.5, 0, -1, 10**30, True, [79]),
@@ -385,7 +404,11 @@ def parquet(rows: list[dict]) -> bytes:
     return out.getvalue()
 
 
-KINDS = {"jsonl": JSONL.encode(), "json": json.dumps(ROWS).encode(), "csv": CSV.encode()}
+KINDS = {
+    "jsonl": JSONL.encode(),
+    "json": json.dumps(ROWS).encode(),
+    "csv": CSV.encode(),
+}
 KINDS |= {f"{kind}.gz": gzip.compress(content) for kind, content in KINDS.items()} | {"parquet": parquet(ROWS)}
 DAMAGES = {
     "empty": lambda content: b"",
@@ -441,7 +464,11 @@ DAMAGED = [
     for name, damage in DAMAGES.items()
     if name != "zeros at the end" or not kind.endswith(".gz")  # which is allowed there
 ]
-LEFT = {("jsonl", "cut"): 15, ("jsonl", "zeros at the end"): 30, ("jsonl", "spoiled"): 29}
+LEFT = {
+    ("jsonl", "cut"): 15,
+    ("jsonl", "zeros at the end"): 30,
+    ("jsonl", "spoiled"): 29,
+}
 LEFT |= {("csv", "cut"): 15, ("csv", "zeros at the end"): 30, ("csv", "spoiled"): 29}
 # name: ending, content, what the sentence names, problems left with skip_bad_rows=true (0: it is refused all the same)
 DATA = {
@@ -470,7 +497,7 @@ DATA = {
     "parquet without a column": ("parquet", parquet([{"prompt": "x"}]), "'prompt'", 0),
     "parquet.gz": ("parquet.gz", gzip.compress(KINDS["parquet"]), "gunzip", 0),
     "parquet of bytes that are no text": ("parquet", parquet([{"prompt": b"\xff", "answer": b"5"}]), ", row 1", 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -488,7 +515,8 @@ def test_a_malformed_data_file_ends_in_one_sentence(name, tmp_path):
 
 
 def test_the_tables_are_long_enough():
-    assert len(MODELS) >= 100 and len(DATA) >= 80
+    assert len(MODELS) >= 100
+    assert len(DATA) >= 80
 
 
 def test_long_fields_of_csv_are_read(tmp_path):
@@ -548,7 +576,14 @@ HAS_ACCELERATOR = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
 def command(script: str, *options: str, **env: str) -> str:
     """The last line on stderr of a command that must fail with a sentence."""
     line = [sys.executable, script, *options]
-    done = subprocess.run(line, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        line,
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     return done.stderr.splitlines()[-1]
 

@@ -132,13 +132,14 @@ def test_saved_adapters_are_those_of_peft(name, tmp_path):
 
 WRAPPED = {  # base: modules of its text and of its images in the classes that transformers 5.24 makes of it
     "gemma3-wrapped": (
-        ["model.language_model.layers.3.self_attn.q_proj"], ["model.vision_tower.encoder.layers.0.self_attn.q_proj"]
+        ["model.language_model.layers.3.self_attn.q_proj"],
+        ["model.vision_tower.encoder.layers.0.self_attn.q_proj"],
     ),
     "qwen3_5-images": (
         ["model.language_model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.q_proj"],
         ["model.visual.blocks.0.attn.qkv"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("base", WRAPPED)
@@ -214,7 +215,9 @@ def test_adapters_of_experts_equal_merged_matrices(product, monkeypatch):
 
     found, of_matrices = (jax.jit(jax.grad(loss))(*x) for x in ((adapters, base), (merged, {})))
     for name in adapted_layers(model):
-        A, B, dW = adapters[name + LORA_A], adapters[name + LORA_B], of_matrices[LAYERS][f"{name}.weight"]
+        A = adapters[name + LORA_A]
+        B = adapters[name + LORA_B]
+        dW = of_matrices[LAYERS][f"{name}.weight"]
         products = {LORA_A: B.swapaxes(-1, -2) @ dW, LORA_B: dW @ A.swapaxes(-1, -2)}
         for part, reference in products.items():
             near(found[name + part], scale * reference, atol=1e-5 * scale * np.abs(reference).max(), err_msg=name)
@@ -306,14 +309,18 @@ PARTS = {  # of the matrices, by a pattern; fields of adapter_config.json; rank 
     "alphas": (".*", {"alpha_pattern": {"^model.layers.0.self_attn.v_proj": 3, r"mlp\.(up|down)_pro.+": 1}}, 2, 6),
     "rslora": (".*_proj", {"use_rslora": True, "init_lora_weights": "gaussian"}, 2, 6 * 2**0.5),
     "all": (
-        ATTENTION, {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"o_proj": 2}}, 8, 24 * 2**0.5
+        ATTENTION,
+        {"use_rslora": True, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"o_proj": 2}},
+        8,
+        24 * 2**0.5,
     ),
-}  # fmt: skip
+}
 
 
 def peft_deltas(folder: Path) -> dict[str, np.ndarray]:
     """What peft adds to each matrix of these names, in float64."""
-    config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / WEIGHTS)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / WEIGHTS)
     deltas = {}
     for name in tensors:
         module, is_A, _ = name.removeprefix(PREFIX).partition(".lora_A")
@@ -346,7 +353,10 @@ def test_adapters_on_part_of_the_matrices_with_ranks_and_scales_of_their_own(par
     pattern, fields, rank, alpha = PARTS[part]
     base = "qwen3moe-untied" if part == "attention" else "qwen3-tied"
     model, _, adapters, tokenizer = load(base)
-    folder, other, tensors, rng = tmp_path / "a", tmp_path / "b", {}, np.random.default_rng(0)
+    folder = tmp_path / "a"
+    other = tmp_path / "b"
+    tensors = {}
+    rng = np.random.default_rng(0)
     config = json.loads((FIXTURES / "lora-qwen3/adapter_config.json").read_text()) | {"target_modules": "all-linear"}
     config |= fields | {"base_model_name_or_path": str(FIXTURES / base)}
     save_adapters(folder, model, adapters, tokenizer, "")
@@ -359,7 +369,8 @@ def test_adapters_on_part_of_the_matrices_with_ranks_and_scales_of_their_own(par
     save_file(tensors, folder / WEIGHTS)
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
-    plain, expected = load_model(FIXTURES / base)[1], peft_deltas(folder)
+    plain = load_model(FIXTURES / base)[1]
+    expected = peft_deltas(folder)
     found, params, _ = load_model(folder)
     assert_trees_all_close(added(found, params, plain), expected, atol=1e-6)
     model, _, adapters, _ = load_policy(folder, LoraConfig(lora_rank=rank), 0, single_device(), "float32")
@@ -408,13 +419,19 @@ def test_training_goes_on_with_the_adapters_of_a_folder(tmp_path):
 
 def test_reference_of_the_kl_has_the_adapters_that_the_run_began_with(tmp_path):
     """Also after the run was stopped, when the saved adapters are others."""
-    flags = FLAGS | {"model_dir": FIXTURES / "lora-qwen3", "kl_coef": 0.1, "ppo_minibatch": 0, "test_env_name": ""}
+    flags = FLAGS | {
+        "model_dir": FIXTURES / "lora-qwen3",
+        "kl_coef": 0.1,
+        "ppo_minibatch": 0,
+        "test_env_name": "",
+    }
     flags |= settings_of_model({"model_dir": str(flags["model_dir"])}) | {"save_interval": 1}
     for name, stops in {"whole": [2], "stopped": [1, 2]}.items():
         for num_steps in stops:
             assert train_here(tmp_path / name, **flags | {"max_steps": num_steps}) == 0
     whole, stopped = ([row["kl"] for row in records(tmp_path / name)] for name in ("whole", "stopped"))
-    assert whole[0] == pytest.approx(0, abs=1e-6) and whole == stopped
+    assert whole[0] == pytest.approx(0, abs=1e-6)
+    assert whole == stopped
     assert whole[1] > 1e-5
 
 
@@ -434,12 +451,23 @@ DAMAGES = {
     "no pattern": (lambda config, tensors: config.update(alpha_pattern=["q_proj"]), "alpha_pattern is no object"),
 }
 REFUSED = {
-    "peft_type": "IA3", "use_dora": True, "modules_to_save": ["lm_head"], "bias": "all", "lora_bias": True,
-    "layer_replication": [[0, 2]], "target_parameters": ["down_proj"], "trainable_token_indices": [3],
-    "alora_invocation_tokens": [1, 2], "use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 3},
-    "kasa_config": {"b": 1}, "monteclora_config": {"num_samples": 2}, "megatron_config": {"a": 1}, "revision": "v2",
+    "peft_type": "IA3",
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "layer_replication": [[0, 2]],
+    "target_parameters": ["down_proj"],
+    "trainable_token_indices": [3],
+    "alora_invocation_tokens": [1, 2],
+    "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 3},
+    "kasa_config": {"b": 1},
+    "monteclora_config": {"num_samples": 2},
+    "megatron_config": {"a": 1},
+    "revision": "v2",
     "velora_config": {"num_groups": 4},
-}  # fmt: skip
+}
 CHANGE_THE_BASE = ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga")
 OTHERS = [("field_of_2027", 0.5), *(("init_lora_weights", name) for name in CHANGE_THE_BASE)]
 for field, value in [*REFUSED.items(), *OTHERS]:
@@ -462,7 +490,8 @@ def test_a_folder_that_is_damaged_or_not_supported_is_named(damage, tmp_path):
 
 def test_each_field_of_peft_has_a_decision():
     fields = json.loads((FIXTURES / "lora-qwen3/adapter_config.json").read_text())
-    assert fields.keys() <= FIELDS.keys() and REFUSED.keys() <= FIELDS.keys()
+    assert fields.keys() <= FIELDS.keys()
+    assert REFUSED.keys() <= FIELDS.keys()
 
 
 def test_files_that_a_folder_lacks(tmp_path):
@@ -526,7 +555,11 @@ def test_a_run_saves_adapters_that_are_trained_on(tmp_path, capsys, monkeypatch)
 
 
 def test_a_run_that_was_stopped_equals_one_that_never_was(tmp_path):
-    flags = FLAGS | {"ppo_minibatch": 8, "num_generation_tokens": 8, "test_env_name": ""}
+    flags = FLAGS | {
+        "ppo_minibatch": 8,
+        "num_generation_tokens": 8,
+        "test_env_name": "",
+    }
     flags |= {"lora_rank": 2, "kl_coef": 0.1}
     for name, stops in {"whole": [2], "stopped": [1, 2]}.items():
         for num_steps in stops:

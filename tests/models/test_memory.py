@@ -86,7 +86,8 @@ def update_of(sizes: Sizes, model: Decoder, remat: str, num_tokens: int) -> int:
 
 
 def test_a_cpu_gets_small_microbatches():
-    config, layout = settings_for(num_generation_tokens=128, prompt_length=64), single_device()
+    config = settings_for(num_generation_tokens=128, prompt_length=64)
+    layout = single_device()
     model = shape("small", mesh=layout.mesh)
     state = state_of(model, config.optimizer)
     rows = row_length(config), config.minibatch_size, config.sampling.inference_batch_per_device
@@ -96,11 +97,17 @@ def test_a_cpu_gets_small_microbatches():
 
 # GB that `accumulate` needs in all, as compiled for an H200, 16 rows x 1024 tokens: bench/compiled.py
 COMPILED = {
-    ("Qwen3-0.6B", "plain", "none"): 79.9, ("Qwen3-0.6B", "plain", "dots"): 20.2, ("Qwen3-0.6B", "plain", "full"): 9.6,
-    ("Qwen3-0.6B", "cudnn", "none"): 49.3, ("Qwen3-0.6B", "cudnn", "dots"): 19.4, ("Qwen3-0.6B", "cudnn", "full"): 8.6,
-    ("Qwen3-1.7B", "cudnn", "none"): 89.6, ("Qwen3-1.7B", "cudnn", "dots"): 41.0,
-    ("Qwen3-4B", "cudnn", "none"): 185.7, ("Qwen3-4B", "cudnn", "dots"): 86.9,
-}  # fmt: skip
+    ("Qwen3-0.6B", "plain", "none"): 79.9,
+    ("Qwen3-0.6B", "plain", "dots"): 20.2,
+    ("Qwen3-0.6B", "plain", "full"): 9.6,
+    ("Qwen3-0.6B", "cudnn", "none"): 49.3,
+    ("Qwen3-0.6B", "cudnn", "dots"): 19.4,
+    ("Qwen3-0.6B", "cudnn", "full"): 8.6,
+    ("Qwen3-1.7B", "cudnn", "none"): 89.6,
+    ("Qwen3-1.7B", "cudnn", "dots"): 41.0,
+    ("Qwen3-4B", "cudnn", "none"): 185.7,
+    ("Qwen3-4B", "cudnn", "dots"): 86.9,
+}
 
 
 @pytest.mark.parametrize(("name", "kernel", "remat"), COMPILED)
@@ -108,7 +115,13 @@ def test_estimates_are_near_what_is_compiled(name, kernel, remat, monkeypatch):
     monkeypatch.setattr(Decoder, "kernel", kernel)
     model = shape(name, dtype="bfloat16")
     params = 4 * model.num_parameters
-    sizes = Sizes(held=params, gradients=2 * params, sampling_copy=0, kv_row=0, available=0)
+    sizes = Sizes(
+        held=params,
+        gradients=2 * params,
+        sampling_copy=0,
+        kv_row=0,
+        available=0,
+    )
     estimate = update_bytes(sizes, model, remat, full_rows(16, 1024)) / GB
     assert 0.94 < estimate / COMPILED[name, kernel, remat] < 1.15
 
@@ -124,12 +137,16 @@ class Tpu:
 
 # The same for TPUs, whose memory is cut by fsdp, by the tokens of a micro-batch on each: docs/lab/compiled.md
 COMPILED_FOR_TPUS = {
-    ("Qwen3-0.6B", 8, "dots", 6144): 10.27, ("Qwen3-0.6B", 8, "none", 12288): 32.08,
-    ("Qwen3-1.7B", 8, "full", 12288): 10.63, ("Qwen3-1.7B", 8, "none", 12288): 54.81,
-    ("Qwen3-8B", 8, "full", 6144): 28.3, ("Qwen3-8B", 8, "dots", 12288): 70.24,
-    ("Llama-3.2-3B", 1, "dots", 6144): 89.0, ("Qwen3.5-4B", 1, "full", 3072): 97.3,
+    ("Qwen3-0.6B", 8, "dots", 6144): 10.27,
+    ("Qwen3-0.6B", 8, "none", 12288): 32.08,
+    ("Qwen3-1.7B", 8, "full", 12288): 10.63,
+    ("Qwen3-1.7B", 8, "none", 12288): 54.81,
+    ("Qwen3-8B", 8, "full", 6144): 28.3,
+    ("Qwen3-8B", 8, "dots", 12288): 70.24,
+    ("Llama-3.2-3B", 1, "dots", 6144): 89.0,
+    ("Qwen3.5-4B", 1, "full", 3072): 97.3,
     ("Qwen3-30B-A3B", 8, "full", 12288): 107.6,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "num_devices", "remat", "num_tokens"), COMPILED_FOR_TPUS)
@@ -145,9 +162,12 @@ def test_estimates_are_near_what_is_compiled_for_tpus(name, num_devices, remat, 
 
 # Devices of a copy of the weights that samples, by model, devices and chips: docs/devices.md
 ROLLOUT = {
-    ("Qwen3-1.7B", 8, 16.9): 1, ("Qwen3-4B", 8, 16.9): 2, ("Qwen3-8B", 8, 16.9): 8, ("Qwen3-8B", 8, 33.6): 2,
+    ("Qwen3-1.7B", 8, 16.9): 1,
+    ("Qwen3-4B", 8, 16.9): 2,
+    ("Qwen3-8B", 8, 16.9): 8,
+    ("Qwen3-8B", 8, 33.6): 2,
     ("Qwen3-8B", 8, 84.9): 1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "num_devices", "gigabytes"), ROLLOUT)
@@ -165,7 +185,8 @@ def test_weights_that_sample_are_cut_where_a_whole_copy_leaves_no_room_for_rows(
     assert sizes.sampling_copy == pytest.approx(2 * model.num_parameters / tp, rel=0.01)
     assert len(describe_rollout(model, layout, sizes.rollout)) == (tp > 1)
     asked = measure_sizes(*arguments, rollout_tp=num_devices)
-    assert asked.rollout.row_shards == 1 and asked.kv_row * num_devices == kv_row_bytes(model, layout, 1536)
+    assert asked.rollout.row_shards == 1
+    assert asked.kv_row * num_devices == kv_row_bytes(model, layout, 1536)
 
 
 def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
@@ -181,7 +202,8 @@ def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
 
 
 def test_the_plan_counts_the_copy_of_a_teachers_head_that_xla_makes_for_tpus(monkeypatch):
-    model, head = Decoder(64, 16, 32, 1, 2, 1, 8), jnp.ones((64, 24), "bfloat16")
+    model = Decoder(64, 16, 32, 1, 2, 1, 8)
+    head = jnp.ones((64, 24), "bfloat16")
     assert second_layout(model, head) is None
     monkeypatch.setattr("models.memory.runs_on_tpu", lambda model: True)
     assert bytes_on_device((head, second_layout(model, head))) == 2 * head.nbytes
@@ -190,7 +212,9 @@ def test_the_plan_counts_the_copy_of_a_teachers_head_that_xla_makes_for_tpus(mon
 def test_the_more_memory_the_less_is_recomputed():
     plans = [fit("Qwen3-0.6B", memory)[0] for memory in (17, 40, 80, 1000)]
     order = [("full", "dots", "none").index(plan.remat) for plan in plans]
-    assert order == sorted(order) and order[0] == 0 and order[-1] == 2
+    assert order == sorted(order)
+    assert order[0] == 0
+    assert order[-1] == 2
     assert plans[-1].tokens_per_microbatch == 16384
     model = shape("Qwen3-0.6B", dtype="bfloat16")
     for memory in (17, 40, 80):
@@ -203,7 +227,8 @@ def test_the_more_memory_the_less_is_recomputed():
 
 def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
     monkeypatch.setattr(Device, "is_cpu", False)
-    model, layout = shape("Qwen3-0.6B", dtype="bfloat16"), single_device()
+    model = shape("Qwen3-0.6B", dtype="bfloat16")
+    layout = single_device()
     layout = Device(layout.mesh, 0)
     found = []
     for memory in (20, 40, 80, 140):
@@ -214,7 +239,8 @@ def test_as_many_rows_are_sampled_as_fit_beside_what_is_held(monkeypatch):
         assert used <= sizes.available < used + sizes.kv_row + logits
         assert not any("KV cache" in note for note in plan.notes)
         found.append(num_rows)
-    assert found == sorted(found) and found[-1] > 300
+    assert found == sorted(found)
+    assert found[-1] > 300
     assert rows_that_fit(0, model, layout, 1536) == 1
     assert rows_that_fit(1 << 50, model, single_device(), 1536) == 512
 
@@ -248,7 +274,8 @@ def test_what_does_not_fit_is_said():
     plan, sizes = fit("Qwen3-1.7B", 80, inference_batch_per_device=512)
     fitting = int(plan.notes[1].rsplit(" ", 1)[1])
     rest = sizes.available - sizes.held - sizes.sampling_copy
-    assert "KV cache" in plan.notes[1] and fitting * sizes.kv_row <= rest < (fitting + 1) * sizes.kv_row
+    assert "KV cache" in plan.notes[1]
+    assert fitting * sizes.kv_row <= rest < (fitting + 1) * sizes.kv_row
     plan, _ = fit("Qwen3-0.6B", 30, tokens_per_microbatch=1 << 18, inference_batch_per_device=8)
     assert "lower --tokens_per_microbatch to 131072" in plan.notes[1]
     plan, _ = fit("Qwen3-8B", 80)
@@ -267,7 +294,8 @@ def test_optimizers_and_dtypes_count():
 def test_moments_in_host_memory_count_in_their_step_only():
     _, sizes = fit("Qwen3-1.7B", 80, offload="optimizer")
     assert [round(x / 1720574976) for x in (sizes.held, sizes.gradients, sizes.step)] == [4, 8, 16]
-    assert fit("Qwen3-8B", 150)[0].notes[1:] and not fit("Qwen3-8B", 150, offload="optimizer")[0].notes[1:]
+    assert fit("Qwen3-8B", 150)[0].notes[1:]
+    assert not fit("Qwen3-8B", 150, offload="optimizer")[0].notes[1:]
 
 
 def test_an_allocation_that_fails_becomes_a_sentence(capsys):

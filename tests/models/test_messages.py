@@ -76,7 +76,11 @@ def toy(kind: str) -> Fast:
 
 
 def make(kind: str, template: str | None) -> Tokenizer:
-    hf = PreTrainedTokenizerFast(tokenizer_object=toy(kind), bos_token="<s>", eos_token="</s>")
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=toy(kind),
+        bos_token="<s>",
+        eos_token="</s>",
+    )
     hf.chat_template = template
     return Tokenizer(hf)
 
@@ -86,8 +90,11 @@ def says(role: str, content: str | None, **more) -> dict:
 
 
 TURNS = [
-    says("user", "Use 4.\n"), says("assistant", "four"), says("user", "\n fine \n"), says("assistant", " 12-11+4\n"),
-]  # fmt: skip
+    says("user", "Use 4.\n"),
+    says("assistant", "four"),
+    says("user", "\n fine \n"),
+    says("assistant", " 12-11+4\n"),
+]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -106,8 +113,10 @@ def test_prompts_rows_and_turns_have_the_ids_of_transformers(name, kind):
     masked = [tok.hf.decode(row.tokens[i : i + 1]) for i in range(len(row)) if row.mask[i]]
     assert tok.hf.decode(row.tokens[row.mask]).replace(" ", "").count("12-11+4") == 1
     assert [sign for sign in masked if sign in SIGNS] == [tok.hf.decode([tok.stop_ids[-1]])] * 2
-    prompt, bridge = tok.chat(TURNS[:1]), tok.bridge(TURNS[:1], [TURNS[2]])
-    whole, behind = render(TURNS[:3], add_generation_prompt=True), bridge.end + bridge.ids
+    prompt = tok.chat(TURNS[:1])
+    bridge = tok.bridge(TURNS[:1], [TURNS[2]])
+    whole = render(TURNS[:3], add_generation_prompt=True)
+    behind = bridge.end + bridge.ids
     assert whole[-len(behind) :] == behind
     middle = tok.hf.decode(whole[: len(whole) - len(behind)]).removeprefix(tok.hf.decode(prompt)).strip()
     assert middle == "four"
@@ -118,7 +127,8 @@ def test_prompts_rows_and_turns_have_the_ids_of_transformers(name, kind):
 
 
 def test_a_begun_reply_goes_on_and_so_do_the_turns_behind_it():
-    tok, begun = make("bytes", TEMPLATES["plain turns"]), [TURNS[0], says("assistant", "Let me see:")]
+    tok = make("bytes", TEMPLATES["plain turns"])
+    begun = [TURNS[0], says("assistant", "Let me see:")]
     ids = tok.chat(begun)
     assert ids == tok.hf.apply_chat_template(begun, continue_final_message=True, return_dict=False)
     bridge = tok.bridge(begun, [TURNS[2]])
@@ -131,7 +141,8 @@ def test_a_begun_reply_goes_on_and_so_do_the_turns_behind_it():
 def test_a_message_that_spells_the_mark_of_a_reply_is_read_whole():
     tok = make("bytes", TEMPLATES["plain turns"])
     for said in (tokenizer.TURN, f"{tokenizer.TURN}0 and {tokenizer.TURN}1", "<|end|>"):
-        bridge, whole = tok.bridge(TURNS[:1], [says("user", said)]), [*TURNS[:2], says("user", said)]
+        bridge = tok.bridge(TURNS[:1], [says("user", said)])
+        whole = [*TURNS[:2], says("user", said)]
         expected = tok.hf.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
         assert expected[-len(bridge.end + bridge.ids) :] == bridge.end + bridge.ids
 
@@ -140,9 +151,11 @@ def test_a_message_that_spells_the_mark_of_a_reply_is_read_whole():
 def test_a_base_model_begins_with_what_its_tokenizer_puts_first(kind):
     """Once, also behind a template that writes it."""
     tok = make(kind, None)
-    assert tok.chat([TURNS[0]]) == tok.hf("Use 4.\n")["input_ids"] and tok.first_ids == [tok.special_ids["<s>"]]
+    assert tok.chat([TURNS[0]]) == tok.hf("Use 4.\n")["input_ids"]
+    assert tok.first_ids == [tok.special_ids["<s>"]]
     row = encode_conversation(tok, TURNS[:2], "all")
-    assert row.tokens.tolist() == tok.hf("Use 4.\nfour</s>")["input_ids"] and not row.mask[0]
+    assert row.tokens.tolist() == tok.hf("Use 4.\nfour</s>")["input_ids"]
+    assert not row.mask[0]
     tok = make(kind, TEMPLATES["plain turns"])
     assert tok.chat([TURNS[0]]).count(tok.special_ids["<s>"]) == 1
     assert tok.chat([TURNS[0]], plain=True) == tok.hf("Use 4.\n")["input_ids"]
@@ -153,7 +166,8 @@ def test_what_ends_a_turn_by_the_template_ends_a_completion():
     end = tok.special_ids["<|end|>"]
     assert tok.stop_ids == (tok.special_ids["</s>"], end)
     row = encode_conversation(tok, TURNS, "last")
-    assert row.tokens[-1] == end and tok.special_ids["</s>"] not in row.tokens
+    assert row.tokens[-1] == end
+    assert tok.special_ids["</s>"] not in row.tokens
     bridge = tok.bridge(TURNS[:1], TURNS[2:3])
     assert bridge.after(end) == bridge.ids and bridge.after(0) == [end, *bridge.ids], "one that was cut off is ended"
 
@@ -171,7 +185,11 @@ def test_replies_of_weight_0_are_not_trained():
 
 # Calls of tools, and other keys
 
-CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 3}}}
+CALL = {
+    "type": "function",
+    "id": "1",
+    "function": {"name": "add", "arguments": {"a": 3}},
+}
 RESULT = says("tool", "7", name="add", tool_call_id="1")
 SCHEMA = templates.TOOLS[0]
 CALLED = [TURNS[0], says("assistant", None, tool_calls=[CALL]), RESULT]
@@ -180,7 +198,12 @@ CALLED = [TURNS[0], says("assistant", None, tool_calls=[CALL]), RESULT]
 @needs_qwen
 def test_calls_are_rendered_with_arguments_as_objects_or_as_text():
     tok = load_tokenizer(QWEN)
-    expected = tok.hf.apply_chat_template(CALLED, tools=[SCHEMA], add_generation_prompt=True, return_dict=False)
+    expected = tok.hf.apply_chat_template(
+        CALLED,
+        tools=[SCHEMA],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
     as_text = {**CALL, "function": {"name": "add", "arguments": '{"a": 3}'}}
     for call in (CALL, as_text):
         messages = [CALLED[0], says("assistant", None, tool_calls=[call]), RESULT]
@@ -249,14 +272,24 @@ BREAKS = {  # who uses the one place: what is broken, and a run
 @pytest.mark.parametrize("user", BREAKS)
 def test_a_run_stops_where_a_user_of_the_one_place_is_broken(user, tmp_path, capsys, monkeypatch):
     owner, name, broken, flags = BREAKS[user]
-    flags = flags | {"model_dir": TINY, "num_score_workers": 1, "num_generation_tokens": 64, "max_steps": 1}
+    flags = flags | {
+        "model_dir": TINY,
+        "num_score_workers": 1,
+        "num_generation_tokens": 64,
+        "max_steps": 1,
+    }
     if user == "teacher":
-        flags |= {"teacher": "self", "teacher_prefix": "Be brief.", "distill": "sampled"}
+        flags |= {
+            "teacher": "self",
+            "teacher_prefix": "Be brief.",
+            "distill": "sampled",
+        }
     monkeypatch.setattr(owner, name, broken)
     assert train_here(tmp_path / "run", **flags) == 2
     error = capsys.readouterr().err
     assert "differs from what transformers makes of the same messages, from token" in error
-    assert "\nhere: " in error and "\napply_chat_template: " in error
+    assert "\nhere: " in error
+    assert "\napply_chat_template: " in error
 
 
 def test_a_run_on_written_replies_stops_where_they_are_broken(tmp_path, capsys, monkeypatch):
@@ -268,7 +301,8 @@ def test_a_run_on_written_replies_stops_where_they_are_broken(tmp_path, capsys, 
     with pytest.raises(SystemExit), user_errors():
         sft.main(parse(Config, argv))
     error = capsys.readouterr().err
-    assert "row 1 differs" in error and re.search("here: .*for<.*\napply_chat_template: .*four<", error)
+    assert "row 1 differs" in error
+    assert re.search("here: .*for<.*\napply_chat_template: .*four<", error)
 
 
 def samples(tok: Tokenizer, env, **changes) -> tuple[str, ...]:
@@ -319,4 +353,5 @@ def test_the_table_of_templates_compares_and_tells_why_not(tmp_path, capsys, mon
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.count("| = ") for line in lines[2:4]] == [6, 6], lines
-    assert "\u2260" not in "".join(lines) and any("shows no tools" in line for line in lines[4:])
+    assert "\u2260" not in "".join(lines)
+    assert any("shows no tools" in line for line in lines[4:])

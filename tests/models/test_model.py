@@ -53,7 +53,9 @@ def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tu
     rows = single_device().put(np.arange(len(prompts), dtype=np.int32))
     caches = gather_cache(prefix, rows, num_tokens)
     prefix = decoder.without_states(prefix)
-    last, tokens, rows = prompts[:, -1], [], []
+    last = prompts[:, -1]
+    tokens = []
+    rows = []
     for i in range(num_tokens):  # the first step reads the last prompt token
         row, caches, _ = decode(model, weights, prefix, caches, last[:, None], i, starts)
         last = choose(i, row)
@@ -87,7 +89,8 @@ def test_gradients_equal_those_of_transformers(name):
         return -decoder.score_tokens(model, params, tokens).logprobs[:, 1:].mean()
 
     gradient = jax.jit(jax.grad(loss))(params)
-    layers_with, shapes = model.layers_with(), checkpoint.tensor_shapes(model)
+    layers_with = model.layers_with()
+    shapes = checkpoint.tensor_shapes(model)
     operations = gradient_depth(model, tokens.shape[1], tokens.size)
     for i, tensor in enumerate(sorted(shapes)):
         found = np.float64(checkpoint.select_tensor(layers_with, gradient, tensor))
@@ -131,7 +134,9 @@ def test_greedy_decoding_gives_the_tokens_of_transformers(name):
 def test_decoding_with_a_cache_equals_the_forward_pass(name):
     model, params, _ = load(FIXTURES / name)
     reference = expected(name)
-    prompts, starts, P = reference["prompts"], reference["starts"], reference["prompts"].shape[1]
+    prompts = reference["prompts"]
+    starts = reference["starts"]
+    P = reference["prompts"].shape[1]
     drawn = np.random.default_rng(0).integers(0, model.vocab_size, reference["completions"].shape).astype(np.int32)
     _, cached = cached_logits(model, params, prompts, starts, lambda i, row: drawn[:, i], drawn.shape[1])
     whole = [np.roll([*prompt, *row], -start) for prompt, start, row in zip(prompts, starts, drawn, strict=True)]
@@ -179,8 +184,10 @@ def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
 @pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16
 def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     model, params, _ = load(FIXTURES / "qwen3-tied")
-    tokens, scaled = expected("qwen3-tied")["tokens"], expected("qwen3-tied")["logits"][:, :-1] / 0.7
-    operations, size = depth(model, tokens.shape[1]), np.abs(scaled).max()
+    tokens = expected("qwen3-tied")["tokens"]
+    scaled = expected("qwen3-tied")["logits"][:, :-1] / 0.7
+    operations = depth(model, tokens.shape[1])
+    size = np.abs(scaled).max()
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
     reference = np.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
     monkeypatch.setattr(decoder, "LOGIT_ELEMENTS", columns * len(tokens) * model.vocab_size)
@@ -188,7 +195,8 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     logprobs, entropy, *_ = jax.jit(score)(params, tokens)
     assert_close(logprobs[:, 1:], reference, operations, size)
     assert_close(entropy[:, 1:], -(np.exp(scaled) * scaled).sum(-1), operations, size)
-    assert not logprobs[:, 0].any() and not entropy[:, 0].any()
+    assert not logprobs[:, 0].any()
+    assert not entropy[:, 0].any()
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -276,8 +284,10 @@ def test_kernels_are_chosen_by_device_and_heads():
         mesh = jax.sharding.Mesh(devices, MESH_AXES)
         return attention.choose_kernel(name, mesh, dtype, channels, 8)
 
-    assert choose("auto", "NVIDIA H200") == "cudnn" and choose("auto", "TPU v5e") == "splash"
-    assert choose("plain", "NVIDIA H200") == "plain" and choose("auto", "AMD MI300X", capability="gfx942") == "plain"
+    assert choose("auto", "NVIDIA H200") == "cudnn"
+    assert choose("auto", "TPU v5e") == "splash"
+    assert choose("plain", "NVIDIA H200") == "plain"
+    assert choose("auto", "AMD MI300X", capability="gfx942") == "plain"
     assert choose("auto", "NVIDIA H200", dtype=jnp.float32) == choose("auto", "TPU v5e", channels=64) == "plain"
     assert choose("auto", "NVIDIA TITAN V", capability="7.0") == "plain"
     assert choose("auto", "NVIDIA B200", capability="10.0") == "cudnn"
@@ -285,10 +295,17 @@ def test_kernels_are_chosen_by_device_and_heads():
     assert attention.choose_kernel("auto", None, jnp.bfloat16, 128, 8) == "plain"
 
 
-@pytest.mark.parametrize(("platform", "capability", "dtype"), [
-    ("cpu", None, "float32"), ("gpu", "7.5", "float32"), ("gpu", "8.9", "bfloat16"), ("gpu", "10.0", "bfloat16"),
-    ("gpu", "gfx942", "bfloat16"), ("tpu", None, "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype"),
+    [
+        ("cpu", None, "float32"),
+        ("gpu", "7.5", "float32"),
+        ("gpu", "8.9", "bfloat16"),
+        ("gpu", "10.0", "bfloat16"),
+        ("gpu", "gfx942", "bfloat16"),
+        ("tpu", None, "bfloat16"),
+    ],
+)
 def test_products_are_of_bfloat16_where_the_device_has_it(platform, capability, dtype, monkeypatch):
     device = SimpleNamespace(platform=platform, **({"compute_capability": capability} if capability else {}))
     monkeypatch.setattr(jax, "devices", lambda: [device])
@@ -298,8 +315,11 @@ def test_products_are_of_bfloat16_where_the_device_has_it(platform, capability, 
 def test_layers_of_small_models_on_a_cpu_are_unrolled():
     mesh = single_device().mesh
     demo = architecture.Decoder(512, 128, 384, 4, 4, 2, 32, mesh=mesh)
-    assert demo.is_unrolled and not replace(demo, unroll=False).is_unrolled and not replace(demo, mesh=None).is_unrolled
-    assert not replace(demo, num_hidden_layers=30).is_unrolled and not replace(demo, hidden_size=8).is_unrolled
+    assert demo.is_unrolled
+    assert not replace(demo, unroll=False).is_unrolled
+    assert not replace(demo, mesh=None).is_unrolled
+    assert not replace(demo, num_hidden_layers=30).is_unrolled
+    assert not replace(demo, hidden_size=8).is_unrolled
     tpu = np.array(SimpleNamespace(platform="tpu")).reshape(1, 1, 1)
     assert not replace(demo, mesh=SimpleNamespace(devices=tpu)).is_unrolled
     assert replace(demo, mesh=None, unroll=True).is_unrolled
@@ -354,7 +374,8 @@ def test_saving_replaces_a_model_and_nothing_else(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(FIXTURES / "qwen3-sharded", folder)
     save_model(folder, model, jax.tree.map(jnp.zeros_like, params), tokenizer)
-    assert (folder / "expected.npz").exists() and not (folder / "model.safetensors.index.json").exists()
+    assert (folder / "expected.npz").exists()
+    assert not (folder / "model.safetensors.index.json").exists()
     assert_trees_all_equal(load_model(folder)[1], jax.tree.map(jnp.zeros_like, params))
     (folder / "step20").mkdir()
     with pytest.raises(ValueError, match="step20"):
@@ -373,7 +394,8 @@ def test_only_the_writing_process_writes(tmp_path):
     model, params, tokenizer = load(FIXTURES / "qwen3-tied")
     fetched = []
     save_model(tmp_path / "model", model, params, tokenizer, fetch=fetched.append, write=False)
-    assert not list(tmp_path.iterdir()) and len(fetched) == len(checkpoint.tensor_shapes(model))
+    assert not list(tmp_path.iterdir())
+    assert len(fetched) == len(checkpoint.tensor_shapes(model))
 
 
 def test_tensors_that_say_nothing_new_are_ignored(tmp_path):
@@ -457,7 +479,9 @@ DAMAGES = {
     "untied head": ("qwen3-tied", edit_config(tie_word_embeddings=False), "lm_head.weight, .* set tie_word_emb"),
     "unknown tensor": ("qwen3-tied", edit_tensors(lambda t: t.update(extra=t[NORM])), "unknown tensor extra"),
     "too few layers": (
-        "qwen3-tied", edit_config(num_hidden_layers=1, layer_types=None), "unknown tensor model.layers.1."
+        "qwen3-tied",
+        edit_config(num_hidden_layers=1, layer_types=None),
+        "unknown tensor model.layers.1.",
     ),
     "shape": ("qwen3-tied", edit_tensors(lambda t: t.update({NORM: t[NORM][:7]})), rf"{NORM} has shape \(7,\)"),
     "architecture": ("qwen3-tied", edit_config(architectures=["MixtralForCausalLM"]), "architectures is 'Mixtral"),
@@ -471,22 +495,32 @@ DAMAGES = {
     "rope 5": ("qwen3-tied", edit_config(rope_parameters={"rope_type": "linear"}), "has no factor"),
     "rope of a kind": ("gemma3-tied", edit_config(rope_parameters={"full_attention": [1]}), "full_attention are .1."),
     "local rope": (
-        "olmo3-yarn", edit_config(rope_parameters={"sliding_attention": {"rope_type": "yarn"}}), "rope_type is 'yarn'"
+        "olmo3-yarn",
+        edit_config(rope_parameters={"sliding_attention": {"rope_type": "yarn"}}),
+        "rope_type is 'yarn'",
     ),
     "experts of a hybrid": (
-        "qwen3_5-images", edit_config(architectures=["Qwen3_5MoeForConditionalGeneration"]), "is 'Qwen3_5Moe.* support"
+        "qwen3_5-images",
+        edit_config(architectures=["Qwen3_5MoeForConditionalGeneration"]),
+        "is 'Qwen3_5Moe.* support",
     ),
     "text config": ("qwen3_5-images", edit_config(text_config=[1]), "text_config is .1., not an object"),
     "no text config": ("qwen3_5-images", edit_config(text_config=None), "text_config is None"),
     "share that is rotated": (
-        "qwen3_5-tied", edit_config(rope_parameters={"partial_rotary_factor": 0.2}), "rotates 3 of 16 channels"
+        "qwen3_5-tied",
+        edit_config(rope_parameters={"partial_rotary_factor": 0.2}),
+        "rotates 3 of 16 channels",
     ),
     "share of another family": (
-        "qwen3-tied", edit_config(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"
+        "qwen3-tied",
+        edit_config(rope_parameters={"partial_rotary_factor": 0.5}),
+        "partial_rotary_factor is 0.5",
     ),
     "share beside the others": ("qwen2-tied", edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "heads of values": (
-        "qwen3_5-tied", edit_config(linear_num_value_heads=3), "linear_num_value_heads 3 is no multiple of"
+        "qwen3_5-tied",
+        edit_config(linear_num_value_heads=3),
+        "linear_num_value_heads 3 is no multiple of",
     ),
     "magnitude": (
         "olmo3-yarn",
@@ -494,14 +528,20 @@ DAMAGES = {
         "attention_factor is 1.1, supported is 1.20794",
     ),
     "two scalings": (
-        "llama-linear", edit_config(rope_scaling={"type": "linear", "factor": 8}), "rope_scaling's factor is 8"
+        "llama-linear",
+        edit_config(rope_scaling={"type": "linear", "factor": 8}),
+        "rope_scaling's factor is 8",
     ),
     "one scaling of two kinds": ("olmo3-yarn", edit_config(rope_parameters=YARN), "have no full_attention and sliding"),
     "wavelength of a kind": (
-        "olmo3-yarn", edit_config(rope_parameters=None, rope_theta=1e4), "rope_theta without one of sliding_att.* 10000"
+        "olmo3-yarn",
+        edit_config(rope_parameters=None, rope_theta=1e4),
+        "rope_theta without one of sliding_att.* 10000",
     ),
     "other head": (
-        "qwen3-tied", edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})), "lm_head.weight is not model.embed_tokens"
+        "qwen3-tied",
+        edit_tensors(lambda t: t.update({HEAD: 2 * t[EMBED]})),
+        "lm_head.weight is not model.embed_tokens",
     ),
     "no window": ("gemma3-tied", edit_config(sliding_window=None), "sliding_window is None"),
     "empty window": ("olmo3-rest", edit_config(sliding_window=0), "sliding_window is 0"),
@@ -527,8 +567,10 @@ def test_a_model_with_images_is_loaded_as_its_text_model(tmp_path):
     shutil.copytree(FIXTURES / "qwen3_5-images", tmp_path, dirs_exist_ok=True)
     edit_tensors(lambda tensors: tensors.update({"mtp.fc.weight": np.ones((2, 2), np.float32)}))(tmp_path)
     assert_trees_all_equal(load_model(tmp_path)[1], load(FIXTURES / "qwen3_5-images")[1])
-    wrapped, plain = load(FIXTURES / "qwen3_5-images")[0], load(FIXTURES / "qwen3_5-tied")[0]
-    assert wrapped == plain and wrapped.family == "Qwen3_5ForCausalLM"
+    wrapped = load(FIXTURES / "qwen3_5-images")[0]
+    plain = load(FIXTURES / "qwen3_5-tied")[0]
+    assert wrapped == plain
+    assert wrapped.family == "Qwen3_5ForCausalLM"
     config = json.loads((FIXTURES / "qwen3_5-images" / "config.json").read_text())
     text = config["text_config"]
     for name in ("layer_types", "rope_parameters", "head_dim", *(name for name in text if name.startswith("linear_"))):
@@ -559,10 +601,18 @@ def test_fields_that_gemma_3_leaves_out_are_those_of_transformers():
     from transformers import Gemma3Config
 
     text = {
-        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
-    }  # fmt: skip
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "text_config": text}
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "torch_dtype": "bfloat16",
+        "text_config": text,
+    }
     fields = read_config(text_config(config, Path()), Path())
     reference = Gemma3Config(text_config=json.loads(json.dumps(text))).text_config
     for name in {*COMMON, "sliding_window"} - {"rope_theta"}:
@@ -588,7 +638,8 @@ def test_transformers_loads_what_we_save(tmp_path):
         model, params, tokenizer = load(FIXTURES / name)
         save_model(tmp_path / name, model, params, tokenizer)
         reference_model, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
-        assert not any(report.values()) and reference_model.dtype == torch.float32
+        assert not any(report.values())
+        assert reference_model.dtype == torch.float32
         assert reference_model.generation_config.eos_token_id in (list(tokenizer.stop_ids), *tokenizer.stop_ids)
         assert AutoTokenizer.from_pretrained(tmp_path / name).encode("a=1") == tokenizer.encode("a=1")
         with torch.no_grad():
@@ -614,7 +665,8 @@ def test_encoding_equals_other_peoples_qwen_tokenizer():
 @needs_data
 @pytest.mark.parametrize("thinking", [False, True])
 def test_conversations_are_rendered_as_by_transformers(thinking):
-    tokenizer, tested = load_tokenizer(DATA / "qwen3-tokenizer"), 0
+    tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
+    tested = 0
     for row in rows("chat_template.jsonl"):
         # Not given (null) is to the template as if thinking were allowed.
         if row["add_generation_prompt"] and not row["tools"] and (row["enable_thinking"] is not False) == thinking:
@@ -627,12 +679,14 @@ def test_conversations_are_rendered_as_by_transformers(thinking):
 @needs_data
 def test_the_ids_of_qwen3(tmp_path):
     tokenizer = load_tokenizer(DATA / "qwen3-tokenizer")
-    assert tokenizer.stop_ids == (151645, 151643) and tokenizer.pad_id == 151643
+    assert tokenizer.stop_ids == (151645, 151643)
+    assert tokenizer.pad_id == 151643
     assert tokenizer.decode(tokenizer.encode("<think>a</think>b<|im_end|>")) == "<think>a</think>b"
     for saved in (tokenizer, Tokenizer(tokenizer.hf)):  # as loaded, and as transformers writes it
         saved.save(tmp_path)
         loaded = load_tokenizer(tmp_path)
-        assert loaded.stop_ids[0] == 151645 and loaded.pad_id == 151643
+        assert loaded.stop_ids[0] == 151645
+        assert loaded.pad_id == 151643
         messages = [{"role": "user", "content": "Hello, y'all! 你好"}]
         assert loaded.chat(messages, True, "<think>") == tokenizer.chat(messages, True, "<think>")
         shutil.rmtree(tmp_path)
@@ -734,9 +788,12 @@ def test_templates_are_rendered_apart_as_transformers_renders_them(name, monkeyp
     monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
     messages = [{"role": "system", "content": "a\u2028<é>\ud800"}, {"role": "user", "content": " b\n"}]
     variables = {
-        "messages": messages, "tools": [{"name": "f"}], "documents": None, "add_generation_prompt": True,
+        "messages": messages,
+        "tools": [{"name": "f"}],
+        "documents": None,
+        "add_generation_prompt": True,
         "bos_token": "<s>",
-    }  # fmt: skip
+    }
     compiled = chat_template_utils._cached_compile_jinja_template(FEATURES[name])
     try:
         expected = compiled.render(**variables)
@@ -822,10 +879,27 @@ def test_generation_config_holds_the_sampling_of_the_run(tmp_path):
 def test_generation_config_has_all_stops_of_training_and_no_penalty_of_the_base(is_rl, tmp_path):
     """Read by transformers: what is not said here, or is the default, is not applied."""
     folder_with_template(tmp_path, QWEN3, [5])
-    penalties = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "min_new_tokens": 3, "suppress_tokens": [9]}
-    penalties |= {"typical_p": 0.5, "num_beams": 4, "bad_words_ids": [[3]], "begin_suppress_tokens": [4], "new": 1}
+    penalties = {
+        "repetition_penalty": 1.1,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 3,
+        "suppress_tokens": [9],
+    }
+    penalties |= {
+        "typical_p": 0.5,
+        "num_beams": 4,
+        "bad_words_ids": [[3]],
+        "begin_suppress_tokens": [4],
+        "new": 1,
+    }
     penalties |= {"max_length": 20, "penalty_alpha": 0.6, "forced_eos_token_id": 5}
-    base = penalties | {"eos_token_id": 5, "pad_token_id": 7, "bos_token_id": 1, "do_sample": True, "top_k": 20}
+    base = penalties | {
+        "eos_token_id": 5,
+        "pad_token_id": 7,
+        "bos_token_id": 1,
+        "do_sample": True,
+        "top_k": 20,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(base))
     tokenizer = load_tokenizer(tmp_path)
     special = next(iter(set(tokenizer.special_ids) - {tokenizer.hf.eos_token}))
@@ -834,7 +908,8 @@ def test_generation_config_has_all_stops_of_training_and_no_penalty_of_the_base(
     tokenizer.with_generation(sampling, f"\n\n,{special}").save(tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     ids = [5, tokenizer.hf.eos_token_id, tokenizer.special_ids[special]]
-    assert saved.pop("eos_token_id") == ids and saved.pop("pad_token_id") == tokenizer.pad_id
+    assert saved.pop("eos_token_id") == ids
+    assert saved.pop("pad_token_id") == tokenizer.pad_id
     assert saved == {"bos_token_id": 1, "do_sample": True} | (sampling or {"top_k": 20})
     assert load_tokenizer(tmp_path).stop_ids == tuple(ids)
 

@@ -19,11 +19,18 @@ from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 
-EMBED, LAYERS, HEAD, VALUE = "model.embed_tokens.weight", "model.layers", "lm_head.weight", "v_head.weight"
+EMBED = "model.embed_tokens.weight"
+LAYERS = "model.layers"
+HEAD = "lm_head.weight"
+VALUE = "v_head.weight"
 L, D = 2, 12
 SHAPES = {
     EMBED: (5, D),
-    LAYERS: {"mlp.up_proj.weight": (L, D, D), "input_layernorm.weight": (L, D), "self_attn.q_proj.bias": (L, D)},
+    LAYERS: {
+        "mlp.up_proj.weight": (L, D, D),
+        "input_layernorm.weight": (L, D),
+        "self_attn.q_proj.bias": (L, D),
+    },
     "model.norm.weight": (D,),
     HEAD: (5, D),
     VALUE: (1, D),
@@ -73,11 +80,17 @@ def orthogonalized(x: np.ndarray) -> np.ndarray:
     ],
 )
 def test_muon_orthogonalizes_each_layer_by_itself(shapes, names):
-    params, gradients = random_tree(shapes), [random_tree(shapes, seed) for seed in (1, 2, 3)]
+    params = random_tree(shapes)
+    gradients = [random_tree(shapes, seed) for seed in (1, 2, 3)]
     for gradient in gradients:
         for x in by_name(gradient).values():
             x[1] *= 100  # which would drown the first layer, were they taken together
-    config = OptimizerConfig(optimizer="muon", matrix_lr=0.1, weight_decay=0.2, **NO_CLIP)
+    config = OptimizerConfig(
+        optimizer="muon",
+        matrix_lr=0.1,
+        weight_decay=0.2,
+        **NO_CLIP,
+    )
     after = train(config, params, gradients)[-1]
     assert describe_optimizer(config, params) == "Muon for matrices (576) at 0.1, constant"
     for part, scale in zip(names, ((18 / 8) ** 0.5, 1.0), strict=True):
@@ -99,14 +112,24 @@ def test_muon_orthogonalizes_each_layer_by_itself(shapes, names):
 
 def test_each_group_of_parameters_has_its_rate_and_all_have_one_schedule():
     config = OptimizerConfig(
-        optimizer="muon", lr=0.3, init_lr_frac=0.05, lr_schedule="linear", b1=0.8, adam_eps=1e-10, weight_decay=0,
+        optimizer="muon",
+        lr=0.3,
+        init_lr_frac=0.05,
+        lr_schedule="linear",
+        b1=0.8,
+        adam_eps=1e-10,
+        weight_decay=0,
         **NO_CLIP,
-    )  # fmt: skip
+    )
     gradient = jax.tree.map(np.ones_like, random_tree(SHAPES))
     gradient[LAYERS]["mlp.up_proj.weight"][:] = np.eye(D)
     history = train(config, random_tree(SHAPES), [gradient] * 4, total_steps=4)
     width = (D / 768) ** -0.5
-    peaks = {"embed_tokens": 0.2 * width, "lm_head": 0.004 * width, "up_proj": 0.02}  # the others: --lr
+    peaks = {
+        "embed_tokens": 0.2 * width,
+        "lm_head": 0.004 * width,
+        "up_proj": 0.02,
+    }  # the others: --lr
     for name in history[0]:
         peak = 0.05 * next((rate for part, rate in peaks.items() if part in name), 0.3)
         # AdamW moves by its rate where the gradient never changes; of the identity all singular values are equal.
@@ -116,7 +139,13 @@ def test_each_group_of_parameters_has_its_rate_and_all_have_one_schedule():
             expected = np.broadcast_to(share * peak * direction, moved.shape)
             # A difference of two rounded numbers; of the move itself, the identity's polynomial, or 1 - 0.95^t.
             atol = rounding(2, np.abs(history[i][name]).max())
-            np.testing.assert_allclose(moved, expected, rtol=rounding(5 * 3 * D, 20), atol=atol, err_msg=name)
+            np.testing.assert_allclose(
+                moved,
+                expected,
+                rtol=rounding(5 * 3 * D, 20),
+                atol=atol,
+                err_msg=name,
+            )
 
 
 def test_description():
@@ -128,9 +157,11 @@ def test_description():
     )
     del params[HEAD]
     tied = describe_optimizer(OptimizerConfig(**muon), params)
-    assert "the head" not in tied and tied.endswith("constant; the tied embedding takes the embedding rate")
+    assert "the head" not in tied
+    assert tied.endswith("constant; the tied embedding takes the embedding rate")
     frozen = describe_optimizer(OptimizerConfig(**muon, train_vocab=False), params)
-    assert "embedding" not in frozen and frozen.endswith("constant; 60 frozen")
+    assert "embedding" not in frozen
+    assert frozen.endswith("constant; 60 frozen")
     assert describe_optimizer(OptimizerConfig(), params) == "adamw for 420 parameters at 1e-06, constant"
 
 
@@ -138,7 +169,13 @@ def test_description():
 def test_a_frozen_vocabulary_stays_as_it_is_and_norms_and_biases_do_not_decay(optimizer):
     params = random_tree(SHAPES)
     gradient = jax.tree.map(np.zeros_like, params)
-    config = OptimizerConfig(optimizer, lr=0.1, matrix_lr=0.1, weight_decay=0.5, train_vocab=False)
+    config = OptimizerConfig(
+        optimizer,
+        lr=0.1,
+        matrix_lr=0.1,
+        weight_decay=0.5,
+        train_vocab=False,
+    )
     before, after = train(config, params, [gradient])
     for name, x in before.items():
         factor = 0.95 if name in ("mlp.up_proj.weight", VALUE) else 1.0
@@ -163,11 +200,13 @@ def num_bytes(tree) -> int:
 
 def test_adafactor_factors_each_layer_by_rows_and_columns():
     shapes = {LAYERS: {"mlp.up_proj.weight": (L, 128, 160)}, "model.norm.weight": (160,)}
-    params, gradient = random_tree(shapes), random_tree(shapes, 1)
+    params = random_tree(shapes)
+    gradient = random_tree(shapes, 1)
     config = OptimizerConfig("adafactor", lr=0.1, weight_decay=0.2, **NO_CLIP)
     before, after = train(config, params, [gradient])
     g = np.float64(gradient[LAYERS]["mlp.up_proj.weight"])
-    rows, columns = np.square(g).mean(2, keepdims=True), np.square(g).mean(1, keepdims=True)
+    rows = np.square(g).mean(2, keepdims=True)
+    columns = np.square(g).mean(1, keepdims=True)
     direction = g / np.sqrt(rows * columns / rows.mean(1, keepdims=True))
     direction /= max(1, np.sqrt(np.square(direction).mean()))
     expected = before["mlp.up_proj.weight"] - 0.1 * (direction + 0.2 * before["mlp.up_proj.weight"])
@@ -181,7 +220,12 @@ def test_a_quadratic_loss_falls(optimizer):
     """Each parameter is to become 1; and a first moment in bfloat16 takes nearly the same way."""
 
     def run(mu_dtype):
-        rates = {"lr": 0.05, "matrix_lr": 0.2, "embedding_lr": 0.005, "unembedding_lr": 0.005}
+        rates = {
+            "lr": 0.05,
+            "matrix_lr": 0.2,
+            "embedding_lr": 0.005,
+            "unembedding_lr": 0.005,
+        }
         config = OptimizerConfig(optimizer, mu_dtype=mu_dtype, weight_decay=0, **rates)
         moments = jax.eval_shape(make_optimizer(config).init, params)
         wide = {x.dtype.name for path, x in jax.tree.leaves_with_path(moments) if ".mu" in jax.tree_util.keystr(path)}
@@ -215,7 +259,8 @@ def assert_compiled_once(layout, **flags) -> None:
             gradient = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), state.params)
             state, _ = apply_gradients(optimizer, 0, state, gradient)
             num_programs.append(len(compilations.take_programs()))
-    assert num_programs[0] > 0 and num_programs[1] == 0
+    assert num_programs[0] > 0
+    assert num_programs[1] == 0
 
 
 def four_devices() -> Layout:

@@ -53,7 +53,8 @@ def test_microbatches_hold_every_row_once_and_every_token(shards, num_tokens, sk
     assert sorted(rows[rows != EMPTY]) == list(range(sizes.prompts.size))
     num_packed = 0
     for rows, shape in plan:
-        assert shape in shapes and rows.size == shards * shape.num_rows
+        assert shape in shapes
+        assert rows.size == shards * shape.num_rows
         part = sizes.select(rows)
         packing = pack_rows(part, shape, shards)
         prefixes = set()

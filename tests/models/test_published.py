@@ -21,105 +21,243 @@ FOURTH = [int(i % 4 != 0) for i in range(1, 37)]
 def sizes(*numbers: int) -> dict[str, int]:
     """Width, width of the MLP, layers, heads, heads of keys, vocabulary, positions."""
     names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "vocab_size", "max_position_embeddings",
-    )  # fmt: skip
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "max_position_embeddings",
+    )
     return dict(zip(names, numbers, strict=True))
 
 
 QWEN = {
-    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu",
-    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "use_cache": True,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
     "use_sliding_window": False,
-}  # fmt: skip
+}
 QWEN3 = QWEN | {
-    "attention_bias": False, "head_dim": 128, "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": None,
-}  # fmt: skip
+    "attention_bias": False,
+    "head_dim": 128,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+}
 EXPERTS = {
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
-}  # fmt: skip
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 LLAMA = {
-    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02, "pretraining_tp": 1,
-    "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
-}  # fmt: skip
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}
 LLAMA3 = {
-    "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
-}  # fmt: skip
+}
 GEMMA3 = {
-    "attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid",
-    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000, "rope_scaling": None,
-    "rope_theta": 1_000_000, "sliding_window": 512, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": 512,
+    "torch_dtype": "bfloat16",
+}
 GEMMA3_27B = sizes(5376, 21504, 62, 32, 16, 262_208, 131_072) | {
-    "head_dim": 128, "query_pre_attn_scalar": 168, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "head_dim": 128,
+    "query_pre_attn_scalar": 168,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 1024,
-}  # fmt: skip
+}
 YARN = {
-    "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
-    "original_max_position_embeddings": 8192, "rope_type": "yarn",
-}  # fmt: skip
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "yarn",
+}
 OLMO3 = {
-    "attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "sliding_window": 4096,
-    "tie_word_embeddings": False, "dtype": "bfloat16",
-}  # fmt: skip
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 HYBRID = sizes(5120, 17408, 64, 24, 4, 248_320, 262_144) | {
-    "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
-    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False, "output_gate_type": "swish", "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6, "dtype": "bfloat16", "rope_parameters": {
-        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
-        "rope_theta": 10_000_000, "rope_type": "default",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "default",
     },
-}  # fmt: skip
-QWEN2_5 = sizes(3584, 18944, 28, 28, 4, 152_064, 32768) | QWEN | {
-    "max_window_layers": 28, "rope_theta": 1e6, "sliding_window": 131_072, "tie_word_embeddings": False,
-}  # fmt: skip
+}
+QWEN2_5 = (
+    sizes(3584, 18944, 28, 28, 4, 152_064, 32768)
+    | QWEN
+    | {
+        "max_window_layers": 28,
+        "rope_theta": 1e6,
+        "sliding_window": 131_072,
+        "tie_word_embeddings": False,
+    }
+)
 NEW_YARN = {FULL: YARN | {"rope_theta": 500_000}, SLIDING: {"rope_type": "default", "rope_theta": 500_000}}
 PUBLISHED = {  # name: class, fields
-    "Qwen2-0.5B": ("Qwen2", sizes(896, 4864, 24, 14, 2, 151_936, 131_072) | QWEN | {
-        "max_window_layers": 24, "rope_theta": 1e6, "sliding_window": 131_072, "tie_word_embeddings": True}),
+    "Qwen2-0.5B": (
+        "Qwen2",
+        sizes(896, 4864, 24, 14, 2, 151_936, 131_072)
+        | QWEN
+        | {"max_window_layers": 24, "rope_theta": 1e6, "sliding_window": 131_072, "tie_word_embeddings": True},
+    ),
     "Qwen2.5-7B-Instruct": ("Qwen2", QWEN2_5),
-    "Qwen2.5-7B-Instruct, long": ("Qwen2", QWEN2_5 | {"rope_scaling": {
-        "factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}),
-    "DeepSeek-R1-Distill-Qwen-1.5B": ("Qwen2", sizes(1536, 8960, 28, 12, 2, 151_936, 131_072) | QWEN | {
-        "max_window_layers": 21, "rope_theta": 10000, "sliding_window": 4096, "use_mrope": False}),
-    "Qwen3-0.6B": ("Qwen3", sizes(1024, 3072, 28, 16, 8, 151_936, 40960) | QWEN3 | {
-        "max_window_layers": 28, "tie_word_embeddings": True}),
-    "Qwen3-32B": ("Qwen3", sizes(5120, 25600, 64, 64, 8, 151_936, 40960) | QWEN3 | {
-        "max_window_layers": 64, "tie_word_embeddings": False}),
-    "Qwen3-30B-A3B": ("Qwen3Moe", sizes(2048, 6144, 48, 32, 4, 151_936, 40960) | QWEN3 | EXPERTS | {
-        "max_window_layers": 48, "tie_word_embeddings": False}),
+    "Qwen2.5-7B-Instruct, long": (
+        "Qwen2",
+        QWEN2_5 | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    ),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        "Qwen2",
+        sizes(1536, 8960, 28, 12, 2, 151_936, 131_072)
+        | QWEN
+        | {"max_window_layers": 21, "rope_theta": 10000, "sliding_window": 4096, "use_mrope": False},
+    ),
+    "Qwen3-0.6B": (
+        "Qwen3",
+        sizes(1024, 3072, 28, 16, 8, 151_936, 40960) | QWEN3 | {"max_window_layers": 28, "tie_word_embeddings": True},
+    ),
+    "Qwen3-32B": (
+        "Qwen3",
+        sizes(5120, 25600, 64, 64, 8, 151_936, 40960) | QWEN3 | {"max_window_layers": 64, "tie_word_embeddings": False},
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3Moe",
+        sizes(2048, 6144, 48, 32, 4, 151_936, 40960)
+        | QWEN3
+        | EXPERTS
+        | {"max_window_layers": 48, "tie_word_embeddings": False},
+    ),
     "Qwen3.8-27B": ("Qwen3_5", HYBRID),
-    "Qwen3.5-0.8B": ("Qwen3_5", HYBRID | sizes(1024, 3584, 24, 8, 2, 248_320, 262_144) | {
-        "linear_num_value_heads": 16, "tie_word_embeddings": True, "mlp_only_layers": []}),
+    "Qwen3.5-0.8B": (
+        "Qwen3_5",
+        HYBRID
+        | sizes(1024, 3584, 24, 8, 2, 248_320, 262_144)
+        | {"linear_num_value_heads": 16, "tie_word_embeddings": True, "mlp_only_layers": []},
+    ),
     "Llama-2-7b": ("Llama", sizes(4096, 11008, 32, 32, 32, 32000, 4096) | LLAMA),
     "TinyLlama-1.1B": ("Llama", sizes(2048, 5632, 22, 32, 4, 32000, 2048) | LLAMA | {"attention_bias": False}),
     "Meta-Llama-3-8B": ("Llama", sizes(4096, 14336, 32, 32, 8, 128_256, 8192) | LLAMA | {"rope_theta": 500_000.0}),
-    "Llama-3.1-8B-Instruct": ("Llama", sizes(4096, 14336, 32, 32, 8, 128_256, 131_072) | LLAMA | {
-        "rope_theta": 500_000.0, "rope_scaling": LLAMA3 | {"factor": 8.0}, "mlp_bias": False}),
-    "Llama-3.2-1B-Instruct": ("Llama", sizes(2048, 8192, 16, 32, 8, 128_256, 131_072) | LLAMA | {
-        "rope_theta": 500_000.0, "rope_scaling": LLAMA3, "mlp_bias": False, "head_dim": 64,
-        "tie_word_embeddings": True, "eos_token_id": [128_001, 128_008, 128_009]}),
-    "SmolLM2-135M-Instruct": ("Llama", sizes(576, 1536, 30, 9, 3, 49152, 8192) | LLAMA | {
-        "rope_theta": 100_000, "rope_interleaved": False, "tie_word_embeddings": True}),
-    "SmolLM3-3B": ("SmolLM3", sizes(2048, 11008, 36, 16, 4, 128_256, 65536) | LLAMA | {
-        "attention_bias": False, "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
-        "no_rope_layers": FOURTH, "layer_types": [FULL] * 36, "pretraining_tp": 2, "rms_norm_eps": 1e-6,
-        "rope_theta": 5_000_000.0, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False}),
-    "gemma-3-270m": ("Gemma3Text", GEMMA3 | sizes(640, 2048, 18, 4, 1, 262_144, 32768) | {
-        "_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
-    "gemma-3-1b-it": ("Gemma3Text", GEMMA3 | sizes(1152, 6912, 26, 4, 1, 262_144, 32768) | {
-        "sliding_window_pattern": 6, "eos_token_id": [1, 106]}),
+    "Llama-3.1-8B-Instruct": (
+        "Llama",
+        sizes(4096, 14336, 32, 32, 8, 128_256, 131_072)
+        | LLAMA
+        | {"rope_theta": 500_000.0, "rope_scaling": LLAMA3 | {"factor": 8.0}, "mlp_bias": False},
+    ),
+    "Llama-3.2-1B-Instruct": (
+        "Llama",
+        sizes(2048, 8192, 16, 32, 8, 128_256, 131_072)
+        | LLAMA
+        | {
+            "rope_theta": 500_000.0,
+            "rope_scaling": LLAMA3,
+            "mlp_bias": False,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "eos_token_id": [128_001, 128_008, 128_009],
+        },
+    ),
+    "SmolLM2-135M-Instruct": (
+        "Llama",
+        sizes(576, 1536, 30, 9, 3, 49152, 8192)
+        | LLAMA
+        | {"rope_theta": 100_000, "rope_interleaved": False, "tie_word_embeddings": True},
+    ),
+    "SmolLM3-3B": (
+        "SmolLM3",
+        sizes(2048, 11008, 36, 16, 4, 128_256, 65536)
+        | LLAMA
+        | {
+            "attention_bias": False,
+            "max_window_layers": 28,
+            "mlp_bias": False,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": FOURTH,
+            "layer_types": [FULL] * 36,
+            "pretraining_tp": 2,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 5_000_000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+    ),
+    "gemma-3-270m": (
+        "Gemma3Text",
+        GEMMA3
+        | sizes(640, 2048, 18, 4, 1, 262_144, 32768)
+        | {"_sliding_window_pattern": 6, "use_bidirectional_attention": False},
+    ),
+    "gemma-3-1b-it": (
+        "Gemma3Text",
+        GEMMA3 | sizes(1152, 6912, 26, 4, 1, 262_144, 32768) | {"sliding_window_pattern": 6, "eos_token_id": [1, 106]},
+    ),
     "gemma-3-27b-it": ("Gemma3Text", GEMMA3_27B),
-    "Olmo-3-7B-Think": ("Olmo3", sizes(4096, 11008, 32, 32, 32, 100_278, 65536) | OLMO3 | {
-        "rope_scaling": YARN, "rope_theta": 500_000}),
-    "Olmo-3.1-32B-Think, of transformers 5": ("Olmo3", sizes(5120, 27648, 64, 40, 8, 100_278, 65536) | OLMO3 | {
-        "rope_parameters": NEW_YARN}),
-}  # fmt: skip
+    "Olmo-3-7B-Think": (
+        "Olmo3",
+        sizes(4096, 11008, 32, 32, 32, 100_278, 65536) | OLMO3 | {"rope_scaling": YARN, "rope_theta": 500_000},
+    ),
+    "Olmo-3.1-32B-Think, of transformers 5": (
+        "Olmo3",
+        sizes(5120, 27648, 64, 40, 8, 100_278, 65536) | OLMO3 | {"rope_parameters": NEW_YARN},
+    ),
+}
 CLASSES = {name.removesuffix("ForCausalLM"): name for name in FAMILIES}
 CLASSES["Gemma3Text"] = CLASSES.pop("Gemma3")
 WRAPPERS = {text: outer for outer, text in WRAPPED.items()}
@@ -185,9 +323,13 @@ def test_a_published_config_is_the_model_that_transformers_makes(name):
 
 
 POSITIONS = {  # context lengths of the model cards
-    "Qwen2.5-7B-Instruct": 32768, "Qwen2.5-7B-Instruct, long": 131_072, "Llama-3.2-1B-Instruct": 131_072,
-    "gemma-3-27b-it": 131_072, "Olmo-3-7B-Think": 65536, "Olmo-3.1-32B-Think, of transformers 5": 65536,
-}  # fmt: skip
+    "Qwen2.5-7B-Instruct": 32768,
+    "Qwen2.5-7B-Instruct, long": 131_072,
+    "Llama-3.2-1B-Instruct": 131_072,
+    "gemma-3-27b-it": 131_072,
+    "Olmo-3-7B-Think": 65536,
+    "Olmo-3.1-32B-Think, of transformers 5": 65536,
+}
 
 
 @pytest.mark.parametrize("name", POSITIONS)
@@ -203,17 +345,31 @@ KINDS = {"sliding_window": 7, "layer_types": [FULL, SLIDING] * 2 + [FULL]}
 KINDS["rope_parameters"] = {FULL: ROPE["rope_parameters"], SLIDING: {"rope_theta": 3e3, "rope_type": "default"}}
 OTHERS = {  # fields of each class that are not its defaults
     "Qwen3": ROPE | {"head_dim": 10, "tie_word_embeddings": True},
-    "Qwen3Moe": ROPE | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "Qwen3Moe": ROPE
+    | {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
     "Qwen2": ROPE,
     "Llama": ROPE,
     "SmolLM3": ROPE | {"no_rope_layer_interval": 2, "tie_word_embeddings": False},
     "Gemma3Text": KINDS | {"head_dim": 10, "query_pre_attn_scalar": 9},
     "Olmo3": KINDS,
     "Qwen3_5": {
-        "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 3e3, "partial_rotary_factor": 0.5}},
-}  # fmt: skip
+        "head_dim": 16,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 9,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 3,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 3e3,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -104,19 +104,27 @@ def test_options_reach_their_group():
 
 
 def test_options_of_groups_and_of_base_classes_are_the_same():
-    composed, inherited = options_of(Composed), options_of(Inherited)
+    composed = options_of(Composed)
+    inherited = options_of(Inherited)
     assert set(composed) == {*inherited, "seed"}
     for name, known in inherited.items():
         described = composed[name]
         assert (known.type, known.default, known.help) == (described.type, described.default, described.help)
-        assert known.owner is described.owner and known.group == ""
+        assert known.owner is described.owner
+        assert known.group == ""
     assert {name: known.group for name, known in composed.items()} == {
-        "lr": "loop", "do_group_filter": "loop", "ckpt_dir": "loop",
-        "temperature": "sampling", "group_size": "sampling", "sharding": "sampling", "seed": "",
-    }  # fmt: skip
+        "lr": "loop",
+        "do_group_filter": "loop",
+        "ckpt_dir": "loop",
+        "temperature": "sampling",
+        "group_size": "sampling",
+        "sharding": "sampling",
+        "seed": "",
+    }
     sharding = composed["sharding"]
     assert (sharding.default, sharding.choices, sharding.resumable) == ("dp", ["dp", "fsdp"], True)
-    assert composed["group_size"].essential and not composed["group_size"].resumable
+    assert composed["group_size"].essential
+    assert not composed["group_size"].resumable
 
 
 def test_names_are_unique_over_groups_and_groups_hold_options_only():
@@ -214,7 +222,8 @@ def test_models_tiny_without_an_environment_is_the_demo(line, expected, capsys):
     demo = to_dict(parse(grpo.Config, f"--config configs/demo.py {line}".split(), spellings=LMPO))
     is_demo = expected["env_name"] == "countdown"
     assert (settings == demo) == is_demo
-    assert len(said) == is_demo and all("--config configs/demo.py" in line for line in said)
+    assert len(said) == is_demo
+    assert all("--config configs/demo.py" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +298,9 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
     for (kind, (remat, needed, room, seconds)), cell in zip(chips.items(), own.split(" | "), strict=True):
         monkeypatch.setattr(startup, "find_devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
         assert read(line, grpo.Config).memory.remat == remat
-        assert needed == max(float(x) for x in re.findall(r"\d+\.\d", cell)) < room and seconds > 0 and kind in PEAKS
+        assert needed == max(float(x) for x in re.findall(r"\d+\.\d", cell)) < room
+        assert seconds > 0
+        assert kind in PEAKS
     joined = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: joined.append(settings))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
@@ -341,7 +352,8 @@ def test_numbers_of_environments_are_those_of_options():
 def test_mistakes_in_a_preset_name_the_file(text, words, tmp_path, capsys):
     (tmp_path / "wrong.yaml").write_text(text)
     message = mistake(f"--config {tmp_path / 'wrong.yaml'}", capsys)
-    assert words in message and "wrong.yaml" in message
+    assert words in message
+    assert "wrong.yaml" in message
 
 
 LINES = {  # of a preset, and the words of its sentence
@@ -384,7 +396,9 @@ LINES = {  # of a preset, and the words of its sentence
 def test_a_preset_that_is_hostile_or_wrong_is_one_sentence(name, text, words, tmp_path, capsys):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     message = mistake(f"--config {tmp_path / name}", capsys)
-    assert words in message and str(tmp_path / name) in message and len(message) < 500
+    assert words in message
+    assert str(tmp_path / name) in message
+    assert len(message) < 500
 
 
 def help_text(line: str, capsys, settings: type) -> str:
@@ -397,9 +411,11 @@ def help_text(line: str, capsys, settings: type) -> str:
 @both
 def test_help_describes_the_options_needed_most_often_and_names_the_others(settings, capsys):
     text = help_text("--help", capsys, settings)
-    assert "\n  --group_size int = 8\n" in text and "\n  The training loop: --lr --do_group_filter --ckpt_dir\n" in text
+    assert "\n  --group_size int = 8\n" in text
+    assert "\n  The training loop: --lr --do_group_filter --ckpt_dir\n" in text
     described = {name for name in options_of(settings) if f"\n  --{name} " in text}
-    assert described == {"group_size"} and "spellings" not in text
+    assert described == {"group_size"}
+    assert "spellings" not in text
 
 
 @pytest.mark.parametrize("command", [grpo, eval, sampling])
@@ -414,7 +430,8 @@ def test_help_fits_into_80_columns_but_for_commands_to_copy(command, capsys):
             {line.partition("  # ")[0].strip() for line in page if line.strip().startswith("python core")}
             for page in (command.__doc__.splitlines(), lines)
         )
-        assert commands and commands <= shown
+        assert commands
+        assert commands <= shown
 
 
 def test_all_is_also_the_value_of_options():
@@ -431,10 +448,20 @@ def test_few_options_are_needed_most_often(command):
 def test_help_lists_each_option_once_under_the_class_that_introduces_it(settings, line, capsys):
     text = help_text(line, capsys, settings)
     order = [
-        "Trains.", "Options needed most often", "--group_size int = 8", "The training", "--lr float = 1e-06",
-        "How replies", "--temperature", "--sharding str = 'dp'", "kvfrans/lmpo's spellings", "--greedy",
-        "Presets in configs/", "--config configs/rloo.py", "each completion against the mean of the others",
-    ]  # fmt: skip
+        "Trains.",
+        "Options needed most often",
+        "--group_size int = 8",
+        "The training",
+        "--lr float = 1e-06",
+        "How replies",
+        "--temperature",
+        "--sharding str = 'dp'",
+        "kvfrans/lmpo's spellings",
+        "--greedy",
+        "Presets in configs/",
+        "--config configs/rloo.py",
+        "each completion against the mean of the others",
+    ]
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
     assert all(text.count(f"\n  --{name} ") == 1 for name in options_of(settings))
     assert "--use_flash" not in text, "an option that is always refused"
@@ -490,13 +517,15 @@ def test_commands_have_no_option_that_only_training_reads(command):
 def test_ctrl_c_ends_a_command_in_one_line(capsys):
     with pytest.raises(SystemExit) as end, user_errors():
         raise KeyboardInterrupt
-    assert end.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
 
 
 def test_a_file_that_is_not_there_is_named_without_the_number_of_the_error(capsys, tmp_path):
     with pytest.raises(SystemExit) as end, user_errors():
         sampling.read_prompts(str(tmp_path / "x.jsonl"))
-    assert end.value.code == 2 and capsys.readouterr().err == f"error: {tmp_path}/x.jsonl: No such file or directory\n"
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/x.jsonl: No such file or directory\n"
 
 
 def test_passwords_of_addresses_are_hidden_and_never_taken_for_passwords():

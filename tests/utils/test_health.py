@@ -8,10 +8,17 @@ from utils.metrics.logger import Logger
 from utils.reporting.verdict import judge
 
 WELL = {
-    "env/reward_errors": 0, "env/reward_timeouts": 0,
-    "env/groups_without_signal": 0.3, "entropy": 0.5, "env/finished": 0.9, "distill/cut_off": 0.0,
-    "inference_recompute/logprob_diff": 1e-3, "approx_kl": 1e-3, "kl": 0.01, "grad_norm": 0.1,
-}  # fmt: skip
+    "env/reward_errors": 0,
+    "env/reward_timeouts": 0,
+    "env/groups_without_signal": 0.3,
+    "entropy": 0.5,
+    "env/finished": 0.9,
+    "distill/cut_off": 0.0,
+    "inference_recompute/logprob_diff": 1e-3,
+    "approx_kl": 1e-3,
+    "kl": 0.01,
+    "grad_norm": 0.1,
+}
 ILL = {
     "env/reward_errors": (6, "the reward failed for 6 replies of the step"),
     "env/reward_timeouts": (2, "the reward took too long for 2 replies"),
@@ -43,16 +50,33 @@ def test_a_warning_comes_once_and_again_after_a_quiet_while(metric):
 
 
 def test_a_reward_that_is_the_same_everywhere_is_named():
-    metrics = {"env/groups_without_signal": 1.0, "env/return": 0.1, "env/return_spread": 0.0}
+    metrics = {
+        "env/groups_without_signal": 1.0,
+        "env/return": 0.1,
+        "env/return_spread": 0.0,
+    }
     (sentence,) = HealthChecks().find_warnings(1, metrics).values()
     assert sentence.startswith("100% of the groups have equal rewards (0.1 everywhere) and teach nothing")
 
 
 HEALTHY = {
-    "env/return": 0.34, "env/return_spread": 1.0, "rollout/num_rollouts": 64, "env/length": 40.0, "entropy": 0.13,
-    "approx_kl": 0.0, "update_norm": 0.5, "param_norm": 181.0, "env/finished": 1.0, "env/groups_without_signal": 0.0,
-}  # fmt: skip
-FALLEN = HEALTHY | {"env/return": 0.0, "entropy": None, "env/finished": 0.0, "env/groups_without_signal": 1.0}
+    "env/return": 0.34,
+    "env/return_spread": 1.0,
+    "rollout/num_rollouts": 64,
+    "env/length": 40.0,
+    "entropy": 0.13,
+    "approx_kl": 0.0,
+    "update_norm": 0.5,
+    "param_norm": 181.0,
+    "env/finished": 1.0,
+    "env/groups_without_signal": 0.0,
+}
+FALLEN = HEALTHY | {
+    "env/return": 0.0,
+    "entropy": None,
+    "env/finished": 0.0,
+    "env/groups_without_signal": 1.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +110,12 @@ def test_noise_is_no_collapse(num_rollouts, chance):
         assert health_checks.find_warnings(step, HEALTHY | noisy | {"env/finished": 1.0}) == {}
 
 
-EQUAL = {"env/groups_without_signal": 1.0, "env/return": 0.0, "env/return_spread": 0.0, "rollout/num_rollouts": 64}
+EQUAL = {
+    "env/groups_without_signal": 1.0,
+    "env/return": 0.0,
+    "env/return_spread": 0.0,
+    "rollout/num_rollouts": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +154,12 @@ def test_advice_on_equal_rewards_fits_its_cause(metrics, words):
 def test_after_a_ruinous_update_no_other_advice_is_given(first, later, num_rollouts):
     """As with --lr 30 (the weights are nearly all update), whatever the return was before."""
     health_checks, told = HealthChecks(), []
-    ruined = {"env/groups_without_signal": 1.0, "env/finished": 0.1, "env/return_spread": 0.0, "entropy": None}
+    ruined = {
+        "env/groups_without_signal": 1.0,
+        "env/finished": 0.1,
+        "env/return_spread": 0.0,
+        "entropy": None,
+    }
     for step, reward in enumerate([first] + [later] * 39, start=1):
         metrics = HEALTHY | {"env/return": reward, "rollout/num_rollouts": num_rollouts}
         metrics |= {"update_norm": 24718.9, "param_norm": 24720.1} if step == 1 else {"update_norm": None, **ruined}
@@ -148,8 +182,17 @@ def test_the_terminal_says_it(tmp_path, capsys):
 @pytest.mark.parametrize(("num_failed", "names_it"), [(8, True), (5, True), (4, False)])
 def test_a_failed_reward_alone_is_named(num_failed, names_it):
     """Where more than half of the replies have no reward, equal rewards are no fault of the problems."""
-    metrics = {"env/groups_without_signal": 1.0, "env/return": 0.0, "env/return_spread": 0.0, "num_updates": 0.0}
-    metrics |= {"env/reward_errors": float(num_failed), "env/reward_timeouts": 0.0, "rollout/num_rollouts": 8.0}
+    metrics = {
+        "env/groups_without_signal": 1.0,
+        "env/return": 0.0,
+        "env/return_spread": 0.0,
+        "num_updates": 0.0,
+    }
+    metrics |= {
+        "env/reward_errors": float(num_failed),
+        "env/reward_timeouts": 0.0,
+        "rollout/num_rollouts": 8.0,
+    }
     assert ("env/groups_without_signal" not in HealthChecks().find_warnings(1, metrics)) == names_it
     verdict = judge({name: (np.ones(1), np.array([value])) for name, value in metrics.items()})["text"]
     expected = f"Nothing could be learnt: the reward failed for {num_failed} replies, see reward_failures.jsonl."

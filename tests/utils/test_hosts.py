@@ -19,11 +19,24 @@ from utils.settings.errors import UserError, user_errors
 
 LIMIT = 600  # seconds until a process hangs
 FLAGS = {
-    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied", "env_name": "poem", "groups_per_batch": 2,
-    "group_size": 2, "ppo_minibatch": 0, "num_generation_tokens": 4, "do_group_filter": 0, "num_score_workers": 1,
-    "save_interval": 1, "max_steps": 100000, "save_rollouts": "none",
-}  # fmt: skip
-SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    "model_dir": ROOT / "tests" / "fixtures" / "qwen3-tied",
+    "env_name": "poem",
+    "groups_per_batch": 2,
+    "group_size": 2,
+    "ppo_minibatch": 0,
+    "num_generation_tokens": 4,
+    "do_group_filter": 0,
+    "num_score_workers": 1,
+    "save_interval": 1,
+    "max_steps": 100000,
+    "save_rollouts": "none",
+}
+SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +75,8 @@ def test_a_tpu_host_without_a_cluster_is_one_process(error, monkeypatch, capsys)
     monkeypatch.setenv("TPU_ML_PLATFORM", "JAX")
     join_processes.__wrapped__()
     printed = capsys.readouterr().err
-    assert printed.startswith("one process, since no cluster is found") and str(error) in printed
+    assert printed.startswith("one process, since no cluster is found")
+    assert str(error) in printed
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     with pytest.raises(UserError, match="set JAX_COORDINATOR_ADDRESS to host:port"):
         join_processes.__wrapped__()
@@ -160,12 +174,15 @@ def test_when_one_process_ends_so_do_all(ending, tmp_path):
         first, last = (main, other) if ending == "main killed" else (other, main)
         output = first.communicate(timeout=LIMIT)[0]
         more = last.communicate(timeout=LIMIT)[0]
-        assert main.returncode and other.returncode
+        assert main.returncode
+        assert other.returncode
         if ending == "raises":
-            assert "ZeroDivisionError" in output and "process 1 of 2 ends" in output
+            assert "ZeroDivisionError" in output
+            assert "process 1 of 2 ends" in output
         if ending == "asked":
             assert main.returncode == other.returncode == 128 + signal.SIGTERM, output + more
-            assert "stopped by SIGTERM" in more and "is saved: the same command goes on from there" in more
+            assert "stopped by SIGTERM" in more
+            assert "is saved: the same command goes on from there" in more
     finally:
         for process in processes:
             process.kill()

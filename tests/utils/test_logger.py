@@ -27,7 +27,15 @@ def lines(folder) -> list[dict]:
 
 def test_numbers_of_all_kinds_become_valid_json(tmp_path):
     with Logger(tmp_path) as logger:
-        logger.log(np.int64(3), {"a": float("nan"), "b": np.float32("inf"), "c": jnp.float32(0.5), "d": np.arange(2.0)})
+        logger.log(
+            np.int64(3),
+            {
+                "a": float("nan"),
+                "b": np.float32("inf"),
+                "c": jnp.float32(0.5),
+                "d": np.arange(2.0),
+            },
+        )
         assert lines(tmp_path) == [{"global_step": 3, "a": None, "b": None, "c": 0.5, "d": [0.0, 1.0]}], "flushed"
 
 
@@ -75,7 +83,15 @@ def test_damaged_lines_are_dropped_with_a_warning_by_all_who_read_them(kind, tmp
 
 def test_the_line_of_a_step_shows_what_is_there(tmp_path, capsys):
     with Logger(tmp_path) as logger:
-        logger.line(7, {"env/return": 0.25, "env/correct_answer": jnp.float32(0.5), "other": 1.0, "entropy": np.nan})
+        logger.line(
+            7,
+            {
+                "env/return": 0.25,
+                "env/correct_answer": jnp.float32(0.5),
+                "other": 1.0,
+                "entropy": np.nan,
+            },
+        )
     assert " ".join(capsys.readouterr().out.split()) == "step 7 return 0.25 correct 50.0% entropy nan"
 
 
@@ -88,7 +104,15 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch)
     with Logger(tmp_path, num_steps=40, test_interval=15) as logger:  # after steps 15, 30 and 40
         logger.line(0, {"test_env/return": 0.5, "times/test": 700.0})
         logger.line(14, {"times/step": 60.0})
-        logger.line(15, {"env/return": 0.5, "times/step": 60.0, "test_env/return": 0.5, "times/test": 600.0})
+        logger.line(
+            15,
+            {
+                "env/return": 0.5,
+                "times/step": 60.0,
+                "test_env/return": 0.5,
+                "times/test": 600.0,
+            },
+        )
     clock = iter([0.0, 75.0, 200.0, 270.0])  # 15 and 65 seconds beside the steps, and 10
     monkeypatch.setattr("utils.metrics.logger.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     with Logger(tmp_path, num_steps=40) as logger:
@@ -96,14 +120,22 @@ def test_the_line_of_a_step_says_how_much_is_left(tmp_path, capsys, monkeypatch)
             logger.line(step, {"times/step": 60.0})
     first, second, third, last, *others, a, b, c, _ = capsys.readouterr().out.splitlines()
     assert first == "step  1/40  500.0s   <5h left" and second.endswith(" 60.0s   38m left"), "the first one compiles"
-    assert third == "step  3/40  approx_kl    1e-05   60.0s   37m left" and last == "step 40/40   60.0s"
+    assert third == "step  3/40  approx_kl    1e-05   60.0s   37m left"
+    assert last == "step 40/40   60.0s"
     assert [line.split("  ")[-1].strip() for line in (a, b, c)] == ["<39m left", "38m left", "38m left"]
     assert [line.split("  ")[-1].strip() for line in others] == ["700.0s", "<61m left", "45m left", "600.0s"]
 
 
 def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
     with Logger(tmp_path, num_steps=40, test_interval=20) as logger:
-        logger.line(0, {"test_env/return": 0.5, "times/test": 95.0, "times/compile": 90.0})
+        logger.line(
+            0,
+            {
+                "test_env/return": 0.5,
+                "times/test": 95.0,
+                "times/compile": 90.0,
+            },
+        )
         for step in (1, 2):
             logger.line(step, {"times/step": 40.0, "times/compile": 37.0})
     lines = capsys.readouterr().out.splitlines()
@@ -113,29 +145,54 @@ def test_the_time_that_is_left_is_without_what_xla_compiled(tmp_path, capsys):
 def test_lines_are_aligned_and_fit_into_120_columns_or_the_terminal(tmp_path, capsys, monkeypatch):
     training = {name: 0.25 for name in ("env/return", "env/correct_answer", "env/length", "entropy", "grad_norm")}
     training["env/return"] = -0.1
-    other = training | {"env/return": -0.125, "env/correct_answer": 1.0, "env/length": 1234.0, "grad_norm": 0.0123}
+    other = training | {
+        "env/return": -0.125,
+        "env/correct_answer": 1.0,
+        "env/length": 1234.0,
+        "grad_norm": 0.0123,
+    }
     monkeypatch.setenv("COLUMNS", "200")
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(0, {"test_env/return": 0.5, "test_env/correct_answer": 0.5})
         logger.line(9, training | {"times/step": 1.0, "test_env/return": 0.5})
         logger.line(10, other | {"times/step": 123.4})
         logger.line(11, {"env/return": 0.5, "times/step": 123.4})
-        logger.line(12, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+        logger.line(
+            12,
+            other
+            | {
+                "approx_kl": -1.234e-5,
+                "value/explained_variance": -0.123,
+                "times/step": 123.4,
+            },
+        )
     first, ninth, held_out, tenth, blank, late = capsys.readouterr().out.splitlines()
-    assert first == "test     0/10000  return    0.5  correct  50.0%" and held_out == "test     9/10000  return    0.5"
+    assert first == "test     0/10000  return    0.5  correct  50.0%"
+    assert held_out == "test     9/10000  return    0.5"
     for word in ("correct", "length", "entropy", "grad", "s  ", " left"):
         assert ninth.index(word) == tenth.index(word), word
     assert blank.index(" left") == tenth.index(" left") and "entropy" not in blank, "a metric keeps its place"
     assert late[:100] == tenth.replace("10/", "12/")[:100], "what comes when there is no room is left out"
     with Logger(tmp_path, num_steps=10_000) as logger:
-        logger.line(11, other | {"approx_kl": -1.234e-5, "value/explained_variance": -0.123, "times/step": 123.4})
+        logger.line(
+            11,
+            other
+            | {
+                "approx_kl": -1.234e-5,
+                "value/explained_variance": -0.123,
+                "times/step": 123.4,
+            },
+        )
     full = capsys.readouterr().out.rstrip()
-    assert max(map(len, (ninth, tenth, full))) <= 120 and "approx_kl -1.23e-05" in full
+    assert max(map(len, (ninth, tenth, full))) <= 120
+    assert "approx_kl -1.23e-05" in full
     monkeypatch.setenv("COLUMNS", "60")
     with Logger(tmp_path, num_steps=10_000) as logger:
         logger.line(11, other | {"times/step": 123.4})
     line = capsys.readouterr().out.rstrip()
-    assert len(line) <= 60 and "return" in line and line.endswith("left")
+    assert len(line) <= 60
+    assert "return" in line
+    assert line.endswith("left")
 
 
 def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
@@ -147,7 +204,9 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
         logger.sample("step 1", "prompt é", hostile, 1.0)
     terminal.seek(0)
     shown = terminal.read()
-    assert "ab]0;titlec2Jdefg\n" in shown and "prompt ?" in shown and "reward 1" in shown
+    assert "ab]0;titlec2Jdefg\n" in shown
+    assert "prompt ?" in shown
+    assert "reward 1" in shown
     assert all(c == "\n" or c.isprintable() for c in shown)
     assert len(shown) < 2000
 

@@ -58,7 +58,11 @@ def write_run(folder, num_steps=30, rollouts=None, **config):
     (folder / "rollouts").mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
-            record = {"global_step": step, "env/return": step / num_steps, "entropy": None if step == 3 else 1 / step}
+            record = {
+                "global_step": step,
+                "env/return": step / num_steps,
+                "entropy": None if step == 3 else 1 / step,
+            }
             record |= {
                 name: 0.1 for panel in PANELS for name in panel.metrics if name[:4] not in ("env/", "entr", "test")
             }
@@ -77,7 +81,11 @@ def row(i: int, group_size: int = 4, **fields) -> dict:
 
 
 def coloured_row(i: int) -> dict:
-    lists = {"logprobs": [-2.0, -0.1, 0.0], "old_logprobs": [-1.9, -0.1, 0.0], "entropies": [1.5, 0.2, 0.0]}
+    lists = {
+        "logprobs": [-2.0, -0.1, 0.0],
+        "old_logprobs": [-1.9, -0.1, 0.0],
+        "entropies": [1.5, 0.2, 0.0],
+    }
     return (
         row(i, tokens=["<think>", str(i), "</think>"], advantage=i / 10 - 0.2, valid=1.0, prompt="<b>Count.</b>")
         | lists
@@ -96,7 +104,12 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, 
         layout = SimpleNamespace(is_main=True, gather_values=lambda value: [value])
         settings = {"env_name": env_name}
         (folder / "step31").mkdir()
-        run = SimpleNamespace(layout=layout, directory=folder, model_dir="base", settings=settings)
+        run = SimpleNamespace(
+            layout=layout,
+            directory=folder,
+            model_dir="base",
+            settings=settings,
+        )
         run.print, run.card = partial(print, sep="\n"), SimpleNamespace(segments=[])
         Run.print_summary(run, Progress(step=31), None)
     verdict, *lines = capsys.readouterr().out.splitlines()
@@ -104,7 +117,8 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, 
     assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")
     assert any("the saved model is base, unchanged" in line for line in lines) == (not updates)
     chat, both, *scores = lines[-3 if env_name else -2 :]
-    assert chat.startswith("chat:") and chat.endswith(f"core/sampling.py --ckpt_dir {folder}/step31")
+    assert chat.startswith("chat:")
+    assert chat.endswith(f"core/sampling.py --ckpt_dir {folder}/step31")
     assert both.endswith(f"core/sampling.py --ckpt_dir base,{folder}/step31 --web 8000")
     assert [line.split()[-1] for line in scores] == ([f"{folder}/step31"] if env_name else [])
     assert all(line.startswith("evaluate:") and "core/eval.py --model_dir" in line for line in scores)
@@ -127,11 +141,16 @@ def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(tmp_path):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts}
-    assert len(scripts) == 2 and set(re.search("script-src ([^;]*);", policy)[1].split()) == hashes
-    assert policy.startswith("default-src 'none';") and not re.search("https?:|connect-src|unsafe-eval", policy)
+    assert len(scripts) == 2
+    assert set(re.search("script-src ([^;]*);", policy)[1].split()) == hashes
+    assert policy.startswith("default-src 'none';")
+    assert not re.search("https?:|connect-src|unsafe-eval", policy)
     shell = page.replace(scripts[0], "").replace(scripts[1], "")
-    assert "window.ran = 1<" not in shell and not re.search(r"<(link|img|iframe|svg|object|embed)\b", shell)
-    assert "innerHTML" not in scripts[1] and "document.write" not in scripts[1] and "eval" not in scripts[1]
+    assert "window.ran = 1<" not in shell
+    assert not re.search(r"<(link|img|iframe|svg|object|embed)\b", shell)
+    assert "innerHTML" not in scripts[1]
+    assert "document.write" not in scripts[1]
+    assert "eval" not in scripts[1]
 
 
 @pytest.mark.parametrize("size", [1, 4, 99, 100, 101, 10_007])
@@ -139,8 +158,12 @@ def test_thinning_keeps_the_ends_and_the_extremes(size):
     values = np.random.default_rng(size).normal(size=size)
     values[size // 3 : size // 2] = np.nan
     kept = thin(values, 100)
-    assert len(kept) <= 100 and (np.diff(kept) > 0).all() and kept[0] == 0 and kept[-1] == size - 1
-    assert np.nanmin(values) == np.nanmin(values[kept]) and np.nanmax(values) == np.nanmax(values[kept])
+    assert len(kept) <= 100
+    assert (np.diff(kept) > 0).all()
+    assert kept[0] == 0
+    assert kept[-1] == size - 1
+    assert np.nanmin(values) == np.nanmin(values[kept])
+    assert np.nanmax(values) == np.nanmax(values[kept])
     assert np.isnan(values[kept]).any() == np.isnan(values).any(), "a gap stays one"
 
 
@@ -170,7 +193,8 @@ def test_intervals_are_those_that_were_logged_and_stay_within_0_and_1(tmp_path):
         logger.log(1, {"test_env/correct_answer": 2.0, "test_env/correct_answer_ci": 0.5})
     run = read_metrics(tmp_path / "metrics.jsonl")
     ends = intervals(run, "test_env/correct_answer")
-    assert 0 < ends[0][0] < 1 / 64 < ends[0][1] < 0.1 and ends[1] == (1.5, 2.5)
+    assert 0 < ends[0][0] < 1 / 64 < ends[0][1] < 0.1
+    assert ends[1] == (1.5, 2.5)
     series = run_data("run", tmp_path / "metrics.jsonl", 0)["metrics"]["test_env/correct_answer"]
     assert [series["low"][0], series["high"][0]] == pytest.approx(ends[0], rel=1e-4)
 
@@ -191,37 +215,53 @@ def test_the_verdict_compares_intervals(name):
     run = {"test_env/correct_answer": (steps, values)}
     run |= {f"test_env/correct_answer_{end}": (steps, values + by) for end, by in (("low", -0.05), ("high", 0.05))}
     text = judge(run)["text"]
-    assert text.startswith(opening) and (f"since step {flat}." in text) == (flat is not None)
+    assert text.startswith(opening)
+    assert (f"since step {flat}." in text) == (flat is not None)
     change, width = values[-1] - values[0], 0.05 * 2**0.5  # of two independent errors
     change, low, high = (100 * x for x in (change, change - width, change + width))
     assert f"a change of {change:.1f} points [{low:.1f}, {high:.1f}]" in text
 
 
 @pytest.mark.parametrize("held_out", [{}, {"test_env/return": 1.0, "test_env/return_low": 0.6}])
-@pytest.mark.parametrize(("shares", "rewards", "spread", "finished", "reason"), [
-    (1.0, (0.1, 0.1), 0.0, 1.0, "all rewards were equal (0.1 everywhere), so no update"),
-    (1.0, (0.1, 0.2), 0.0, 0.0, "all rewards were equal, so no update"),
-    (1.0, (0.5, 0.5), 1.0, 0.5, "were equal, so no update"),
-    (0.5, (0.1, 0.1), 0.2, 0.1, "Nothing learnt: no update"),
-    (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learnt: the limit of tokens cut all completions off, and no update"),
-])
+@pytest.mark.parametrize(
+    ("shares", "rewards", "spread", "finished", "reason"),
+    [
+        (1.0, (0.1, 0.1), 0.0, 1.0, "all rewards were equal (0.1 everywhere), so no update"),
+        (1.0, (0.1, 0.2), 0.0, 0.0, "all rewards were equal, so no update"),
+        (1.0, (0.5, 0.5), 1.0, 0.5, "were equal, so no update"),
+        (0.5, (0.1, 0.1), 0.2, 0.1, "Nothing learnt: no update"),
+        (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learnt: the limit of tokens cut all completions off, and no update"),
+    ],
+)
 def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, finished, reason):
     with Logger(tmp_path) as logger:
         for step, reward in enumerate(rewards, start=1):
-            facts = {"env/return": reward, "env/return_spread": spread, "env/groups_without_signal": shares}
+            facts = {
+                "env/return": reward,
+                "env/return_spread": spread,
+                "env/groups_without_signal": shares,
+            }
             logger.log(step, facts | held_out | {"num_updates": 0, "env/finished": finished})
     verdict = judge(read_metrics(tmp_path / "metrics.jsonl"))
-    assert verdict["kind"] == "same" and reason in verdict["text"]
+    assert verdict["kind"] == "same"
+    assert reason in verdict["text"]
     assert ("--test_env_name X-test" in verdict["text"]) == (not held_out)
 
 
-@pytest.mark.parametrize(("lasts", "kind", "words"), [
-    ([0.5, 0.6, 0.7], "better", "Over 3 seeds held-out correct answers went from 20.0% at step 0 to 60.0% at step 9"),
-    ([0.1, 0.2, 0.3], "same", "a change of 0.0 points [-24.8, 24.8]."),
-    ([0.1, 0.1, 0.1], "worse", "a change of -10.0 points [-10.0, -10.0]."),
-    ([0.1, 0.9], "open", "a change of 30.0 points; two seeds are too few for an interval."),
-    ([0.1], None, ""),
-])
+@pytest.mark.parametrize(
+    ("lasts", "kind", "words"),
+    [
+        (
+            [0.5, 0.6, 0.7],
+            "better",
+            "Over 3 seeds held-out correct answers went from 20.0% at step 0 to 60.0% at step 9",
+        ),
+        ([0.1, 0.2, 0.3], "same", "a change of 0.0 points [-24.8, 24.8]."),
+        ([0.1, 0.1, 0.1], "worse", "a change of -10.0 points [-10.0, -10.0]."),
+        ([0.1, 0.9], "open", "a change of 30.0 points; two seeds are too few for an interval."),
+        ([0.1], None, ""),
+    ],
+)
 def test_seeds_are_judged_together_in_words_in_the_page_and_in_the_table(tmp_path, lasts, kind, words):
     runs = {}
     for seed, last in enumerate(lasts):
@@ -241,12 +281,14 @@ def test_seeds_are_judged_together_in_words_in_the_page_and_in_the_table(tmp_pat
 
 def test_only_scores_of_the_same_problems_are_compared():
     """A change by --resume force at step 20, after which the first score is that of step 30."""
-    steps, values = np.array([0.0, 10, 20, 30, 40]), np.array([0.9, 0.9, 0.9, 0.1, 0.1])
+    steps = np.array([0.0, 10, 20, 30, 40])
+    values = np.array([0.9, 0.9, 0.9, 0.1, 0.1])
     run = {"test_env/correct_answer": (steps, values), "num_updates": (steps, np.ones(5))}
     run |= {f"test_env/correct_answer_{end}": (steps, values) for end in ("low", "high")}
     segment = {"step": 20, "changed": {"env_options": ["", "numbers=4"]}, "data": {}}
     texts = {same: judge_segment(run, {}, [segment | {"comparable": same}])["text"] for same in (True, False)}
-    assert "from 90.0% at step 0 to 10.0% at step 40" in texts[True] and "--resume force" not in texts[True]
+    assert "from 90.0% at step 0 to 10.0% at step 40" in texts[True]
+    assert "--resume force" not in texts[True]
     assert "from 10.0% at step 30 to 10.0% at step 40" in texts[False]
     assert texts[False].endswith("Scores up to step 20 are of other data or settings (--resume force).")
     assert "Too early to tell" in judge_segment(run, {}, [segment | {"step": 40, "comparable": False}])["text"]
@@ -295,7 +337,8 @@ def test_one_comparison_in_pairs_makes_all_sentences(tmp_path):
             np.savez(run / "rollouts" / f"held_out_{step}.npz", **score_arrays(episodes))
             logger.log(step, mean_and_ci("test_env/correct_answer", x))
     text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
-    assert text.startswith("Learnt: ") and "since step" not in text
+    assert text.startswith("Learnt: ")
+    assert "since step" not in text
 
 
 def test_a_change_without_a_known_spread_is_no_verdict():
@@ -304,14 +347,16 @@ def test_a_change_without_a_known_spread_is_no_verdict():
         return judge({name: (np.arange(2.0), x) for name, x in values.items()})
 
     one_row = verdict(8.52, 8.51)
-    assert one_row["kind"] == "open" and one_row["text"].startswith("No verdict: the loss of held-out replies went")
+    assert one_row["kind"] == "open"
+    assert one_row["text"].startswith("No verdict: the loss of held-out replies went")
     assert verdict(8.5, 8.5)["kind"] == "same"
     assert verdict(8.5, 7.5, **{"test_data/loss_ci": np.full(2, 0.1)})["kind"] == "better"
 
 
 def test_losses_of_the_same_held_out_rows_are_compared_in_pairs(tmp_path):
     """Rows differ much and all gain a little; the interval is that of the ratio of sums, as brute force has it."""
-    run, rng = write_run(tmp_path / "run", num_steps=0), np.random.default_rng(0)
+    run = write_run(tmp_path / "run", num_steps=0)
+    rng = np.random.default_rng(0)
     lengths = rng.integers(1, 40, 60)
     mask = np.arange(40) < lengths[:, None]
     before = -rng.exponential(1 + lengths[:, None] / 20, mask.shape)
@@ -323,7 +368,8 @@ def test_losses_of_the_same_held_out_rows_are_compared_in_pairs(tmp_path):
     verdict = run_data("run", run / "metrics.jsonl", 0)["verdict"]
     ends = re.search(r"Learnt: .* a change of -0.\d+ \[(.*), (.*)\]", verdict["text"]).groups()
     drawn = rng.integers(60, size=(20_000, 60))
-    gains, sizes = ((before - after) * mask).sum(axis=1), mask.sum(axis=1)
+    gains = ((before - after) * mask).sum(axis=1)
+    sizes = mask.sum(axis=1)
     ratios = gains[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
     np.testing.assert_allclose([float(end) for end in ends], np.quantile(ratios, [0.025, 0.975]), atol=2e-3)
     (run / "rollouts" / "held_out_rows_1.npz").write_bytes(b"PK\3\4")
@@ -339,8 +385,15 @@ def test_without_held_out_problems_blocks_of_training_are_compared():
 
 
 def test_the_first_and_the_last_rollouts_of_the_same_problems_are_paired(tmp_path):
-    rows = {name: [row(i, task=task) for i, task in enumerate(tasks)] for name, tasks in
-            {"step_1": [1, 1, 2, 3], "step_9": [3, 1, 1, 1], "held_out_0": [8, 9], "held_out_9": [8, 9]}.items()}
+    rows = {
+        name: [row(i, task=task) for i, task in enumerate(tasks)]
+        for name, tasks in {
+            "step_1": [1, 1, 2, 3],
+            "step_9": [3, 1, 1, 1],
+            "held_out_0": [8, 9],
+            "held_out_9": [8, 9],
+        }.items()
+    }
     for name in rows:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows[name]))
     pairs = [(each["step"], each["task"]) for each in first_and_last(tmp_path)["rows"]]
@@ -358,13 +411,23 @@ def test_changes_of_all_held_out_problems_are_counted_and_pairs_of_each_class_ar
     first, last = ([SizedRow.of(json.dumps(row).encode(), row) for row in each] for each in rows)
     pairs = pair_rows(first, last)
     assert [row["task"] for _, row in pairs] == [i for i in (0, 1, 2, 6, 7, 8, 10, 11, 5) for _ in range(2)]
-    scores = {5: {}, 0: {"correct_answer": dict(enumerate(before))}, 9: {"correct_answer": dict(enumerate(after))}}
+    scores = {
+        5: {},
+        0: {"correct_answer": dict(enumerate(before))},
+        9: {"correct_answer": dict(enumerate(after))},
+    }
     changes = count_changes(scores)
     assert changes["steps"] == [0, 9]
     assert changes["counts"] == [
-        ("gained", 0.5, 1, 1), ("gained", 0, 1, 4), ("gained", 0, 0.5, 1), ("lost", 1, 0.5, 1), ("lost", 1, 0, 1),
-        ("solved both times", 1, 1, 2), ("solved both times", 0.5, 0.5, 1), ("solved neither time", 0, 0, 1),
-    ]  # fmt: skip
+        ("gained", 0.5, 1, 1),
+        ("gained", 0, 1, 4),
+        ("gained", 0, 0.5, 1),
+        ("lost", 1, 0.5, 1),
+        ("lost", 1, 0, 1),
+        ("solved both times", 1, 1, 2),
+        ("solved both times", 0.5, 0.5, 1),
+        ("solved neither time", 0, 0, 1),
+    ]
     none = {}, {0: scores[0]}, {0: scores[0], 9: {"correct_answer": {1: 1.0}}}, {0: {"return": {1: 1.0}}, 9: {}}
     assert [count_changes(each)["counts"] for each in none] == [[]] * 4
 
@@ -374,15 +437,19 @@ def test_rollouts_fit_their_budget(tmp_path):
     run = write_run(tmp_path / "run", rollouts={step: [row(i) for i in range(200)] for step in steps})
     size = sum(path.stat().st_size for path in (run / "rollouts").iterdir())
     whole = read_rollouts(run / "rollouts", size)
-    assert len(whole["rows"]) == 20_000 and whole["note"] == "20,000 rollouts of 100 steps"
+    assert len(whole["rows"]) == 20_000
+    assert whole["note"] == "20,000 rollouts of 100 steps"
     one = write_run(tmp_path / "one", rollouts={1: [row(0)]})
     assert read_rollouts(one / "rollouts", size)["note"] == "1 rollout of 1 step"
     part = read_rollouts(run / "rollouts", size // 20)
-    assert len(json.dumps(part["rows"])) < size / 10 and " of 100 steps" in part["note"]
+    assert len(json.dumps(part["rows"])) < size / 10
+    assert " of 100 steps" in part["note"]
     assert {row["step"] for row in part["rows"]} >= {1, 100}, "the ends of the run"
     few = read_rollouts(run / "rollouts", size // 100)
     last = [row for row in few["rows"] if row["step"] == 100]
-    assert {0.0, 0.3, 19.6, 19.9} <= {row["return"] for row in last} and len(last) < 200 and len(last) % 4 == 0
+    assert {0.0, 0.3, 19.6, 19.9} <= {row["return"] for row in last}
+    assert len(last) < 200
+    assert len(last) % 4 == 0
     assert read_rollouts(tmp_path / "nowhere", 100) == {"rows": [], "note": ""}
 
 
@@ -396,7 +463,8 @@ def test_half_lines_and_missing_files_are_no_obstacle(tmp_path):
     (run / "rollouts" / "step_4.jsonl").write_text(json.dumps(row(0, valid=float("nan"))))
     (run / "config.json").unlink()
     described = run_data("run", run / "metrics.jsonl", 10_000)
-    assert described["config"] is None and described["metrics"]["env/return"]["x"][-1] == 30
+    assert described["config"] is None
+    assert described["metrics"]["env/return"]["x"][-1] == 30
     assert described["metrics"]["entropy"]["y"][2] is None
     assert described["metrics"]["test_env/return"]["low"] == [0.28333, 0.61667, 0.95]
     assert [row.get("valid", 0) for row in described["rollouts"]["rows"]] == [0, 0, None]
@@ -407,7 +475,8 @@ def test_half_lines_and_missing_files_are_no_obstacle(tmp_path):
 def test_runs_are_compared(tmp_path, capsys):
     runs = [str(write_run(tmp_path / name / "run", lr=lr)) for name, lr in (("a", 0.1), ("b", 0.2))]
     main([*runs, "--html", str(tmp_path / "report.html")])
-    assert "report.html" in capsys.readouterr().out and not (tmp_path / "plot.png").exists()
+    assert "report.html" in capsys.readouterr().out
+    assert not (tmp_path / "plot.png").exists()
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert [run["name"] for run in data["runs"]] == runs, "paths, since both names are `run`"
@@ -422,24 +491,40 @@ def test_runs_are_compared(tmp_path, capsys):
 def test_tokens_are_written_with_what_is_known_of_each():
     texts = ["x🙂", "ab", "\xff"]
     ids = [[1, *b"x\xf0\x9f\x99\x82"], [1, *b"ab"], [1, 0xFF]]
-    tokens, lengths = np.zeros((3, 8), int), np.array([6, 3, 2])
+    tokens = np.zeros((3, 8), int)
+    lengths = np.array([6, 3, 2])
     for i, each in enumerate(ids):
         tokens[i, : len(each)] = each
     logprobs = -np.arange(24.0).reshape(3, 8)
-    finished, one, columns = np.ones(3, bool), np.ones(3, int), np.arange(8)
+    finished = np.ones(3, bool)
+    one = np.ones(3, int)
+    columns = np.arange(8)
     is_drawn = (columns >= 1) & (columns < lengths[:, None])
     completions = Completions(tokens, is_drawn, logprobs, lengths, one, finished, lengths - 1.0, 0 * lengths)
-    scores, failed = {"return": np.arange(3.0)}, np.array([False, False, True])
+    scores = {"return": np.arange(3.0)}
+    failed = np.array([False, False, True])
     episodes = Episodes(completions, np.arange(3), texts, scores, failed, failures={}, times={})
     batch = Batch(
-        tokens[[1], :4], is_drawn[[1], :4], logprobs[[1], :4], scores["return"][[1]], lengths[[1]], one[[1]],
-        row=np.array([1]), advantages=np.full((1, 4), 0.5), entropies=np.array([[0, 0.25, 2, 0]]),
-    )  # fmt: skip
+        tokens[[1], :4],
+        is_drawn[[1], :4],
+        logprobs[[1], :4],
+        scores["return"][[1]],
+        lengths[[1]],
+        one[[1]],
+        row=np.array([1]),
+        advantages=np.full((1, 4), 0.5),
+        entropies=np.array([[0, 0.25, 2, 0]]),
+    )
     tokenizer = SimpleNamespace(hf=SimpleNamespace(decode=lambda ids: bytes(ids).decode("utf-8", "replace")))
     first, second, third = rollout_rows(episodes, 1, tokenizer, batch)
-    assert first["tokens"] == ["x", "", "", "", "🙂"] and first["prompt"] == "\x01" and "advantage" not in first
-    assert second["tokens"] == ["a", "b"] and list(second["logprobs"]) == [-9, -10]
-    assert second["advantage"] == 0.5 and "old_logprobs" not in second and list(second["entropies"]) == [0.25, 2]
+    assert first["tokens"] == ["x", "", "", "", "🙂"]
+    assert first["prompt"] == "\x01"
+    assert "advantage" not in first
+    assert second["tokens"] == ["a", "b"]
+    assert list(second["logprobs"]) == [-9, -10]
+    assert second["advantage"] == 0.5
+    assert "old_logprobs" not in second
+    assert list(second["entropies"]) == [0.25, 2]
     assert "tokens" not in third and third["reward_failed"], "tokens of the first two groups only"
     names = {"group", "task", "text", "return", "length", "finished"}
     assert rollout_rows(episodes, 1, tokenizer, num_groups=0)[0].keys() == names
@@ -481,7 +566,8 @@ class Page:
         """Nothing was refused, went wrong, was loaded or ran that should not."""
         assert self.browser.get_log("browser") == []
         assert self.run("return performance.getEntriesByType('resource').length") == 0
-        assert self.run("return window.ran") is None and self.run("return document.scripts.length") == 3
+        assert self.run("return window.ran") is None
+        assert self.run("return document.scripts.length") == 3
 
 
 def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
@@ -495,9 +581,12 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
     drawn = page.run(count)
     assert len(drawn) >= 10 and min(drawn) >= 2, "a trace for each run in each panel"
     assert page.run("return document.querySelectorAll('.plot .interval').length") == 6
-    assert page.texts("#curves h3")[:2] == ["Loss of written replies", "Return"] and all(page.texts("#curves .note"))
-    assert page.texts("#runs .run") == ["a", "<b>b"] and len(page.texts("#summary tbody tr")) == 2
-    assert page.texts("#settings .differs th") == ["lr"] and page.texts("#settings summary") == ["1 equal in all runs"]
+    assert page.texts("#curves h3")[:2] == ["Loss of written replies", "Return"]
+    assert all(page.texts("#curves .note"))
+    assert page.texts("#runs .run") == ["a", "<b>b"]
+    assert len(page.texts("#summary tbody tr")) == 2
+    assert page.texts("#settings .differs th") == ["lr"]
+    assert page.texts("#settings summary") == ["1 equal in all runs"]
     assert page.texts("#tasks") == []
     page.run("document.querySelectorAll('.run')[0].click()")
     assert sum(page.run(count)) == sum(drawn) / 2
@@ -529,7 +618,8 @@ def test_filters_and_colours(chromium, tmp_path):
         page.choose("colour", colour)
         seen[colour] = tuple(page.colours())
         assert page.texts("#rollouts article:first-child > pre") == ["<think>10</think>"]
-    assert len(set(seen.values())) == 4 and not any(seen[""])
+    assert len(set(seen.values())) == 4
+    assert not any(seen[""])
     assert page.texts("#rollouts .above")[0] == "0.8", "the advantage of all tokens is in the header"
     assert page.run("return document.querySelector('#rollouts pre span').title") == ""
     narrower = [("step", "1", 8), ("group", "1", 4), ("least", "0.55", 2), ("most", "0.65", 1), ("search", ">9<", 0)]
@@ -550,12 +640,21 @@ def test_filters_and_colours(chromium, tmp_path):
 def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp_path):
     talk = [{"role": "assistant", "content": "8"}, {"role": "<b>user", "content": "<i>Lower.\u202e"}]
     rows = [row(0, correct_answer=0.0), row(4, task=8, conversation=talk, correct_answer=1.0)]
-    config = {"lr": 0.5, "reward": "a,b", "run": {"changed": ["lr"]}, "test_env_name": "a"}
+    config = {
+        "lr": 0.5,
+        "reward": "a,b",
+        "run": {"changed": ["lr"]},
+        "test_env_name": "a",
+    }
     run = write_run(tmp_path / "run", rollouts={1: rows}, **config)
     for step, solved in ((0, [0.0, 1.0, 0.0]), (30, [1.0, 1.0, 0.0])):
         lines = [json.dumps(each | {"correct_answer": solved[i]}) + "\n" for i, each in enumerate(rows)]
         (run / "rollouts" / f"held_out_{step}.jsonl").write_text("".join(lines))
-        scores = {"tasks": np.arange(3), "returns": np.zeros(3), "scores/correct_answer": np.array(solved)}
+        scores = {
+            "tasks": np.arange(3),
+            "returns": np.zeros(3),
+            "scores/correct_answer": np.array(solved),
+        }
         np.savez(run / "rollouts" / f"held_out_{step}.npz", **scores)
     log = (run / "metrics.jsonl").read_text().replace('kl": 0.1', 'kl": 0.0')
     log += "".join(json.dumps({"global_step": 30 + i, "times/step": x}) + "\n" for i, x in enumerate((90, 1, 2)))
@@ -570,16 +669,26 @@ def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp
     assert page.run(turns)[:2] == [["turn ours", "assistant"], ["turn", "<b>user"]]
     assert page.texts(".turn")[1] == "<i>Lower.⟨202E⟩\n"
     page.run("document.getElementById('raw').click()")
-    assert page.texts(".turn") == [] and page.texts("#rollouts .said") == ["<i>Lower.⟨202E⟩\n"] * 2
+    assert page.texts(".turn") == []
+    assert page.texts("#rollouts .said") == ["<i>Lower.⟨202E⟩\n"] * 2
     assert page.texts("#settings .differs th") == ["lr"]
     assert page.texts("#settings details:not([open]) summary") == ["3 as the defaults are"]
-    assert "Drawn at 20" in page.texts("#live")[0] and ", step 32." in page.texts("#live")[0]
-    assert "2 (median)" in page.texts("#summary td") and "KL" not in page.texts("#curves h3") != []
+    assert "Drawn at 20" in page.texts("#live")[0]
+    assert ", step 32." in page.texts("#live")[0]
+    assert "2 (median)" in page.texts("#summary td")
+    assert "KL" not in page.texts("#curves h3") != []
     other = write_run(tmp_path / "other", test_env_name="b")
     page = Page(chromium, [run, other], tmp_path / "two.html")
     assert "different tasks (reward, test_env_name differ)" in page.texts("#tasks")[0]
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                             {"width": 390, "height": 600, "deviceScaleFactor": 1, "mobile": False})  # fmt: skip
+    chromium.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {
+            "width": 390,
+            "height": 600,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        },
+    )
     try:
         for name in ("curves", "rollouts", "settings"):
             page.run(f"document.querySelector('nav a[href=\"#{name}-title\"]').click()")
@@ -594,7 +703,15 @@ def test_held_out_problems_episodes_and_changed_settings_are_shown(chromium, tmp
 
 def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
     rows = [row(0, text=text, **{f"<i>{name}": 1.0}) for name, text in HOSTILE.items()]
-    rows += [row(1, text="", tokens=[text, text], logprobs=[-1, -2]) for text in HOSTILE.values()]
+    rows += [
+        row(
+            1,
+            text="",
+            tokens=[text, text],
+            logprobs=[-1, -2],
+        )
+        for text in HOSTILE.values()
+    ]
     rows += [
         row(2, tokens="no list", logprobs=3, advantage="?"),
         {"text": None},
@@ -609,7 +726,8 @@ def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
         if name in ("script", "textarea", "link", "comment"):
             assert shown == HOSTILE[name]
     shown = dict(zip(HOSTILE, texts, strict=False))
-    assert shown["nul"] == "a⟨0000⟩b⟨001B⟩[31m⟨000D⟩⟨007F⟩" and shown["surrogate"] == "a⟨D800⟩b⟨DC00⟩c"
+    assert shown["nul"] == "a⟨0000⟩b⟨001B⟩[31m⟨000D⟩⟨007F⟩"
+    assert shown["surrogate"] == "a⟨D800⟩b⟨DC00⟩c"
     assert shown["right to left"] == "⟨202E⟩gnp.exe⟨202C⟩ שלום עולם ⟨2066⟩x\u2028y\u2029z"
     assert shown["emoji"] == "🙂" * 2000, "the beginning, until one asks for all"
     page.run("document.querySelector('#rollouts pre + button').click()")
@@ -626,7 +744,8 @@ def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
     run = write_run(tmp_path / "run", num_steps=10_000, rollouts=dict.fromkeys(range(1, 101), rows))
     page = Page(chromium, [run], tmp_path / "report.html")
     page.choose("step", "100")
-    assert page.seconds < 5 and len(page.texts()) == 10
+    assert page.seconds < 5
+    assert len(page.texts()) == 10
     assert page.run("return document.querySelectorAll('#rollouts *').length") < 500, "only what is seen"
     page.choose("step", "")
     assert int(page.texts("#place")[0].split()[-1].replace(",", "")) > 3_000
@@ -672,12 +791,15 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
     assert "200.0%" not in page.texts("svg text"), "also where a share is always 1"
     events = page.texts(".events li")
     if warning is None:
-        assert not events and page.texts("svg .mark-head") == []
+        assert not events
+        assert page.texts("svg .mark-head") == []
         return page.check()
-    assert events[0].startswith(warning) and warning.split(maxsplit=2)[2] in capsys.readouterr().out
+    assert events[0].startswith(warning)
+    assert warning.split(maxsplit=2)[2] in capsys.readouterr().out
     assert f"What went wrong first, at step {warning.split()[1]}:" in page.texts("#verdict p")
     marks = page.texts("svg g title")
-    assert len(marks) == len(events) and events[0].startswith(marks[0].replace(":", "", 1))
+    assert len(marks) == len(events)
+    assert events[0].startswith(marks[0].replace(":", "", 1))
     page.run("document.querySelector('.events li a:last-child').click()")
     assert page.texts("#rollouts article:first-child .facts span:nth-child(2)") == [f"step {warning.split()[1]}"]
     page.check()
@@ -686,11 +808,24 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
 def test_a_page_of_40_steps_is_light_and_says_where_it_comes_from(chromium, tmp_path):
     rows = [coloured_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
     run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
-    (run / "config.json").write_text(json.dumps({"lr": 1.0, "run": {"host": "<b>here", "end": None, "seconds": 7400}}))
+    (run / "config.json").write_text(
+        json.dumps(
+            {
+                "lr": 1.0,
+                "run": {
+                    "host": "<b>here",
+                    "end": None,
+                    "seconds": 7400,
+                },
+            }
+        )
+    )
     page = Page(chromium, [run], tmp_path / "report.html")
-    assert page.seconds < 2 and (tmp_path / "report.html").stat().st_size < 2e6
+    assert page.seconds < 2
+    assert (tmp_path / "report.html").stat().st_size < 2e6
     assert page.texts("#origin tr") == ["host<b>here", "endnot yet, or it was killed", "total time2 h 3 min"]
-    assert "loads itself again" in page.texts("#live")[0] and page.texts("#settings th") == ["lr"]
+    assert "loads itself again" in page.texts("#live")[0]
+    assert page.texts("#settings th") == ["lr"]
     page.check()
 
 

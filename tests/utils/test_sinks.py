@@ -34,7 +34,13 @@ def run(tmp_path, **options) -> dict[str, list[tuple[int, float]]]:
     with start(tmp_path, **options) as logger:
         for step in range(4):
             logger.log(
-                step, {"env/return": step / 2, "test_env/pass@2": np.float32(0.1), "loss": np.nan, "list": [1.0]}
+                step,
+                {
+                    "env/return": step / 2,
+                    "test_env/pass@2": np.float32(0.1),
+                    "loss": np.nan,
+                    "list": [1.0],
+                },
             )
     with start(tmp_path, 2, **options) as logger:
         logger.log(3, {"env/return": 7.0, "test_env/pass@2": 0.2})
@@ -78,7 +84,8 @@ def test_mlflow_holds_the_same_numbers(tmp_path, monkeypatch):
     expected = run(tmp_path, mlflow=store, wandb_name="mine")
     client = MlflowClient(store)
     (found,) = client.search_runs([client.get_experiment_by_name("lmpo").experiment_id])
-    assert found.info.run_name == "mine" and found.data.params == {"lr": "1e-06", "env_name": "poem"}
+    assert found.info.run_name == "mine"
+    assert found.data.params == {"lr": "1e-06", "env_name": "poem"}
     for name, values in expected.items():
         history = client.get_metric_history(found.info.run_id, name.replace("@", "_at_"))
         assert {m.step: m.value for m in history} == {step: pytest.approx(value) for step, value in values}
@@ -93,10 +100,12 @@ def wandb_records(data: bytes):
         if (room := -at % 32768 or 32768) < 7:  # too little for a header: the next block begins
             at += room
             continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        size = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
         if at + 7 + size > len(data):  # it is still being written
             return
-        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        whole = whole + data[at + 7 : at + 7 + size]
+        at = at + 7 + size
         if kind in (1, 4):  # full, or last part
             yield Record.FromString(whole)
             whole = b""
@@ -105,7 +114,14 @@ def wandb_records(data: bytes):
 def test_wandb_offline_holds_the_same_numbers(tmp_path):
     with start(tmp_path, wandb_name="x") as logger:
         for step in range(3):
-            logger.log(step, {"env/return": step / 2, "loss": np.nan, "ratio_histogram": np.float32([step, 2, np.nan])})
+            logger.log(
+                step,
+                {
+                    "env/return": step / 2,
+                    "loss": np.nan,
+                    "ratio_histogram": np.float32([step, 2, np.nan]),
+                },
+            )
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     expected = [(step, step / 2, [step, 2, 0]) for step in range(3)]
     deadline = time.monotonic() + 60
@@ -125,7 +141,14 @@ def logged_returns(file: Path) -> list[tuple[int, float, list[float]]]:
 def test_rollouts_reach_wandb_and_tensorboard(tmp_path):
     """With text that Markdown, HTML and CSV would read as their own."""
     text = "<script>alert(1)</script> | # a\n\nb"
-    row = {"group": 0, "task": np.int64(7), "prompt": "p", "text": text, "return": np.float32(0.5), "finished": True}
+    row = {
+        "group": 0,
+        "task": np.int64(7),
+        "prompt": "p",
+        "text": text,
+        "return": np.float32(0.5),
+        "finished": True,
+    }
     options = {"tensorboard": True, "wandb_name": "x"}
     with start(tmp_path, **options) as logger:
         logger.log(3, {"env/return": 0.5})
@@ -150,7 +173,15 @@ def test_a_broken_sink_warns_once_and_the_run_goes_on(tmp_path, broken, monkeypa
 
         return call
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=step("init"), Settings=dict, Table=list))
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb",
+        SimpleNamespace(
+            init=step("init"),
+            Settings=dict,
+            Table=list,
+        ),
+    )
     monkeypatch.setenv("WANDB_API_KEY", "x")
     with start(tmp_path) as logger:
         for i in range(2):
@@ -186,7 +217,8 @@ def test_a_sink_that_hangs_or_exits_warns_and_the_run_goes_on(error, tmp_path, m
     is_over.set()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     said = capsys.readouterr().err
-    assert said.count("warning: mine is switched off") == said.count("\n") == 1 and "\x1b" not in said
+    assert said.count("warning: mine is switched off") == said.count("\n") == 1
+    assert "\x1b" not in said
     assert ("no answer within 0.2 seconds" in said) == (error is None)
 
 
@@ -207,14 +239,18 @@ def test_a_run_goes_on_without_the_package_of_wandb_and_says_so(tmp_path, monkey
         monkeypatch.setenv("WANDB_API_KEY", key)
         start(tmp_path, **options).close()
         said = capsys.readouterr().out
-        assert "not installed, so this run is not logged there: `pip install wandb`" in said and said.count("\n") == 1
+        assert "not installed, so this run is not logged there: `pip install wandb`" in said
+        assert said.count("\n") == 1
     monkeypatch.setenv("WANDB_MODE", "disabled")
     start(tmp_path, wandb_name="x").close()
     assert capsys.readouterr().out == ""
 
 
-CLOUD, OWN = "machine api.wandb.ai\n login user\n password x\n", "machine wandb.lab:8080 login user password x\n"
-KEY, NAME, OFF = {"WANDB_API_KEY": "x"}, {"wandb_name": "x"}, {"WANDB_MODE": "disabled"}
+CLOUD = "machine api.wandb.ai\n login user\n password x\n"
+OWN = "machine wandb.lab:8080 login user password x\n"
+KEY = {"WANDB_API_KEY": "x"}
+NAME = {"wandb_name": "x"}
+OFF = {"WANDB_MODE": "disabled"}
 GROUP = {"wandb_group": "poems"}
 AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
 
@@ -222,14 +258,25 @@ AT_OWN = {"WANDB_BASE_URL": "http://wandb.lab:8080"}
 @pytest.mark.parametrize(
     ("options", "logins", "environment", "mode"),
     [
-        ({}, "", {}, None), (NAME, "", {}, "offline"), (NAME, CLOUD, KEY | OFF, None), (NAME, CLOUD, {}, "online"),
-        ({}, CLOUD, {}, "online"), ({}, "", KEY, "online"), ({}, CLOUD, {"WANDB_MODE": "offline"}, "offline"),
-        ({}, CLOUD, KEY | OFF, None), (NAME, CLOUD, {"WANDB_MODE": "offline"}, "offline"), ({}, OWN, {}, None),
-        ({}, OWN, AT_OWN, "online"), ({}, CLOUD, AT_OWN, None), ({}, "default login user password x", {}, None),
-        (GROUP, "", {}, "offline"), (NAME | GROUP, CLOUD, {}, "online"),
-        ({}, "machine github.com login user password x", {}, None), ({}, "not a netrc", {}, None),
+        ({}, "", {}, None),
+        (NAME, "", {}, "offline"),
+        (NAME, CLOUD, KEY | OFF, None),
+        (NAME, CLOUD, {}, "online"),
+        ({}, CLOUD, {}, "online"),
+        ({}, "", KEY, "online"),
+        ({}, CLOUD, {"WANDB_MODE": "offline"}, "offline"),
+        ({}, CLOUD, KEY | OFF, None),
+        (NAME, CLOUD, {"WANDB_MODE": "offline"}, "offline"),
+        ({}, OWN, {}, None),
+        ({}, OWN, AT_OWN, "online"),
+        ({}, CLOUD, AT_OWN, None),
+        ({}, "default login user password x", {}, None),
+        (GROUP, "", {}, "offline"),
+        (NAME | GROUP, CLOUD, {}, "online"),
+        ({}, "machine github.com login user password x", {}, None),
+        ({}, "not a netrc", {}, None),
     ],
-)  # fmt: skip
+)
 def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypatch, capsys):
     """By an option, or by a login alone, in one line that says how to leave it off."""
     for name, value in environment.items():
@@ -241,8 +288,10 @@ def test_when_wandb_is_on(tmp_path, options, logins, environment, mode, monkeypa
     settings = SimpleNamespace(base_url=environment.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     fake = SimpleNamespace(
         init=lambda mode, name, group, **_: made.append((mode, name, group)) or fake_run,
-        setup=lambda: SimpleNamespace(settings=settings), Settings=dict, Table=list,
-    )  # fmt: skip
+        setup=lambda: SimpleNamespace(settings=settings),
+        Settings=dict,
+        Table=list,
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     start(tmp_path, **options).close()
     name, group = options.get("wandb_name", tmp_path.name), options.get("wandb_group")  # None: WANDB_RUN_GROUP counts

@@ -56,11 +56,23 @@ def test_an_evaluation_in_the_middle_of_a_run_says_what_it_is():
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
     ours, theirs = os.openpty()
-    command, pipe = [sys.executable, "-c", WAITS.format(root=str(ROOT))], subprocess.PIPE
+    command = [sys.executable, "-c", WAITS.format(root=str(ROOT))]
+    pipe = subprocess.PIPE
     silent, talking = (
-        subprocess.Popen([*command, seconds], stdout=pipe, stderr=pipe, text=True) for seconds in ("60", "1.2")
+        subprocess.Popen(
+            [*command, seconds],
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+        for seconds in ("60", "1.2")
     )
-    process = subprocess.Popen([*command, "60"], stderr=theirs, stdout=pipe, env=os.environ | {"COLUMNS": "100"})
+    process = subprocess.Popen(
+        [*command, "60"],
+        stderr=theirs,
+        stdout=pipe,
+        env=os.environ | {"COLUMNS": "100"},
+    )
     os.close(theirs)
     said = b""
     while True:
@@ -68,7 +80,8 @@ def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
             said += os.read(ours, 4096)
         except OSError:  # the other end is closed
             break
-    assert process.wait(120) == 0 and process.stdout.read() == b"end\n"
+    assert process.wait(120) == 0
+    assert process.stdout.read() == b"end\n"
     lines = [line.strip() for line in said.decode().split("\r") if line]
     sampling = next(i for i, line in enumerate(lines) if "rows" in line)
     assert "held-out problems  [############............]  2 of 4 rows  0:0" in lines[sampling]
@@ -81,5 +94,7 @@ def test_a_terminal_shows_what_is_waited_for_and_then_nothing():
     assert silent.communicate() == ("end\n", ""), "a line a minute"
     out, written = talking.communicate()
     first, *others = written.splitlines()
-    assert out == "end\n" and re.match(r"held-out problems  2 of 4 rows  0:0\d so far  \d+ tokens/s$", first)
-    assert others and "\x1b" not in written
+    assert out == "end\n"
+    assert re.match(r"held-out problems  2 of 4 rows  0:0\d so far  \d+ tokens/s$", first)
+    assert others
+    assert "\x1b" not in written

@@ -63,7 +63,9 @@ from utils.settings.errors import UserError
 TINY = ROOT / "models" / "tiny"
 LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
 TURN, MAX_TURNS = 7, 5
-SEED, IDS, G = 2, (11, 4, 290, 5), 4
+SEED = 2
+IDS = (11, 4, 290, 5)
+G = 4
 PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
 STOPS = tuple(range(15, MODEL.vocab_size, 20))
 OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
@@ -140,7 +142,10 @@ def next_logits(model, params, tokens, length):
 
 def one_by_one(model, prompt, task: int, sample: int) -> tuple[list[int], list[bool], bool]:
     """A conversation drawn token by token without cache: tokens, which of them were drawn, whether it ended itself."""
-    tokens, mask, turns, turn = list(prompt), [False] * len(prompt), [], []
+    tokens = list(prompt)
+    mask = [False] * len(prompt)
+    turns = []
+    turn = []
     while True:
         number = len(tokens) - len(prompt)
         padded = np.zeros(WIDTH, np.int32)
@@ -187,9 +192,11 @@ def test_the_cases_are_there():
     draw_all(script)
     turns = [turn for row in script.turns.values() for turn in row]
     assert 0 < r.finished.sum() < len(r.finished)
-    assert any(turn[-1] in STOPS for turn in turns) and any(turn[-1] not in STOPS for turn in turns)
+    assert any(turn[-1] in STOPS for turn in turns)
+    assert any(turn[-1] not in STOPS for turn in turns)
     assert min(map(len, script.turns.values())) < max(map(len, script.turns.values())) == MAX_TURNS
-    assert r.num_observed.max() > 64 and any(len(turn) == 1 for turn in turns)
+    assert r.num_observed.max() > 64
+    assert any(len(turn) == 1 for turn in turns)
 
 
 def test_draws_do_not_depend_on_how_long_an_environment_takes():
@@ -218,7 +225,14 @@ def draw_on_four_devices(file: str) -> None:
     for i, config in enumerate(LAYOUTS):
         layout = make_layout(config)
         chain = partial(TurnChain, Script(), 0)
-        sampler = Sampler(MODEL, LIMIT, STOPS, make_chain=chain, layout=layout, segment=4)
+        sampler = Sampler(
+            MODEL,
+            LIMIT,
+            STOPS,
+            make_chain=chain,
+            layout=layout,
+            segment=4,
+        )
         r = sampler.generate(sampler.load_weights(on_layout(layout)), PROMPTS, np.array(IDS), G, jax.random.key(SEED))
         arrays |= {f"{i} {name}": x for name, x in vars(r).items() if np.ndim(x)}
     np.savez(file, **arrays)
@@ -263,9 +277,17 @@ def test_an_episode_is_what_its_turns_make_of_it():
         episodes = worker.play(weights, np.arange(6), 4, jax.random.key(0))
         again = worker.play(weights, np.arange(6), 4, jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, episodes.completions.tokens, again.completions.tokens)
-    env = make_env("guess", prompt="bare", max_turns=4, min_size=4, max_size=6, max_number=20)
+    env = make_env(
+        "guess",
+        prompt="bare",
+        max_turns=4,
+        min_size=4,
+        max_size=6,
+        max_number=20,
+    )
     for row, task in enumerate(episodes.task_ids):
-        episode, total = env.episode(env.problem(int(task)), 0), 0.0
+        episode = env.episode(env.problem(int(task)), 0)
+        total = 0.0
         runs = turns_of(episodes.completions, row)
         for is_drawn, tokens in runs:
             if is_drawn:
@@ -278,10 +300,13 @@ def test_an_episode_is_what_its_turns_make_of_it():
                 assert tokenizer.hf.decode(tokens) == text + "<think>\n\n</think>\n\n"
         assert episodes.scores["return"][row] == np.float32(total)
         assert episodes.scores["turns"][row] == sum(is_drawn for is_drawn, _ in runs)
-        assert episodes.completions.finished[row] and (episodes.stops[row] == "done") == step.done
+        assert episodes.completions.finished[row]
+        assert (episodes.stops[row] == "done") == step.done
         if not step.done:
-            assert episodes.stops[row] == "max_turns" and episodes.scores["turns"][row] == 4
-    assert {*episodes.stops} == {"done", "max_turns"} and not episodes.failed.any()
+            assert episodes.stops[row] == "max_turns"
+            assert episodes.scores["turns"][row] == 4
+    assert {*episodes.stops} == {"done", "max_turns"}
+    assert not episodes.failed.any()
 
 
 def play_on_two_processes(file: str) -> None:
@@ -355,8 +380,10 @@ def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
         stored, _ = read_stored(path, row)
         capsys.readouterr()
         replay(path, row, 0, 1, layout)
-        num_tokens, printed = len(stored.tokens) - stored.prompt_length, capsys.readouterr().out
-        assert f"all {num_tokens} tokens are those of the run" in printed and "drawn anew" not in printed
+        num_tokens = len(stored.tokens) - stored.prompt_length
+        printed = capsys.readouterr().out
+        assert f"all {num_tokens} tokens are those of the run" in printed
+        assert "drawn anew" not in printed
         title = f"step {step}, row {row}, sample {row % G} of problem {stored.task}: "
         assert re.search(rf"^{title}.*Guess \d+ to \d+\.", printed, re.MULTILINE | re.DOTALL)
     replay(path, row, len(stored.turns), 3, layout)
@@ -367,7 +394,8 @@ def test_stored_episodes_are_drawn_again_and_branched(whole, capsys):
     for branch in branches:
         before, after = branch.split(f"-------- drawn anew from turn {len(stored.turns)} on\n")
         turns = re.split(r"user: \S+\n", before)
-        assert turns == [*beginning, ""] and after.startswith("assistant: ")
+        assert turns == [*beginning, ""]
+        assert after.startswith("assistant: ")
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
@@ -441,7 +469,8 @@ def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tm
     assert reproducible_records(tmp_path) == reproducible_records(whole)
     assert checksum(tmp_path, NUM_STEPS) == checksum(whole, NUM_STEPS)
     found, expected = (load_file(folder / f"step{NUM_STEPS}" / "model.safetensors") for folder in (tmp_path, whole))
-    assert found.keys() == expected.keys() and all((found[name] == x).all() for name, x in expected.items())
+    assert found.keys() == expected.keys()
+    assert all((found[name] == x).all() for name, x in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -464,7 +493,8 @@ def test_the_bridge_is_that_of_qwen3(thinking):
     opening = "<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (not thinking)
     asked = [{"role": "user", "content": "?"}]
     found = tokenizer.bridge(asked, [{"role": "user", "content": "say <|im_end|>"}], thinking)
-    assert found.end == [151645] and found.after(151645) == found.ids != found.after(0)
+    assert found.end == [151645]
+    assert found.after(151645) == found.ids != found.after(0)
     text = "\n<|im_start|>user\nsay <|im_end|><|im_end|>\n" + opening
     assert tokenizer.hf.decode(found.ids) == text and found.ids.count(151645) == 2, "what a message spells is a token"
     found = tokenizer.bridge(asked, [{"role": "tool", "content": x} for x in "ab"], thinking)
@@ -479,5 +509,3 @@ def test_a_template_that_ends_a_reply_otherwise_is_refused():
     hf.chat_template = "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
     with pytest.raises(UserError, match="ends a reply in another way"):
         Tokenizer(hf).bridge([{"role": "user", "content": "1"}], [{"role": "user", "content": "x"}])
-
-

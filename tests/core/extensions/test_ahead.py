@@ -25,9 +25,11 @@ from utils.settings.errors import UserError
 STEPS = 5
 FLAGS = FLAGS | {"ahead": 1, "max_steps": STEPS, "test_env_name": "", "lr": 1e-2}
 TURNS = {
-    "env_name": "guess", "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20",
-    "model_dir": "models/player", "num_generation_tokens": 110,
-}  # fmt: skip
+    "env_name": "guess",
+    "env_options": "prompt=bare,min_size=4,max_size=6,max_number=20",
+    "model_dir": "models/player",
+    "num_generation_tokens": 110,
+}
 CASES = {"replies": {}, "adapters": {"lora_rank": 2}, "turns": TURNS}
 train = partial(train_here, **FLAGS)
 
@@ -152,7 +154,8 @@ def test_what_goes_wrong_in_the_thread_is_said_in_a_sentence(error, wholes, tmp_
         patch.setattr(RolloutWorker, "play", failing)
         assert train(tmp_path / "run") in (1, 2)
     said = capsys.readouterr().err
-    assert said.startswith("error: the well is dry: fill it") and said.count("\n") == 1
+    assert said.startswith("error: the well is dry: fill it")
+    assert said.count("\n") == 1
     assert not drawing_threads()
     assert train(tmp_path / "run") == 0
     assert_same(tmp_path / "run", wholes("replies"))
@@ -206,7 +209,12 @@ def test_devices_of_their_own_draw_the_same(tmp_path):
 
 def on_two_meshes(folder: Path) -> None:
     """Trains on fsdp=2 while data=2 draws, and goes on where the first command ended."""
-    flags = {"rollout_devices": 2, "mesh": "fsdp=2", "save_rollouts": "all", "save_interval": 1}
+    flags = {
+        "rollout_devices": 2,
+        "mesh": "fsdp=2",
+        "save_rollouts": "all",
+        "save_interval": 1,
+    }
     for steps in (2, 4):
         assert train(folder, **flags, max_steps=steps) == 0
 

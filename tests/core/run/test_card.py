@@ -52,13 +52,23 @@ def test_the_licence_is_that_of_the_base(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["Well: ", "it's\n```\n# Title\n````", '"$HOME" `id` <think>\n---\n', "\udcff"])
 def test_the_command_trains_the_same_whatever_is_in_it(prefix):
-    style = {"env_options": f"prefix={prefix},numbers=3", "do_group_filter": True, "lr": 3e-7, "wandb_name": "private"}
+    style = {
+        "env_options": f"prefix={prefix},numbers=3",
+        "do_group_filter": True,
+        "lr": 3e-7,
+        "wandb_name": "private",
+    }
     card = card_of(**style, mlflow="http://me:secret@host")
     text = card.render(Progress(3, num_rollouts=24), {})
-    assert "secret" not in text and "private" not in text
+    assert "secret" not in text
+    assert "private" not in text
     assert re.findall(r"^(?:---|#+ .*)$", BLOCK.sub("", text), re.MULTILINE) == [
-        "---", cards.CARD_MARK, "---", "# countdown by reinforcement learning, step 3", "## Held-out scores"
-    ]  # fmt: skip
+        "---",
+        cards.CARD_MARK,
+        "---",
+        "# countdown by reinforcement learning, step 3",
+        "## Held-out scores",
+    ]
     program, script, *argv = shlex.split(blocks(text)["sh"])
     assert (program, script) == ("python", "core/grpo.py")
     assert to_dict(parse(Config, argv)) == dict(card.settings) | {"wandb_name": "", "mlflow": ""}
@@ -69,7 +79,11 @@ def test_the_command_trains_the_same_whatever_is_in_it(prefix):
 
 def test_scores_are_those_of_the_first_and_the_last_evaluation():
     steps = np.array([0.0, 10, 20])
-    values = {"correct_answer": [0.1234, 0.5, 0.75], "correct_answer_low": [0.1, 0.4, 0.7], "return": [-1, 2.5, 3]}
+    values = {
+        "correct_answer": [0.1234, 0.5, 0.75],
+        "correct_answer_low": [0.1, 0.4, 0.7],
+        "return": [-1, 2.5, 3],
+    }
     values |= {"correct_answer_high": [0.15, 0.6, 0.8], "return_ci": [0.25, 0.25, 0.5]}
     values |= {"num_tasks": [64] * 3, "num_samples": [2] * 3}
     run = {f"test_env/{name}": (steps, np.array(column, float)) for name, column in values.items()}
@@ -86,7 +100,8 @@ def test_scores_are_compared_since_the_last_change_of_what_they_mean():
     segments = [{"step": 10, "changed": {"env_options": ["", "prefix=```\n# x"]}, "data": {}, "comparable": False}]
     card = replace(card_of(**HELD_OUT), segments=segments)
     text = card.render(Progress(33), run)
-    assert "| 3 (step 20) | 4 (step 30) |" in text and "Scores up to step 10 are of other data or settings" in text
+    assert "| 3 (step 20) | 4 (step 30) |" in text
+    assert "Scores up to step 10 are of other data or settings" in text
     assert "from step 11 on: --env_options 'prefix=```\\n# x' (before: '')" in blocks(text)["text"]
     assert cards.NO_SCORES not in replace(card, segments=[segments[0] | {"step": 40}]).render(Progress(43), run)
 
@@ -95,12 +110,14 @@ def test_the_loss_of_held_out_replies_is_in_the_card():
     losses = {"test_data/loss": [2.0, 1.5, 1.0], "test_data/loss_ci": [0.1] * 3}
     run = {name: (np.array([0.0, 10, 20]), np.array(column)) for name, column in losses.items()}
     text = card_of(**HELD_OUT).render(Progress(23), run)
-    assert text.endswith(": 2 [1.9, 2.1] (step 0), then 1 [0.9, 1.1] (step 20).\n") and cards.NO_SCORES not in text
+    assert text.endswith(": 2 [1.9, 2.1] (step 0), then 1 [0.9, 1.1] (step 20).\n")
+    assert cards.NO_SCORES not in text
 
 
 def test_a_readme_of_ones_own_is_kept(tmp_path):
     model, params, tokenizer = load(FIXTURES / "qwen3-tied")
-    folder, file = tmp_path / "model", tmp_path / "model" / "README.md"
+    folder = tmp_path / "model"
+    file = tmp_path / "model" / "README.md"
     first, second = (card_of().render(Progress(step), {}) for step in (1, 2))
     for card in (first, second):
         save_model(folder, model, params, tokenizer, card=card)

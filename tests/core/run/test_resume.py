@@ -67,7 +67,8 @@ train = partial(train_here, **FLAGS)
 def whole(tmp_path_factory) -> Path:
     """A run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(folder) == 0 and [r["global_step"] for r in records(folder)] == [*range(STEPS + 1)]
+    assert train(folder) == 0
+    assert [r["global_step"] for r in records(folder)] == [*range(STEPS + 1)]
     return folder
 
 
@@ -81,7 +82,8 @@ def assert_same(folder: Path, whole: Path) -> None:
         name = "test_env/correct_answer"
         interval = f"[{record[name + '_low']:.1%}, {record[name + '_high']:.1%}]"
         assert f"| {record[name]:.1%} {interval} (step {record['global_step']}) |" in card
-    assert checksum(folder, STEPS) == checksum(whole, STEPS) and difference(folder, whole, STEPS) == 0
+    assert checksum(folder, STEPS) == checksum(whole, STEPS)
+    assert difference(folder, whole, STEPS) == 0
 
 
 @pytest.mark.slow
@@ -108,7 +110,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(moments, whole, tmp_path):
 @pytest.mark.slow
 def test_moments_in_host_memory_change_nothing(whole, tmp_path, monkeypatch):
     """Neither in a run nor where another goes on from its state."""
-    folder, kinds, end_step = tmp_path / "run", set(), Run.end_step
+    folder = tmp_path / "run"
+    kinds = set()
+    end_step = Run.end_step
 
     def spy(run, progress, state, *rest):
         kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state))
@@ -151,8 +155,10 @@ def test_a_signal_ends_the_run_and_loses_no_step(place, whole, tmp_path, monkeyp
     assert len(records(tmp_path / "run")) == 1 + reached, "step 4 is abandoned or finished"
     model = tmp_path / "run" / f"step{reached}"
     printed = capsys.readouterr().out
-    assert f"stopped by SIGINT; step {reached} is saved" in printed and f"\nmodel: {model}\n" in printed
-    assert resolve_model_dir(str(tmp_path / "run")) == str(model) and load_model(model)
+    assert f"stopped by SIGINT; step {reached} is saved" in printed
+    assert f"\nmodel: {model}\n" in printed
+    assert resolve_model_dir(str(tmp_path / "run")) == str(model)
+    assert load_model(model)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert train(tmp_path / "run") == 0
     assert_same(tmp_path / "run", whole)
@@ -165,8 +171,15 @@ def test_a_later_signal_ends_at_once_whatever_the_main_thread_does():
         "with Signals():\n  threading.Thread(target=ask).start(); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     )
     clock = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 128 + signal.SIGTERM and 1.4 < time.monotonic() - clock < 10
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert 1.4 < time.monotonic() - clock < 10
     assert done.stdout == "SIGTERM: the run will be saved and end; once more ends it at once\n"
 
 
@@ -186,7 +199,8 @@ def test_the_last_models_are_kept_and_a_lost_one_is_written_again(whole, tmp_pat
     shutil.rmtree(folder / f"step{STEPS}")
     assert train(folder, keep=2) == 0
     printed = capsys.readouterr().out
-    assert f"model: {folder}/step{STEPS}\n" in printed and "report.html is there after" not in printed
+    assert f"model: {folder}/step{STEPS}\n" in printed
+    assert "report.html is there after" not in printed
     assert (folder / f"step{STEPS}/model.safetensors").read_bytes() == content
     assert model_steps(folder) == [STEPS - 2, STEPS]
     assert train(folder, max_steps=STEPS + 1, keep=1, save_best=True) == 0
@@ -270,7 +284,9 @@ def test_of_damaged_states_the_one_before_is_used(damage, tmp_path, capsys):
     with started(small_run(tmp_path / "run")) as run:
         for step in (1, 2):
             save(run, step)
-    rng, newest, told = np.random.default_rng(0), tmp_path / "run" / "state" / "2", 0
+    rng = np.random.default_rng(0)
+    newest = tmp_path / "run" / "state" / "2"
+    told = 0
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
     assert len(files) > 8
     for i, file in enumerate(files):
@@ -314,7 +330,8 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
     monkeypatch.delenv("WANDB_MODE")
     assert train(folder) == 0
     said = capsys.readouterr()
-    assert f"step {STEPS} is damaged" in said.out and "wandb is switched off" in said.err
+    assert f"step {STEPS} is damaged" in said.out
+    assert "wandb is switched off" in said.err
     assert_same(folder, whole)
 
 
@@ -322,7 +339,9 @@ def test_a_run_goes_on_from_the_state_before_a_damaged_one(whole, tmp_path, monk
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_byte_flipped_in_any_file_of_a_run_is_survived_or_named(seed, whole, tmp_path, capsys):
     """The run is at step 4 and goes on to the end; what it then is equals the run that nothing happened to."""
-    short, rng, counts = tmp_path / "short", np.random.default_rng(seed), Counter()
+    short = tmp_path / "short"
+    rng = np.random.default_rng(seed)
+    counts = Counter()
     assert train(short, max_steps=4) == 0
     files = sorted(path.relative_to(short) for path in short.rglob("*") if path.is_file() and path.stat().st_size)
     for file in files:
@@ -392,7 +411,13 @@ def test_a_run_goes_on_with_other_settings_only_when_they_do_not_change_it(tmp_p
             small_run(tmp_path, **options | change)
     with pytest.raises(UserError, match="--resume never"):
         small_run(tmp_path, **options, resume="never")
-    free = {"mesh": "fsdp=1", "max_steps": 9, "save_interval": 3, "model_dir": "models/tiny/", "tensorboard": True}
+    free = {
+        "mesh": "fsdp=1",
+        "max_steps": 9,
+        "save_interval": 3,
+        "model_dir": "models/tiny/",
+        "tensorboard": True,
+    }
     capsys.readouterr()
     small_run(tmp_path, **options, **free).release()
     assert not capsys.readouterr().out
@@ -420,11 +445,14 @@ def test_changes_by_force_are_in_the_record_with_their_step(tmp_path):
     first, second = run_of(tmp_path)["segments"]
     assert first == {"step": 3, "changed": {"lr": [1e-3, 2e-3]}, "data": {}, "comparable": True}
     assert second == {"step": 3, "changed": {"temperature": [1.0, 0.5]}, "data": {}, "comparable": False}
-    assert last_break([first]) == -1 and last_break([first, second]) == 3
+    assert last_break([first]) == -1
+    assert last_break([first, second]) == 3
     card = run.card.render(Progress(4), {})
-    assert "from step 4 on: --lr 0.002 (before: 0.001)" in card and "up to step 3 are of other data" in card
+    assert "from step 4 on: --lr 0.002 (before: 0.001)" in card
+    assert "up to step 3 are of other data" in card
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [event["global_step"] for event in events] == [3, 3] and "--lr 0.002 (before: 0.001)" in events[0]["warning"]
+    assert [event["global_step"] for event in events] == [3, 3]
+    assert "--lr 0.002 (before: 0.001)" in events[0]["warning"]
     assert "--temperature 0.5 (before: 1.0)" in (tmp_path / "report.html").read_text()
 
 
@@ -491,7 +519,8 @@ def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
     run.restore(states(0))
     started(run).release()
     (segment,) = run_of(folder)["segments"]
-    assert segment["data"].keys() == {"dataset"} and not segment["comparable"]
+    assert segment["data"].keys() == {"dataset"}
+    assert not segment["comparable"]
 
 
 def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
@@ -537,7 +566,8 @@ def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
         return train_here(folder, **flags | {"max_steps": num_steps} | options)
 
     today = time.strftime("%d %b %Y")
-    assert go_on(1) == go_on(2) == 0 and prompt(2).startswith(today)
+    assert go_on(1) == go_on(2) == 0
+    assert prompt(2).startswith(today)
     config = json.loads((folder / "config.json").read_text())
     config["run"]["start"] = "2020-02-29 23:59:59 +0000"
     (folder / "config.json").write_text(json.dumps(config))
@@ -546,7 +576,8 @@ def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
     words = r"other data: tokens of poem's prompts is 16 samples, digest (\w+) and was 16 samples, .*old chat template"
     assert re.search(words, capsys.readouterr().err)
     gc.collect()  # a refused run gives its lock back with its object, which Python 3.13 holds until then
-    assert go_on(3, resume="force") == 0 and prompt(3).startswith("29 Feb 2020")
+    assert go_on(3, resume="force") == 0
+    assert prompt(3).startswith("29 Feb 2020")
     (model / "chat_template.jinja").write_text(DATED + "!")
     assert go_on(4) == 2
 
@@ -595,10 +626,13 @@ def test_a_folder_in_use_is_refused_before_a_model_is_loaded_and_stays_as_it_is(
     flags = FLAGS | {"save_dir": folder, "model_dir": empty}
     refused = start(arguments(**flags), stderr=subprocess.PIPE)
     output, error = refused.communicate(timeout=240)
-    assert refused.returncode == 2 and not output
+    assert refused.returncode == 2
+    assert not output
     assert error.startswith(f"error: {folder} is in use by process {os.getpid()} on "), error
-    assert error.count("\n") == 1 and "--save_dir" in error
-    assert contents(folder) == before and (folder / "state" / "9.orbax-checkpoint-tmp").is_dir()
+    assert error.count("\n") == 1
+    assert "--save_dir" in error
+    assert contents(folder) == before
+    assert (folder / "state" / "9.orbax-checkpoint-tmp").is_dir()
     held.release()
     assert not (folder / lock.NAME).exists()
 
@@ -612,7 +646,8 @@ def test_of_two_commands_at_once_one_trains_or_each_has_a_folder(tmp_path):
         assert sorted(process.returncode for process in pair) == ([0, 2] if save_dir else [0, 0]), said
         assert sum("is in use by process" in error for _, error in said) == len(save_dir)
     first, *others = [records(path.parent) for path in tmp_path.glob("**/metrics.jsonl")]
-    assert len(first) == STEPS + 1 and others == [first, first]
+    assert len(first) == STEPS + 1
+    assert others == [first, first]
 
 
 def test_default_folders_are_never_shared(tmp_path, monkeypatch):
@@ -662,12 +697,16 @@ def test_a_lock_of_another_machine_counts_while_it_is_touched(difference, other_
 
 
 STALE = {  # contents of a lock file; "no exchange": of a file system like NFS; "container": one that is gone
-    "silent": marker(12, seconds=0.3), "old": marker(12, seconds=0.3), "removed meanwhile": marker(12, seconds=0.3),
-    "no exchange": marker(12, seconds=0.3), "escapes": marker(12, "node7\x1b]0;title\x07", seconds=0.3),
-    "damaged": "\udcff", "empty": "",
+    "silent": marker(12, seconds=0.3),
+    "old": marker(12, seconds=0.3),
+    "removed meanwhile": marker(12, seconds=0.3),
+    "no exchange": marker(12, seconds=0.3),
+    "escapes": marker(12, "node7\x1b]0;title\x07", seconds=0.3),
+    "damaged": "\udcff",
+    "empty": "",
     "container": marker(os.getpid(), f"{socket.gethostname()}?pidns-1", seconds=0.3),
     "lmpo before filelock": '{"pid": 12, "host": "node7"}\n',
-}  # fmt: skip
+}
 
 
 def refuse_exchanges(monkeypatch) -> None:
@@ -690,7 +729,8 @@ def test_a_stale_lock_is_taken_over(kind, other_machine, monkeypatch, capsys):
         refuse_exchanges(monkeypatch)
     held = FolderLock(other_machine.parent)
     said = capsys.readouterr().out
-    assert "waiting up to" in said and "\x1b" not in said
+    assert "waiting up to" in said
+    assert "\x1b" not in said
     assert f"pid={os.getpid()}\n" in other_machine.read_text()
     held.release()
     assert not [*other_machine.parent.iterdir()]
@@ -707,7 +747,12 @@ def test_of_two_that_take_a_stale_lock_the_first_has_it(other_machine, monkeypat
 
 def test_a_killed_run_frees_its_folder_at_once_and_a_stopped_one_keeps_it(tmp_path, capsys):
     program = f"from utils.runs.lock import *; lock = FolderLock(Path({str(tmp_path)!r})); print(flush=True); input()"
-    holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=-1, stdout=-1)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdin=-1,
+        stdout=-1,
+    )
     holder.stdout.readline()
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
@@ -734,8 +779,10 @@ def test_a_run_whose_lock_was_taken_saves_nothing_more(tmp_path, monkeypatch, ca
         while not run.lock.is_lost:
             time.sleep(0.01)
         end_step(run, 2)
-    assert end.value.code == 1 and "another process has taken" in capsys.readouterr().err
-    assert not (tmp_path / "state").exists() and file.read_text() == "another"
+    assert end.value.code == 1
+    assert "another process has taken" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+    assert file.read_text() == "another"
 
 
 # What stands in the way
@@ -766,7 +813,9 @@ def test_what_stands_in_the_way_is_named_before_training(name, tmp_path, capsys)
     assert train(tmp_path) == 2
     error = capsys.readouterr().err
     assert re.match(rf"error: {re.escape(str(tmp_path))}/{sentence}, and is in the way", error), error
-    assert error.count("\n") == 1 and path.exists() | path.is_symlink() and not [*tmp_path.glob("step1*")]
+    assert error.count("\n") == 1
+    assert path.exists() | path.is_symlink()
+    assert not [*tmp_path.glob("step1*")]
 
 
 WRITTEN = "config.json data.json metrics.jsonl events.jsonl programs.jsonl plot.png report.html reward_failures.jsonl"
@@ -806,7 +855,8 @@ def test_files_of_a_run_that_have_other_names_are_replaced(tmp_path):
             file.write("more")
     assert {name: (backup / name).read_text() for name in names} == before
     written = [name for name in names if not name.endswith((".new", "_id", ".lock"))]
-    assert len(written) == 12 and all((folder / name).stat().st_nlink == 1 for name in written)
+    assert len(written) == 12
+    assert all((folder / name).stat().st_nlink == 1 for name in written)
 
 
 @pytest.mark.parametrize("save_dir", ["foo://bucket/x", os.fsdecode(b"\xff\xfe"), "file://x", f"{__file__}/x"])
@@ -814,7 +864,9 @@ def test_an_impossible_folder_is_refused_before_training(save_dir, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert train(save_dir) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --save_dir") and error.count("\n") == 1 and not [*tmp_path.iterdir()]
+    assert error.startswith("error: --save_dir")
+    assert error.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
 
 
 def test_files_that_cannot_be_opened_are_told_at_once(monkeypatch):
@@ -850,7 +902,8 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(whole, tmp_path, monkeypat
         monkeypatch.setattr(run_folder, "local_folder", lambda _, name=name: tmp_path / name)
         assert train(bucket, max_steps=max_steps) == 0
     assert_same(bucket, whole)
-    assert records(tmp_path / "there") == records(whole) and not (tmp_path / "there" / "state").exists()
+    assert records(tmp_path / "there") == records(whole)
+    assert not (tmp_path / "there" / "state").exists()
     assert len([*(bucket / "rollouts").glob("step_*")]) == STEPS
     config = json.loads((bucket / "config.json").read_text())
     assert config["run"]["end"], "what is written at the end is there, too"
@@ -862,7 +915,8 @@ def small_disk(whole, tmp_path, monkeypatch):
     """One on which the run `whole` has not quite room; without pictures, whose drafts would fill it now and then."""
     monkeypatch.setattr(run_folder.Run, "draw", lambda self: None)
     files = [path for path in whole.rglob("*") if path.suffix not in (".html", ".png")]
-    folder, size = tmp_path / "disk", sum(512 * path.stat().st_blocks for path in files)
+    folder = tmp_path / "disk"
+    size = sum(512 * path.stat().st_blocks for path in files)
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size - 300_000}", "lmpo", folder]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -924,4 +978,6 @@ def test_output_that_nobody_takes_stops_nothing(kind, monkeypatch):
     assert time.monotonic() - clock < 5
     if kind == "stuck":
         taken = os.read(read_end, 10**6)
-        assert len(taken) > 50_000 and out.write(b"again") == 5 and os.read(read_end, 10**6).endswith(b"again")
+        assert len(taken) > 50_000
+        assert out.write(b"again") == 5
+        assert os.read(read_end, 10**6).endswith(b"again")

@@ -48,13 +48,33 @@ from utils.settings.config import make_config, parse, with_options
 from utils.settings.errors import UserError
 
 FIXTURES = ROOT / "tests" / "fixtures"
-OTHER = replace(MODEL, hidden_size=24, intermediate_size=40, num_hidden_layers=1, tie_word_embeddings=True)
+OTHER = replace(
+    MODEL,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=1,
+    tie_word_embeddings=True,
+)
 CONFIG = make_config(
-    Config, teacher="another", advantage="none", entropy_coef=0.0, temperature=0.8, groups_per_batch=2, group_size=4,
-    ppo_minibatch=0, num_generation_tokens=50, do_group_filter=False,
-)  # fmt: skip
+    Config,
+    teacher="another",
+    advantage="none",
+    entropy_coef=0.0,
+    temperature=0.8,
+    groups_per_batch=2,
+    group_size=4,
+    ppo_minibatch=0,
+    num_generation_tokens=50,
+    do_group_filter=False,
+)
 scores_of = jax.jit(decoder.score_tokens, static_argnums=0)
-KINDS = {"forward": 0.0, "reverse": 1.0, "jsd 0.1": 0.1, "jsd 0.5": 0.5, "jsd 0.9": 0.9}
+KINDS = {
+    "forward": 0.0,
+    "reverse": 1.0,
+    "jsd 0.1": 0.1,
+    "jsd 0.5": 0.5,
+    "jsd 0.9": 0.9,
+}
 
 
 # Formulas
@@ -67,7 +87,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 def divergence64(p: np.ndarray, q: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
     """The divergence of logits, and its gradient with respect to log p's, from the definitions in float64."""
-    log_p, log_q = log_softmax(np.float64(p)), log_softmax(np.float64(q))
+    log_p = log_softmax(np.float64(p))
+    log_q = log_softmax(np.float64(q))
     p, q = np.exp(log_p), np.exp(log_q)
     if beta == 0:
         return (q * (log_q - log_p)).sum(-1), p - q
@@ -87,7 +108,8 @@ def random_logits(V: int = 300) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_divergences_and_gradients_equal_float64(kind):
     p, q = random_logits()
-    distribution, tokens = ComparedDistribution(temperature=0.7, beta=KINDS[kind]), np.arange(5, dtype=np.int32)
+    distribution = ComparedDistribution(temperature=0.7, beta=KINDS[kind])
+    tokens = np.arange(5, dtype=np.int32)
 
     def total(p):
         scores = distribution.score(p, tokens, extras={TEACHER: q})
@@ -103,7 +125,8 @@ def test_divergences_and_gradients_equal_float64(kind):
 def test_the_mean_of_sampled_gradients_is_the_whole_one():
     """Over all tokens, each with its probability: log q - log p is the advantage of --distill sampled."""
     p, q = random_logits()
-    log_p, log_q = log_softmax(np.float64(p)), log_softmax(np.float64(q))
+    log_p = log_softmax(np.float64(p))
+    log_q = log_softmax(np.float64(q))
     scores = np.eye(p.shape[1]) - np.exp(log_p)[:, None]  # gradients of log p(y) with respect to logits, [R, y, V]
     mean = -np.einsum("ry,ry,ryv->rv", np.exp(log_p), log_q - log_p, scores)
     np.testing.assert_allclose(mean, divergence64(p, q, 1.0)[1], atol=1e-12)
@@ -173,7 +196,8 @@ def whole_gradient(kind: str, beta: float, prefixes: list[list[int]], is_taught:
     T = batch.tokens.shape[1]
     starts = [len(prefix) for prefix in prefixes]
     log_q = np.stack([log_softmax(np.asarray(x[n : n + T - 1]) / 0.8) for x, n in zip(logits, starts, strict=True)])
-    tokens, mask = batch.tokens[:, 1:, None], batch.mask[:, 1:] & (is_taught[:, None] > 0)
+    tokens = batch.tokens[:, 1:, None]
+    mask = batch.mask[:, 1:] & (is_taught[:, None] > 0)
     of_q = np.take_along_axis(log_q, tokens, axis=-1)[..., 0]
 
     def loss(params):
@@ -222,7 +246,8 @@ def test_an_update_is_that_of_whole_logits(kind, monkeypatch):
 
 def test_the_sampled_term_is_added_behind_what_rewards_become(monkeypatch):
     """Equal rewards teach, and neither whitening nor the z-score of a group or a batch can erase the teacher."""
-    learner, found = taught(distill=SAMPLED, distill_coef=0.5), []
+    learner = taught(distill=SAMPLED, distill_coef=0.5)
+    found = []
     monkeypatch.setattr(Learner, "update", lambda self, state, minibatch, done: found.append(minibatch))
     state = first_state(learner)
     _, batch = learner.score(state, replace(fresh_batch(), rewards=np.ones(8, np.float32)))
@@ -283,10 +308,20 @@ def test_an_update_does_not_depend_on_the_devices(mesh, tmp_path):
 
 
 RUN = FLAGS | {
-    "ppo_minibatch": 0, "num_generation_tokens": 8, "test_env_name": "", "max_steps": 2, "do_group_filter": 1,
+    "ppo_minibatch": 0,
+    "num_generation_tokens": 8,
+    "test_env_name": "",
+    "max_steps": 2,
+    "do_group_filter": 1,
     "prompt_length": 64,
-}  # fmt: skip
-AVERAGE = {"teacher": "self", "teacher_decay": 0.5, "teacher_prefix": "ab", "advantage": "none", "group_size": 1}
+}
+AVERAGE = {
+    "teacher": "self",
+    "teacher_decay": 0.5,
+    "teacher_prefix": "ab",
+    "advantage": "none",
+    "group_size": 1,
+}
 
 
 @pytest.mark.parametrize("flags", [{"lora_rank": 2}, *slow({}, {"ahead": 1}, {"teacher_decay": 0.0})], ids=str)
@@ -297,32 +332,44 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(flags, tmp_path):
             assert train_here(tmp_path / name, **RUN | AVERAGE | flags | {"max_steps": num_steps}) == 0
     assert len({checksum(tmp_path / name, 2) for name in ("whole", "stopped")}) == 1
     metrics = records(tmp_path / "whole")[-1]
-    assert metrics["distill/divergence"] > 0 and metrics["num_rows"] == 2
+    assert metrics["distill/divergence"] > 0
+    assert metrics["num_rows"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    {"teacher": FIXTURES / "qwen3-wide-heads"},  # beside the rewards, which are often equal
-    {"teacher": FIXTURES / "qwen3-wide-heads", "distill": SAMPLED, "advantage": "batch_zscore"},
-    {"teacher": FIXTURES / "qwen3-tied", "advantage": "gae", "distill": "jsd", "distill_beta": 0.2},
-    {"teacher": FIXTURES / "lora-qwen3", "lora_rank": 2, "kl_coef": 0.1, "ppo_epochs": 2},
-    {"teacher": "self", "teacher_prefix": SIBLING, "num_generation_tokens": 4},
-    {"teacher": "self", "teacher_decay": 0.5, "distill": SAMPLED},
-    {"teacher": "self", "teacher_prefix": "ab", "distill": SAMPLED, "ppo_minibatch": 4},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"teacher": FIXTURES / "qwen3-wide-heads"},  # beside the rewards, which are often equal
+        {"teacher": FIXTURES / "qwen3-wide-heads", "distill": SAMPLED, "advantage": "batch_zscore"},
+        {"teacher": FIXTURES / "qwen3-tied", "advantage": "gae", "distill": "jsd", "distill_beta": 0.2},
+        {"teacher": FIXTURES / "lora-qwen3", "lora_rank": 2, "kl_coef": 0.1, "ppo_epochs": 2},
+        {"teacher": "self", "teacher_prefix": SIBLING, "num_generation_tokens": 4},
+        {"teacher": "self", "teacher_decay": 0.5, "distill": SAMPLED},
+        {"teacher": "self", "teacher_prefix": "ab", "distill": SAMPLED, "ppo_minibatch": 4},
+    ],
+    ids=str,
+)
 def test_what_distillation_goes_with(flags, tmp_path, capsys):
     assert train_here(tmp_path / "run", **RUN | flags) == 0
     last = records(tmp_path / "run")[-1]
-    assert last["num_rows"] == 8 and last["grad_norm"] > 0
+    assert last["num_rows"] == 8
+    assert last["grad_norm"] > 0
     assert last["distill/rows_not_taught"] == 0
     assert "teacher q: " in capsys.readouterr().out
 
 
 def test_adapters_over_the_base_of_the_policy_are_no_second_copy(tmp_path):
     folder, layout = FIXTURES / "lora-qwen3", single_device()
-    config = make_config(Config, model_dir=str(FIXTURES / "qwen3-tied"), lora_rank=4, teacher=str(folder))
+    config = make_config(
+        Config,
+        model_dir=str(FIXTURES / "qwen3-tied"),
+        lora_rank=4,
+        teacher=str(folder),
+    )
     _, base, adapters, _ = load_policy(config.model_dir, config.lora, 0, layout, "float32")
-    learner, state = SimpleNamespace(base=base, layout=layout, reference=None), SimpleNamespace(params=adapters)
+    learner = SimpleNamespace(base=base, layout=layout, reference=None)
+    state = SimpleNamespace(params=adapters)
     model, policy, _ = load_teacher(config, learner, state)
     assert policy[LAYERS] is base[LAYERS]
     sizes = bytes_on_device(base) + bytes_on_device(policy[ADAPTERS])
@@ -379,10 +426,16 @@ def test_a_teacher_larger_than_memory_is_refused():
         check_room("--teacher x", large, single_device(), {})
 
 
-@pytest.mark.parametrize(("memory", "words"), [
-    ("device_memory", "qwen3-wide-heads has .* GB on each device, and beside the policy 0 GB are free"),
-    ("host_memory", "its states of a batch take 0.000147 GB of the host, which has 9e-06: lower --groups_per_batch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ("device_memory", "qwen3-wide-heads has .* GB on each device, and beside the policy 0 GB are free"),
+        (
+            "host_memory",
+            "its states of a batch take 0.000147 GB of the host, which has 9e-06: lower --groups_per_batch",
+        ),
+    ],
+)
 def test_what_a_teacher_needs_is_compared_with_memory_before_training(memory, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Layout, "device_memory", 1 << 30)
     monkeypatch.setattr(Layout, memory, 10_000)
@@ -414,7 +467,11 @@ def test_teacher_reads_what_the_template_renders(template, text):
     problem = Problem([SUM], thinking=True)
     prefix = make_prefix(text, tokenizer, worker_of(problem))
     messages = [{"role": "system", "content": text}, SUM]
-    settings = {"add_generation_prompt": True, "enable_thinking": True, "tokenize": False}
+    settings = {
+        "add_generation_prompt": True,
+        "enable_thinking": True,
+        "tokenize": False,
+    }
     rendered = tokenizer.hf.apply_chat_template(messages, **settings)
     ids = prefix.prompt(problem, text)
     assert ids == tokenizer.hf.encode(rendered, add_special_tokens=False)
@@ -442,7 +499,8 @@ def test_rows_with_a_longer_and_a_shorter_prompt_keep_their_completions():
     batch = Batch(tokens, mask, np.zeros((2, 6)), np.zeros(2), np.array([4, 6]), np.array([2, 3]))
     shown, columns = teachers.with_prompts([[50, 51, 52], [60]], batch)
     assert shown.tokens.tolist() == [[50, 51, 52, 3, 4, 0, 0], [60, 10, 11, 12, 0, 0, 0]]
-    assert shown.lengths.tolist() == [5, 4] and shown.prompt_lengths.tolist() == [3, 1]
+    assert shown.lengths.tolist() == [5, 4]
+    assert shown.prompt_lengths.tolist() == [3, 1]
     for row in range(2):
         np.testing.assert_array_equal(shown.tokens[row, columns[row, mask[row]]], tokens[row, mask[row]])
     assert (shown.mask.sum(axis=1) == mask.sum(axis=1)).all()
@@ -463,17 +521,35 @@ def test_sibling_is_shown_with_its_prefix_and_forced_answer(tmp_path, monkeypatc
     monkeypatch.setattr(Prefix, "of_rows", of_rows)
     monkeypatch.setattr(teachers, "SUCCESS", 0.1)  # what a wrong answer in the right form earns
     options = "numbers=3,min_number=1,max_number=15,max_target=30,prompt=bare,prefix=<think>"
-    flags = {"env_name": "countdown", "env_options": options, "num_generation_tokens": 112, "force_answer_at": 88}
-    flags |= {"model_dir": "models/tiny", "teacher": "self", "teacher_prefix": SIBLING, "groups_per_batch": 4}
-    flags |= {"group_size": 8, "max_steps": 1, "advantage": "none", "max_resampling": 1, "prompt_length": 200}
+    flags = {
+        "env_name": "countdown",
+        "env_options": options,
+        "num_generation_tokens": 112,
+        "force_answer_at": 88,
+    }
+    flags |= {
+        "model_dir": "models/tiny",
+        "teacher": "self",
+        "teacher_prefix": SIBLING,
+        "groups_per_batch": 4,
+    }
+    flags |= {
+        "group_size": 8,
+        "max_steps": 1,
+        "advantage": "none",
+        "max_resampling": 1,
+        "prompt_length": 200,
+    }
     assert train_here(tmp_path / "run", **RUN | flags) == 0
     ((prefix, batch, episodes, prompts),) = seen
-    siblings, num_forced = successful_siblings(batch.rewards, 8), 0
+    siblings = successful_siblings(batch.rewards, 8)
+    num_forced = 0
     for prompt, sibling in zip(prompts, siblings, strict=True):
         assert bool(prompt) == (sibling >= 0)
         if prompt:
             text = episodes.texts[sibling]
-            assert text.startswith("<think>") and SHOWN + text in prefix.tokenizer.decode(prompt)
+            assert text.startswith("<think>")
+            assert SHOWN + text in prefix.tokenizer.decode(prompt)
             num_forced += bool((~batch.mask[sibling])[batch.prompt_lengths[sibling] : batch.lengths[sibling]].any())
     assert num_forced
 
@@ -494,11 +570,13 @@ def test_completions_that_are_cut_off_are_warned_of_with_a_remedy():
     learner = taught()
     batch = replace(fresh_batch(), finished=np.arange(8) < 4, extras={COEFFICIENTS: np.float32([0] * 2 + [1] * 6)})
     updates = [SimpleNamespace(minibatch=select_rows(batch, np.arange(8)))]
-    original, Learner.metrics = Learner.metrics, lambda self, updates: {}
+    original = Learner.metrics
+    Learner.metrics = lambda self, updates: {}
     try:
         metrics = learner.metrics(updates)
     finally:
         Learner.metrics = original
     assert metrics == {"distill/rows_not_taught": 0.25, "distill/cut_off": 0.5}
     (warning,) = HealthChecks().find_warnings(1, metrics).values()
-    assert "50% of the completions are cut off" in warning and "--kl_coef" in warning
+    assert "50% of the completions are cut off" in warning
+    assert "--kl_coef" in warning
