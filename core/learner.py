@@ -295,8 +295,8 @@ class Learner:
                 self.on_skipped(update.minibatch)
             if num_skipped >= MAX_SKIPPED:
                 raise FloatingPointError(
-                    f"{num_skipped} updates in a row had a loss or a gradient that is not finite: lower --lr, or look "
-                    "at the batches in bad_batches/; the parameters are those before them"
+                    f"{num_skipped} updates in a row had a loss or a gradient that is not finite: lower --lr, or read "
+                    "the batches in bad_batches/. The parameters are those from before these updates"
                 )
 
     def out_of_memory(self) -> contextlib.AbstractContextManager[None]:

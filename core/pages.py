@@ -550,7 +550,7 @@ def with_pages(sampler: Sampler, page_size: int, has_turns: bool = False) -> Sam
     layout = sampler.layout
     may_be_in_step = layout.is_single_cpu and not has_turns
     if page_size == 0 and not may_be_in_step:
-        raise UserError("--page_size 0 is for single replies on one CPU: leave it out")
+        raise UserError("--page_size 0 samples without pages, for single replies on one CPU only: leave it out")
     if page_size == 0 or page_size < 0 and may_be_in_step:
         return sampler
     adapts = layout.is_cpu and page_size < 0

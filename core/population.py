@@ -171,12 +171,13 @@ def member_values(text: str) -> dict[str, Values]:
         name, _, values = part.strip().partition("=")
         if not name or not values or name in axes or name in ("population", "save_dir"):
             raise UserError(
-                f"--population {text!r}: {part!r} must be an option that no other part names, with its values, as in "
-                "seed=0,1,2;config=configs/grpo.py,configs/cispo.py (members have folders in --save_dir)"
+                f"--population {text!r}: {part!r} is not an option with values, or is named twice: write "
+                "name=value,value, as in seed=0,1,2;config=configs/grpo.py,configs/cispo.py (save_dir cannot differ: "
+                "members have folders in --save_dir)"
             )
         axes[name] = values.split(",")
     if not axes:
-        raise UserError("--population names the members, as in seed=0,1,2: without it, run core/grpo.py")
+        raise UserError("--population names no members: give values, as in seed=0,1,2, or run core/grpo.py")
     members = {}
     for values in itertools.product(*axes.values()):
         own = dict(zip(axes, values, strict=True))
@@ -210,16 +211,18 @@ def check_members(configs: Mapping[str, Config]) -> None:
             is_shared = known.group in SHARED_GROUPS or known.name in SHARED
             if is_shared and mine[known.name] != theirs[known.name]:
                 raise UserError(
-                    f"--{known.name} is {theirs[known.name]!r} of {first_name} and {mine[known.name]!r} of {name}: "
-                    "members share the base and the sampler, so it must be one"
+                    f"--{known.name} is {theirs[known.name]!r} in {first_name} and {mine[known.name]!r} in {name}, but "
+                    "members share the base and the sampler: give it one value"
                 )
         refuse([
             (not config.lora.lora_rank, "--population trains adapters over one base: give --lora_rank"),
-            (config.lora.lora_merge == "always", "--lora_merge always: a copy holds the adapters of one member only"),
-            (config.ahead, "--ahead draws for a run alone: leave it out of a population"),
-            (config.distill.teacher, "--teacher teaches a run alone: leave it out of a population"),
-            (config.run.profile, "--profile traces a run alone: leave it out of a population"),
-            (asks_for_wandb(config.run), "wandb logs one run of a process: leave out its options"),
+            (config.lora.lora_merge == "always",
+             "--lora_merge always makes a copy with the adapters of one member only: leave it out"),
+            (config.ahead, "--ahead works in a single run only: leave it out of a population"),
+            (config.distill.teacher, "--teacher works in a single run only: leave it out of a population"),
+            (config.run.profile, "--profile traces a single run only: leave it out of a population"),
+            (asks_for_wandb(config.run),
+             "wandb logs one run of a process, and a population has several: leave out its options"),
         ])  # fmt: skip
 
 
@@ -249,7 +252,7 @@ def make_member(
     arguments = config.compute.arguments | {"base": first.learner.base if first else None}
     model, base, adapters, tokenizer = load_policy(run.model_dir, lora, config.seed, layout, **arguments)
     if model.num_experts and model.adapts_experts:
-        raise UserError("members of a population have no adapters of experts: give --lora_experts 0")
+        raise UserError("members of a population cannot have adapters of experts: give --lora_experts 0")
     tokenizer = first.tokenizer if first else tokenizer
     # Members score at the same time: together they have a process for each core.
     num_scorers = max(1, (os.cpu_count() or 1) // run.num_members)

@@ -80,11 +80,13 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     """
     file = Path(os.path.expanduser(path)).with_suffix(".npz")
     if not file.is_file():
-        raise UserError(f"--replay {path}: there is no {file}: runs write it under --save_rollouts all")
+        raise UserError(
+            f"--replay {path}: there is no {file}, which runs write with --save_rollouts all: name a file of such a run"
+        )
     run = file.parent.parent
     rows = read_rows(file)
     if not file.stem.removeprefix("step_").isdecimal():
-        raise UserError(f"--replay {path}: rollouts are files step_N.npz")
+        raise UserError(f"--replay {path} is no file of a step: name RUN/rollouts/step_N.npz")
     options, _ = read_settings(run / "config.json")
     for name in options.keys() & REMOVED.keys():
         check_removed(name, options.pop(name), name, is_forced=False)
@@ -93,7 +95,7 @@ def read_stored(path: str, row: int) -> tuple[Stored, Config]:
     except (TypeError, ValueError) as error:
         raise UserError(f"--replay {path}: {run / 'config.json'}: {error}") from error
     if not 0 <= row < len(rows["tokens"]):
-        raise UserError(f"--row {row}: {file} has rows 0 to {len(rows['tokens']) - 1}")
+        raise UserError(f"--row {row} is not in {file}: give 0 to {len(rows['tokens']) - 1}")
     length = rows["lengths"][row]
     stored = Stored(
         run,
@@ -119,15 +121,20 @@ def read_rows(file: Path) -> dict[str, np.ndarray]:
     for name in ("tokens", "mask", "lengths", "prompt_lengths", "tasks", "positions"):
         x = rows.get(name)
         if x is None:
-            raise UserError(f"{file} has no array {name}")
+            raise UserError(f"{file} has no array {name}: copy the file again")
         expected = shape if name in ("tokens", "mask") else shape[:1]
         if len(shape) != 2 or x.shape != expected or x.dtype.kind not in "biu":
-            raise UserError(f"{file}: {name} is {x.dtype} {list(x.shape)}, and not integers {[*expected] or '[B, T]'}")
+            raise UserError(
+                f"{file}: {name} is {x.dtype} {list(x.shape)}, and not integers {[*expected] or '[B, T]'}: copy the "
+                "file again"
+            )
         most = {"mask": 1, "lengths": shape[1], "prompt_lengths": shape[1]}.get(name, 2**31 - 1)
         if x.size and not 0 <= x.min() <= x.max() <= most:
-            raise UserError(f"{file}: {name} has numbers from {x.min()} to {x.max()}, beyond 0 to {most}")
+            raise UserError(
+                f"{file}: {name} has numbers from {x.min()} to {x.max()}, beyond 0 to {most}: copy the file again"
+            )
     if (rows["prompt_lengths"] > rows["lengths"]).any():
-        raise UserError(f"{file}: a row of prompt_lengths is above that of lengths")
+        raise UserError(f"{file}: a row of prompt_lengths is above that of lengths: copy the file again")
     return rows | {"mask": rows["mask"].astype(bool)}
 
 
@@ -139,8 +146,8 @@ def weights_before(stored: Stored, config: Config) -> Path:
     folder = stored.run / f"step{step}"
     if not folder.is_dir():
         raise UserError(
-            f"--replay needs the model that drew step {stored.step}, and there is no {folder}: choose the first step, "
-            "or one behind a saved one (--save_interval)"
+            f"--replay needs the model that sampled step {stored.step}, and there is no {folder}: choose the first "
+            "step, or one after a saved step (--save_interval)"
         )
     return folder
 
@@ -208,9 +215,9 @@ def branch(
     """Draws episodes that begin with the stored one's turns before `from_turn`."""
     columns = stored.turn_columns
     if worker.env.max_turns == 1:
-        raise UserError("--from_turn branches episodes of several turns, and this run's are single replies: drop it")
+        raise UserError("--from_turn branches episodes of several turns, and this run has single replies: leave it out")
     if not 1 <= from_turn <= len(columns):
-        raise UserError(f"--from_turn {from_turn}: the row has turns 1 to {len(columns)}")
+        raise UserError(f"--from_turn {from_turn} is not a turn of the row: give 1 to {len(columns)}")
     position, sample = np.array([stored.position]), np.array([stored.sample])
     seed, game = (row_keys(key, position, number) for number in (sample, np.zeros(1, int)))
     start = int(columns[from_turn - 1][0])
@@ -226,7 +233,10 @@ def branch(
         replies.begin(stored.turns[: from_turn - 1])
         prompt = stored.tokens[:start].tolist()
         if worker.encode(replies.problems[0]) != prompt[: stored.prompt_length]:
-            raise UserError("the environment begins this episode in another way than in the run, as one that draws may")
+            raise UserError(
+                "the environment opens this episode with other text than in the run, so the episode cannot be "
+                "branched: make the opening depend on the problem and the seed alone"
+            )
         keys = sample_keys(jax.random.fold_in(key, from_turn), position, num_samples)
         completions = replies.listen(sampler, 0, Wait("")).draw(weights, [prompt], keys)
         rewards, failures = replies.finish()

@@ -171,8 +171,8 @@ class RolloutWorker:
             if len(prompt) > limit:
                 raise UserError(
                     f"the prompt of problem {i} of {self.name} has {len(prompt)} tokens, more than {limit}: raise "
-                    "--prompt_length (and give --resume force where a run is to go on), or lower "
-                    "--num_generation_tokens if the model has no more positions"
+                    "--prompt_length (to continue a run, with --resume force), or lower --num_generation_tokens if the "
+                    "model has no more positions"
                 )
         return prompts
 

@@ -93,7 +93,10 @@ class PromptConfig:
 
     def __post_init__(self):
         if self.num_samples < 1 or not 0 <= self.web < 2**16:
-            raise UserError("--num_samples starts at 1, and --web is a port from 1 to 65535, or 0 for none")
+            raise UserError(
+                "--num_samples must be at least 1, and --web a port from 1 to 65535, or 0 for none: correct the one "
+                "that is not"
+            )
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def read_prompts(path: str) -> list[Row]:
             check_text(row)
             exchange = read_exchange(row, Columns(needs_answer=False, begins_with_messages=True))
         except KeyError:
-            raise UserError(f'{location} has neither "prompt" nor "messages"') from None
+            raise UserError(f'{location} has neither "prompt" nor "messages": add one of them') from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{location}: {error}") from error
         if exchange.prompt != row.get("prompt"):
@@ -126,7 +129,7 @@ def read_prompts(path: str) -> list[Row]:
             row = {**row, "messages": Messages.of(messages, exchange.tools)}
         rows.append(row)
     if not rows:
-        raise UserError(f"--prompts {path} holds no row")
+        raise UserError(f'--prompts {path} has no rows: write one with "prompt" or "messages"')
     return rows
 
 
@@ -269,11 +272,11 @@ class ChatModel:
         """Changes a setting of the distribution that is drawn from. Raises: UserError."""
         settings = vars(self.sampler.distribution)
         if name not in settings:
-            raise UserError(f"/set {name}: there are {', '.join(settings)}")
+            raise UserError(f"/set {name}: there is no such setting: choose one of {', '.join(settings)}")
         try:
             number = type(settings[name])(value)
         except ValueError as error:
-            raise UserError(f"/set {name} {value}: it is a number, now {settings[name]}") from error
+            raise UserError(f"/set {name} {value} is not a number: give one (now {settings[name]})") from error
         self.sampler = replace(self.sampler, distribution=replace(self.sampler.distribution, **{name: number}))
 
     def describe(self) -> str:

@@ -231,13 +231,13 @@ def test_conversations_are_drawn_as_alone_whatever_the_rows_of_a_call():
 @pytest.mark.parametrize(
     ("members", "options", "message"),
     [
-        ("", "", "--population names the members"),
-        ("seed", "", "'seed' must be an option"),
+        ("", "", "--population names no members"),
+        ("seed", "", "'seed' is not an option"),
         ("seed=0,0", "", "two members"),
         ("seed=0;save_dir=a,b", "", "members have folders in --save_dir"),
         ("sed=0,1", "", "there is no option --sed; did you mean --seed?"),
         ("seed=0,x", "", "seed must be of type int"),
-        ("lora_rank=2,4", "", "--lora_rank is 2 of lora_rank=2 and 4 of lora_rank=4"),
+        ("lora_rank=2,4", "", "--lora_rank is 2 in lora_rank=2 and 4 in lora_rank=4"),
         ("seed=0,1", "--lora_rank 0", "give --lora_rank"),
         ("seed=0,1", "--lora_merge always", "one member only"),
         ("seed=0,1", "--teacher models/tiny", "leave it out"),

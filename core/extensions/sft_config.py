@@ -65,9 +65,12 @@ class Config:
 
     def __post_init__(self):
         if self.batch_size < 1 or min(self.num_epochs, self.max_steps, self.seed, self.test_interval) < 0:
-            raise UserError("--batch_size starts at 1, --num_epochs, --max_steps, --seed and --test_interval at 0")
+            raise UserError(
+                "--batch_size must be at least 1, and --num_epochs, --max_steps, --seed and --test_interval at least "
+                "0: correct the one that is lower"
+            )
         if not self.num_epochs and not self.max_steps:
-            raise UserError("give --num_epochs or --max_steps, after which the run ends")
+            raise UserError("--num_epochs 0 and --max_steps 0 set no end of the run: give --num_epochs or --max_steps")
         if self.run.save_best and not self.env.env_name:
             raise UserError("--save_best chooses by a held-out score: give --env_name")
 

@@ -259,7 +259,7 @@ def attach_teacher(
     if num_columns > model.num_positions:
         raise UserError(
             f"--teacher_prefix has up to {prefix.longest} tokens, with prompt and completion {num_columns}, more than "
-            f"the {model.num_positions} of the teacher's context: shorten it, or --num_generation_tokens"
+            f"the {model.num_positions} of the teacher's context: shorten the prefix, or lower --num_generation_tokens"
         )
     beside = {}
     if options.distill != SAMPLED:
@@ -363,7 +363,8 @@ def compare_tokenizers(name: str, teacher: Tokenizer, worker: RolloutWorker) -> 
         token, number = different[0]
         raise UserError(
             f"--teacher {name} has another vocabulary than the policy ({counted(len(different), 'difference')}, as "
-            f"{token!r} with id {number}): distillation compares probabilities of the same ids"
+            f"{token!r} with id {number}): choose one with the same ids, since distillation compares probabilities of "
+            "the same ids"
         )
     notes, problem = [], worker.env.problem(0)
     if teacher.special_ids != own.special_ids or teacher.stop_ids != own.stop_ids:
@@ -377,8 +378,8 @@ def check_size(name: str, teacher: Decoder, model: Decoder) -> None:
     """Raises UserError for a teacher with fewer ids than the policy; more, which only pad, are cut off."""
     if teacher.vocab_size < model.vocab_size:
         raise UserError(
-            f"--teacher {name} has vocab_size {teacher.vocab_size:,}, the policy {model.vocab_size:,}: it gives no "
-            "probability to the other ids"
+            f"--teacher {name} has vocab_size {teacher.vocab_size:,}, below the policy's {model.vocab_size:,}, so some "
+            "ids have no probability: choose a teacher with at least as many ids"
         )
 
 
@@ -393,12 +394,15 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
     if text == SIBLING:
         num_written = worker.max_new_tokens + len(tokenizer.encode(problem.prefix))
         if worker.env.max_turns > 1:
-            raise UserError(f"--teacher_prefix {SIBLING} shows single replies, and {worker.name} has several turns")
+            raise UserError(
+                f"--teacher_prefix {SIBLING} shows single replies, and {worker.name} has several turns: give a text or "
+                "@FILE"
+            )
     elif text.startswith("@"):
         file = Path(os.path.expanduser(text[1:]))
         text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
         if not text:
-            raise UserError(f"--teacher_prefix @{file}: there is no such file with a text")
+            raise UserError(f"--teacher_prefix @{file}: there is no such file, or it has no text: name another file")
     try:
         marked = tokenizer.decode(prefix.prompt(problem, MARK))
     except UserError as error:

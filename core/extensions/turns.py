@@ -216,7 +216,10 @@ class Conversations:
                 self.end_turn(row, turn, num_left=0)
             for row, outcome in self.ask(set(range(len(self.episodes))), len(self.episodes)).items():
                 if isinstance(outcome, Failure):
-                    raise UserError(f"the environment fails in the turns before: {outcome.reason!r}")
+                    raise UserError(
+                        f"the environment fails in a turn before the branch, {outcome.reason!r}: choose an earlier "
+                        "--from_turn, or correct the environment"
+                    )
                 self.add_scores(row, outcome)
                 self.episodes[row].messages.append(outcome.messages)
 

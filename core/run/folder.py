@@ -206,7 +206,7 @@ class Run:
             what = f"a model of {gigabytes(self.model_bytes)} GB and a state of {gigabytes(self.state_bytes)} GB"
             problem = f"the disk of {self.directory} has {gigabytes(free)} GB free, and each save writes {what}"
         if problem := self.layout.broadcast(problem):
-            raise UserError(f"{problem}: free some, or name a --save_dir on another disk")
+            raise UserError(f"{problem}: free space, or name a --save_dir on another disk")
 
     def start(self, model: Decoder, tokenizer: Tokenizer, workers: Iterable[Worker]) -> Self:
         """Writes config.json and data.json, and opens the log; returns the run to be entered. `workers` end with it.
@@ -526,7 +526,9 @@ class Run:
         self.newest = state, replace(progress, memory=memory)
         if self.lock and self.lock.is_lost:
             self.newest = None
-            raise OSError(f"another process has taken {self.directory}, after a long silence of this one")
+            raise OSError(
+                f"another process has taken {self.directory}, since this one was silent for long: end one of the two"
+            )
         self.checkpoints.check_errors()
         if not is_last and (is_saved or time.monotonic() > self.next_drawing):
             self.write_config()

@@ -59,8 +59,8 @@ def check_code(run: str | Path, settings: Mapping[str, Value], taken: Collection
         flag, option, value = setting
         if flag in taken and fingerprint(run, setting) not in own_runs():
             raise UserError(
-                f"{run} asks for {option}={value}, which runs code with your rights, and is no run that you have "
-                f"trained here with that code: if you trust it, add --{flag} {str(settings[flag])!r}"
+                f"{run} sets {option}={value}, which runs code with your rights, and this machine has no record that "
+                f"you trained the run with that code: if you trust the code, add --{flag} {str(settings[flag])!r}"
             )
 
 

@@ -374,7 +374,7 @@ def test_a_run_is_evaluated_as_it_was_trained_unless_told_otherwise(tmp_path, ca
     (run / "config.json").write_text(json.dumps(trained | others | code | {"env_options": ""}))
     with pytest.raises(SystemExit):
         settings("--model_dir", models)
-    assert "if you trust it, add --env_options 'sandbox=off'" in capsys.readouterr().err
+    assert "if you trust the code, add --env_options 'sandbox=off'" in capsys.readouterr().err
     assert evaluation.inheritance_note(evaluation.parse_command(["--env_name", "countdown3"])) == ""
 
 
@@ -470,7 +470,7 @@ def test_no_downloaded_folder_runs_code(case, foreign, capsys):
     if origin:
         (flag, value), *_ = [(x, y) for x, y in settings.items() if x != "env_name"]
         assert said.err.count("\n") == 1
-        assert f"if you trust it, add --{flag} {value!r}" in said.err
+        assert f"if you trust the code, add --{flag} {value!r}" in said.err
     else:
         assert "poem-test: completions" in said.out, "no run: an environment is not inherited either"
 

@@ -331,7 +331,7 @@ def test_a_row_that_cannot_be_trained_on_is_refused_by_file_and_line(tmp_path, w
         ({"data": "rows.jsonl", "test_fraction": 1.0}, "--test_fraction from 0 to below 1"),
         ({"data": "no.jsonl"}, "there is no file no.jsonl"),
         ({"data": "x", "num_epochs": 0}, "give --num_epochs or --max_steps"),
-        ({"data": "x", "batch_size": 0}, "--batch_size starts at 1"),
+        ({"data": "x", "batch_size": 0}, "--batch_size must be at least 1"),
         ({"data": "x", "save_best": True}, "--save_best chooses by a held-out score: give --env_name"),
         ({"data": "x", "long_rows": "pad"}, "must be one of error, cut, drop"),
     ],

@@ -475,7 +475,7 @@ def test_a_run_that_is_killed_within_episodes_ends_as_one_that_was_not(whole, tm
 
 @pytest.mark.parametrize(
     ("row", "from_turn", "message"),
-    [(24, 0, "rows 0 to 23"), (0, 9, "the row has turns 1 to ."), (0, -1, "the row has turns 1 to .")],
+    [(24, 0, "give 0 to 23"), (0, 9, "give 1 to ."), (0, -1, "give 1 to .")],
 )
 def test_mistakes_of_a_replay(whole, row, from_turn, message):
     with pytest.raises(UserError, match=message):

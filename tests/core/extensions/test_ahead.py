@@ -251,7 +251,7 @@ def test_devices_that_do_not_fit_are_refused():
     [
         ({"ahead": 2}, "--ahead 2 is not supported"),
         ({"ahead": 0, "rollout_devices": 1}, "give --ahead 1"),
-        ({"do_mask_inference_ratio": 1}, "so that --do_mask_inference_ratio has no effect"),
+        ({"do_mask_inference_ratio": 1}, "--do_mask_inference_ratio has no effect"),
         ({"objective": "reinforce"}, "--objective reinforce does not account for"),
     ],
 )
