@@ -41,7 +41,7 @@ from models.decoder import HeadInputs
 from models.distribution import Distribution, TokenScores
 from models.names import Array
 from models.optimizers import make_optimizer
-from utils.batching import Shape
+from utils.batching import MicrobatchShape
 from utils.devices.sharding import Layout, single_device
 from utils.settings.config import parse
 from utils.settings.options import option
@@ -136,7 +136,7 @@ def gradient(command: Command, layout: Layout, model: Decoder, is_packed: bool =
     num_tokens = command.columns - config.sampling.prompt_length  # so that rows have these columns
     settings = make_optimizer(config.optimizer), layout, config, num_tokens, command.rows * command.columns
     learner = Learner(model, *settings)
-    shape_of_rows = Shape(command.rows, command.columns, command.rows * command.columns)
+    shape_of_rows = MicrobatchShape(command.rows, command.columns, command.rows * command.columns)
     batch, packing = zero_batch(learner, shape_of_rows)
     params = weight_shapes(model.parameter_table())
     sums = params, jax.ShapeDtypeStruct((), jnp.float32)

@@ -91,7 +91,7 @@ from models.optimizers import make_optimizer
 from models.pages import Paging
 from models.speed import PEAKS, training_flops
 from models.state import TrainState
-from utils.batching import Shape, bucket, choose_shapes
+from utils.batching import MicrobatchShape, bucket, choose_shapes
 from utils.devices.compilation import Programs, shapes_of, with_shardings
 from utils.devices.runtime import set_tpu_options
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device
@@ -469,10 +469,10 @@ def decode_segment(model: Decoder, layout: Layout, num_slots: int, width: int, g
 
 def train_step(model: Decoder, layout: Layout, num_rows: int, width: int, config: Config = CONFIG) -> Program:
     """Compiles the gradient of a micro-batch of full rows, added up; rows are those of each device."""
-    return gradient(model, layout, Shape(num_rows, width, num_rows * width), config)
+    return gradient(model, layout, MicrobatchShape(num_rows, width, num_rows * width), config)
 
 
-def gradient(model: Decoder, layout: Layout, shape_of_rows: Shape, config: Config = CONFIG) -> Program:
+def gradient(model: Decoder, layout: Layout, shape_of_rows: MicrobatchShape, config: Config = CONFIG) -> Program:
     """Compiles the gradient of a micro-batch of this shape, added up."""
     programs = learner_programs(model, layout, shape_of_rows, config)
     return list(compile_until(programs, learner.accumulate))[-1]
@@ -480,11 +480,11 @@ def gradient(model: Decoder, layout: Layout, shape_of_rows: Shape, config: Confi
 
 def apply_gradients(model: Decoder, layout: Layout, config: Config = CONFIG) -> Program:
     """Compiles an optimiser step."""
-    programs = dict(learner_programs(model, layout, Shape(1, 32, 32), config))
+    programs = dict(learner_programs(model, layout, MicrobatchShape(1, 32, 32), config))
     return compile_for(learner.apply_gradients, *programs[learner.apply_gradients])
 
 
-def learner_programs(model: Decoder, layout: Layout, shape_of_rows: Shape, config: Config) -> Programs:
+def learner_programs(model: Decoder, layout: Layout, shape_of_rows: MicrobatchShape, config: Config) -> Programs:
     """Yields the programs of training on micro-batches of this shape."""
     optimizer = make_optimizer(config.optimizer)
     state = state_shapes(model, layout, config)
@@ -525,7 +525,7 @@ def row_length(config: Config) -> int:
     return bucket(config.sampling.prompt_length + config.sampling.num_generation_tokens)
 
 
-def largest_shape(config: Config, model: Decoder, layout: Layout, num_tokens: int) -> Shape:
+def largest_shape(config: Config, model: Decoder, layout: Layout, num_tokens: int) -> MicrobatchShape:
     """Returns the largest shape of a run's micro-batches of so many packed tokens."""
     most_rows = -(-config.minibatch_size // layout.row_shards)
     return choose_shapes(num_tokens, row_length(config), most_rows, model.kernel in SKIPPING)[0]

@@ -33,7 +33,7 @@ from jax.flatten_util import ravel_pytree
 from core.extensions.distill import divergence
 from models.checkpoint import load_model
 from models.decoder import logits
-from utils.reporting.plots import COLOURS, Metrics, make_figure, read_metrics
+from utils.reporting.plots import COLOURS, Curves, make_figure, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "models/tiny"
@@ -183,12 +183,12 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def num_samples(log: Metrics) -> np.ndarray:
+def num_samples(log: Curves) -> np.ndarray:
     """Returns the completions drawn until each step; of SFT those it was given."""
     return log["rollout/total_rollouts"][1] if "rollout/total_rollouts" in log else np.array([NUM_WRITTEN])
 
 
-def num_tokens(log: Metrics) -> np.ndarray:
+def num_tokens(log: Curves) -> np.ndarray:
     """Returns the tokens drawn until each step."""
     if "env/length" not in log:
         return np.array([0])

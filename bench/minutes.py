@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from utils.reporting.plots import Metrics, by_steps, format_point, read_metrics
+from utils.reporting.plots import Curves, by_steps, format_point, read_metrics
 from utils.runs.origin import read_settings
 
 METRIC = "test_env/correct_answer"
@@ -21,7 +21,7 @@ HEAD = """\
 |---|---|---|---|---|---|"""
 
 
-def board_row(run: Metrics, origin: dict[str, str | float], score: float) -> str:
+def board_row(run: Curves, origin: dict[str, str | float], score: float) -> str:
     """Returns the row of a run: the first evaluation with at least this score, and the last one."""
     seconds = by_steps(run, "times/run")
     steps = [step for step, value in by_steps(run, METRIC).items() if value >= score and step in seconds]

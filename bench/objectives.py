@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from utils.reporting.plots import COLOURS, WINDOW, Metrics, make_figure, read_metrics, running_mean
+from utils.reporting.plots import COLOURS, WINDOW, Curves, make_figure, read_metrics, running_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
@@ -45,7 +45,7 @@ SHORT = {
     "num_generation_tokens": 32, "force_answer_at": 8, "max_resampling": 1,
 }  # fmt: skip
 SCORE = "test_env/correct_answer"
-Runs = Mapping[str, Sequence[Metrics]]  # by preset, one of each seed
+Runs = Mapping[str, Sequence[Curves]]  # by preset, one of each seed
 
 
 def command(folder: Path, options: Mapping[str, object]) -> list[str]:
@@ -63,7 +63,7 @@ def command(folder: Path, options: Mapping[str, object]) -> list[str]:
 def read_runs(folder: Path) -> Runs:
     """Returns what the members logged."""
 
-    def read(preset: str, seed: int) -> Metrics:
+    def read(preset: str, seed: int) -> Curves:
         return read_metrics(folder / f"seed={seed}_config={preset}" / "metrics.jsonl")
 
     return {preset: [read(preset, seed) for seed in SEEDS] for preset in PRESETS}

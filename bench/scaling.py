@@ -29,7 +29,7 @@ from core.records import Batch
 from models.architecture import Decoder, is_spec
 from models.distribution import Distribution
 from models.packing import pack_rows
-from utils.batching import Shape, empty_rows
+from utils.batching import MicrobatchShape, empty_rows
 from utils.devices.sharding import MESH_AXES, Layout
 from utils.devices.startup import DeviceConfig, arrange_devices, mesh_sizes
 from utils.settings.config import parse
@@ -66,7 +66,7 @@ def measure(config: Command, num_devices: int) -> dict[str, float]:
     )
     batch = batch_shapes(config.rows * layout.row_shards, config.tokens, layout)
     num_rows = len(batch.tokens)
-    shape = Shape(config.rows, config.tokens, config.rows * config.tokens)
+    shape = MicrobatchShape(config.rows, config.tokens, config.rows * config.tokens)
     packing = layout.put(pack_rows(empty_rows(num_rows, config.tokens), shape, layout.row_shards))
     settings = model, ObjectiveConfig().loss, Distribution()
     lowered = accumulate.lower(*settings, shapes, (shapes, np.float32(0)), batch, packing)

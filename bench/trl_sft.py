@@ -25,7 +25,7 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file
 
-from core.extensions.sft_config import Config
+from core.extensions.sft_config import SFTConfig
 from core.learner import make_learner
 from core.objectives import set_loss_denominators
 from core.sampler import SamplingConfig
@@ -74,7 +74,7 @@ def theirs(folder: str) -> tuple[float, dict[str, np.ndarray], list[list[int]]]:
 
 def ours(folder: str) -> tuple[float, dict[str, np.ndarray], list[list[int]]]:
     """Returns the same of the learner, whose gradient is written as a folder of Hugging Face's tensors."""
-    config = make_config(Config, data="-", batch_size=len(ROWS))
+    config = make_config(SFTConfig, data="-", batch_size=len(ROWS))
     config = replace(config, sampling=SamplingConfig(prompt_length=1))
     layout = single_device()
     model, _, params, tokenizer = load_policy(MODEL, config.lora, 0, layout, "float32")

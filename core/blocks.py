@@ -23,7 +23,7 @@ SIZES = (256, 192, 128, 96, 64, 32, 16, 8, 1)  # slots of a block
 SMALL_SIZES = (16,)  # of a model whose weights stay in the cache of a core: more slots take no less time a row
 SMALL_BYTES = 1 << 22  # of the weights of such a model
 COST = 16  # of a step of a block, in rows: weights are read for each
-Source = tuple[Cache, int]  # a cache on the host, and the row in it
+CachedRow = tuple[Cache, int]  # a cache on the host, and the row in it
 
 
 class Block(NamedTuple):
@@ -72,7 +72,7 @@ class Blocks:
         self.blocks: list[Block] = []
         self.is_shared = False  # slots have a prompt in common
 
-    def open(self, prompts: Sequence[Source], width: int) -> None:
+    def open(self, prompts: Sequence[CachedRow], width: int) -> None:
         """Gives all rows a slot, by the caches of their prompts."""
         per_block, per_prompt = block_shape(self.sizes, self.num_rows, self.group_size)
         self.is_shared = per_prompt > 1
@@ -117,7 +117,7 @@ class Blocks:
             self.blocks.append(block)
 
     def fill(
-        self, rows: Int[np.ndarray, "S"], prompts: Sequence[Source], slots: Sequence[Source], width: int
+        self, rows: Int[np.ndarray, "S"], prompts: Sequence[CachedRow], slots: Sequence[CachedRow], width: int
     ) -> Block:
         """Returns a block of these rows, with copies of the caches that its prompts and its slots have."""
         firsts = rows.reshape(len(prompts), -1)[:, 0]
@@ -137,7 +137,7 @@ def is_live(rows: Int[np.ndarray, "S"], done: Bool[np.ndarray, "B"]) -> Bool[np.
     return (rows >= 0) & ~done[rows]
 
 
-def sources_of(block: Block, done: Bool[np.ndarray, "B"]) -> dict[int, tuple[Source, Source]]:
+def sources_of(block: Block, done: Bool[np.ndarray, "B"]) -> dict[int, tuple[CachedRow, CachedRow]]:
     """Returns the caches of the prompt and of the completion of each row that is not done."""
     prompts, cache = jax.tree.map(np.asarray, (block.prompts, block.cache))
     per_prompt = len(block.rows) // len(block.starts)

@@ -80,7 +80,7 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True)
-class Command:
+class EvalCommand:
     """Evaluation of checkpoints."""
 
     output: OutputConfig = group(OutputConfig)
@@ -93,10 +93,10 @@ class Command:
     replay: ReplayConfig = group(ReplayConfig)
 
 
-def parse_command(argv: Sequence[str]) -> Command:
+def parse_command(argv: Sequence[str]) -> EvalCommand:
     """Returns the settings of a command line; those of a run that is evaluated are the defaults."""
     aliases = {"ckpt_dir": "model_dir", "num_epochs": "num_eval_samples"}
-    return parse(Command, argv, __doc__, aliases, implied=settings_of_run)
+    return parse(EvalCommand, argv, __doc__, aliases, implied=settings_of_run)
 
 
 def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
@@ -108,13 +108,13 @@ def settings_of_run(options: Mapping[str, Value]) -> dict[str, Value]:
     run, trained = find_run(str(options.get("model_dir", "")))
     if not trained and "replay" not in options:
         trained = demo_of_tiny(options)
-    others = trained.keys() - options_of(Command).keys()  # as test_env_options, which only the run can have set
+    others = trained.keys() - options_of(EvalCommand).keys()  # as test_env_options, which only the run can have set
     name_source(run, others)
     trained = as_held_out(trained)
     env_name = str(trained.get("env_name", ""))
     if not env_name or split_name(str(options.get("env_name", env_name)))[0] != split_name(env_name)[0]:
         return {}
-    fields = options_of(Command).values()
+    fields = options_of(EvalCommand).values()
     env = {field.name for field in fields if field.group == "env"}
     sampling = {field.name for field in fields if field.group == "sampling" and not field.resumable}
     inherited = {name: x for name, x in trained.items() if name in env | sampling}
@@ -130,10 +130,10 @@ def name_source(run: str, names: Iterable[str]) -> None:
         SET_BY.update(dict.fromkeys(names, f"{run}/config.json"))
 
 
-def inheritance_note(config: Command) -> str:
+def inheritance_note(config: EvalCommand) -> str:
     """Returns a line with the settings that are those of the run that is evaluated, and no defaults."""
     options = to_dict(config)
-    changed = changed_options(Command, options)
+    changed = changed_options(EvalCommand, options)
     trained = settings_of_run(options)
     same = {name: x for name, x in trained.items() if name in changed and x == options[name]}
     words = [word for name, x in same.items() for word in (f"--{name}", str(x))]
@@ -141,7 +141,7 @@ def inheritance_note(config: Command) -> str:
 
 
 def evaluate_checkpoint(
-    config: Command, name: str, folder: Path, environments: list[RolloutSettings], layout: Layout
+    config: EvalCommand, name: str, folder: Path, environments: list[RolloutSettings], layout: Layout
 ) -> list[Result]:
     """Returns a checkpoint's results on each environment; with --show, prints problems instead."""
     model, params, tokenizer = load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
@@ -172,7 +172,7 @@ def evaluate_checkpoint(
     return results
 
 
-def resolve_test_environments(config: Command) -> list[RolloutSettings]:
+def resolve_test_environments(config: EvalCommand) -> list[RolloutSettings]:
     """Returns how the test split of each environment of --env_name is played."""
     names = dict.fromkeys(test_name(name.strip()) for name in config.env.env_name.split(","))
     check_files(config.env, names)
@@ -191,7 +191,7 @@ def training_note(folder: Path, env: EnvConfig) -> str:
     return f"{folder.parent} was trained with --env_options {options!r}: other problems or prompts than these"
 
 
-def main(config: Command) -> None:
+def main(config: EvalCommand) -> None:
     layout = make_layout(config.devices, config.output.model_dir)
     if config.replay.replay:
         from core.replay import replay

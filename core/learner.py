@@ -36,7 +36,7 @@ from models.state import TrainState, init_state
 from utils.batching import (
     EMPTY,
     Microbatch,
-    Shape,
+    MicrobatchShape,
     bucket,
     choose_shapes,
     measure_rows,
@@ -52,8 +52,8 @@ from utils.metrics.terminal import track
 from utils.settings.groups import UpdateConfig
 
 MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
-Rows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # their numbers (EMPTY: none), their micro-batch, and its packing
-Part = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
+PackedRows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # numbers of rows (EMPTY: none), micro-batch, and its packing
+MicrobatchMetrics = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
 Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
 
 
@@ -134,7 +134,7 @@ class Learner:
         return -(-self.config.minibatch_size // self.layout.row_shards)
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[MicrobatchShape, ...]:
         """Returns the shapes of all micro-batches of the run."""
         skips_padding = self.model.kernel in SKIPPING
         return choose_shapes(self.tokens_per_microbatch, self.row_length, self.most_rows, skips_padding)
@@ -174,7 +174,7 @@ class Learner:
                     whole[rows[is_row]] = resize_columns(x[is_row], whole.shape[1])
         return type(scores)(**by_name)
 
-    def score_chain(self, params: Policy, microbatches: Iterator[Rows]) -> list[tuple[np.ndarray, TokenScores]]:
+    def score_chain(self, params: Policy, microbatches: Iterator[PackedRows]) -> list[tuple[np.ndarray, TokenScores]]:
         """Returns the numbers of the rows of micro-batches, and the scores of their tokens, on the host."""
         scored = []
         for rows, *arrays in microbatches:
@@ -211,7 +211,9 @@ class Learner:
         metrics["speed/flops"] = training_flops(self.model, *counts, config.objective.has_critic)
         return state, Update(minibatch, parts, metrics)
 
-    def add_up(self, params: Params | Adapters, microbatches: Iterator[Rows]) -> tuple[Sums, list[Part]]:
+    def add_up(
+        self, params: Params | Adapters, microbatches: Iterator[PackedRows]
+    ) -> tuple[Sums, list[MicrobatchMetrics]]:
         """Returns the sums of gradients and losses of micro-batches, and metrics and packing of each."""
         loss, weights = self.config.objective.loss, (self.base, self.beside)
         sums, parts = self.zero_sums(params), []
@@ -228,14 +230,14 @@ class Learner:
             return state
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
 
-    def chains(self, batch: Batch) -> list[Iterator[Rows]]:
+    def chains(self, batch: Batch) -> list[Iterator[PackedRows]]:
         """Returns the micro-batches of a batch, in a part for each chain of them; each is built when needed."""
         sizes = measure_rows(batch.tokens, batch.prompt_lengths, batch.lengths, batch.mask)
         shards = self.layout.row_shards
         plan = plan_microbatches(sizes, self.shapes, shards)
         batch = replace(batch, entropies=None, row=None)  # read by no loss
 
-        def make_rows(plan: Sequence[Microbatch]) -> Iterator[Rows]:
+        def make_rows(plan: Sequence[Microbatch]) -> Iterator[PackedRows]:
             for rows, shape in track(plan, "micro-batches"):
                 microbatch = select_rows(batch, rows, shape.width)
                 microbatch.mask[rows == EMPTY] = False

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int16, Shaped, UInt32
 
 from core.records import Completions
-from core.sampler import FEWEST_SLOTS, Columns, Drawn, Sampler, draw_tokens
+from core.sampler import FEWEST_SLOTS, Drawn, SampledTokens, Sampler, draw_tokens
 from models import decoder
 from models.architecture import Decoder
 from models.distribution import Distribution
@@ -260,7 +260,7 @@ class Segment(NamedTuple):
     starts: Int[np.ndarray, "R"]
     counts: Int[np.ndarray, "R"]
     versions: Int[np.ndarray, "R"]
-    columns: Columns
+    columns: SampledTokens
 
 
 class PagedChain:
@@ -626,7 +626,7 @@ def decode_pages(
     given: Int[Array, "S"],
     numbers: Int[Array, "S"],
     keys: UInt32[Array, "S 2"],
-) -> tuple[State, Int[Array, "N"], Columns]:
+) -> tuple[State, Int[Array, "N"], SampledTokens]:
     """Draws tokens number `numbers`, ... of each lane, behind the token that is `given`; -1: the slot's last one.
 
     Returns the state, the last token of each slot, and the columns. States of linear attention stay those before the

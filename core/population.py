@@ -59,7 +59,7 @@ from utils.settings.presets import demo_of_tiny
 SHARED_GROUPS = ("lora", "compute", "devices")  # of options in which members agree, beside SHARED
 SHARED = ("model_dir", "inference_batch_per_device")
 POLL = 0.1  # seconds between two looks at signals
-Values = dict[str, str]  # of a member, by the name of the option
+MemberOptions = dict[str, str]  # the values of a member, by the name of the option
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
     write_comparison(members, values)
 
 
-def member_values(text: str) -> dict[str, Values]:
+def member_values(text: str) -> dict[str, MemberOptions]:
     """Returns the values of each member of --population, by its name. Raises: UserError where it cannot be read."""
     axes: dict[str, list[str]] = {}
     for part in filter(None, text.split(";")):
@@ -194,7 +194,7 @@ def short_value(value: str) -> str:
     return re.sub(r"[^\w.+-]", "-", name)
 
 
-def member_arguments(argv: Sequence[str], own: Values) -> list[str]:
+def member_arguments(argv: Sequence[str], own: MemberOptions) -> list[str]:
     """Returns the command line of a member: that of all without --population, and its own values."""
     types = {name: known.type for name, known in options_of(PopulationConfig).items()}
     types |= {name: str for name in ("config", *LMPO)}
@@ -298,7 +298,7 @@ def train_members(members: Sequence[Member], shared: SharedSampler) -> None:
         raise SystemExit(failed.status)
 
 
-def write_comparison(members: Sequence[Member], values: Mapping[str, Values]) -> None:
+def write_comparison(members: Sequence[Member], values: Mapping[str, MemberOptions]) -> None:
     """Prints the last held-out scores of all members, and writes population.png and population.html."""
     runs = {member.name: read_metrics(member.run.directory / "metrics.jsonl") for member in members}
     groups = {}  # of members that differ in the seed only

@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from envs.base import Problem
+from models.messages import Message
 from models.names import Array, Extras
 from utils.batching import concatenate
 from utils.metrics.jsonl import JSON
 
-Message = dict[str, str]  # role and content
 # Arrays [B], [B, T] or [B, T, D]: what is put into `episodes.extras` travels as `batch.extras`; it is 1 in padding.
 EXTRAS: dict[str, type] = {}  # their types, as {"weight": Float[Array, "B T"]}: known before step 1
 NO_SIGNAL = 1e-6  # rewards of a group closer than this are equal: rounding alone gives them a deviation above zero

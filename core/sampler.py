@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PyTree, UInt32
 
-from core.blocks import Blocks, Source, is_live, sizes_of
+from core.blocks import Blocks, CachedRow, is_live, sizes_of
 from core.extensions.checks import check_sampling
 from core.records import Completions
 from models import decoder, lora
@@ -332,7 +332,7 @@ class Chain:
             yield start, steps
             start += steps
 
-    def launch(self, number: int, start: int, steps: int) -> tuple[np.ndarray, np.ndarray, "Columns"]:
+    def launch(self, number: int, start: int, steps: int) -> tuple[np.ndarray, np.ndarray, "SampledTokens"]:
         """Launches a segment of a block; returns the rows of its slots, tokens that are forced, and what it draws."""
         sampler, block = self.sampler, self.slots.blocks[number]
         rows = np.maximum(block.rows, 0)
@@ -358,7 +358,7 @@ class Chain:
         """Returns the weights that these rows are drawn with."""
         return self.sampler.weights_of(self.weights, self.row_offset + rows)
 
-    def prefill(self) -> list[Source]:
+    def prefill(self) -> list[CachedRow]:
         """Computes the caches of all prompt tokens but the last, which the first decode step reads.
 
         Returns the cache of each prompt, and its row there.
@@ -419,7 +419,7 @@ def prefill(model: Decoder, weights: Weights, tokens: Int[Array, "N P"], starts:
 
 
 # Tokens, their log-probabilities, the ids that they were drawn from, and the experts by which they were drawn.
-Columns = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
+SampledTokens = tuple[Int[Array, "S s"], Float[Array, "S s"], Int[Array, "S s U"], Int[Array, "S s L k"]]
 Step = tuple[Float[Array, "S V"], PyTree, Int[Array, "S 1 L k"]]  # logits, the new cache, experts
 
 
@@ -437,7 +437,7 @@ def decode_segment(
     keys: UInt32[Array, "S 2"],
     forced: Int[Array, "S s"] | None = None,
     count: Int[Array, ""] | None = None,
-) -> tuple[Cache, Columns]:
+) -> tuple[Cache, SampledTokens]:
     """Draws tokens number `start`, `start` + 1, ... of each slot, after its last token.
 
     Returns the cache, then the columns, of which the first `count` are drawn (None: all). `forced` tokens (-1: none)
@@ -464,7 +464,7 @@ def draw_tokens(
     numbers: Int[Array, "S"],
     forced: Int[Array, "S s"] | None = None,
     count: Int[Array, ""] | None = None,
-) -> tuple[PyTree, Int[Array, "S"], Columns]:
+) -> tuple[PyTree, Int[Array, "S"], SampledTokens]:
     """Draws tokens number `numbers`, ... of each row; returns the cache, the last token of each, and the columns.
 
     `forward` computes the logits behind the last tokens of step i, the new cache, and the experts.
@@ -489,7 +489,7 @@ def draw_tokens(
     return jax.lax.fori_loop(0, num_steps if count is None else count, step, (cache, last, columns))
 
 
-def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> Columns:
+def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, int]) -> SampledTokens:
     """Returns zeros for what a segment draws."""
     tokens = jnp.zeros(shape, jnp.int32)
     logprobs = jnp.zeros(shape, jnp.float32)

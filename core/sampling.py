@@ -23,7 +23,7 @@ from itertools import count
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from core.chat.terminal import Message, ShowText, converse
+from core.chat.terminal import ShowText, converse
 from core.chat.web import serve
 from core.extensions.attach import with_forced_answer
 from core.pages import with_pages
@@ -40,12 +40,14 @@ from envs.settings import EnvConfig
 from models.architecture import Decoder
 from models.checkpoint import find_checkpoints, load_model
 from models.memory import FEW_ROWS, describe_rollout, out_of_memory, rows_that_fit, sampling_room
+from models.messages import Message
 from models.names import Key, Params
 from models.oracle import check_prompt
 from models.tokenizer import Tokenizer
 from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.devices.startup import DeviceConfig, ending_together, make_layout
+from utils.metrics.jsonl import JSONRow
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.config import parse
@@ -57,8 +59,6 @@ from utils.threefry import make_key
 
 BUILT_IN = ("Use 3 7 12 to make 24.", "Write a poem about the sea.", "What is the capital of France?")
 NUM_EXAMPLES = 6  # held-out problems on the page
-Tokens = Int[np.ndarray, "B A"]
-Row = dict[str, object]  # with "prompt" or "messages"
 Style = tuple[bool | None, str]  # of prompts: thinking (None: as the template has it), and prefix of the reply
 
 
@@ -100,7 +100,7 @@ class PromptConfig:
 
 
 @dataclass(frozen=True)
-class Command:
+class SamplingCommand:
     """Sampling from a checkpoint."""
 
     prompts: PromptConfig = group(PromptConfig)
@@ -109,8 +109,8 @@ class Command:
     devices: DeviceConfig = group(DeviceConfig)
 
 
-def read_prompts(path: str) -> list[Row]:
-    """Returns the rows of a file. Raises: UserError for one without "prompt" and "messages", or no text."""
+def read_prompts(path: str) -> list[JSONRow]:
+    """Returns the rows of a file, each with "prompt" or "messages". Raises: UserError for one without, or no text."""
     if not path:
         return [{"prompt": prompt} for prompt in BUILT_IN]
     rows = []
@@ -133,7 +133,7 @@ def read_prompts(path: str) -> list[Row]:
     return rows
 
 
-def encode_row(row: Row, tokenizer: Tokenizer, config: PromptConfig) -> list[int]:
+def encode_row(row: JSONRow, tokenizer: Tokenizer, config: PromptConfig) -> list[int]:
     """Returns the prompt of a row, token ids."""
     if config.raw and "prompt" in row:
         return tokenizer.chat([{"role": "user", "content": row["prompt"]}], plain=True)
@@ -151,7 +151,7 @@ def prompt_styles(tokenizers: Sequence[Tokenizer], thinking: str) -> list[Style]
 
 
 def sample_rows(
-    sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: Command
+    sampler: Sampler, params: Params, prompts: Sequence[list[int]], config: SamplingCommand
 ) -> list[Completions]:
     """Returns the completions of all prompts, a call's together."""
     num_samples = config.prompts.num_samples
@@ -173,7 +173,7 @@ def sample_rows(
 
 
 def with_room(
-    sampler: Sampler, held: PyTree, config: Command, row_length: int, num_rows: int
+    sampler: Sampler, held: PyTree, config: SamplingCommand, row_length: int, num_rows: int
 ) -> tuple[Sampler, int]:
     """Returns a sampler on the mesh that has room for these rows or a few, and how many fit on each device of it."""
     model, layout = sampler.model, sampler.layout
@@ -184,7 +184,7 @@ def with_room(
     return sampler.on(rollout), rows_that_fit(num_bytes, model, rollout, row_length)
 
 
-def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> Row:
+def completion_fields(completions: Completions, b: int, tokenizer: Tokenizer) -> JSONRow:
     """Returns what is written of completion `b`."""
     columns = slice(int(completions.prompt_lengths[b]), int(completions.lengths[b]))
     tokens = completions.tokens[b, columns].tolist()
@@ -284,7 +284,7 @@ class ChatModel:
         return ", ".join(f"{name} {value:g}" for name, value in vars(self.sampler.distribution).items())
 
 
-def main(config: Command) -> None:
+def main(config: SamplingCommand) -> None:
     layout = make_layout(config.devices, config.prompts.ckpt_dir)
     rows = read_prompts(config.prompts.prompts)
     if config.prompts.web:
@@ -307,7 +307,7 @@ def main(config: Command) -> None:
         write_rows(written, config.prompts.json, tokenizer)
 
 
-def serve_chat(config: Command, layout: Layout) -> None:
+def serve_chat(config: SamplingCommand, layout: Layout) -> None:
     """Serves the page for the models, with problems of the environment that the last trained one of them knows."""
     names = config.prompts.ckpt_dir.split(",")
     models = load_chat_models(names, config, layout)
@@ -321,13 +321,13 @@ def serve_chat(config: Command, layout: Layout) -> None:
     serve(models, config.prompts.web, [*examples.numbers])
 
 
-def load_last(name: str, config: Command, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:
+def load_last(name: str, config: SamplingCommand, layout: Layout) -> tuple[Decoder, Params, Tokenizer]:
     """Loads a model: of a run folder the one of the last step."""
     _, folder = find_checkpoints(name)[-1]
     return load_model(folder, layout, **config.compute.arguments, param_dtype=config.compute.dtype)
 
 
-def make_text_sampler(config: Command, model: Decoder, tokenizer: Tokenizer, layout: Layout) -> Sampler:
+def make_text_sampler(config: SamplingCommand, model: Decoder, tokenizer: Tokenizer, layout: Layout) -> Sampler:
     """Returns the sampler of replies without an environment, of 256 tokens where nothing else is said."""
     limit = config.sampling.num_generation_tokens
     limit = 256 if limit < 0 else limit
@@ -347,7 +347,7 @@ def compare_chat(tokenizer: Tokenizer, thinking: str) -> list[str]:
     return check_prompt(tokenizer, ids, said, thinks, prefix, what="the prompt of a chat's second turn")
 
 
-def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> list[ChatModel]:
+def load_chat_models(names: Sequence[str], config: SamplingCommand, layout: Layout) -> list[ChatModel]:
     """Loads models to talk to, whose replies are shown in short segments."""
     loaded = [load_last(name, config, layout) for name in names]
     styles = prompt_styles([tokenizer for _, _, tokenizer in loaded], config.prompts.thinking)
@@ -362,7 +362,7 @@ def load_chat_models(names: Sequence[str], config: Command, layout: Layout) -> l
     return models
 
 
-def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:
+def write_rows(rows: Sequence[JSONRow], path: str, tokenizer: Tokenizer) -> None:
     """Writes rows to a JSONL file, or prints prompts and completions where there is none."""
     if path:
         Path(os.path.expanduser(path)).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -374,4 +374,4 @@ def write_rows(rows: Sequence[Row], path: str, tokenizer: Tokenizer) -> None:
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(Command, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))
+        main(parse(SamplingCommand, sys.argv[1:], __doc__, aliases={"model_dir": "ckpt_dir"}))

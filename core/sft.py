@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from core.extensions.sft_config import Config
+from core.extensions.sft_config import SFTConfig
 from core.grpo import make_workers, task_numbers
 from core.learner import Learner, make_learner
 from core.records import Batch, Episodes, Progress
@@ -59,7 +59,7 @@ class SftRun(Run):
     rows: Sequence[Conversation] = ()
 
     def __init__(
-        self, config: Config, layout: Layout, environments: Mapping[str, RolloutSettings], tests: Sequence[Messages]
+        self, config: SFTConfig, layout: Layout, environments: Mapping[str, RolloutSettings], tests: Sequence[Messages]
     ):
         self.tests = tests
         super().__init__(config, layout, environments)
@@ -82,7 +82,7 @@ class SftRun(Run):
         return self.tokenizer.with_generation({}).with_training_prompts(self.environments["env"].env.thinking, "")
 
 
-def main(config: Config) -> None:
+def main(config: SFTConfig) -> None:
     layout = make_layout(config.devices, config.model_dir)
     data, tests = read_written(config.data)
     played = {}
@@ -115,7 +115,7 @@ def main(config: Config) -> None:
 
 
 def train(
-    config: Config,
+    config: SFTConfig,
     run: SftRun,
     worker: RolloutWorker | None,
     learner: Learner,
@@ -174,7 +174,11 @@ def make_batch(rows: Sequence[Conversation]) -> Batch:
 
 
 def evaluate(
-    config: Config, worker: RolloutWorker | None, learner: Learner, held_out: Sequence[Conversation], state: TrainState
+    config: SFTConfig,
+    worker: RolloutWorker | None,
+    learner: Learner,
+    held_out: Sequence[Conversation],
+    state: TrainState,
 ) -> tuple[dict[str, float], Episodes | None, dict[str, np.ndarray]]:
     """Returns metrics, the environment's episodes, and the losses of held-out rows, as far as there are any."""
     clock, metrics, examples, losses = time.perf_counter(), {}, None, {}
@@ -192,4 +196,4 @@ def evaluate(
 
 if __name__ == "__main__":
     with ending_together(), user_errors():
-        main(parse(Config, sys.argv[1:], __doc__, implied=settings_of_adapters))
+        main(parse(SFTConfig, sys.argv[1:], __doc__, implied=settings_of_adapters))

@@ -39,7 +39,7 @@ RowHeads = Float[Array, "B T H C"]
 KeyHeads = Float[Array, "B S K C"]
 NewHeads = Float[Array, "B T K C"]
 CachedHeads = Float[Array, "B K S C"]
-Columns = Int[Array, "*B"]  # of the first new token: one for all rows, or one for each
+CachePositions = Int[Array, "*B"]  # of the first new token: one for all rows, or one for each
 LayerCache = tuple[CachedHeads | QuantizedKV, CachedHeads | QuantizedKV]  # keys and values
 PromptHeads = Float[Array, "N K P C"]
 PromptCache = tuple[PromptHeads | QuantizedKV, PromptHeads | QuantizedKV]  # rows of a group share one
@@ -236,7 +236,7 @@ def from_cache(heads: CachedHeads | QuantizedKV, dtype: DTypeLike) -> KeyHeads:
     return rearrange(heads, "B K T C -> B T K C")
 
 
-def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: Columns, kv_dtype: str) -> LayerCache:
+def write_cache(cache: LayerCache, k: NewHeads, v: NewHeads, columns: CachePositions, kv_dtype: str) -> LayerCache:
     """Writes the keys and values of new tokens into the cache, from `columns` on; those beyond it are dropped.
 
     Where all rows share the column, the write is one dynamic_update_slice, done in place inside a loop.
@@ -278,7 +278,7 @@ def decode_attention(
     cache: LayerCache,
     starts: Int[Array, "N"],
     ends: Int[Array, "N"],
-    columns: Columns,
+    columns: CachePositions,
     view: View,
     kv_dtype: str = "",
 ) -> tuple[Float[Array, "B T H*C"], LayerCache]:
@@ -339,12 +339,12 @@ def joint_softmax(
     return prompt_mass, mass, total
 
 
-def columns_of(first: Columns, num_tokens: int) -> Int[Array, "*B T 1"]:
+def columns_of(first: CachePositions, num_tokens: int) -> Int[Array, "*B T 1"]:
     """Returns the columns of new tokens."""
     return (first[..., None] + jnp.arange(num_tokens))[..., None]
 
 
-def seen_columns(columns: Columns, num_tokens: int, num_columns: int, window: int) -> Bool[Array, "*B T S"]:
+def seen_columns(columns: CachePositions, num_tokens: int, num_columns: int, window: int) -> Bool[Array, "*B T S"]:
     """Returns the columns of the cache that new tokens see."""
     own_columns = columns_of(columns, num_tokens)
     cache_columns = jnp.arange(num_columns)

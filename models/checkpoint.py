@@ -66,7 +66,7 @@ Read = Callable[[np.dtype, str, Index], np.ndarray]
 Readers = dict[str, Any]  # slices of safetensors files, a type of its extension module, by the name of the tensor
 
 
-class Source(NamedTuple):
+class ModelFolder(NamedTuple):
     """A model's folder that has been checked: its files can be read."""
 
     model: Decoder
@@ -82,7 +82,7 @@ def open_model(
     dtype: str,
     param_dtype: str,
     **overrides: bool | float | str,
-) -> Source:
+) -> ModelFolder:
     """Returns the results of `load_model`. Raises: UserError, as it does."""
     folder = find_model(path_or_hub_id)
     adapters = read_adapters(folder)
@@ -105,7 +105,7 @@ def open_model(
     has_own = adapters and any((adapters.folder / name).is_file() for name in VOCABULARIES)
     tokenizer = load_tokenizer(adapters.folder if has_own else folder, model.vocab_size)
     param_dtype = param_dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    return Source(model, tokenizer, partial(read_tensor, folder, readers), param_dtype, adapters)
+    return ModelFolder(model, tokenizer, partial(read_tensor, folder, readers), param_dtype, adapters)
 
 
 def load_model(
@@ -325,7 +325,7 @@ def is_same(tensor: Any, other: Any) -> bool:
     return all(np.array_equal(tensor[part], other[part]) for part in parts)
 
 
-def load_params(source: Source, layout: Layout | None) -> Params:
+def load_params(source: ModelFolder, layout: Layout | None) -> Params:
     """Loads the arrays of `model.parameter_table()`; each process reads only the slices that its devices hold.
 
     Raises: UserError for a tensor with NaN or infinity.
@@ -347,7 +347,7 @@ def load_params(source: Source, layout: Layout | None) -> Params:
     return params
 
 
-def load_base(source: Source, layout: Layout) -> Weights:
+def load_base(source: ModelFolder, layout: Layout) -> Weights:
     """Loads weights as `decode_weights` makes them, without a copy of the parameters on the way.
 
     Raises: UserError for a tensor with NaN or infinity.
@@ -366,7 +366,7 @@ def load_base(source: Source, layout: Layout) -> Weights:
     return base
 
 
-def load_weight(source: Source, layout: Layout, name: str, spec: Spec) -> Array:
+def load_weight(source: ModelFolder, layout: Layout, name: str, spec: Spec) -> Array:
     """Loads one array of the weights, a matrix of a layer transposed."""
     dtype = jnp.dtype("float32" if name.endswith(FLOAT32) else source.dtype)
     read = partial(source.read, dtype)

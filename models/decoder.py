@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, PyTree
 
 from models.architecture import FULL, LINEAR, NO_ROPE, NORMS, SLIDING, Decoder, Spec, is_spec
 from models.attention import (
-    Columns,
+    CachePositions,
     LayerCache,
     PromptCache,
     QuantizedKV,
@@ -46,6 +46,7 @@ from models.names import (
     VALUE_HEAD,
     Array,
     Extras,
+    Hidden,
     Key,
     LayerNumbers,
     LayerParams,
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from jax.extend.core import Primitive  # imports Pallas
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
-Hidden = Float[Array, "B T D"]
 Heads = Float[Array, "B T H C"]
 Layers = LayerParams | list[LayerParams]  # stacked, or one by one
 Kept = LayerCache | RecurrentState | QuantizedKV | Float[Array, "n p heads C"]  # the last two: pools of models/pages.py
@@ -540,7 +540,7 @@ def decode(
     prompts: list[PromptCache | None],
     caches: list[Kept],
     tokens: Int[Array, "B T"],
-    columns: Columns,
+    columns: CachePositions,
     starts: Int[Array, "N"],
     is_token: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B V"], list[Kept], Int[Array, "B T L k"]]:
@@ -608,7 +608,6 @@ def scored_hidden(
 
 LOGIT_ELEMENTS = 1 << 27  # of the head at a time on a device (0.5 GB in float32): [B, T, V] never exists
 SOFTMAX = Distribution()
-Support = Int[Array, "B T S"]
 
 
 class ScoreInputs(NamedTuple):
@@ -616,7 +615,7 @@ class ScoreInputs(NamedTuple):
 
     layers: LayerInputs
     targets: Int[Array, "B T"]
-    support: Support | None
+    support: Int[Array, "B T S"] | None
     extras: Extras
 
 
@@ -625,7 +624,7 @@ class HeadInputs(NamedTuple):
 
     hidden: Hidden
     targets: Int[Array, "B T"]
-    support: Support | None
+    support: Int[Array, "B T S"] | None
     extras: Extras
 
 
@@ -634,7 +633,7 @@ def score_tokens(
     params: Policy,
     tokens: Int[Array, "B T"],
     distribution: Distribution = SOFTMAX,
-    support: Support | None = None,
+    support: Int[Array, "B T S"] | None = None,
     routes: Routes | None = None,
     packing: Packing | None = None,
     extras: Extras | None = None,

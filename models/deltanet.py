@@ -23,7 +23,7 @@ from utils.devices.sharding import constrain
 CHUNK = 64  # tokens that are computed by matrix products, from one memory to the next; a power of two
 EPS = 1e-6  # added to the squared length of queries and keys
 Memory = Float[Array, "B H C E"]
-Values = Float[Array, "B H T E"]
+ValueHeads = Float[Array, "B H T E"]
 
 
 class DeltaShape(NamedTuple):
@@ -68,7 +68,7 @@ class DeltaInputs(NamedTuple):
 
     q: Float[Array, "B H T C"]
     k: Float[Array, "B H T C"]
-    v: Values
+    v: ValueHeads
     log_decay: Float[Array, "B H T"]
     beta: Float[Array, "B H T"]
 
@@ -137,14 +137,14 @@ def delta_inputs(
     return jax.tree.map(lambda x: constrain(x, "rows", "heads"), inputs)
 
 
-def delta_rule(inputs: DeltaInputs, memory: Memory) -> tuple[Values, Memory]:
+def delta_rule(inputs: DeltaInputs, memory: Memory) -> tuple[ValueHeads, Memory]:
     """Computes the outputs of these tokens and the memory behind the last one."""
     if inputs.q.shape[2] == 1:
         return recurrent_rule(inputs, memory)
     return chunked_rule(inputs, memory)
 
 
-def recurrent_rule(inputs: DeltaInputs, memory: Memory) -> tuple[Values, Memory]:
+def recurrent_rule(inputs: DeltaInputs, memory: Memory) -> tuple[ValueHeads, Memory]:
     """Computes the delta rule for one token of each row. Source: arXiv 2412.06464, equation 10."""
     q, k, v, log_decay, beta = jax.tree.map(lambda x: x[:, :, 0], inputs)
     memory = jnp.exp(log_decay)[..., None, None] * memory
@@ -155,7 +155,7 @@ def recurrent_rule(inputs: DeltaInputs, memory: Memory) -> tuple[Values, Memory]
     return out[:, :, None], memory
 
 
-def chunked_rule(inputs: DeltaInputs, memory: Memory, chunk: int = CHUNK) -> tuple[Values, Memory]:
+def chunked_rule(inputs: DeltaInputs, memory: Memory, chunk: int = CHUNK) -> tuple[ValueHeads, Memory]:
     """Computes the delta rule by matrix products, `chunk` tokens (a power of two) from one memory to the next.
 
     Source: arXiv 2412.06464, section 3.3.
@@ -163,7 +163,7 @@ def chunked_rule(inputs: DeltaInputs, memory: Memory, chunk: int = CHUNK) -> tup
     num_tokens = inputs.q.shape[2]
     size = min(chunk, power_above(num_tokens))
 
-    def advance(memory: Memory, x: Chunks) -> tuple[Memory, Values]:
+    def advance(memory: Memory, x: Chunks) -> tuple[Memory, ValueHeads]:
         values = x.values - x.reads @ memory
         out = x.q @ memory + x.scores @ values
         memory = x.decay[..., None, None] * memory + x.k.swapaxes(-1, -2) @ values

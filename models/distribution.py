@@ -18,7 +18,7 @@ from utils.threefry import threefry
 MAX_SUPPORT = 128  # ids that truncated sampling considers at most
 Logits = Float[Array, "*R V"]
 Uniforms = Float[Array, "*R 2"]
-Tokens = Int[Array, "*R"]
+Ids = Int[Array, "*R"]  # of tokens
 Nats = Float[Array, "*R"]
 Support = Int[Array, "*R S"]  # ids that could be drawn, padded with -1
 
@@ -73,7 +73,7 @@ class Distribution:
             return 0
         return min(self.top_k or MAX_SUPPORT, vocab_size)
 
-    def draw(self, logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats, Support]:
+    def draw(self, logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats, Support]:
         """Draws a token for each row; returns it, its log-probability under this distribution, and the support.
 
         The support is the ids that could be drawn, `support_size` columns padded with -1. Greedy tokens have their
@@ -89,7 +89,7 @@ class Distribution:
         tokens, logprobs = inverse_cdf_sample(logits, uniforms)
         return tokens, logprobs, everything
 
-    def draw_truncated(self, logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats, Support]:
+    def draw_truncated(self, logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats, Support]:
         """Draws from top-k, top-p and min-p ids; the logits are divided by the temperature already."""
         size = self.support_size(logits.shape[-1])
         top, ids = jax.lax.top_k(logits, size)
@@ -105,7 +105,7 @@ class Distribution:
         return tokens, logprobs, jnp.where(keep, ids, -1)
 
     def score(
-        self, logits: Logits, tokens: Tokens, support: Support | None = None, extras: Extras | None = None
+        self, logits: Logits, tokens: Ids, support: Support | None = None, extras: Extras | None = None
     ) -> TokenScores:
         """Returns the scores of each token under this distribution.
 
@@ -129,7 +129,7 @@ def sampling_uniforms(keys: UInt32[Array, "R 2"], steps: Int[Array, "A R"]) -> F
     return jax.lax.bitcast_convert_type(mantissa | 0x3F800000, jnp.float32) - 1  # 1 + mantissa / 2^23, less 1
 
 
-def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Tokens, Nats]:
+def inverse_cdf_sample(logits: Logits, uniforms: Uniforms) -> tuple[Ids, Nats]:
     """Draws by the inverse CDF in two levels, one of 128 blocks and then an id in it; returns ids and logprobs.
 
     That takes two uniforms a row, not V Gumbels. The sum over the blocks is the softmax's denominator, so the
@@ -173,7 +173,7 @@ def replicate(x: Float[Array, "R N"]) -> Float[Array, "R N"]:
     return constrain(whole, "rows")
 
 
-def _truncate(logits: Logits, tokens: Tokens, support: Support) -> tuple[Float[Array, "*R S"], Tokens]:
+def _truncate(logits: Logits, tokens: Ids, support: Support) -> tuple[Float[Array, "*R S"], Ids]:
     """Returns the logits of the support, and the index of each token in it."""
     ids = jnp.maximum(support, 0)
     logits = jnp.take_along_axis(logits, ids, axis=-1)
@@ -182,13 +182,13 @@ def _truncate(logits: Logits, tokens: Tokens, support: Support) -> tuple[Float[A
     return logits, indices
 
 
-def log_softmax_at(logits: Logits, tokens: Tokens) -> Nats:
+def log_softmax_at(logits: Logits, tokens: Ids) -> Nats:
     """Returns the log-probability of one token per row, nats, without those of the others in memory."""
     token_logits = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return token_logits - jax.nn.logsumexp(logits, axis=-1)
 
 
-def score_softmax(logits: Logits, tokens: Tokens) -> TokenScores:
+def score_softmax(logits: Logits, tokens: Ids) -> TokenScores:
     """Returns the log-probability of one token per row, and the entropy of the softmax, nats.
 
     From sums over the logits less their largest, which one pass computes: with m the largest, e = exp(l - m), s the sum

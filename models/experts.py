@@ -17,10 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from models.names import EXPERT, LORA_A, LORA_B, TRANSPOSED, Array, LayerParams, decode_axes
+from models.names import EXPERT, LORA_A, LORA_B, TRANSPOSED, Array, Hidden, LayerParams, decode_axes
 from utils.devices.sharding import ROWS, on_devices
 
-Tokens = Float[Array, "B T D"]
 Activation = Callable[[Array], Array]
 Product = Callable[[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, "E"]], Float[Array, "M F"]]
 Pair = tuple[Float[Array, "D"], Int[Array, ""], Float[Array, ""]]  # a token, its expert's number, the expert's weight
@@ -58,7 +57,7 @@ class Routing(NamedTuple):
     weights: Float[Array, "B T k"]
 
 
-Computation = Callable[[Experts, Tokens, Routing], Tokens]
+Computation = Callable[[Experts, Hidden, Routing], Hidden]
 
 
 def read_experts(layer: LayerParams, dtype: DTypeLike) -> Experts:
@@ -109,8 +108,8 @@ def choose_product(mesh: Mesh | None) -> str:
 
 
 def mix_experts(
-    experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: str, mesh: Mesh | None
-) -> Tokens:
+    experts: Experts, x: Hidden, routing: Routing, activation: Activation, product: str, mesh: Mesh | None
+) -> Hidden:
     """Computes the weighted sum of the outputs of each token's experts with the product that was chosen."""
     compute = partial(local_experts, activation=activation, product=product)
     if mesh is None:
@@ -118,7 +117,7 @@ def mix_experts(
     return partitioned_experts(experts, x, routing, compute, mesh)
 
 
-def local_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: str) -> Tokens:
+def local_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, product: str) -> Hidden:
     """Computes the experts of one device's tokens by the form that is cheapest for their number."""
     num_tokens = x.shape[0] * x.shape[1]
     num_pairs = num_tokens * routing.ids.shape[2]
@@ -130,7 +129,7 @@ def local_experts(experts: Experts, x: Tokens, routing: Routing, activation: Act
     return grouped_experts(experts, x, routing, activation, PRODUCTS[product])
 
 
-def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: Computation, mesh: Mesh) -> Tokens:
+def partitioned_experts(experts: Experts, x: Hidden, routing: Routing, compute: Computation, mesh: Mesh) -> Hidden:
     """Computes the experts of each device's rows there; `tp` cuts the width of every expert, as that of an MLP.
 
     XLA cannot partition a kernel. Whole experts on each device would be as many bytes, but not as much work: routers
@@ -141,7 +140,7 @@ def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: 
     cut = PartitionSpec(None, axis)
     rows = PartitionSpec(ROWS)
 
-    def compute_shard(experts: Experts, x: Tokens, routing: Routing) -> Tokens:
+    def compute_shard(experts: Experts, x: Hidden, routing: Routing) -> Hidden:
         out = compute(experts, x, routing)
         return jax.lax.psum(out, "tp") if is_cut else out
 
@@ -154,7 +153,7 @@ def partitioned_experts(experts: Experts, x: Tokens, routing: Routing, compute: 
     return per_device(experts, x, routing)
 
 
-def separate_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, is_loop: bool) -> Tokens:
+def separate_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, is_loop: bool) -> Hidden:
     """Computes each pair of a token and an expert by itself, for few tokens: most experts are not read.
 
     All pairs at once, or in a loop for a TPU: there a gather of matrices lays out all of them anew, while on a GPU an
@@ -186,7 +185,7 @@ def separate_experts(experts: Experts, x: Tokens, routing: Routing, activation: 
     return total.astype(x.dtype)
 
 
-def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation) -> Tokens:
+def dense_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation) -> Hidden:
     """Computes all experts of all tokens, as one wide MLP; experts that a token is not sent to have weight 0."""
     num_experts = len(experts.down)
     is_chosen = jax.nn.one_hot(routing.ids, num_experts, dtype=x.dtype)
@@ -212,7 +211,7 @@ def dense_experts(experts: Experts, x: Tokens, routing: Routing, activation: Act
     return out.reshape(x.shape)
 
 
-def grouped_experts(experts: Experts, x: Tokens, routing: Routing, activation: Activation, product: Product) -> Tokens:
+def grouped_experts(experts: Experts, x: Hidden, routing: Routing, activation: Activation, product: Product) -> Hidden:
     """Computes only the experts that each token is sent to: pairs of a token and an expert are sorted by expert."""
     B, T, k = routing.ids.shape
     expert_of_pair = routing.ids.reshape(-1)

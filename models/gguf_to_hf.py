@@ -74,8 +74,8 @@ STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")  # as llama.cpp knows them too
 READ_SECONDS = 30  # limit for metadata: vocabularies of 150,000 tokens take 3
 READ_BYTES = 1 << 31  # limit of memory for it
-Item = TypeVar("Item")
-Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
+T = TypeVar("T")
+GGUFValue = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 
 
 class Gguf(NamedTuple):
@@ -83,10 +83,10 @@ class Gguf(NamedTuple):
 
     path: Path
     architecture: str
-    metadata: dict[str, Value]
+    metadata: dict[str, GGUFValue]
     tensors: dict[str, Any]  # ReaderTensor of the package gguf, by name
 
-    def list_of(self, name: str, kind: type[Item]) -> list[Item]:
+    def list_of(self, name: str, kind: type[T]) -> list[T]:
         """Returns a list of the tokenizer's metadata. Raises UserError if it is missing or holds another type."""
         values = self.metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
@@ -147,7 +147,7 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def plain_value(value: Value) -> Value:
+def plain_value(value: GGUFValue) -> GGUFValue:
     """Returns a value of the metadata, a float with as many digits as its float32 has: 1e-05, not 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 

@@ -23,10 +23,10 @@ PROBE = 2000  # characters
 FACTORS = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "BertNormalizer": 12, "ByteLevel": 4}
 CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)  # what stands for one character
 REPEATED = re.compile(r"\)(?:[*+]|\{\d*,\d*\}|\{\d\d+\})")  # a group
-Part = Mapping[str, Any]  # of tokenizer.json
+TokenizerPart = Mapping[str, Any]  # of tokenizer.json
 
 
-def parts_of(value: object) -> list[Part]:
+def parts_of(value: object) -> list[TokenizerPart]:
     """Returns the parts in a part, those of its sequences too."""
     parts, rest = [], [value]
     while rest:
@@ -39,12 +39,12 @@ def parts_of(value: object) -> list[Part]:
     return parts
 
 
-def growth(parts: Iterable[Part]) -> float:
+def growth(parts: Iterable[TokenizerPart]) -> float:
     """Returns how many characters one may become at most by normalizers or decoders, one after the other."""
     return math.prod(growth_of(part) for part in parts)
 
 
-def growth_of(part: Part) -> float:
+def growth_of(part: TokenizerPart) -> float:
     """Returns how many characters one may become by a part; what it puts before the first one counts, too."""
     kind, pattern = part.get("type"), part.get("pattern")
     if kind == "Prepend":
@@ -68,7 +68,7 @@ def longest_segment(charsmap: str) -> float:
     return max(1.0, *map(len, content[4 + size :].split(b"\0")))
 
 
-def slow_patterns(parts: Iterable[Part]) -> list[str]:
+def slow_patterns(parts: Iterable[TokenizerPart]) -> list[str]:
     """Returns the regular expressions that repeat a group: their time may grow exponentially with the text."""
     patterns = [part.get("pattern") for part in parts]
     patterns = [str(pattern["Regex"]) for pattern in patterns if isinstance(pattern, dict) and "Regex" in pattern]
@@ -84,7 +84,7 @@ def probes(patterns: Iterable[str]) -> list[str]:
     return [sign * (PROBE // len(sign)) + "\x01" for sign in sorted(signs)]
 
 
-def longest_token(content: Part) -> str:
+def longest_token(content: TokenizerPart) -> str:
     """Returns the longest text among the tokens of a tokenizer.json."""
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -94,7 +94,7 @@ def longest_token(content: Part) -> str:
     return max((token for token in tokens if isinstance(token, str)), key=len, default="")
 
 
-def check_growth(file: Path, content: Part) -> float:
+def check_growth(file: Path, content: TokenizerPart) -> float:
     """Returns how many characters one may become before it is a token.
 
     `content` is that of tokenizer.json. Raises: UserError naming what may take too much time or memory.

@@ -19,7 +19,7 @@ from models.attention import SKIPPING
 from models.deltanet import CHUNK
 from models.names import LAYERS, Array
 from models.pages import Paging, page_bytes
-from utils.batching import Shape, choose_shapes, power_above
+from utils.batching import MicrobatchShape, choose_shapes, power_above
 from utils.devices.sharding import Layout, bytes_on_device
 from utils.settings.errors import UserError, fail
 from utils.settings.options import option
@@ -142,7 +142,7 @@ class Sizes(NamedTuple):
         return max(0, self.available - self.without_rows(update))
 
 
-def activation_bytes(model: Decoder, remat: str, shape: Shape) -> tuple[int, int]:
+def activation_bytes(model: Decoder, remat: str, shape: MicrobatchShape) -> tuple[int, int]:
     """Bytes of a micro-batch: kept from the forward pass, and in use by one layer's backward pass.
 
     Products of matrices are of packed tokens, attention is of rows: their padding has queries, keys, values and results
@@ -208,7 +208,7 @@ def delta_activations(model: Decoder) -> tuple[int, int]:
     return heads, num_matmul_numbers * shape.num_value_heads * head_size
 
 
-def update_bytes(sizes: Sizes, model: Decoder, remat: str, shape: Shape) -> int:
+def update_bytes(sizes: Sizes, model: Decoder, remat: str, shape: MicrobatchShape) -> int:
     """Bytes in use on a device at the peak of an update with micro-batches of this shape."""
     kept, working = activation_bytes(model, remat, shape)
     activations = kept + max(working, LOGITS)

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -33,6 +34,7 @@ def decode_axes(name: str) -> tuple[int, ...]:
 
 Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is
 Key = jax.Array  # of jax.random
+Hidden = Float[Array, "B T D"]  # states between two layers
 LayerNumbers = tuple[int | Array, ...]  # traced where they are arguments of jit
 Extras = dict[str, Array]  # of rows or their tokens, by name: see EXTRAS in core/records.py
 

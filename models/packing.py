@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from models.names import Array
-from utils.batching import RowSizes, Shape, resize_columns
+from utils.batching import MicrobatchShape, RowSizes, resize_columns
 from utils.devices.sharding import constrain
 
 NOWHERE = 1 << 30
@@ -39,7 +39,7 @@ class Packing(NamedTuple):
         return int((self.numbers != NOWHERE).sum())
 
 
-def pack_rows(sizes: RowSizes, shape: Shape, shards: int) -> Packing:
+def pack_rows(sizes: RowSizes, shape: MicrobatchShape, shards: int) -> Packing:
     """Returns the packing of rows in a micro-batch of this shape; rows of a shard with equal prompts share one.
 
     Empty rows have length 0.
@@ -52,7 +52,7 @@ def pack_rows(sizes: RowSizes, shape: Shape, shards: int) -> Packing:
 
 
 def pack_shard(
-    sizes: RowSizes, shape: Shape
+    sizes: RowSizes, shape: MicrobatchShape
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "b*T"], Int[np.ndarray, "b"], Int[np.ndarray, ""]]:
     """Returns indices, numbers, first rows and the number of scored tokens of one shard: see Packing."""
     num_rows, width, num_packed = shape

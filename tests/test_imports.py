@@ -79,6 +79,30 @@ def test_import_law():
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def types(path: Path) -> set[str]:
+    """Returns the names of the classes and type aliases of a file, without constants and type variables of one letter.
+
+    Classes within functions and classes count too.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if re.match("_*[A-Z]", name) and not name.isupper()}
+
+
+def test_name_of_a_type_has_one_meaning():
+    """Of a class or alias: it is defined in one file of core, models and utils, and other files import it."""
+    files: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        if module.split(".")[0] in ("core", "models", "utils"):
+            for name in types(path):
+                files.setdefault(name, []).append(module)
+    assert {"Config", "Message", "Params", "Value"} <= files.keys()
+    assert {name: modules for name, modules in files.items() if len(modules) > 1} == {}
+
+
 def requirements(file: str) -> set[str]:
     """Names of packages in a requirements file."""
     return set(re.findall(r"^[\w.-]+", (ROOT / file).read_text(), re.MULTILINE))

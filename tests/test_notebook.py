@@ -47,7 +47,7 @@ def test_the_notebook_names_files_and_options_that_exist():
         named = {word[2:] for word in words(training) if word.startswith("--")}
         assert named and named <= {"config", *options_of(grpo.Config)}, named
     named = {word[2:] for word in words(CODE["compare"]) if word.startswith("--")}
-    assert named and named <= {*options_of(eval.Command)}, named
+    assert named and named <= {*options_of(eval.EvalCommand)}, named
 
 
 def test_the_loss_of_the_notebook_is_put_into_the_table():

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 Tree = TypeVar("Tree")  # a pytree of [B, ...] arrays
-Rows = Int[np.ndarray, "_"]  # numbers of rows
+RowNumbers = Int[np.ndarray, "_"]  # numbers of rows
 EMPTY = -1  # in the place of a row's number
 
 
@@ -137,7 +137,7 @@ def empty_rows(num_rows: int, width: int) -> RowSizes:
     return RowSizes(zeros, zeros, zeros, np.zeros((num_rows, width), bool))
 
 
-class Shape(NamedTuple):
+class MicrobatchShape(NamedTuple):
     """What a micro-batch has room for on each shard."""
 
     num_rows: int
@@ -149,14 +149,14 @@ class Microbatch(NamedTuple):
     """Rows in equal parts for each shard, and the shape of these parts."""
 
     rows: Int[np.ndarray, "B"]  # EMPTY: none
-    shape: Shape
+    shape: MicrobatchShape
 
 
 CALL = 1024  # packed tokens that take as long as what a micro-batch costs besides: its launch, its sum of gradients
 COLUMNS, COLUMNS_OF_WIDTHS = 6, 2  # columns of rows for each packed token
 
 
-def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: bool) -> tuple[Shape, ...]:
+def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: bool) -> tuple[MicrobatchShape, ...]:
     """Returns the shapes of micro-batches of `num_packed` tokens: all that a run compiles.
 
     `longest`: most columns of a row; `most_rows`: of an optimiser batch on a shard. If attention skips what is behind a
@@ -164,21 +164,21 @@ def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: 
     three widths, longest first, whose padding attention computes.
     """
 
-    def shape_of(width: int, num_packed: int, columns: int) -> Shape:
+    def shape_of(width: int, num_packed: int, columns: int) -> MicrobatchShape:
         num_rows = max(1, min(most_rows, columns * num_packed // width))
-        return Shape(num_rows, width, max(width, min(num_packed, num_rows * width)))  # any row fits
+        return MicrobatchShape(num_rows, width, max(width, min(num_packed, num_rows * width)))  # any row fits
 
     whole = round_up(longest, 32)
     if skips_padding:
         shape = shape_of(whole, num_packed, COLUMNS)
-        part = Shape(-(-shape.num_rows // 2), whole, round_up(-(-shape.num_packed // 4), 32))
+        part = MicrobatchShape(-(-shape.num_rows // 2), whole, round_up(-(-shape.num_packed // 4), 32))
         return shape, part
     widths = [max(64, round_up(-(-longest // divisor), 32)) for divisor in (2, 4)]
     widths = [whole, *(width for width in dict.fromkeys(widths) if width < whole)]
     return tuple(shape_of(width, num_packed, COLUMNS_OF_WIDTHS) for width in widths)
 
 
-def plan_microbatches(sizes: RowSizes, shapes: Sequence[Shape], shards: int) -> list[Microbatch]:
+def plan_microbatches(sizes: RowSizes, shapes: Sequence[MicrobatchShape], shards: int) -> list[Microbatch]:
     """Puts all rows into the cheapest micro-batches of these shapes, equally full, with prompts shared.
 
     Of each width, longest first, there are as many as the rows that are longer than the next one need; shorter rows
@@ -209,17 +209,17 @@ def plan_microbatches(sizes: RowSizes, shapes: Sequence[Shape], shards: int) -> 
     return plan
 
 
-def select_groups(groups: Sequence[Rows], is_chosen: Bool[np.ndarray, "B"], sizes: RowSizes) -> list[Rows]:
+def select_groups(groups: Sequence[RowNumbers], is_chosen: Bool[np.ndarray, "B"], sizes: RowSizes) -> list[RowNumbers]:
     """Returns the rows of each group that are chosen, groups in the order of their longest rows."""
     parts = [part for group in groups if (part := group[is_chosen[group]]).size]
     return sorted(parts, key=lambda part: -sizes.lengths[part[0]])
 
 
-def choose_bins(shapes: Sequence[Shape], num_tokens: int, num_rows: int) -> list[Shape]:
+def choose_bins(shapes: Sequence[MicrobatchShape], num_tokens: int, num_rows: int) -> list[MicrobatchShape]:
     """Returns the cheapest micro-batches of a large and a small shape that hold so many tokens and rows of a shard."""
     large, small = shapes[0], shapes[-1]
 
-    def number(shape: Shape, num_tokens: int, num_rows: int) -> int:
+    def number(shape: MicrobatchShape, num_tokens: int, num_rows: int) -> int:
         return max(0, -(-num_tokens // shape.num_packed), -(-num_rows // shape.num_rows))
 
     def cost(numbers: tuple[int, int]) -> int:
@@ -233,7 +233,7 @@ def choose_bins(shapes: Sequence[Shape], num_tokens: int, num_rows: int) -> list
     return [large] * num_large + [small] * num_small
 
 
-def fill(groups: Sequence[Rows], sizes: RowSizes, bins: Sequence[Shape]) -> list[Rows]:
+def fill(groups: Sequence[RowNumbers], sizes: RowSizes, bins: Sequence[MicrobatchShape]) -> list[RowNumbers]:
     """Returns the rows of each bin: those of a group go into the emptiest one, as many as fit, and so on."""
     room = np.array([shape.num_packed for shape in bins])
     room_for_rows = np.array([shape.num_rows for shape in bins])
@@ -261,7 +261,7 @@ def packed_tokens(sizes: RowSizes) -> int:
     return int((sizes.lengths - sizes.prompt_lengths).sum() + prompts.sum())
 
 
-def pad_rows(parts: Sequence[Rows], num_rows: int) -> Int[np.ndarray, "B"]:
+def pad_rows(parts: Sequence[RowNumbers], num_rows: int) -> Int[np.ndarray, "B"]:
     """Returns the rows of all shards, `num_rows` of each, EMPTY ones behind those that are there."""
     rows = np.full((len(parts), num_rows), EMPTY)
     for row, part in zip(rows, parts, strict=True):

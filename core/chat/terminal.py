@@ -6,11 +6,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
+from models.messages import Message
 from utils.metrics.logger import printable
 from utils.metrics.terminal import waiting
 from utils.settings.errors import UserError
 
-Message = dict[str, str]
 ShowText = Callable[[str], None]  # called with all of a reply so far; what it raises ends the reply
 HELP = """\
 /new               begins another conversation

@@ -18,7 +18,8 @@ from threading import Lock
 
 import jax
 
-from core.chat.terminal import Message, Model, ShowText
+from core.chat.terminal import Model, ShowText
+from models.messages import Message
 from utils.metrics.terminal import lowered_program
 from utils.settings.errors import UserError, describe_error, on_one_line
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from core.records import Batch, sum_over_rows, token_mean
-from models.distribution import Distribution, Logits, Support, Tokens, TokenScores
+from models.distribution import Distribution, Ids, Logits, Support, TokenScores
 from models.names import TEACHER, Array, Extras
 from utils.settings.options import option
 
@@ -69,7 +69,7 @@ class ComparedDistribution(Distribution):
     beta: float = 1.0  # see `divergence`
 
     def score(
-        self, logits: Logits, tokens: Tokens, support: Support | None = None, extras: Extras | None = None
+        self, logits: Logits, tokens: Ids, support: Support | None = None, extras: Extras | None = None
     ) -> TokenScores:
         """Returns the scores of each token; with logits of a teacher among `extras` also the divergence."""
         scores = super().score(logits, tokens, support, extras)

@@ -38,7 +38,7 @@ from models.names import ADAPTERS, LAYERS, TEACHER, Extras, Policy
 from models.packing import Packing, pack_rows
 from models.pages import Pages, new_state
 from models.state import TrainState
-from utils.batching import Shape, bucket, empty_rows, few_widths, group_counts, live_slots, round_up
+from utils.batching import MicrobatchShape, bucket, empty_rows, few_widths, group_counts, live_slots, round_up
 from utils.devices.compilation import Programs, shapes_of
 from utils.devices.memory import DEVICE, by_mesh, mix_bits
 from utils.devices.sharding import Layout, zeros
@@ -243,7 +243,7 @@ def learner_programs(learner: Learner, state: TrainState) -> list[Programs]:
     return lists
 
 
-def update_programs(learner: Learner, state: TrainState, shape: Shape) -> Programs:
+def update_programs(learner: Learner, state: TrainState, shape: MicrobatchShape) -> Programs:
     """Yields the programs that micro-batches of this shape need."""
     config, model = learner.config, learner.model
     params, sums = shapes_of(state.params), sum_shapes(learner, shapes_of(state.params))
@@ -309,7 +309,7 @@ def sum_shapes(learner: Learner, params: PyTree) -> PyTree:
     return grads, jax.ShapeDtypeStruct((), np.float32, sharding=learner.layout.replicated)
 
 
-def zero_batch(learner: Learner, shape: Shape) -> tuple[Batch, Packing]:
+def zero_batch(learner: Learner, shape: MicrobatchShape) -> tuple[Batch, Packing]:
     """Returns zeros with the fields of a micro-batch of this shape, on the devices."""
     config, model, shards = learner.config, learner.model, learner.layout.row_shards
     num_rows = shards * shape.num_rows

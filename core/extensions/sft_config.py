@@ -35,7 +35,7 @@ class SftOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class Config:
+class SFTConfig:
     """Supervised fine-tuning."""
 
     model_dir: str = option(

@@ -20,12 +20,12 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from core.pages import PagedChain
-from core.records import Completions, Message
+from core.records import Completions
 from core.sampler import Sampler
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
 from envs.scoring.helper import Failure, Outcome, Rewards, Turns, heard, outcome_from_json, outcome_to_json
 from envs.scoring.scorer import ScoringStream
-from models.messages import is_begun
+from models.messages import Message, is_begun
 from models.tokenizer import UNREAD, Tokenizer
 from utils.devices.sharding import JSON, Layout
 from utils.devices.threads import between_turns

@@ -18,8 +18,8 @@ from envs.settings import RolloutSettings
 from models.checkpoint import ROOT, find_local
 from models.files import CARD, CARD_MARK
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import Metrics, by_steps, format_point
-from utils.runs.segments import Segment, describe_segment, last_break, since
+from utils.reporting.plots import Curves, by_steps, format_point
+from utils.runs.segments import RunSegment, describe_segment, last_break, since
 from utils.settings.arguments import Value
 from utils.settings.checks import hide_passwords, load_yaml
 from utils.settings.config import changed_options
@@ -75,10 +75,10 @@ class ModelCard:
     settings: Mapping[str, Value]  # all options by name
     environments: Mapping[str, RolloutSettings]  # by role
     script: str = GRPO  # one of METHODS
-    segments: Sequence[Segment] = ()  # what --resume force changed
+    segments: Sequence[RunSegment] = ()  # what --resume force changed
     version: str = field(default_factory=lambda: find_version())  # of lmpo, when the run begins
 
-    def render(self, progress: Progress, run: Metrics) -> str:
+    def render(self, progress: Progress, run: Curves) -> str:
         """Returns the card of the model after these steps, with the metrics that the run has logged."""
         name, changes = self.environments["env"].name, "\n".join(map(describe_segment, self.segments))
         card = TEMPLATE.format(
@@ -123,7 +123,7 @@ class ModelCard:
             }
         return facts
 
-    def scores(self, run: Metrics) -> str:
+    def scores(self, run: Curves) -> str:
         """Returns a table of the first and the last held-out scores since they are of the same, with their steps."""
         step = last_break(self.segments)
         run = {name: series for name, series in since(run, step).items() if len(series[0])}
@@ -145,7 +145,7 @@ class ModelCard:
         return "\n\n".join(parts) or NO_SCORES
 
 
-def both_ends(run: Metrics, name: str) -> list[str]:
+def both_ends(run: Curves, name: str) -> list[str]:
     """Returns the first and the last value of a metric as text, with their steps."""
     steps, _ = run[name]
     return [f"{format_point(run, name, index)} (step {steps[index]:.0f})" for index in (0, -1)]

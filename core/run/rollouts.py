@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
@@ -13,16 +12,15 @@ from core.rollout import RolloutWorker
 from envs.base import Env
 from models.tokenizer import Tokenizer
 from utils.evaluation.tables import Result
-from utils.metrics.jsonl import JSON
+from utils.metrics.jsonl import JSON, JSONRow
 
 NUM_GROUPS = 2  # whose rows hold what report.html colours, since it is long
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
-Row: TypeAlias = dict[str, object]
 
 
 def rollout_rows(
     episodes: Episodes, group_size: int, tokenizer: Tokenizer, batch: Batch | None = None, num_groups: int = NUM_GROUPS
-) -> list[Row]:
+) -> list[JSONRow]:
     """Returns the fields of each rollout in rollouts/step_N.jsonl.
 
     Rows of the first `num_groups` also hold what report.html colours: prompt, tokens and their log-probabilities, and
@@ -85,7 +83,9 @@ def score_arrays(episodes: Episodes) -> dict[str, np.ndarray]:
     return arrays
 
 
-def token_fields(episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None) -> Row:
+def token_fields(
+    episodes: Episodes, i: int, tokenizer: Tokenizer, batch: Batch | None, batch_row: int | None
+) -> JSONRow:
     """Returns the fields of rollout `i` with a value for each token; it is `batch_row` of the batch (None: of none)."""
     completions = episodes.completions
     start, end = int(completions.prompt_lengths[i]), int(completions.lengths[i])

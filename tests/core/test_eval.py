@@ -270,7 +270,7 @@ def test_references_of_any_kind_are_written():
 # The command
 
 
-def command(*argv: str, **flags) -> evaluation.Command:
+def command(*argv: str, **flags) -> evaluation.EvalCommand:
     flags = {"num_generation_tokens": 8, "num_score_workers": 1} | flags
     return evaluation.parse_command([*argv, *(word for name, x in flags.items() for word in (f"--{name}", str(x)))])
 

@@ -44,7 +44,7 @@ from tests.helpers import (
     wait,
 )
 from tests.kill_runs import reproducible
-from utils.batching import Shape, empty_rows
+from utils.batching import MicrobatchShape, empty_rows
 from utils.devices import sharding
 from utils.devices.sharding import bytes_on_device, sharding_of, single_device
 from utils.devices.startup import DeviceConfig, arrange_devices, ending_together, make_layout, mesh_sizes
@@ -254,7 +254,7 @@ def shardings_on_eight_devices() -> None:
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     distribution = Distribution()
     settings = MODEL, ObjectiveConfig().loss, distribution
-    packing = layout.put(pack_rows(empty_rows(B, T), Shape(2, T, 2 * T), shards=4))
+    packing = layout.put(pack_rows(empty_rows(B, T), MicrobatchShape(2, T, 2 * T), shards=4))
     (grads, _), _ = accumulate(*settings, params, (grads, np.float32(0)), batch, packing)
     same(grads)
     state, _ = apply_gradients(optimizer, 0, state, grads)

@@ -338,7 +338,7 @@ def test_a_run_folder_stands_for_its_last_step(tmp_path, monkeypatch):
     seen = []
     for module, name, config in (
         (grpo, "load_policy", parse(Config, ["--model_dir", str(run), "--save_dir", str(tmp_path / "new")])),
-        (sampling, "load_model", parse(sampling.Command, ["--ckpt_dir", str(run)])),
+        (sampling, "load_model", parse(sampling.SamplingCommand, ["--ckpt_dir", str(run)])),
     ):
         monkeypatch.setattr(module, name, lambda folder, *_, **__: seen.append(Path(folder)) or fail("seen"))
         with pytest.raises(SystemExit):

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from core import eval, sft
-from core.extensions.sft_config import Config
+from core.extensions.sft_config import SFTConfig
 from core.learner import make_learner
 from core.objectives import set_loss_denominators
 from core.run.folder import settings_of_adapters, settings_of_model
@@ -66,7 +66,7 @@ def run(folder: Path, **flags) -> int:
     """Runs core/sft.py in this process; returns its exit status."""
     try:
         with user_errors():
-            sft.main(parse(Config, arguments(**FLAGS | flags, save_dir=folder)))
+            sft.main(parse(SFTConfig, arguments(**FLAGS | flags, save_dir=folder)))
     except SystemExit as end:
         return end.code
     return 0
@@ -191,7 +191,7 @@ def test_loss_and_gradient_are_those_of_all_logits(rank):
         "tokens_per_microbatch": 192,
         "remat": "none",
     }
-    config = replace(make_config(Config, **options), sampling=SamplingConfig(prompt_length=1))
+    config = replace(make_config(SFTConfig, **options), sampling=SamplingConfig(prompt_length=1))
     layout = single_device()
     model, base, params, tokenizer = load_policy(FLAGS["model_dir"], config.lora, 0, layout, "float32")
     tokenizer.hf.chat_template = (
@@ -338,7 +338,7 @@ def test_a_row_that_cannot_be_trained_on_is_refused_by_file_and_line(tmp_path, w
 )
 def test_a_wrong_option_is_refused_in_a_sentence(options, words):
     with pytest.raises(UserError, match=words):
-        read_written(make_config(Config, **options).data)
+        read_written(make_config(SFTConfig, **options).data)
 
 
 def test_a_data_set_of_the_hub_that_cannot_be_had_is_named(monkeypatch):
@@ -394,9 +394,9 @@ def test_a_resumed_run_is_the_one_that_never_stopped(data, tmp_path, flags):
     assert "# sums by supervised fine-tuning, step 3" in card
     assert "- sft" in card
     (command,) = (line for line in card.splitlines() if line.startswith("python core/sft.py "))
-    again = to_dict(parse(Config, shlex.split(command)[2:], implied=settings_of_adapters))
+    again = to_dict(parse(SFTConfig, shlex.split(command)[2:], implied=settings_of_adapters))
     logged = json.loads((whole / "config.json").read_text())
-    known = {name for name, option in options_of(Config).items() if not option.resumable}
+    known = {name for name, option in options_of(SFTConfig).items() if not option.resumable}
     assert {name: again[name] for name in known} == {name: logged[name] for name in known}
     assert "Loss of written replies" in (whole / "report.html").read_text()
     played = eval.settings_of_run({"model_dir": str(whole)})  # what core/eval.py plays

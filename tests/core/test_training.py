@@ -59,7 +59,7 @@ from tests.helpers import (
     slow,
 )
 from tests.kill_runs import reproducible
-from utils.batching import Shape, concatenate, group_counts, select_rows
+from utils.batching import MicrobatchShape, concatenate, group_counts, select_rows
 from utils.devices import startup
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -230,7 +230,7 @@ def test_extras_are_1_in_padding_and_known_ahead(monkeypatch):
     assert (joined["of_token"][:, :60] == 2).all()
     assert (joined["of_token"][:, 60:] == 1).all()
     monkeypatch.setattr(records, "EXTRAS", {"of_row": Int[Array, "B"], "of_token": Float[Array, "B T"]})
-    zeros, _ = zero_batch(make_learner(), Shape(8, 64, 256))
+    zeros, _ = zero_batch(make_learner(), MicrobatchShape(8, 64, 256))
     found = {name: (x.shape, x.dtype.name) for name, x in zeros.extras.items()}
     B = len(zeros)
     assert found == {"of_row": ((B,), "int32"), "of_token": ((B, 64), "float32")}

@@ -28,7 +28,8 @@ from safetensors.numpy import load_file, save_file
 from core import eval as evaluation
 from core import grpo, sampling, sft
 from core.config import Config
-from core.extensions.sft_config import Config as SftConfig
+from core.extensions.sft_config import SFTConfig
+from core.sampling import SamplingCommand
 from envs import make_env
 from models.checkpoint import load_model
 from models.tokenizer import load_tokenizer
@@ -529,9 +530,9 @@ def test_long_fields_of_csv_are_read(tmp_path):
 
 COMMANDS = {  # that are asked for more tokens than a model of 48 positions has; what each says to do
     "grpo": (grpo.main, partial(parse, Config), "--env_name countdown", "a prompt with its", "lower --num_gen"),
-    "sft": (sft.main, partial(parse, SftConfig), "--data ROWS", "a row", "lower --max_length"),
+    "sft": (sft.main, partial(parse, SFTConfig), "--data ROWS", "a row", "lower --max_length"),
     "eval": (evaluation.main, evaluation.parse_command, "--env_name countdown", "a prompt with its compl", "lower --n"),
-    "chat": (sampling.main, partial(parse, sampling.Command), "--prompts ROWS", "a prompt with its", "lower --num_gen"),
+    "chat": (sampling.main, partial(parse, SamplingCommand), "--prompts ROWS", "a prompt with its", "lower --num_gen"),
 }
 
 

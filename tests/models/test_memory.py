@@ -31,7 +31,7 @@ from models.memory import (
 )
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.state import TrainState
-from utils.batching import Shape, bucket, choose_shapes
+from utils.batching import MicrobatchShape, bucket, choose_shapes
 from utils.devices.sharding import MESH_AXES, Layout, bytes_on_device, single_device
 from utils.settings.config import make_config
 from utils.settings.errors import UserError
@@ -75,8 +75,8 @@ def fit(name: str, gigabytes: float, place: str = BETWEEN, **settings) -> tuple[
     return fit_memory(*run, *rows, place), measure_sizes(*run, place)
 
 
-def full_rows(num_rows: int, width: int) -> Shape:
-    return Shape(num_rows, width, num_rows * width)
+def full_rows(num_rows: int, width: int) -> MicrobatchShape:
+    return MicrobatchShape(num_rows, width, num_rows * width)
 
 
 def update_of(sizes: Sizes, model: Decoder, remat: str, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from bench import templates
 from core import sft
 from core.extensions import attach, teacher
-from core.extensions.sft_config import Config
+from core.extensions.sft_config import SFTConfig
 from core.rollout import encode_prompt
 from envs import make_env
 from envs.base import ForcedAnswer, Problem
@@ -299,7 +299,7 @@ def test_a_run_on_written_replies_stops_where_they_are_broken(tmp_path, capsys, 
     monkeypatch.setattr(conversations, "write_reply", lambda *given: write(*given).replace("four", "for"))
     argv = ["--model_dir", str(TINY), "--data", str(file), "--save_dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit), user_errors():
-        sft.main(parse(Config, argv))
+        sft.main(parse(SFTConfig, argv))
     error = capsys.readouterr().err
     assert "row 1 differs" in error
     assert re.search("here: .*for<.*\napply_chat_template: .*four<", error)

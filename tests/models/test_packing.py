@@ -13,7 +13,7 @@ from models.decoder import make_critic
 from models.names import CRITIC, VALUE_HEAD
 from models.packing import Packing, pack, pack_rows, unpack
 from tests.helpers import ROOT, assert_close, gradient_depth, slow
-from utils.batching import EMPTY, RowSizes, Shape, choose_shapes, few_widths, packed_tokens, plan_microbatches
+from utils.batching import EMPTY, MicrobatchShape, RowSizes, choose_shapes, few_widths, packed_tokens, plan_microbatches
 
 FIXTURES = ROOT / "tests/fixtures"
 GROUP_SIZE = 4
@@ -121,17 +121,17 @@ def test_little_is_padding(rows, longest, most_rows, shards, skips_padding, num_
 
 
 def test_shapes_follow_from_limits():
-    assert choose_shapes(16384, 656, 512, True) == (Shape(146, 672, 16384), Shape(73, 672, 4096))
-    assert choose_shapes(1024, 224, 64, False) == (Shape(9, 224, 1024), Shape(16, 128, 1024), Shape(32, 64, 1024))
-    assert choose_shapes(1024, 50, 4, False) == (Shape(4, 64, 256),), "no more than an optimiser batch has"
-    assert choose_shapes(100, 2000, 8, True) == (Shape(1, 2016, 2016), Shape(1, 2016, 512)), "any row fits"
+    assert choose_shapes(16384, 656, 512, True) == ((146, 672, 16384), (73, 672, 4096))
+    assert choose_shapes(1024, 224, 64, False) == ((9, 224, 1024), (16, 128, 1024), (32, 64, 1024))
+    assert choose_shapes(1024, 50, 4, False) == ((4, 64, 256),), "no more than an optimiser batch has"
+    assert choose_shapes(100, 2000, 8, True) == ((1, 2016, 2016), (1, 2016, 512)), "any row fits"
     with pytest.raises(ValueError, match="a row has 57 tokens, more than the 32"):
         plan_microbatches(random_sizes(12), choose_shapes(64, 32, 4, True), 1)
 
 
 def packing_of(sizes: RowSizes, width: int, shards: int) -> Packing:
     num_rows = sizes.prompts.size // shards
-    return pack_rows(sizes, Shape(num_rows, width, num_rows * width), shards)
+    return pack_rows(sizes, MicrobatchShape(num_rows, width, num_rows * width), shards)
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -312,7 +312,7 @@ def test_one_chip_is_set_up_for_the_device_that_is_found(monkeypatch, capsys):
 
 def test_no_command_preset_script_or_page_names_an_option_that_went(monkeypatch):
     monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
-    for command in (grpo.Config, eval.Command, sampling.Command, sft_config.Config):
+    for command in (grpo.Config, eval.EvalCommand, sampling.SamplingCommand, sft_config.SFTConfig):
         assert not REMOVED.keys() & (options_of(command).keys() | LMPO.keys())
     for path in list_presets():
         assert not REMOVED.keys() & read_preset(f"configs/{path}").keys(), path
@@ -321,7 +321,7 @@ def test_no_command_preset_script_or_page_names_an_option_that_went(monkeypatch)
         assert not set(re.findall(r"--(\w+)", path.read_text())) & REMOVED.keys(), path
 
 
-@pytest.mark.parametrize("command", [grpo.Config, eval.Command, sampling.Command])
+@pytest.mark.parametrize("command", [grpo.Config, eval.EvalCommand, sampling.SamplingCommand])
 def test_numbers_that_no_array_holds_are_refused_by_name(command, capsys):
     """All options times NaN, infinity, what float32 rounds to either or to 0, and seeds that JAX takes for others."""
     hostile = {float: ["nan", "inf", "-1e39", "1e-40"], int: [2**31, -(2**31), 2**32, 2**64, "9" * 5000]}
@@ -418,9 +418,12 @@ def test_help_describes_the_options_needed_most_often_and_names_the_others(setti
     assert "spellings" not in text
 
 
-@pytest.mark.parametrize("command", [grpo, eval, sampling])
-def test_help_fits_into_80_columns_but_for_commands_to_copy(command, capsys):
-    settings = getattr(command, "Config", None) or command.Command
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [(grpo, grpo.Config), (eval, eval.EvalCommand), (sampling, sampling.SamplingCommand)],
+    ids=["grpo", "eval", "sampling"],
+)
+def test_help_fits_into_80_columns_but_for_commands_to_copy(command, settings, capsys):
     for line in ("--help", "--help all"):
         with pytest.raises(SystemExit):
             parse(settings, line.split(), command.__doc__)
@@ -438,7 +441,7 @@ def test_all_is_also_the_value_of_options():
     assert read("--ckpt_dir all").loop.ckpt_dir == "all"
 
 
-@pytest.mark.parametrize("command", [grpo.Config, eval.Command, sampling.Command])
+@pytest.mark.parametrize("command", [grpo.Config, eval.EvalCommand, sampling.SamplingCommand])
 def test_few_options_are_needed_most_often(command):
     assert len([known for known in options_of(command).values() if known.essential]) <= 12
 
@@ -484,7 +487,7 @@ def test_spellings_are_rewritten_and_leave_no_trace(settings, tmp_path):
 
 @pytest.mark.parametrize("line", ["--num_samples 0", "--web -1", "--web 65536"])
 def test_a_chat_has_samples_and_a_port(line, capsys):
-    assert line.split()[0] in mistake(line, capsys, sampling.Command)
+    assert line.split()[0] in mistake(line, capsys, sampling.SamplingCommand)
 
 
 @pytest.mark.parametrize(
@@ -507,7 +510,7 @@ def test_lmpos_flags_are_options_of_training():
         assert {on, off} <= set(options[target].choices)
 
 
-@pytest.mark.parametrize("command", [eval.Command, sampling.Command], ids=["eval", "sampling"])
+@pytest.mark.parametrize("command", [eval.EvalCommand, sampling.SamplingCommand], ids=["eval", "sampling"])
 def test_commands_have_no_option_that_only_training_reads(command):
     of_training = {"test_env_name", "test_interval"}
     assert of_training <= options_of(grpo.Config).keys()

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from threading import Event, Lock, local
 from typing import TypeVar
 
-Part = TypeVar("Part")
-Result = TypeVar("Result")
+T = TypeVar("T")
+R = TypeVar("R")
 THREAD = local()  # .turn: the lock that this thread holds while it works on the host; see `take_turns`
 
 
-def side_by_side(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+def side_by_side(function: Callable[[T], R], parts: Sequence[T]) -> list[R]:
     """Returns the function of each part, all computed at the same time, the first one's in this thread."""
     first, *others = parts
     with ThreadPoolExecutor(len(parts)) as pool:
@@ -22,7 +22,7 @@ def side_by_side(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
         return [function(first), *(future.result() for future in futures)]
 
 
-def take_turns(function: Callable[[Part], Result], parts: Sequence[Part], cancelled: Event) -> list[Result]:
+def take_turns(function: Callable[[T], R], parts: Sequence[T], cancelled: Event) -> list[R]:
     """Returns the function of each part. Host work of one thread runs beside the device's work of the others.
 
     Without the lock threads would share the interpreter, and a rollout of the demo takes 10% longer on two cores. An
@@ -32,7 +32,7 @@ def take_turns(function: Callable[[Part], Result], parts: Sequence[Part], cancel
         return [function(parts[0])]
     turn = Lock()
 
-    def work(part: Part) -> Result:
+    def work(part: T) -> R:
         with turn:
             THREAD.turn = turn
             return function(part)

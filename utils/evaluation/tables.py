@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from utils.evaluation.estimates import FEW_TASKS, RESAMPLES, mean_over_runs, paired_bootstrap
 from utils.metrics.jsonl import JSON
 from utils.metrics.logger import writable
+from utils.reporting.plots import Curves
 from utils.settings.errors import counted
 
-Row = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
-Columns = Mapping[str, Sequence[str]]  # cells by title
-Values = Float[np.ndarray, "T"]  # of a metric, by step
+TableRow = dict[str, JSON]  # of a table: a checkpoint on an environment, its metrics, and perhaps their "difference"
+Cells = Mapping[str, Sequence[str]]  # cells by title
 
 ENDINGS = ("_ci", "_low", "_high")  # of the names of intervals
 HELD_OUT = "test_env/"  # before the names of held-out scores in a log
@@ -72,7 +72,7 @@ def write_results(results: Sequence[Result], seed: int, path: str) -> None:
         Path(os.path.expanduser(path)).write_text(text)
 
 
-def compare_results(results: Sequence[Result], seed: int) -> list[Row]:
+def compare_results(results: Sequence[Result], seed: int) -> list[TableRow]:
     """Returns the results ready for JSON, each but the first of an environment with its "difference" to that one.
 
     A difference is over the "num_tasks" tasks that both have in common, for every metric of both.
@@ -101,13 +101,13 @@ def compare_pair(base: Result, result: Result, seed: int) -> dict[str, JSON]:
     return differences
 
 
-def format_report(objects: Sequence[Row]) -> str:
+def format_report(objects: Sequence[TableRow]) -> str:
     """Returns two tables, a row for each checkpoint: scores with 95% intervals, differences to the first checkpoint.
 
     `objects`: from `compare_results`, all checkpoints on all environments. Of metrics for several k, those of all
     samples are printed.
     """
-    rows_by_env: dict[str, list[Row]] = {}
+    rows_by_env: dict[str, list[TableRow]] = {}
     for row in objects:
         rows_by_env.setdefault(row["env_name"], []).append(row)
     names = [row["model_dir"] for row in rows_by_env[objects[0]["env_name"]]]
@@ -122,7 +122,7 @@ def format_report(objects: Sequence[Row]) -> str:
     return f"{score_table}\n\n{title}\n{difference_table}{few_tasks_note(objects)}"
 
 
-def format_runs(runs: Mapping[str, Mapping[str, tuple[Values, Values]]], groups: Mapping[str, Sequence[str]]) -> str:
+def format_runs(runs: Mapping[str, Curves], groups: Mapping[str, Sequence[str]]) -> str:
     """Returns the first and last held-out scores of runs as a table, and their means over the runs of groups.
 
     `runs`: steps and values of each metric, by name; `groups`: names of runs. Empty where nothing was held out.
@@ -144,19 +144,19 @@ def format_runs(runs: Mapping[str, Mapping[str, tuple[Values, Values]]], groups:
     return format_table(list(cells), columns)
 
 
-def scores_at(place: int, metrics: Mapping[str, tuple[Values, Values]]) -> dict[str, float]:
+def scores_at(place: int, metrics: Curves) -> dict[str, float]:
     """Returns the held-out scores at a place of their steps, by the name of the score."""
     return {name.removeprefix(HELD_OUT): float(values[place]) for name, (_, values) in metrics.items()}
 
 
-def main_columns(rows: Sequence[Row]) -> dict[str, str]:
+def main_columns(rows: Sequence[TableRow]) -> dict[str, str]:
     """Returns the titles of the two main metrics, return and correctness."""
     num_samples = rows[0]["num_samples"]
     correct = f"mean@{num_samples}" if num_samples > 1 else "correct"
     return {"correct_answer": correct, "return": "return"}
 
 
-def score_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+def score_columns(rows: Sequence[TableRow]) -> dict[str, list[str]]:
     """Returns the cells of the metrics that one of these rows has, by title."""
     num_samples = rows[0]["num_samples"]
     titles = main_columns(rows)
@@ -166,14 +166,14 @@ def score_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     return {title: [format_score(row, name) for row in rows] for name, title in logged.items()}
 
 
-def difference_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+def difference_columns(rows: Sequence[TableRow]) -> dict[str, list[str]]:
     """Returns the cells of the differences in the main metrics, by title."""
     differences = [row["difference"] for row in rows if "difference" in row]
     titles = main_columns(rows)
     return {title: [format_difference(x.get(name)) for x in differences] for name, title in titles.items()}
 
 
-def few_tasks_note(objects: Sequence[Row]) -> str:
+def few_tasks_note(objects: Sequence[TableRow]) -> str:
     """Returns a line that names the environments whose differences are over few problems; empty where none is."""
     names = {row["env_name"] for row in objects if row.get("difference", {}).get("num_tasks", FEW_TASKS) < FEW_TASKS}
     if not names:
@@ -213,7 +213,7 @@ def format_difference(difference: Mapping[str, float | None] | None) -> str:
     return f"{difference['mean']:+.3f} [{interval}] p {difference['p']:.4f}"
 
 
-def format_table(names: Sequence[str], groups: Mapping[str, Columns]) -> str:
+def format_table(names: Sequence[str], groups: Mapping[str, Cells]) -> str:
     """Returns aligned text: a row for each name, and the columns of each group, side by side as far as WIDTH allows.
 
     The folders that all names share are the corner.

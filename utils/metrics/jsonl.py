@@ -14,7 +14,8 @@ from utils.settings.checks import open_file
 from utils.settings.errors import UserError
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
-Value = JSON | np.ndarray | np.generic  # arrays of JAX, too
+JSONRow = dict[str, object]  # an object of a file of JSON lines
+Loggable = JSON | np.ndarray | np.generic  # arrays of JAX, too
 
 MAX_BYTES = 1 << 28  # of a file
 MAX_LINE = 1 << 24  # bytes
@@ -90,7 +91,7 @@ def read_lines(
         print(f"warning: {path}: {count} skipped (line {damaged[0]})", file=sys.stderr)
 
 
-def json_value(value: Value) -> JSON:
+def json_value(value: Loggable) -> JSON:
     """Returns a value in types that JSON has; NaN and infinity, which it lacks, become None."""
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -24,7 +24,7 @@ from typing import TextIO
 
 from utils.files import open_log, replacing
 from utils.metrics.health import HealthChecks
-from utils.metrics.jsonl import JSON, Value, json_value, read_lines
+from utils.metrics.jsonl import JSON, Loggable, json_value, read_lines
 from utils.metrics.sinks import Sink
 from utils.reporting.plots import format_value
 
@@ -92,7 +92,7 @@ class Logger(contextlib.AbstractContextManager):
             self.step = record["global_step"]
             self.health_checks.find_warnings(self.step, record)
 
-    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Loggable]) -> None:
         """Appends the metrics of a step (numbers, text, numpy or jax arrays); what is not finite is written as null."""
         self.step = int(step)
         record = {"global_step": self.step}
@@ -165,7 +165,7 @@ class Logger(contextlib.AbstractContextManager):
         ]
         print(*lines, sep="\n", flush=True)
 
-    def rollouts(self, step: int, rows: Sequence[Mapping[str, Value]]) -> None:
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Loggable]]) -> None:
         """Sends example rollouts to the sinks."""
         for sink in self.sinks:
             sink.log_rollouts(step, rows)

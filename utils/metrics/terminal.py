@@ -22,7 +22,7 @@ DELAY = 0.7  # seconds until a wait is drawn
 PERIOD = 0.2  # seconds between two drawings
 INTERVAL = 60  # seconds between two lines where nothing can be drawn
 WIDTH = 24  # characters of a bar
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 class Wait:
@@ -166,7 +166,7 @@ def waiting(name: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
                 screen.replace_line("")
 
 
-def track(items: Sequence[Item], unit: str) -> Iterator[Item]:
+def track(items: Sequence[T], unit: str) -> Iterator[T]:
     """Yields the items, counted by the innermost wait of this thread."""
     screen = main_terminal()
     own = [wait for wait in screen.waits if wait.thread == threading.get_ident()] if screen else []

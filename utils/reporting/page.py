@@ -20,11 +20,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from utils.files import read_arrays, replacing, skipping_damage
-from utils.metrics.jsonl import JSON, parse_json, read_lines
-from utils.reporting.plots import COLOURS, Interval, Metrics, intervals, read_metrics, running_mean
+from utils.metrics.jsonl import JSON, JSONRow, parse_json, read_lines
+from utils.reporting.plots import COLOURS, Curves, Interval, intervals, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, TaskScores, judge, judge_seeds
 from utils.runs.origin import read_settings
-from utils.runs.segments import Segment, describe_segment, last_break, since
+from utils.runs.segments import RunSegment, describe_segment, last_break, since
 from utils.settings.errors import UserError, counted
 
 POINTS = 1000  # of a curve
@@ -35,27 +35,26 @@ CHANGES = ("gained", "lost", "solved both times", "solved neither time")
 FOLDER = Path(__file__).resolve().parent
 
 Values = Float[np.ndarray, "N"]  # of a metric, by step
-Row = dict[str, JSON]  # a rollout
-Key = str | int | None
+Label = str | int | None  # of a group or of a task
 
 
 class SizedRow(NamedTuple):
     """A rollout as it is written, and what chooses it; of other types than a run writes nothing is left."""
 
     line: bytes
-    group: Key
-    task: Key
+    group: Label
+    task: Label
     value: float  # its return
     score: float  # its correct answer, or else its return
 
     @classmethod
-    def of(cls, line: bytes, row: Row) -> Self:
+    def of(cls, line: bytes, row: JSONRow) -> Self:
         """Returns the row of a line."""
         keys = [x if isinstance(x, str | int) else None for x in map(row.get, ("group", "task"))]
         value, correct = (x if isinstance(x, int | float) else None for x in map(row.get, ("return", "correct_answer")))
         return cls(line, *keys, float(value or 0), float((value if correct is None else correct) or 0))
 
-    def parse(self) -> Row:
+    def parse(self) -> JSONRow:
         """Returns the rollout."""
         return parse_json(self.line)
 
@@ -225,7 +224,7 @@ def run_data(label: str, metrics_jsonl: Path, budget: int) -> dict[str, JSON]:
     }
 
 
-def judge_segment(run: Metrics, scores: TaskScores, segments: Sequence[Segment]) -> dict[str, JSON]:
+def judge_segment(run: Curves, scores: TaskScores, segments: Sequence[RunSegment]) -> dict[str, JSON]:
     """Returns the verdict on the steps since the last change of what the scores are of: see `judge`."""
     step = last_break(segments)
     verdict = judge(since(run, step), scores)
@@ -365,7 +364,7 @@ def read_rows(file: Path) -> list[SizedRow]:
     return rows
 
 
-def pair_rows(first: Sequence[SizedRow], last: Sequence[SizedRow]) -> list[tuple[int, Row]]:
+def pair_rows(first: Sequence[SizedRow], last: Sequence[SizedRow]) -> list[tuple[int, JSONRow]]:
     """Returns the first rows of the same tasks in turn, of `first` (0) and of `last` (-1): PAIRS of each of CHANGES.
 
     It adds their change, by the correct answers where these are known, else by the return.
@@ -424,12 +423,12 @@ def rollout_files(folder: Path, prefix: str, suffix: str = "jsonl") -> list[tupl
     return sorted(files)
 
 
-def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[Row]:
+def whole_groups(sized_rows: Sequence[SizedRow], budget: int) -> list[JSONRow]:
     """Returns rows within `budget` bytes, group by group: the first, the last, and those with extreme returns first."""
     total = sum(len(row.line) for row in sized_rows)
     if total <= budget:
         return [row.parse() for row in sized_rows]
-    by_number: dict[Key, list[SizedRow]] = {}
+    by_number: dict[Label, list[SizedRow]] = {}
     for row in sized_rows:
         by_number.setdefault(row.group, []).append(row)
     groups = list(by_number.values())

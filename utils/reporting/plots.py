@@ -44,14 +44,14 @@ COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#c
 
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
 Column = tuple["array[float]", "array[float]"]  # the same as they are read
-Metrics = dict[str, Series]
+Curves = dict[str, Series]  # of a run, by the name of the metric
 Interval = tuple[float, float]  # its ends
 MAX_METRICS = 2000  # others are left out
 MAX_NUMBERS = 5 * 10**7
 WINDOW = 5  # last steps of a running mean: fixed, so that runs of different lengths are smoothed alike
 
 
-def read_metrics(metrics_jsonl: str | Path) -> Metrics:
+def read_metrics(metrics_jsonl: str | Path) -> Curves:
     """Returns the steps and values of each metric; null is NaN, and damaged lines are skipped.
 
     A step of training without a value, as one without an update, is NaN too; held-out scores are of some steps only.
@@ -86,7 +86,7 @@ def is_held_out(name: str) -> bool:
     return name.startswith(("test_", "valid_"))
 
 
-def intervals(run: Metrics, name: str) -> dict[float, Interval]:
+def intervals(run: Curves, name: str) -> dict[float, Interval]:
     """Returns the ends of a metric's 95% interval by step: as logged, else from half its width; empty without both."""
     by_step = by_steps(run, name)
     halves, lows, highs = (by_steps(run, f"{name}_{end}") for end in ("ci", "low", "high"))
@@ -94,13 +94,13 @@ def intervals(run: Metrics, name: str) -> dict[float, Interval]:
     return ends | {step: (low, highs[step]) for step, low in lows.items() if step in highs}
 
 
-def by_steps(run: Metrics, name: str) -> dict[float, float]:
+def by_steps(run: Curves, name: str) -> dict[float, float]:
     """Returns the values of a metric by step; none where it was never logged."""
     steps, values = run.get(name, ((), ()))
     return dict(zip(steps, values, strict=True))
 
 
-def format_point(run: Metrics, name: str, index: int) -> str:
+def format_point(run: Curves, name: str, index: int) -> str:
     """Returns one value of a metric as text, with its 95% interval where there is one; "-" where the step has none."""
     steps, values = run[name]
     text = "-" if np.isnan(values[index]) else format_value(name, values[index])
@@ -122,7 +122,7 @@ def is_share(name: str) -> bool:
     return name.endswith("correct_answer")
 
 
-def plot_runs(runs: dict[str, Metrics], out_png: str | Path) -> None:
+def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:
     """Draws one large panel for the score and small ones for other metrics; runs have colours, one alone a title.
 
     1200 x 600 pixels; panels of metrics that were never logged are left out.
@@ -166,7 +166,7 @@ def make_figure(**options: object) -> "matplotlib.figure.Figure":
     return Figure(layout="constrained", **options)
 
 
-def plot_held_out(axis: "matplotlib.axes.Axes", run: Metrics, name: str, colour: str, label: str) -> None:
+def plot_held_out(axis: "matplotlib.axes.Axes", run: Curves, name: str, colour: str, label: str) -> None:
     """Draws a held-out score as dots with bars, its 95% intervals."""
     steps, values = run[name]
     ends = intervals(run, name)

@@ -14,7 +14,7 @@ import numpy as np
 from utils.evaluation.estimates import FEW_TASKS, mean_over_runs, paired_bootstrap
 from utils.metrics.health import describe_same
 from utils.metrics.jsonl import JSON
-from utils.reporting.plots import LOSS, MAIN, Interval, Metrics, format_value, intervals, is_held_out, is_share
+from utils.reporting.plots import LOSS, MAIN, Curves, Interval, format_value, intervals, is_held_out, is_share
 
 BLOCK = 5  # steps of training that make one point
 TaskMeans = Mapping[int, float]  # a score by task: means over its samples
@@ -41,7 +41,7 @@ class Point(NamedTuple):
     by_task: TaskMeans = NO_SCORES
 
 
-def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
+def judge(run: Curves, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     """Returns the verdict: `kind` (better, worse, same, open) and the sentences of `text`.
 
     It is that of the correct answers, where they are logged and have changed, else that of the return, else that of the
@@ -58,7 +58,7 @@ def judge(run: Metrics, scores: TaskScores = NO_SCORES) -> dict[str, JSON]:
     return verdict if is_known else verdict | {"text": f"{verdict['text']} {HINT}"}
 
 
-def judge_seeds(runs: Sequence[Metrics]) -> dict[str, JSON] | None:
+def judge_seeds(runs: Sequence[Curves]) -> dict[str, JSON] | None:
     """Returns the verdict on runs that differ in the seed only, by their mean change; None where there is none to tell.
 
     Its interval is over the seeds: it tells what another one would bring.
@@ -77,20 +77,20 @@ def judge_seeds(runs: Sequence[Metrics]) -> dict[str, JSON] | None:
     return {"kind": kind, "text": f"Over {len(runs)} seeds {describe_change(name, first, last, ends)}{few}."}
 
 
-def made_no_update(run: Metrics) -> bool:
+def made_no_update(run: Curves) -> bool:
     """True where steps of training were logged, and none updated the model."""
     _, counts = run.get("num_updates", ((), np.zeros(0)))
     return len(counts) > 0 and not np.nansum(counts)
 
 
-def num_failed(run: Metrics) -> float:
+def num_failed(run: Curves) -> float:
     """Returns the rollouts whose reward failed, where these are more than half of all."""
     names = "env/reward_errors", "env/reward_timeouts", "rollout/num_rollouts"
     errors, timeouts, rollouts = (float(np.nansum(run.get(name, ((), 0))[1])) for name in names)
     return errors + timeouts if errors + timeouts > rollouts / 2 else 0.0
 
 
-def explain_no_update(run: Metrics) -> str:
+def explain_no_update(run: Curves) -> str:
     """Returns why no step made an update, as far as the rewards tell."""
     if failed := num_failed(run):
         return f"Nothing could be learnt: the reward failed for {failed:,.0f} replies, see reward_failures.jsonl."
@@ -131,12 +131,12 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
     return {"kind": kind, "text": " ".join(sentences)}
 
 
-def points_of(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
+def points_of(run: Curves, name: str, scores: TaskScores) -> list[Point]:
     """Returns the points of a metric, by evaluations or by blocks of steps."""
     return held_out_points(run, name, scores) if is_held_out(name) else training_points(run, name)
 
 
-def held_out_points(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
+def held_out_points(run: Curves, name: str, scores: TaskScores) -> list[Point]:
     ends = intervals(run, name)
     points = []
     for step, x in zip(*run[name], strict=True):
@@ -146,7 +146,7 @@ def held_out_points(run: Metrics, name: str, scores: TaskScores) -> list[Point]:
     return points
 
 
-def training_points(run: Metrics, name: str) -> list[Point]:
+def training_points(run: Curves, name: str) -> list[Point]:
     """Returns the means of blocks of BLOCK steps, with Student's intervals; steps that fill none are left out."""
     steps, values = run.get(name, (np.zeros(0), np.zeros(0)))
     is_finite = np.isfinite(values)

@@ -22,7 +22,7 @@ from utils.settings.errors import UserError, describe_error
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-Progress = dict[str, JSON]  # of a run: step, cursor and the like
+SavedProgress = dict[str, JSON]  # of a run: step, cursor and the like
 NUM_STATES = 2  # kept, the latest
 
 
@@ -57,7 +57,7 @@ class CheckpointManager:
         """Returns the steps whose states were written completely, newest first."""
         return sorted(self.manager.all_steps(), reverse=True) if self.manager else []
 
-    def save(self, step: int, state: PyTree, progress: Progress) -> None:
+    def save(self, step: int, state: PyTree, progress: SavedProgress) -> None:
         """Starts to write a state and its progress."""
         import orbax.checkpoint as ocp
 
@@ -85,7 +85,7 @@ class CheckpointManager:
             if self.manager:
                 self.manager.close()
 
-    def restore(self, state: PyTree) -> tuple[PyTree, Progress]:
+    def restore(self, state: PyTree) -> tuple[PyTree, SavedProgress]:
         """Returns the newest whole state, laid out as `state`, and its progress; `state` and {} where there is none.
 
         The arrays of `state` are deleted where another is restored, since memory holds one. Damaged states are renamed,
@@ -108,7 +108,7 @@ class CheckpointManager:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
         raise UserError(f"none of the training states in {self.manager.directory} can be read ({reasons})")
 
-    def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, Progress] | None, str]:
+    def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, SavedProgress] | None, str]:
         """Returns the state and the progress of a step, or None and the reason why they cannot be used."""
         import orbax.checkpoint as ocp
 
@@ -140,7 +140,7 @@ class CheckpointManager:
             self.layout.broadcast("renamed")
             self.manager.reload()
 
-    def checksum(self, state: PyTree, progress: Progress) -> int:
+    def checksum(self, state: PyTree, progress: SavedProgress) -> int:
         """Returns a number that depends on every bit of the state, the same on any mesh, and on the progress."""
         numbers = [int(x) for x in self.layout.fetch(fingerprint(state))]
         text = json.dumps([numbers, progress], sort_keys=True)

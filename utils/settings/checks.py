@@ -14,7 +14,7 @@ HIDDEN = "***"  # stands for a password
 KEYS = "password|passwd|pwd|token|secret|api_?key|access_?key|signature"
 PASSWORD = re.compile(rf"(://[^\s:/?#@]*:)(?!\d+/)[^\s,]+(?=@)|([?&][\w-]*(?:{KEYS})=)[^\s&,]+", re.IGNORECASE)
 MAX_DEPTH = 20  # lists and mappings in one another
-Setting = TypeVar("Setting")
+T = TypeVar("T")
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
@@ -48,7 +48,7 @@ def open_file(path: str | Path, most: int = 0) -> BinaryIO:
     raise UserError(f"{path} has {status.st_size:,} bytes, more than the {most:,} that are read")
 
 
-def hide_passwords(value: Setting) -> Setting:
+def hide_passwords(value: T) -> T:
     """Returns a text with HIDDEN for the passwords of addresses in it (scheme://user:password@host, ?token=...)."""
     return PASSWORD.sub(rf"\1\2{HIDDEN}", value) if isinstance(value, str) else value
 

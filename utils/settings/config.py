@@ -29,7 +29,7 @@ from utils.settings.lmpo import Spelling, rewrite
 from utils.settings.presets import list_presets
 from utils.settings.removed import REMOVED, check_removed
 
-Config = TypeVar("Config")
+T = TypeVar("T")
 PARSERS = {
     bool: flags.BooleanParser,
     int: flags.IntegerParser,
@@ -128,7 +128,7 @@ def groups_of(config_class: type) -> dict[str, type]:
     return {field.name: field.metadata["group"] for field in fields if "group" in field.metadata}
 
 
-def make_config(config_class: type[Config], /, **options: Value) -> Config:
+def make_config(config_class: type[T], /, **options: Value) -> T:
     """Returns settings with these options, by their flat names.
 
     Raises: UserError for an unknown name, and what the classes raise when they check themselves.
@@ -146,7 +146,7 @@ def make_config(config_class: type[Config], /, **options: Value) -> Config:
     return config_class(**values[""], **members)
 
 
-def with_options(config: Config, /, **options: Value) -> Config:
+def with_options(config: T, /, **options: Value) -> T:
     """Returns a copy with these options changed, checked anew. Raises: as `make_config`."""
     return make_config(type(config), **(to_dict(config) | options))
 
@@ -166,13 +166,13 @@ def changed_options(config_class: type, settings: Mapping[str, Value]) -> dict[s
 
 
 def parse(
-    config_class: type[Config],
+    config_class: type[T],
     argv: Sequence[str],
     description: str = "",
     aliases: Mapping[str, str] = {},
     spellings: Mapping[str, Spelling] = {},
     implied: Callable[[Mapping[str, Value]], Mapping[str, Value]] = lambda options: {},
-) -> Config:
+) -> T:
     """Returns the settings of a command line (without the program's name).
 
     The command line beats the preset (`--config FILE`), the preset beats what it all implies (`implied`, from the
