@@ -52,7 +52,9 @@ def make_env(name: str, **options: Value) -> Env:
     base_name, split = split_name(name)
     env_class, preset = find_class(name)
     if split not in env_class.splits:
-        raise UserError(f"environment {base_name} has no -{split}: its splits are {', '.join(env_class.splits)}")
+        raise UserError(
+            f"environment {base_name} has no -{split}: choose one of its splits, {', '.join(env_class.splits)}"
+        )
     style = {name: options.pop(name) for name in style_names() if name in options}
     takes_rewards = "reward" in inspect.signature(env_class).parameters
     rewards = {} if takes_rewards else {name: options.pop(name) for name in REWARDS if name in options}
@@ -60,7 +62,9 @@ def make_env(name: str, **options: Value) -> Env:
     check_options(base_name, Style, style)
     env = env_class(split=split, **{**preset, **options})
     if env.tokens_per_turn < 0:
-        raise UserError(f"environment {base_name} needs tokens_per_turn >= 0 (0: no limit of its own)")
+        raise UserError(
+            f"environment {base_name} needs tokens_per_turn >= 0: raise it, or give 0 for no limit of its own"
+        )
     if rewards:
         env = with_rewards(env, base_name, **rewards)
     return Styled(env, Style(**style)) if style else env
@@ -70,8 +74,8 @@ def with_rewards(env: Env, name: str, reward: str = "", reward_weights: str = ""
     """Returns an environment graded by the user's rewards. Raises: UserError for one of several turns."""
     if env.max_turns > 1:
         raise UserError(
-            f"--reward {reward}: an episode of {name} pays its own rewards, turn by turn; give --reward with an "
-            "environment of one turn, or with dataset and --episode"
+            f"--reward {reward} grades single replies, and an episode of {name} has its own rewards, turn by turn: "
+            "give --reward with an environment of one turn, or with dataset and --episode"
         )
     from envs.grading.functions import Rewarded, Rewards
     from envs.own_code import code_files
@@ -85,9 +89,9 @@ def find_class(name: str) -> tuple[type[Env], Options]:
     if base_name not in ENVS:
         held_out = [f"{known}-{split}" for known in ENVS for split in HELD_OUT]
         close = most_similar(base_name, [*ENVS, *held_out])
-        hint = f"did you mean {close}? " if close else ""
+        hint = f" (did you mean {close}?)" if close else ""
         every = ", ".join(ENVS)
-        raise UserError(f"there is no environment {base_name!r}; {hint}there are {every}, and each of them with -test")
+        raise UserError(f"there is no environment {base_name!r}{hint}: choose one of {every}, each also with -test")
     module, class_name, preset = ENVS[base_name]
     return getattr(importlib.import_module(module), class_name), preset
 
@@ -127,9 +131,9 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
         key, equals, value = item.partition("=")
         key = key.strip()
         if not key or not equals:
-            raise UserError(f"{flag} {text!r}: {item!r} is not name=value")
+            raise UserError(f"{flag} {text!r}: {item!r} is not name=value, as in numbers=3,prompt=bare")
         if key in options:
-            raise UserError(f"{flag} {text!r}: {key} is there twice")
+            raise UserError(f"{flag} {text!r} has {key} twice: leave one out")
         options[key] = parse_value(value.strip())
         if type(options[key]) in (int, float):
             check_number(f"{flag}: {key}", options[key])
@@ -154,7 +158,9 @@ def check_options(name: str, constructor: Callable[..., Env | Style], options: O
         if key not in defaults:
             close = most_similar(key, names)
             hint = f" (did you mean {close}?)" if close else ""
-            raise UserError(f"environment {name} has no option {key!r}{hint}; its options are {', '.join(names)}")
+            raise UserError(f"environment {name} has no option {key!r}{hint}: choose one of {', '.join(names)}")
         expected = type(defaults[key])
         if type(value) is not expected and not (expected is float and type(value) is int):
-            raise UserError(f"environment {name}: option {key} takes {expected.__name__}, not {value!r}")
+            raise UserError(
+                f"environment {name}: option {key} takes {expected.__name__}, not {value!r}: correct the value"
+            )

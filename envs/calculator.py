@@ -49,9 +49,9 @@ class Calculator(Env):
         if not self.operators or not set(self.operators) <= set(OPERATORS):
             raise UserError(f"Calculator has no operators {self.operators!r}: write some of {OPERATORS}")
         if not 1 <= self.min_operations <= self.max_operations <= 50:
-            raise UserError("Calculator needs 1 <= min_operations <= max_operations <= 50")
+            raise UserError("Calculator needs 1 <= min_operations <= max_operations <= 50: correct --env_options")
         if not 2 <= self.max_number <= 10**9 or self.max_turns < 2:
-            raise UserError("Calculator needs 2 <= max_number <= 10**9, and max_turns >= 2")
+            raise UserError("Calculator needs 2 <= max_number <= 10**9, and max_turns >= 2: correct --env_options")
         self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without an expression fail here
 
@@ -65,7 +65,7 @@ class Calculator(Env):
             if (choose_split(expression, 5) == "test") == (self.split == "test"):
                 value, _ = parse_arithmetic(expression)
                 return self.ask(expression, value)
-        raise UserError(f"Calculator: no expression is left for the {self.split} split: raise max_number")
+        raise UserError(f"no expression of Calculator is left for the {self.split} split: raise max_number")
 
     def ask(self, expression: str, value: Fraction) -> Problem:
         """Returns the problem of an expression. Full prompts explain inline calls, and announce others by a schema."""

@@ -88,7 +88,9 @@ class Countdown(Env):
         check_choice("prompt", self.prompt, PROMPTS)
         check_choice("expression", self.expression, ("chain", "tree"))
         if self.numbers < 1 or not 0 <= self.min_number <= self.max_number or self.max_target < 1:
-            raise UserError("Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1")
+            raise UserError(
+                "Countdown needs numbers >= 1, 0 <= min_number <= max_number and max_target >= 1: correct --env_options"
+            )
         self.num_tasks = self.num_tasks if self.num_tasks > 0 else NUM_TASKS[self.split]
         self.test_sets = set()  # numbers, sorted, of the problems of the test split that has the same options
         if self.split == "valid":
@@ -114,8 +116,8 @@ class Countdown(Env):
                 target = self.combine_randomly(list(numbers), rng)
             if target is not None and 1 <= target <= self.max_target:
                 return numbers, target
-        taken = "; the test split takes all numbers that are held out" if self.split == "valid" else ""
-        raise UserError(f"Countdown found no solvable problem: widen the range of numbers or raise max_target{taken}")
+        taken = ", since the test split takes all numbers that are held out" if self.split == "valid" else ""
+        raise UserError(f"Countdown found no solvable problem{taken}: widen the range of numbers, or raise max_target")
 
     def is_of_split(self, numbers: tuple[int, ...]) -> bool:
         """True if problems on these numbers, in any order, belong to this split."""
@@ -231,7 +233,7 @@ def read_row(row: RawRow) -> Row:
     """Returns the problem in a row with the columns nums and target."""
     numbers, target = row["nums"], row["target"]
     if not numbers or not isinstance(numbers, list) or any(type(x) is not int or x < 0 for x in [*numbers, target]):
-        raise UserError("nums must be a list of integers, and target one")
+        raise UserError("nums must be a list of integers, and target an integer")
     return Row(f"{numbers} {target}", (tuple(numbers), target))
 
 

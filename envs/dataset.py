@@ -120,10 +120,10 @@ class Dataset(Env):
     def set_episodes(self, episode: str, max_turns: int, settings: ToolSettings) -> None:
         """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError where it cannot be made."""
         if max_turns < 2:
-            raise UserError(f"max_turns={max_turns}: an episode has 2 turns at least")
+            raise UserError(f"max_turns={max_turns} is too low for an episode: give 2 or more")
         named, *others = read_names(episode, "--episode", "class")
         if others:
-            raise UserError(f"--episode {episode}: name one class")
+            raise UserError(f"--episode {episode} names several classes: name one")
         self.adapter = Adapter(as_gym(load_object(named, "--episode", "class")), settings)
         self.max_turns = max_turns
         try:
@@ -131,7 +131,9 @@ class Dataset(Env):
                 traits = self.adapter.traits()
         except (Exception, SystemExit) as error:
             reason = describe_error(error)
-            raise UserError(f"--episode {episode}: its objects cannot be made or reset ({reason})") from error
+            raise UserError(
+                f"objects of --episode {episode} cannot be made or reset ({reason}): correct the class"
+            ) from error
         self.opens = True
         self.tools = traits.tools
         self.dialect = "" if traits.has_steps else settings.dialect
@@ -245,5 +247,5 @@ def find_source(path: str, hub_split: str) -> Source:
     if Path(str(file).partition(":")[0]).is_dir():
         return Source((), str(file.absolute()), hub_split)
     if file.suffix or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}: correct the path")
     return Source((), path, hub_split)

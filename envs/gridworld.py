@@ -59,9 +59,14 @@ class Gridworld(Env):
     def __post_init__(self):
         check_choice("prompt", self.prompt, PROMPTS)
         if not 2 <= self.size <= 20 or not 0 <= self.num_holes <= self.size**2 - 2:
-            raise UserError("Gridworld needs size from 2 to 20, and num_holes from 0 to size * size - 2")
+            raise UserError(
+                "Gridworld needs size from 2 to 20, and num_holes from 0 to size * size - 2: correct --env_options"
+            )
         if self.min_steps < 1 or self.max_turns < 2 or self.moves_per_turn < 1 or not 0 <= self.slip <= 1:
-            raise UserError("Gridworld needs min_steps >= 1, max_turns >= 2, moves_per_turn >= 1, and slip from 0 to 1")
+            raise UserError(
+                "Gridworld needs min_steps >= 1, max_turns >= 2, moves_per_turn >= 1, and slip from 0 to 1: correct "
+                "--env_options"
+            )
         self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a map fail here
 
@@ -77,7 +82,7 @@ class Gridworld(Env):
             if is_test == (self.split == "test") and self.min_steps <= num_steps <= max_steps:
                 prompt = PROMPTS[self.prompt].format(map=text, moves_per_turn=self.moves_per_turn)
                 return Problem([{"role": "user", "content": prompt}], lake)
-        raise UserError(f"Gridworld: no map is left for the {self.split} split: change size, num_holes or min_steps")
+        raise UserError(f"no map of Gridworld is left for the {self.split} split: change size, num_holes or min_steps")
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return GridworldEpisode(problem.answer, self.moves_per_turn, self.slip, self.cost, seed)

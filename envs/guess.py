@@ -51,7 +51,9 @@ class Guess(Env):
     def __post_init__(self):
         check_choice("prompt", self.prompt, PROMPTS)
         if not 2 <= self.min_size <= self.max_size <= self.max_number or self.max_turns < 2:
-            raise UserError("Guess needs 2 <= min_size <= max_size <= max_number, and max_turns >= 2")
+            raise UserError(
+                "Guess needs 2 <= min_size <= max_size <= max_number, and max_turns >= 2: correct --env_options"
+            )
         self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a range fail here
 
@@ -65,7 +67,7 @@ class Guess(Env):
                 number = rng.randint(low, high)
                 prompt = PROMPTS[self.prompt].format(low=low, high=high, max_turns=self.max_turns)
                 return Problem([{"role": "user", "content": prompt}], Secret(low, high, number))
-        raise UserError(f"Guess: no range is left for the {self.split} split: raise max_number or max_size")
+        raise UserError(f"no range of Guess is left for the {self.split} split: raise max_number or max_size")
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         secret = problem.answer

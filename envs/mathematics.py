@@ -52,7 +52,9 @@ class Mathematics(Questions):
     ):
         check_choice("data_set", data_set, SOURCES)
         if split == "valid" and data_set not in TRAINING:
-            raise UserError(f"{data_set} has no -valid: it is a benchmark, with test problems only")
+            raise UserError(
+                f"{data_set} has no -valid, since it is a benchmark with test problems only: give {data_set}-test"
+            )
         rows, note = load_rows(data_set, SOURCES[data_set], data_dir, read_row, skip_bad_rows)
         if data_set in TRAINING:
             rows, selected = select_split(rows, split, 64)

@@ -90,7 +90,7 @@ def read_names(value: str, flag: str, kind: str) -> list[Named]:
         raise UserError(f"{flag} {value}: {how_to_name(item, kind)}")
     repeated = [named.name for i, named in enumerate(found) if named in found[:i]]
     if repeated:
-        raise UserError(f"{flag} {value}: {repeated[0]} is there twice")
+        raise UserError(f"{flag} {value} names {repeated[0]} twice: leave one out")
     return found
 
 

@@ -24,7 +24,7 @@ class Poem(Env):
         if split not in ("train", "test"):
             raise UserError(f"Poem has no split {split!r}: choose train or test")
         if max_characters < 0:
-            raise UserError("Poem needs max_characters >= 0 (0: no maximum)")
+            raise UserError("Poem needs max_characters >= 0: raise it, or give 0 for no maximum")
         path = Path(os.path.expanduser(subjects_file)) if subjects_file else SUBJECTS
         subjects = read_subjects(path)
         self.max_characters = max_characters
@@ -51,11 +51,14 @@ def read_subjects(path: Path) -> list[str]:
     Raises: UserError for fewer than two, or no file.
     """
     if not path.is_file():
-        raise UserError(f"Poem's subjects_file {path} is not there: it is a text file with one subject a line")
+        raise UserError(f"Poem's subjects_file {path} does not exist: name a text file with one subject a line")
     text = path.read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines()]
     subjects = [line for line in lines if line and not line.startswith("#")]
     subjects = list(dict.fromkeys(subjects))
     if len(subjects) < 2:
-        raise UserError(f"Poem's subjects_file {path} needs at least two subjects: one to train on, one to test on")
+        raise UserError(
+            f"Poem's subjects_file {path} has fewer than two subjects: write at least one to train on and one to test "
+            "on"
+        )
     return subjects

@@ -47,7 +47,10 @@ class Python(Env):
         check_choice("sandbox", self.sandbox, ("on", "off"))
         check_choice("problems", self.problems, PROBLEMS)
         if self.max_turns < 2 or not 0 < self.seconds <= MAX_SECONDS or self.memory < 64:
-            raise UserError(f"Python needs max_turns >= 2, 0 < seconds <= {MAX_SECONDS}, and memory >= 64 (MiB)")
+            raise UserError(
+                f"Python needs max_turns >= 2, 0 < seconds <= {MAX_SECONDS}, and memory >= 64 (MiB): correct "
+                "--env_options"
+            )
         options = {name: getattr(self, name) for name in ("data_dir", "form", "partial", "skip_bad_rows")}
         name = self.problems if self.split == "train" else f"{self.problems}-{self.split}"
         self.questions = make_env(name, **options)

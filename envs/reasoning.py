@@ -78,7 +78,10 @@ class ReasoningGym(Env):
             if choose_split(entry["question"], 5) == self.split:
                 messages = [{"role": "system", "content": self.system}, {"role": "user", "content": entry["question"]}]
                 return Problem(messages, (chosen, entry), thinking=True)
-        raise UserError(f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split")
+        raise UserError(
+            f"Reasoning Gym's {type(chosen).__name__} has too few questions for a {self.split} split: choose a config "
+            "with more"
+        )
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         dataset, entry = problem.answer
@@ -111,21 +114,23 @@ def read_specs(text: str) -> tuple[list[Spec], int]:
     if text.endswith((".yaml", ".yml", ".json")):
         path = Path(os.path.expanduser(text))
         if not path.is_file():
-            raise UserError(f"datasets={text}: there is no such file")
+            raise UserError(f"datasets={text} names no file that exists: correct the path")
         rows = load_yaml(read_text(path), str(path))
         if isinstance(rows, dict) and isinstance(rows.get("data"), dict):
             rows = rows["data"]
             size = rows.get("size", 0)
         if type(size) is not int or size < 0:
-            raise UserError(f"{path}: data.size must be a number of problems, not {size!r}")
+            raise UserError(f"{path}: data.size must be a number of problems, not {size!r}: correct it")
         rows = rows.get("specs", rows.get("datasets")) if isinstance(rows, dict) else rows
         if not isinstance(rows, list) or not all(map(is_spec, rows)):
-            raise UserError(f"{path} must list data sets, each with a name, and a weight and a config where needed")
+            raise UserError(
+                f"{path} must list data sets, each with a name, and a weight and a config if needed: correct it"
+            )
         specs = [Spec(row["name"], float(row.get("weight", 1)), dict(row.get("config") or {})) for row in rows]
     else:
         specs = [parse_spec(item.strip()) for item in text.split("+")]
     if not specs or any(not math.isfinite(spec.weight) or spec.weight <= 0 for spec in specs):
-        raise UserError(f"datasets={text}: a mixture needs data sets, each with a weight above 0")
+        raise UserError(f"datasets={text} must name data sets, each with a weight above 0: correct it")
     return specs, size
 
 
@@ -142,6 +147,6 @@ def parse_spec(item: str) -> Spec:
 
     match = SPEC.fullmatch(item)
     if not match:
-        raise UserError(f"datasets: {item!r} is not name*weight(key=value;key=value)")
+        raise UserError(f"datasets has {item!r}, which is not name*weight(key=value;key=value): correct it")
     name, weight, config = match.groups()
     return Spec(name, float(weight or 1), parse_options((config or "").replace(";", ",")))

@@ -77,9 +77,12 @@ class Search(Questions):
     ):
         check_choice("form", form, FORMS)
         if top_k < 1 or max_turns < 2:
-            raise UserError("Search needs top_k >= 1 and max_turns >= 2")
+            raise UserError("Search needs top_k >= 1 and max_turns >= 2: correct --env_options")
         if bool(corpus) != bool(questions):
-            raise UserError("Search needs both files, corpus=FILE and questions=FILE, or none for made-up ones")
+            raise UserError(
+                "Search needs both files, corpus=FILE and questions=FILE, or none for made-up ones: give both, or "
+                "leave both out"
+            )
         if corpus:
             passages = read_corpus(Path(os.path.expanduser(corpus)))
             source = Source((str(Path(os.path.expanduser(questions)).absolute()),))
@@ -194,14 +197,14 @@ def read_corpus(path: Path) -> list[Passage]:
     Raises: UserError for a file that is not there, for a row without a text, and where there is no passage.
     """
     if not path.is_file():
-        raise UserError(f"corpus={path}: there is no such file")
+        raise UserError(f"corpus={path} names no file: correct the path")
     if path.suffix in (".txt", ""):
         lines = (line.decode("utf-8", "replace").strip() for _, line in read_lines(path))
         passages = [Passage("", line) for line in lines if line]
     else:
         passages = [read_passage(location, row) for location, row in read_file(path)]
     if not passages:
-        raise UserError(f"corpus={path} holds no passage")
+        raise UserError(f"corpus={path} holds no passage: write one a line")
     return passages
 
 
@@ -211,7 +214,7 @@ def read_passage(location: str, row: RawRow | Exception) -> Passage:
         raise UserError(f"{location} is malformed: {row}")
     text = row.get("text") or row.get("contents")
     if not isinstance(text, str):
-        raise UserError(f'{location} has no "text" or "contents"')
+        raise UserError(f'{location} has no "text" or "contents": add one of them')
     return Passage(str(row.get("title") or ""), text)
 
 

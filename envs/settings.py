@@ -64,7 +64,7 @@ class EnvConfig:
 
     def __post_init__(self):
         if self.reward_weights and not self.reward:
-            raise UserError("--reward_weights are those of the functions of --reward: name some")
+            raise UserError("--reward_weights has no effect without --reward: name the functions by --reward")
 
     @staticmethod
     def settle(options: Mapping[str, Value], presets: Mapping[str, str]) -> dict[str, Value]:
@@ -83,7 +83,7 @@ class EnvConfig:
         base_name, _ = split_name(str(name))
         if presets.get("env_name") == preset:
             every = ", ".join(sorted(names))
-            raise UserError(f"{preset}: environment {base_name} has no option for {written}: its options are {every}")
+            raise UserError(f"{preset}: environment {base_name} has no option for {written}: choose one of {every}")
         print(f"{preset}: --env_options {written} is left out, since environment {base_name} has no such option")
         kept = [item for item in str(text).split(",") if item.partition("=")[0].strip() not in foreign]
         return {"env_options": ",".join(kept)}
@@ -161,9 +161,12 @@ class HeldOutConfig:
 
     def __post_init__(self):
         if self.test_interval < 0:
-            raise UserError("--test_interval must not be negative; 0: only before and after training")
+            raise UserError(
+                "--test_interval must not be negative: raise it, or give 0 for evaluations only before and after "
+                "training"
+            )
         if self.test_env_options and not self.test_env_name:
-            raise UserError("--test_env_options are those of --test_env_name: name one")
+            raise UserError("--test_env_options has no effect without --test_env_name: name the environment by it")
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,7 @@ def resolve_settings(
     """
     for key in LIMITS:
         if type(overrides.get(key, 0)) is not int:
-            raise UserError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}")
+            raise UserError(f"--test_env_options: {key} is a number of tokens, not {overrides[key]!r}: give an integer")
     own = {key: value for key, value in overrides.items() if key not in LIMITS}
     options = config.options(name) | own
     try_own_code(options)
@@ -274,7 +277,10 @@ def resolve_settings(
     force = overrides.get("force_answer_at", force_answer_at)
     is_requested = force > 0 and (not is_inherited or "force_answer_at" in overrides)
     if is_requested and not answer.start:
-        raise UserError(f"--force_answer_at {force}: the prompts of {name} ask for no form of answer to be forced")
+        raise UserError(
+            f"--force_answer_at {force}: the prompts of {name} do not ask for an answer in a fixed form, so none can "
+            "be forced: leave the option out"
+        )
     force = env.force_answer_at if force < 0 else force
     is_possible = bool(answer.start) and 0 < force < limit
     if not is_requested and not is_possible:
@@ -309,5 +315,7 @@ def check_files(config: EnvConfig, names: Iterable[str]) -> None:
         is_taken = any(flag in option_names(name) for name in names)
         if getattr(config, flag) and not is_taken:
             named = ", ".join(names) or "an empty --env_name"
-            remedy = ": --env_name dataset does" if flag in CODE else ""
-            raise UserError(f"--{flag} {getattr(config, flag)}: no environment of {named} takes it{remedy}")
+            remedy = ", or give --env_name dataset" if flag in CODE else ""
+            raise UserError(
+                f"--{flag} {getattr(config, flag)}: no environment of {named} takes it: leave it out{remedy}"
+            )

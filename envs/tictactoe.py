@@ -55,7 +55,7 @@ class TicTacToe(Env):
         check_choice("opponent", self.opponent, OPPONENTS)
         check_choice("prompt", self.prompt, PROMPTS)
         if not 0 <= self.max_plies <= 8 or self.max_turns < 5:
-            raise UserError("TicTacToe needs max_plies from 0 to 8, and max_turns >= 5")
+            raise UserError("TicTacToe needs max_plies from 0 to 8, and max_turns >= 5: correct --env_options")
         self.num_tasks = NUM_TASKS[self.split]
         self.problem(0)  # options that leave a split without a position fail here
 
@@ -68,7 +68,7 @@ class TicTacToe(Env):
             if is_test == (self.split == "test") and is_playable:
                 prompt = PROMPTS[self.prompt].format(board=format_board(board))
                 return Problem([{"role": "user", "content": prompt}], board)
-        raise UserError(f"TicTacToe: no position is left for the {self.split} split: raise max_plies")
+        raise UserError(f"no position of TicTacToe is left for the {self.split} split: raise max_plies")
 
     def episode(self, problem: Problem, seed: int) -> Episode:
         return TicTacToeEpisode(problem.answer, self.opponent, seed)

@@ -44,11 +44,11 @@ class Wordle(Env):
     ):
         check_choice("prompt", prompt, PROMPTS)
         if max_turns < 2:
-            raise UserError("Wordle needs max_turns >= 2")
+            raise UserError("Wordle needs max_turns >= 2: correct --env_options")
         all_words = read_words(Path(os.path.expanduser(words)) if words else WORDS)
         self.words = [word for word in all_words if choose_split(word, 5) == split]
         if not self.words:
-            raise UserError(f"Wordle: of {len(all_words)} words none is left for the {split} split: add some")
+            raise UserError(f"no word of Wordle is left for the {split} split, of {len(all_words):,} words: add some")
         self.max_turns = max_turns
         self.cost = cost
         self.message = {"role": "user", "content": PROMPTS[prompt].format(max_turns=max_turns)}
@@ -119,9 +119,9 @@ def read_words(path: Path) -> list[str]:
     Raises: UserError for a file that is not there, and for what is no word of five letters from a to z.
     """
     if not path.is_file():
-        raise UserError(f"words={path}: there is no such file")
+        raise UserError(f"words={path} names no file: correct the path")
     words = path.read_text(encoding="utf-8", errors="replace").lower().split()
     for word in words:
         if not WORD.fullmatch(word):
-            raise UserError(f"{path}: {word[:50]!r} is no word of five letters from a to z")
+            raise UserError(f"{path}: {word[:50]!r} is no word of five letters from a to z: correct it")
     return list(dict.fromkeys(words))

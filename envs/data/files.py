@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 RawRow = dict[str, JSON]  # of a file, by column
 
-READ = "a file of rows holds JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
+READ = "write its rows as JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
 MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
@@ -41,11 +41,11 @@ NUM_START = 1 << 12  # bytes by which formats are told apart
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # how such files begin
 NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
 FOREIGN = {  # how files of other formats begin, what they are, and what to do
-    b"version https://git-lfs": "a pointer of Git LFS to a file: `git lfs pull` fetches it",
+    b"version https://git-lfs": "a pointer of Git LFS to a file: fetch the file by `git lfs pull`",
     b"PK\x03\x04": "a ZIP archive, as Excel files are: unpack it, or save the table as CSV",
-    b"\x28\xb5\x2f\xfd": "compressed by Zstandard: `unzstd FILE` unpacks it",
-    b"BZh": "compressed by bzip2: `bunzip2 FILE` unpacks it",
-    b"\xfd7zXZ": "compressed by xz: `unxz FILE` unpacks it",
+    b"\x28\xb5\x2f\xfd": "compressed by Zstandard: unpack it by `unzstd FILE`",
+    b"BZh": "compressed by bzip2: unpack it by `bunzip2 FILE`",
+    b"\xfd7zXZ": "compressed by xz: unpack it by `unxz FILE`",
     b"ARROW1": "an Arrow file: write it as Parquet, by `pyarrow.parquet.write_table`",
     b"\xff\xff\xff\xff": "an Arrow stream, as the cache of datasets has them: write it by its `to_parquet`",
     b"SQLite format": "a SQLite database: export the table as CSV",
@@ -70,17 +70,17 @@ def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(PARQUET):
         if is_compressed:
-            raise UserError(f"{path} is a Parquet file that is compressed by gzip: `gunzip` unpacks it")
+            raise UserError(f"{path} is a Parquet file that is compressed by gzip: unpack it by `gunzip`")
         yield from read_parquet(path)
         return
     if not text:
         raise UserError(f"{path} is empty: write rows into it")
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path} is UTF-16: `iconv -f utf-16 -t utf-8 {shlex.quote(str(path))} > NEW` converts it")
+        raise UserError(f"{path} is UTF-16: convert it by `iconv -f utf-16 -t utf-8 {shlex.quote(str(path))} > NEW`")
     if other := next((what for sign, what in FOREIGN.items() if text.startswith(sign)), ""):
         raise UserError(f"{path} is {other}")
     if b"\0" in start.partition(b"\n")[0]:
-        raise UserError(f"{path} holds a zero byte, and is of no known format: {READ}")
+        raise UserError(f"{path} holds a zero byte and has no known format: {READ}")
     yield from read_json(path) if looks_like_json(path) else read_csv(path)
 
 
@@ -108,7 +108,10 @@ def check_compressed(path: Path) -> None:
             while block := file.read(1 << 20):
                 size += len(block)
                 if size > most:
-                    raise UserError(f"{path} expands to more than {most:,} bytes, which no file of rows does")
+                    raise UserError(
+                        f"{path} expands to more than {most:,} bytes, more than rows compress: write its rows without "
+                        "compression"
+                    )
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is not a whole .gz file ({error}): copy it again") from error
 
@@ -166,7 +169,10 @@ def read_values(path: Path) -> list[JSON]:
         try:
             content = file.read(MAX_JSON + 1)
             if len(content) > MAX_JSON:
-                raise UserError(f"{path} has more than {MAX_JSON:,} bytes, and is read at once: write one row a line")
+                raise UserError(
+                    f"{path} has more than {MAX_JSON:,} bytes, and one value of JSON is read at once: write one row a "
+                    "line"
+                )
             text = content.decode("utf-8-sig")
             end = SPACE.match(text).end()
             while end < len(text):
@@ -197,7 +203,7 @@ def find_rows(path: Path, values: list[JSON]) -> list[JSON]:
                 raise UserError(f"{path} holds columns, not rows: {advice}")
             return value[lists[0]] if lists else [value]
         case [_]:
-            raise UserError(f"{path} must hold a list of objects")
+            raise UserError(f"{path} must hold a list of objects: write one object for each row")
     return values
 
 

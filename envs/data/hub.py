@@ -89,7 +89,7 @@ def read_card(folder: Path) -> Mapping[str, Any]:
         return metadata_load(card) or {} if card.is_file() else {}
     except (ValueError, RecursionError, YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{card}: the YAML at its head cannot be read ({reason})") from error
+        raise UserError(f"{card}: the YAML at its head cannot be read ({reason}): correct it") from error
 
 
 def find_splits(names: Sequence[str], card: Mapping[str, Any], config: str, origin: str) -> Splits:
@@ -108,7 +108,7 @@ def find_splits(names: Sequence[str], card: Mapping[str, Any], config: str, orig
                 patterns = split_patterns(chosen["data_files"]).items()
                 splits = {split: match(inside, paths) for split, paths in patterns}
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{origin}: `configs` of its {CARD} has another form than the hub's") from error
+            raise UserError(f"{origin}: `configs` of its {CARD} has another form than the hub's: correct it") from error
     else:  # a folder may stand for a configuration
         splits = infer_splits(within(visible, "" if config in ("", "default") else config))
     return {split: files for split, files in ((split, one_kind(files)) for split, files in splits.items()) if files}
@@ -122,7 +122,7 @@ def choose_config(configs: Mapping[str, Mapping[str, Any]], config: str, origin:
         return config or default[0]
     there = ", ".join(configs)
     if config:
-        raise UserError(f"{origin} has no configuration {config}, only {there}")
+        raise UserError(f"{origin} has no configuration {config}: choose one of {there}")
     raise UserError(f"{origin} has several configurations: name one by {origin}:NAME ({there})")
 
 
@@ -199,14 +199,19 @@ def converted_splits(names: Sequence[str], config: str, origin: str) -> Splits:
 def files_of_split(splits: Splits, split: str, origin: str) -> list[str]:
     """Returns the files of a split. Raises: UserError where there is none, or a shard is missing."""
     if not splits:
-        raise UserError(f"{origin} holds no file of rows ({', '.join(KINDS)})")
+        raise UserError(f"{origin} holds no file of rows ({', '.join(KINDS)}): name another data set")
     if split not in splits:
-        raise UserError(f"{origin} has no split {split}, only {', '.join(splits)}")
+        raise UserError(
+            f"{origin} has no split {split}, only {', '.join(splits)}: name a data set or configuration that has it"
+        )
     shards = defaultdict(set)
     for file in splits[split]:
         if shard := SHARD.match(file):
             shards[shard[1], int(shard[3])].add(int(shard[2]))
     for (start, total), numbers in shards.items():
         if missing := sorted(set(range(total)) - numbers):
-            raise UserError(f"{origin} lacks {start}-{missing[0]:05}-of-{total:05}, {len(missing)} such files in all")
+            raise UserError(
+                f"{origin} lacks {start}-{missing[0]:05}-of-{total:05}, {len(missing)} such files in all: download "
+                "them again"
+            )
     return splits[split]

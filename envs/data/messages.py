@@ -215,7 +215,7 @@ def read_message(what: str, message: Message) -> Message:
     if left:
         raise ValueError(f"{what} has {', '.join(map(str, left))}, which is not rendered: write it into its content")
     if len(set(weights)) > 1:
-        raise ValueError(f"{what} says of itself that it is trained, and that it is not")
+        raise ValueError(f"{what} has one weight that trains it, and one that does not")
     read = {"role": role, "content": read_content(what, content), **kept}
     return read | {"weight": 0} if role == REPLY and weights and not weights[0] else read
 
@@ -242,7 +242,7 @@ def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ValueError(f"{what} has {key}={value!r:.40}: a reply is trained (1) or not (0)")
     if value and role != REPLY:
-        raise ValueError(f"{what} has {key}={value!r}: only what the assistant says is trained")
+        raise ValueError(f"{what} has {key}={value!r}: only messages of the assistant are trained")
     return bool(value)
 
 
@@ -266,7 +266,7 @@ def read_reference(value: JSON) -> str:
     if value is None or isinstance(value, str):
         text = (value or "").strip()
         if text in MISSING:
-            raise ValueError(f"its answer is the text {text!r}, which programs write where there is none")
+            raise ValueError(f"its answer is the text {text!r}, which programs write for a missing value")
         return text
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
         key = next(iter(value), "KEY") if isinstance(value, dict) else ""

@@ -69,7 +69,7 @@ def select_split(
         sizes = {name: len(by_split[name]) for name in ("valid", "test")}
         note += "".join(f"; {size:,} in the {name} split" for name, size in sizes.items() if size)
     if not selected:
-        raise UserError(f"of {len(rows):,} rows none is left for the {split} split{note}: add rows")
+        raise UserError(f"no row is left for the {split} split, of {len(rows):,} rows in the data{note}: add rows")
     return selected, note
 
 

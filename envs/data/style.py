@@ -29,7 +29,7 @@ class Style:
         if self.format_reward:
             check_choice("format_reward", self.format_reward, FORMAT_REWARDS)
         if self.system.startswith("@") and not Path(os.path.expanduser(self.system[1:])).is_file():
-            raise UserError(f"system={self.system}: there is no file {self.system[1:]}")
+            raise UserError(f"system={self.system} names no file: correct the path")
 
 
 class Styled(Env):

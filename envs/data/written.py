@@ -55,9 +55,11 @@ class DataConfig:
 
     def __post_init__(self):
         if not self.data:
-            raise UserError("--data names the replies to train on: a file of rows, or owner/name on the hub")
+            raise UserError("--data is empty: name the replies to train on, a file of rows or owner/name on the hub")
         if self.max_length < 2 or not 0 <= self.test_fraction < 1:
-            raise UserError("--max_length must be at least 2, and --test_fraction from 0 to below 1")
+            raise UserError(
+                "--max_length must be at least 2, and --test_fraction from 0 to below 1: correct the one that is not"
+            )
         self.named_columns  # noqa: B018 (raises)
 
     @property

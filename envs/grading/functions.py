@@ -255,7 +255,7 @@ class Rewards:
         if len(self.weights) != len(names) or not all(map(math.isfinite, self.weights)):
             raise UserError(
                 f"--reward_weights {weights}: give a number for each of the {len(names)} functions of --reward, "
-                f"{', '.join(self.names)}, with commas between"
+                f"{', '.join(self.names)}, separated by commas"
             )
 
     @cached_property
@@ -372,7 +372,7 @@ def try_import(rewards: str, episode: str) -> None:
         kill_tree(process.pid)
         process.wait()
         raise UserError(
-            f"{flags}: importing it takes longer than {IMPORT_SECONDS} seconds: do what takes long in the first call"
+            f"importing {flags} takes longer than {IMPORT_SECONDS} seconds: move slow work into the first call"
         ) from None
     finally:
         os.close(reader)
@@ -380,7 +380,9 @@ def try_import(rewards: str, episode: str) -> None:
         error, *signatures = json.loads(text)
     except ValueError:
         code = process.returncode
-        raise UserError(f"{flags}: importing it ends the process with exit code {code}: remove what does") from None
+        raise UserError(
+            f"importing {flags} ends the process with exit code {code}: remove the line that ends it"
+        ) from None
     if error:
         raise UserError(error + variable_note(error))
     for one, (name, place, names, needed) in zip(named, signatures, strict=True):

@@ -712,7 +712,9 @@ def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
     for reply in replies:
         digest = heard(digest, answer(episode, reply))
     if said not in (0, digest):
-        raise ValueError("its process was lost, and played again the environment says something else")
+        raise ValueError(
+            "its process was lost, and when the episode was played again, the environment returned other messages"
+        )
 
 
 def opening(episode: Episode) -> Step:
@@ -774,7 +776,7 @@ def checked_step(step: Step) -> Step:
     for name, value in info.items():
         checked_number(name, value)
     if not messages and not step.done:
-        raise ValueError("the environment says nothing, and does not end the episode")
+        raise ValueError("the environment returns no message, and does not end the episode")
     return Step(messages, checked_number("reward of a turn", step.reward), bool(step.done), info)
 
 

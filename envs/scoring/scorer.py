@@ -136,7 +136,7 @@ class Scorer:
             what = blamed(jobs)
             raise UserError(
                 f"the {what} failed for {len(failures)} of {len(jobs)} replies, first by {reason!r}{written}: "
-                f"{remedy}, or catch within the {what} what may fail{variable_note(reason)}"
+                f"{remedy}, or handle the failure within the {what}{variable_note(reason)}"
             )
         return [None if isinstance(outcome, Failure) else outcome for outcome in outcomes], counts
 
@@ -217,7 +217,9 @@ class Scorer:
         """
         self.num_replaced += 1
         if self.num_replaced > MAX_LOST:
-            raise UserError(f"scoring failed {MAX_LOST} times in a row: {reason}")
+            raise UserError(
+                f"grading failed {MAX_LOST} times in a row ({reason}): correct the reward or the environment"
+            )
         print(f"warning: the process that scores is started again: {reason}", file=sys.stderr)
         suspected, before = self.in_flight, self.suspected
         self.in_flight, self.suspected = set(), suspected

@@ -30,7 +30,10 @@ class RewardConfig:
 
     def __post_init__(self):
         if self.score_timeout <= 0 or self.num_score_workers < 0:
-            raise UserError("--score_timeout must be positive, --num_score_workers must not be negative")
+            raise UserError(
+                "--score_timeout must be above 0, and --num_score_workers must not be negative: correct the one that "
+                "is lower"
+            )
 
 
 def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], penalty: float) -> Scores:

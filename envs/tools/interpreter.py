@@ -55,8 +55,8 @@ class Interpreter:
         missing = sandbox.missing_protection() if self.is_confined else ""
         if missing:
             raise UserError(
-                f"the tool python cannot confine code here: there is no {missing}; --env_options sandbox=off runs code "
-                "of the model with limits of time, memory and files only"
+                f"the tool python cannot confine code here, since there is no {missing}: give --env_options "
+                "sandbox=off, which runs code of the model with limits of time, memory and files only"
             )
         remove_abandoned_folders()
         self.renew()

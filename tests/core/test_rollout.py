@@ -209,7 +209,7 @@ def test_without_a_form_nothing_is_forced_unless_the_prompt_shows_one(tmp_path):
             assert (settings.force_answer_at, settings.forced_answer.start) == (20, start)
             assert not any(map(settings.forced_answer.text_after, ("<answer>5", "\\boxed{5}", "#### 5")))
         else:
-            with pytest.raises(ValueError, match="--force_answer_at 20: the prompts of dataset ask for no form"):
+            with pytest.raises(ValueError, match="--force_answer_at 20: the prompts of dataset do not ask for an answer"):
                 settings_of("dataset", **flags, force_answer_at=20)
         training, test = settings_of("countdown", "dataset", test_env_options=f"path={path}")
         assert (training.force_answer_at, test.force_answer_at) == (50, 50 if start else 0)
@@ -298,7 +298,7 @@ def test_every_option_of_style_reaches_another_environment():
     ("name", "test", "flags", "message"),
     [
         ("countdown", "", {"data_dir": DATA}, f"--data_dir {DATA}: no environment of countdown takes it"),
-        ("countdown", "poem", {"episode": "r.py:f"}, "of countdown, poem-test takes it: --env_name dataset does"),
+        ("countdown", "poem", {"episode": "r.py:f"}, "poem-test takes it: leave it out, or give --env_name dataset"),
         ("countdown", "gsm8k", {"data_dir": DATA, "test_env_options": "numbers=3"}, "gsm8k has no option 'numbers'"),
         ("countdown", "", {"env_options": "form=boxed"}, "countdown has no option 'form'"),
         ("countdown", "poem", {"test_env_options": "max_characters"}, "--test_env_options 'max_characters': "),

@@ -327,7 +327,7 @@ def test_a_row_that_cannot_be_trained_on_is_refused_by_file_and_line(tmp_path, w
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "--data names the replies"),
+        ({}, "name the replies to train on"),
         ({"data": "rows.jsonl", "test_fraction": 1.0}, "--test_fraction from 0 to below 1"),
         ({"data": "no.jsonl"}, "there is no file no.jsonl"),
         ({"data": "x", "num_epochs": 0}, "give --num_epochs or --max_steps"),

@@ -973,7 +973,7 @@ MISTAKES = [
     ({"advantage": "best_k", "best_k": 5}, "--best_k 5 is more than --group_size 4"),
     ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss"),
     ({"do_group_normalization": 0, "advantage": "group_mean"}, "contradicts --advantage group_mean"),
-    ({"env_name": "cuntdown"}, "there is no environment 'cuntdown'; did you mean countdown? there are countdown"),
+    ({"env_name": "cuntdown"}, "there is no environment 'cuntdown' (did you mean countdown?): choose one of countdown"),
     ({"env_options": "colour=red"}, "no option 'colour'"),
     ({"model_dir": "/nowhere/model"}, "there is no folder /nowhere/model"),
     ({"num_generation_tokens": -5}, "--num_generation_tokens must be at least 1"),

@@ -112,7 +112,7 @@ def test_mistakes_are_named():
     for name in ("countup", "", "-test", "poem-test-test"):
         with pytest.raises(ValueError, match="countdown, countdown3, countdown6, countdown34, poem, gsm8k"):
             envs.make_env(name)
-    with pytest.raises(ValueError, match=r"no option 'number' \(did you mean numbers\?\); its options are numbers"):
+    with pytest.raises(ValueError, match=r"no option 'number' \(did you mean numbers\?\): choose one of numbers"):
         envs.make_env("countdown", number=3)
     with pytest.raises(ValueError, match="numbers takes int, not 'three'"):
         envs.make_env("countdown", numbers="three")
@@ -127,7 +127,7 @@ def test_options_of_the_command_line():
     parsed = envs.parse_options("numbers=3, prompt=bare,rate=0.5,strict=True,file=a=b")
     assert parsed == {"numbers": 3, "prompt": "bare", "rate": 0.5, "strict": True, "file": "a=b"}
     for text in ("numbers", "=3", "numbers=3,numbers=4"):
-        with pytest.raises(ValueError, match="is not name=value|numbers is there twice"):
+        with pytest.raises(ValueError, match="is not name=value|has numbers twice"):
             envs.parse_options(text)
 
 
@@ -176,7 +176,7 @@ def test_valid_splits_share_nothing_with_the_others(name):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("poem-valid", "poem has no -valid"), ("aime-valid", "aime has no -valid: it is a benchmark")]
+    [("poem-valid", "poem has no -valid"), ("aime-valid", "aime has no -valid, since it is a benchmark")]
     + [("countdown-valid", "the test split takes all numbers")],
 )
 def test_there_is_no_valid_split_without_room(name, message):
@@ -214,7 +214,7 @@ def test_training_rows_that_stand_in_the_test_file_are_removed(tmp_path):
     assert prompts[1]
     assert len(prompts[2]) == 3
     assert ", 2 removed that a held-out split has, too" in made[0].note
-    with pytest.raises(ValueError, match="none is left for the train split; 0 to train on, 2 removed"):
+    with pytest.raises(ValueError, match="for the train split, of 3 rows in the data; 0 to train on, 2 removed"):
         envs.make_env("dataset", path=test, test_path=test)
 
 
@@ -444,7 +444,7 @@ def test_malformed_rows_are_named(tmp_path, line, reason):
         ("latin.csv", "prompt,answer\ncaf\xe9,1\n".encode("latin-1"), "latin.csv:2 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.jsonl", '{"prompt": "caf\xe9"}'.encode("latin-1"), "latin.jsonl:1 .*not UTF-8; .*`iconv -f latin1"),
         ("latin.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "latin.json is not UTF-8; .*`iconv -f latin1"),
-        ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv is UTF-16: `iconv -f utf-16"),
+        ("excel.csv", "prompt,answer\ncaf\xe9,1\n".encode("utf-16"), "excel.csv is UTF-16: convert it by `iconv"),
     ],
 )
 def test_other_columns_separators_and_encodings_come_with_their_remedy(tmp_path, name, content, words):
@@ -550,7 +550,7 @@ def test_reasoning_gym_mixtures(tmp_path):
         "nonesuch": "nonesuch",
         "leg_counting*0": "above 0",
         "a b": "is not name",
-        "x.yaml": "no such file",
+        "x.yaml": "names no file that exists",
     }
     for text, message in mistakes.items():
         with pytest.raises(ValueError, match=message):

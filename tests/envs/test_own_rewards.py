@@ -128,7 +128,7 @@ def test_what_is_no_number_for_each_reply_is_named_with_function_and_line(folder
         ("compute_score_2", r"name a function that wraps it\n    def reward\(completion, answer, \*\*row\)"),
         ("Object", "Object is a class: add a line `reward = Object"),
         ("how_man", r"has no function how_man, only .*did you mean how_many\?"),
-        ("own,own", "own is there twice"),
+        ("own,own", "names own twice"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused(folder, name, words):
@@ -174,7 +174,7 @@ def test_several_rewards_are_added_by_their_weights_and_each_is_logged(folder):
     for weights in ("1", "1,x", "1,nan"):
         with pytest.raises(UserError, match="give a number for each of the 2 functions of --reward, how_many, own"):
             dataset(folder, "how_many,own", weights)
-    with pytest.raises(UserError, match="--reward_weights are those of"):
+    with pytest.raises(UserError, match="--reward_weights has no effect without --reward"):
         EnvConfig(reward_weights="1")
 
 
@@ -261,7 +261,7 @@ def test_a_reward_grades_any_environment_of_one_turn(folder, name):
     assert [score["return"] for score in scores] == [0.5, 1.0], "with the reward for the form of each"
     assert env.takes_groups
     assert all("correct_answer" in score for score in scores)
-    with pytest.raises(UserError, match="an episode of guess pays its own rewards"):
+    with pytest.raises(UserError, match="an episode of guess has its own rewards"):
         make_env("guess", reward=f"{folder / 'own.py'}:shortest")
 
 
@@ -333,9 +333,9 @@ def test_files_share_the_modules_beside_them(folder):
     ("code", "words"),
     [
         ("import sys; sys.exit(0)", "fails with SystemExit: 0"),
-        ("import os; os._exit(0)", "importing it ends the process with exit code 0"),
-        ("import os; os.kill(os.getpid(), 9)", "importing it ends the process with exit code -9"),
-        ("import time; time.sleep(1000)", "importing it takes longer than 2 seconds"),
+        ("import os; os._exit(0)", "ends the process with exit code 0"),
+        ("import os; os.kill(os.getpid(), 9)", "ends the process with exit code -9"),
+        ("import time; time.sleep(1000)", "takes longer than 2 seconds"),
         ("import os; os.environ['OPENAI_API_KEY']", "unless its value is in REWARD_OPENAI_API_KEY"),
         ("x = (", "fails with SyntaxError"),
     ],
@@ -432,7 +432,7 @@ def test_what_an_episode_returns_is_named_with_method_and_line(folder, name, wor
         (([{"role": "user", "content": "x"}], 0.0, False), r"\(\[{"),
         (Step(["x"]), r"\(\['x'\]"),
         (Step([{"role": "user", "content": "x"}], "much"), "much"),
-        (Step([]), r"says nothing, and does not end the episode"),
+        (Step([]), r"returns no message, and does not end the episode"),
     ],
 )
 def test_what_an_environment_of_ones_own_returns_is_named_too(said, form):
@@ -448,5 +448,5 @@ def test_what_an_environment_of_ones_own_returns_is_named_too(said, form):
 def test_a_class_whose_object_ends_the_process_ends_the_start(folder):
     (folder / "own.py").write_text("import os\nclass Game:\n    def __init__(self): os._exit(0)\n")
     config = EnvConfig("dataset", f"path={folder / 'rows.jsonl'}", episode=f"{folder / 'own.py'}:Game")
-    with pytest.raises(UserError, match="own.py:Game: importing it ends the process with exit code 0"):
+    with pytest.raises(UserError, match="own.py:Game ends the process with exit code 0"):
         resolve_settings(config, "dataset", 8, 0)

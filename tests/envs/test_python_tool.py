@@ -747,7 +747,7 @@ def test_code_runs_in_processes_that_score():
 
 def test_machines_that_cannot_confine_are_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "missing_protection", lambda: "Landlock")
-    with pytest.raises(UserError, match="cannot confine code here: there is no Landlock; --env_options sandbox=off"):
+    with pytest.raises(UserError, match="since there is no Landlock: give --env_options sandbox=off"):
         make_env("python", data_dir=str(SAMPLES))
     env = make_env("python", data_dir=str(SAMPLES), sandbox="off")
     assert env.episode(env.problem(0), 0).act(Reply("", (call("1"),))).messages[0]["content"] == "1"

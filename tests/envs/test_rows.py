@@ -84,7 +84,7 @@ def test_an_object_alone_is_a_row(tmp_path, row, indent):
         ("a.csv", b"PK\x03\x04\x14\0", "a ZIP archive, as Excel files are"),
         ("a.parquet", b"ARROW1\0\0", "an Arrow file: write it as Parquet"),
         ("a.pkl", b"\x80\x04\x95", "a pickle, which can run code"),
-        ("a.bin", b"abc\0\1\2", "holds a zero byte, and is of no known format: .*JSON, JSON lines, CSV or Parquet"),
+        ("a.bin", b"abc\0\1\2", "holds a zero byte and has no known format: .*JSON, JSON lines, CSV or Parquet"),
     ],
 )
 def test_what_is_no_file_of_rows_is_named_with_what_to_do(tmp_path, name, content, words):
@@ -301,8 +301,8 @@ WRONG = {
     "content of message 1 is a int": [{"role": "user", "content": 5}],
     "message 2 has weight=0.5: a reply is trained": [ASK, {**SAY, "weight": 0.5}],
     "message 2 has train='no': a reply is trained": [ASK, {**SAY, "train": "no"}],
-    "message 2 says of itself that it is trained, and that it is not": [ASK, {**SAY, "train": True, "weight": 0}],
-    "message 1 has weight=1: only what the assistant says": [{**ASK, "weight": 1}, SAY],
+    "message 2 has one weight that trains it, and one that does not": [ASK, {**SAY, "train": True, "weight": 0}],
+    "message 1 has weight=1: only messages of the assistant": [{**ASK, "weight": 1}, SAY],
     "message 2 has tool_calls that are no list": [ASK, {**CALLED, "tool_calls": "add(3, 7)"}],
     "the arguments in message 2 is text, and not JSON": [
         ASK,
@@ -327,7 +327,7 @@ def test_what_is_wrong_in_a_message_is_named(tmp_path, words):
     ("row", "words"),
     [
         ({"loss_mask": [1, 0, 1]}, "column loss_mask has 3 values for 4 messages and 2 replies"),
-        ({"loss_mask": [1, 1, 1, 1]}, "loss_mask at message 1 has loss_mask=1: only what the assistant says"),
+        ({"loss_mask": [1, 1, 1, 1]}, "loss_mask at message 1 has loss_mask=1: only messages of the assistant"),
         ({"weight": 0.5}, "has weight=0.5: a reply is trained"),
         ({"label": False}, "its column label says whether its reply is wanted"),
         ({"weights": [0, 1]}, "its column weights is not used"),
@@ -399,7 +399,7 @@ def test_references_of_all_kinds_accept_what_is_right(tmp_path, answer, right, w
     [
         (float("nan"), "its answer is nan, which is no number"),
         (float("inf"), "its answer is inf, which is no number"),
-        ("null", "the text 'null', which programs write where there is none"),
+        ("null", "the text 'null', which programs write for a missing value"),
         (True, "its answer is a bool, not text, a number or a list"),
         ({"value": 5}, "its answer is a dict, .* as answer=COLUMN.value"),
         ([["5"]], "its answer is a list, not text"),
