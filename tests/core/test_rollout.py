@@ -209,7 +209,7 @@ def test_without_a_form_nothing_is_forced_unless_the_prompt_shows_one(tmp_path):
             assert (settings.force_answer_at, settings.forced_answer.start) == (20, start)
             assert not any(map(settings.forced_answer.text_after, ("<answer>5", "\\boxed{5}", "#### 5")))
         else:
-            with pytest.raises(ValueError, match="--force_answer_at 20: the prompts of dataset do not ask for an answer"):
+            with pytest.raises(ValueError, match="--force_answer_at 20: the prompts of dataset do not ask for"):
                 settings_of("dataset", **flags, force_answer_at=20)
         training, test = settings_of("countdown", "dataset", test_env_options=f"path={path}")
         assert (training.force_answer_at, test.force_answer_at) == (50, 50 if start else 0)

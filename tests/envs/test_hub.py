@@ -134,7 +134,7 @@ def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
     assert set(found[count + 2]) == set(found[count])
     several, unknown, no_split, absent = found[-4:]
     assert several == "openai/gsm8k has several configurations: name one by openai/gsm8k:NAME (main, socratic)"
-    assert unknown == "openai/gsm8k has no configuration maim, only main, socratic"
+    assert unknown == "openai/gsm8k has no configuration maim: choose one of main, socratic"
     assert no_split == "me/mine has no split valid, only train"
     assert "could not load me/nothing from the hub (" in absent
     assert "--local-dir FOLDER` on a machine with" in absent
@@ -250,7 +250,7 @@ def test_a_damaged_card_is_named(tmp_path, text, reason):
 def test_a_split_without_all_of_its_shards_is_not_read():
     """As a download that was cut off leaves it: its rows would be another data set."""
     splits = find_splits([f"data/train-0000{i}-of-00004.parquet" for i in (0, 2)], {}, "", "me/mine")
-    with pytest.raises(UserError, match="^me/mine lacks data/train-00001-of-00004, 2 such files in all$"):
+    with pytest.raises(UserError, match="lacks data/train-00001-of-00004, 2 such files in all: download them again$"):
         files_of_split(splits, "train", "me/mine")
 
 
