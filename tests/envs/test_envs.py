@@ -328,7 +328,7 @@ def test_style():
     assert not before.plain
     bare = envs.make_env("countdown", system="none", prefix="none").problem(0)
     assert (len(bare.messages), bare.prefix) == (1, "")
-    for options, message in [({"thinking": "maybe"}, "one of on, off"), ({"system": "@absent"}, "absent names no file")]:
+    for options, message in [({"thinking": "maybe"}, "one of on, off"), ({"system": "@absent"}, "names no file")]:
         with pytest.raises(ValueError, match=message):
             envs.make_env("countdown", **options)
 
