@@ -232,8 +232,8 @@ def find_checkpoints(name: str) -> list[tuple[str, Path]]:
     has_states = (folder / "state").is_dir()
     if has_metrics or has_states:
         raise UserError(
-            f"{name} is a run folder without a model: there is no step20/ or the like in it; its command (in "
-            f"{name}/config.json, run.command) goes on from its state, and writes a model when it is stopped or ends"
+            f"{name} is a run folder without a model, since it has no step20/ or the like: continue the run by its "
+            f"command (run.command in {name}/config.json), which writes a model when it is stopped or ends"
         )
     return [(name, folder)]  # the loader raises for what is missing in it
 
@@ -274,7 +274,10 @@ def weight_files(folder: Path) -> list[Path]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{folder / INDEX} names {reprlib.repr(name)}, which is no safetensors file of the folder")
+            raise UserError(
+                f"{folder / INDEX} names {reprlib.repr(name)}, which is no safetensors file of the folder: download it "
+                "again"
+            )
         if not (folder / name).is_file():
             raise UserError(f"{folder / name} is named in {INDEX} but missing: download it again")
     return [folder / name for name in names]
@@ -299,19 +302,24 @@ def open_tensors(folder: Path, model: Decoder) -> Readers:
     expected = tensor_shapes(model)
     if expected.keys() - readers == {HEAD}:
         message = f"{folder} lacks tensor {HEAD}, and {CONFIG} does not say that its head is the embedding"
-        raise UserError(f"{message}: set tie_word_embeddings to true there if it is, else copy the weights again")
+        raise UserError(f"{message}: set tie_word_embeddings to true there if it is; if not, copy the weights again")
     check_names(folder, "lacks tensor", expected.keys() - readers)
     check_names(folder, "has the unknown tensor", readers.keys() - expected)
     for name, expected_shape in expected.items():
         shape = tuple(readers[name].get_shape())
         if shape != expected_shape:
-            raise UserError(f"{folder}: {name} has shape {shape}, but {CONFIG} makes it {expected_shape}")
+            raise UserError(
+                f"{folder}: {name} has shape {shape}, but {CONFIG} makes it {expected_shape}: copy both from one model"
+            )
         dtype = readers[name].get_dtype()
         if dtype not in READABLE:
-            raise UserError(f"{folder}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
+            raise UserError(f"{folder}: {name} has type {dtype}: convert it to {' or '.join(READABLE)}")
     if head is not None and not is_same(head, readers[EMBED]):
         message = f"{folder}: {HEAD} is not {EMBED}, as tie_word_embeddings in {CONFIG} says"
-        raise UserError(f"{message}: set it to false, by which transformers reads such a file too")
+        raise UserError(
+            f"{message}: set tie_word_embeddings to false in config.json; transformers reads the folder with this "
+            "setting too"
+        )
     return readers
 
 

@@ -59,7 +59,9 @@ def encode_conversation(
             if following == len(ids):
                 ids, mask = [*ids, end], np.append(mask, False)
             elif ids[following] not in control:
-                raise UserError("the model's chat template ends replies by no token: choose rows with one reply")
+                raise UserError(
+                    "the model's chat template ends replies without a token of its own: choose rows with one reply"
+                )
             columns = np.append(columns, following)
         mask[columns] = messages[i].get("weight") in (None, 1) and (train_on == "all" or i == replies[-1])
     if not tokenizer.has_template:
@@ -120,8 +122,8 @@ def open_turn(
     opened = text + rest[len(closed) :]
     if not differs_by_thinking(opened, opening):
         raise UserError(
-            "the model's chat template writes earlier messages in another way when others follow them, and not only "
-            "without thinking: choose rows with one reply"
+            "the model's chat template writes earlier messages differently when others follow, and not only without "
+            "thinking: choose rows with one reply"
         )
     return opened
 
@@ -137,12 +139,18 @@ def write_reply(
         return opened + closed.removeprefix(opening)
     if not differs_by_thinking(opening, closed, is_begun=True) or "reasoning_content" in reply:
         where = difference(closed, opening)
-        raise UserError(f"the model's chat template begins a reply of a row otherwise than one that is drawn{where}")
+        raise UserError(
+            f"the model's chat template begins a written reply differently from a sampled one{where}: choose another "
+            "model or template"
+        )
     # The template writes thinking before a reply that is drawn, or leaves it out of one that is written.
     framed = tokenizer.render([*before, {**reply, "content": TURN}], thinking, is_open=False, tools=tools)
     head, found, tail = framed.rpartition(TURN)
     if not (found and closed.startswith(head) and closed.endswith(tail)):
-        raise UserError(f"the model's chat template does not show messages of the role {REPLY} as they are")
+        raise UserError(
+            f"the model's chat template does not show messages of the role {REPLY} as they are: choose another model "
+            "or template"
+        )
     kept = closed[len(head) : len(closed) - len(tail)]
     if THINK_END in content and THINK_END not in kept:
         kept = content[: content.rfind(kept) + len(kept)] if kept in content else content
@@ -200,7 +208,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
     Raises: UserError where there is none, so that no reply would end.
     """
     if not tokenizer.stop_ids:
-        raise UserError("the tokenizer has no end of sequence, so that no reply would end: name one in its eos_token")
+        raise UserError("the tokenizer has no end of sequence, so no reply would end: name one in its eos_token")
     end = end_of_turns(tokenizer, tokenizer.template)
     return tokenizer.stop_ids[0] if end is None else end
 
@@ -224,12 +232,12 @@ def encode_rows(
     if num_long and long_rows == "error":
         raise UserError(
             f"{name}: {num_long:,} of {len(lengths):,} rows have more than --max_length {max_length} tokens, the "
-            f"longest {max(lengths):,}: raise it, or give --long_rows cut or drop"
+            f"longest {max(lengths):,}: raise --max_length, or give --long_rows cut or drop"
         )
     kept = [row.cut(max_length) for row in encoded if long_rows == "cut" or len(row) <= max_length]
     kept = [row for row in kept if row.mask.any()]
     if not kept:
-        raise UserError(f"{name}: no row has a reply within --max_length {max_length} tokens: raise it")
+        raise UserError(f"{name}: no row has a reply within --max_length {max_length} tokens: raise --max_length")
     num_dropped, num_trained = len(lengths) - len(kept), sum(row.mask.sum() for row in kept)
     note = f"{len(kept):,} rows, {sum(map(len, kept)):,} tokens, {num_trained:,} of them trained"
     note += f"; {num_long - num_dropped:,} cut and {num_dropped:,} dropped at {max_length} tokens" if num_long else ""

@@ -46,11 +46,16 @@ class Distribution:
         is_top_k = 0 <= self.top_k <= MAX_SUPPORT
         is_temperature = self.temperature == 0 or 1e-30 <= self.temperature <= 1e30  # logits / it are finite
         if not is_temperature or not is_top_k:
-            raise UserError(f"--temperature must be 0, or 1e-30 to 1e30, and --top_k 0 (all ids) to {MAX_SUPPORT}")
+            raise UserError(
+                f"--temperature must be 0, or 1e-30 to 1e30, and --top_k 0 (all ids) to {MAX_SUPPORT}: correct the one "
+                "that is not"
+            )
         is_top_p = 0 < self.top_p <= 1
         is_min_p = 0 <= self.min_p < 1
         if not is_top_p or not is_min_p:
-            raise UserError("--top_p must be above 0 and up to 1, --min_p from 0 to below 1")
+            raise UserError(
+                "--top_p must be above 0 and up to 1, and --min_p from 0 to below 1: correct the one that is not"
+            )
 
     @property
     def is_whole(self) -> bool:

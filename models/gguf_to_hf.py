@@ -104,7 +104,7 @@ def read_gguf(path: Path) -> Gguf:
     except ImportError as error:
         raise UserError("GGUF files are read by the package gguf: pip install gguf") from error
     if not path.is_file():
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}: correct the path")
     try:
         with limited(READ_SECONDS, READ_BYTES + path.stat().st_size):
             reader = GGUFReader(path)
@@ -114,7 +114,7 @@ def read_gguf(path: Path) -> Gguf:
         raise UserError(message) from error
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise UserError(f"{path}: its architecture is {architecture!r}, supported is {' or '.join(ARCHITECTURES)}")
+        raise UserError(f"{path}: its architecture is {architecture!r}: convert a file of {' or '.join(ARCHITECTURES)}")
     return Gguf(path, architecture, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
@@ -198,7 +198,7 @@ def dequantize(gguf: Gguf, name: str) -> Float[np.ndarray, "..."]:
         return convert(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
         message = f"{gguf.path}: {name} has type {tensor.tensor_type.name}, which gguf cannot convert"
-        raise UserError(f"{message}: take a file with another quantisation") from error
+        raise UserError(f"{message}: choose a file with another quantization") from error
 
 
 def gguf_name(model: Decoder, name: str) -> str:
@@ -224,11 +224,13 @@ def check_tensors(gguf: Gguf, model: Decoder) -> None:
     if missing:
         raise UserError(f"{gguf.path} lacks tensor {min(missing)} ({len(missing)} in all): download it again")
     if unknown:
-        raise UserError(f"{gguf.path} has tensor {min(unknown)}, which is none of a {model.family}")
+        raise UserError(f"{gguf.path} has tensor {min(unknown)}, which no {model.family} has: take another file")
     for name, expected in shapes.items():
         shape = tuple(reversed(gguf.tensors[name].shape.tolist()))
         if shape != expected:
-            raise UserError(f"{gguf.path}: {name} has shape {shape}, but the metadata makes it {expected}")
+            raise UserError(
+                f"{gguf.path}: {name} has shape {shape}, but the metadata makes it {expected}: download it again"
+            )
 
 
 def read_weights(gguf: Gguf, model: Decoder, dtype: np.dtype, name: str) -> np.ndarray:
@@ -244,7 +246,9 @@ def read_weights(gguf: Gguf, model: Decoder, dtype: np.dtype, name: str) -> np.n
     with np.errstate(over="ignore"):  # what is too large becomes infinity, which is refused
         array = array.astype(dtype, copy=False)
     if not is_finite(np.ascontiguousarray(array)):
-        raise UserError(f"{gguf.path}: {gguf_name(model, name)} holds NaN or infinity as {dtype.name}: it is damaged")
+        raise UserError(
+            f"{gguf.path}: {gguf_name(model, name)} holds NaN or infinity as {dtype.name}: download it again"
+        )
     return array
 
 
@@ -267,7 +271,9 @@ def write_tokenizer(gguf: Gguf, folder: Path) -> None:
     ids = {name: gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*STOPS, "bos", "unknown", "padding")}
     for name, i in ids.items():
         if i is not None and (type(i) is not int or not 0 <= i < len(tokens)):
-            raise UserError(f"{gguf.path}: tokenizer.ggml.{name}_token_id is {i!r}, which is no token")
+            raise UserError(
+                f"{gguf.path}: tokenizer.ggml.{name}_token_id is {i!r}, which is no token: download it again"
+            )
     names = {"eos_token": "eos", "bos_token": "bos", "unk_token": "unknown", "pad_token": "padding"}
     config = {key: tokens[ids[name]] for key, name in names.items() if ids[name] is not None}
     config |= {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False}
@@ -302,7 +308,9 @@ def make_backend(gguf: Gguf, tokens: list[str]) -> Backend:
     try:
         backend = Backend(BPE(vocab, merges, ignore_merges=pattern == "llama-bpe"))
     except Exception as error:  # tokenizers raises this class itself
-        raise UserError(f"{gguf.path}: its vocabulary is damaged ({describe_error(error)})") from error
+        raise UserError(
+            f"{gguf.path}: its vocabulary is damaged ({describe_error(error)}): download it again"
+        ) from error
     if pattern == "qwen2":
         backend.normalizer = normalizers.NFC()
     pieces = [pre_tokenizers.Split(Regex(piece), "isolated") for piece in PATTERNS[pattern]]

@@ -103,13 +103,19 @@ def check_growth(file: Path, content: TokenizerPart) -> float:
     normalizers, pretokenizers, decoders = (parts_of(content.get(name)) for name in names)
     spread = growth(decoders)
     if spread > MAX_SPREAD:
-        raise UserError(f"{file}: its decoder may make {spread:,.0f} characters of one, more than {MAX_SPREAD}")
+        raise UserError(
+            f"{file}: its decoder may make {spread:,.0f} characters of one, more than {MAX_SPREAD}: choose another "
+            "tokenizer"
+        )
     longest = longest_token(content)
     if len(longest) > MAX_TOKEN:
         size = f"{len(longest):,} characters, more than {MAX_TOKEN:,}"
-        raise UserError(f"{file}: the token {reprlib.repr(longest)} has {size}")
+        raise UserError(f"{file}: the token {reprlib.repr(longest)} has {size}: choose another tokenizer")
     patterns = slow_patterns([*normalizers, *pretokenizers, *decoders])
     problem = RENDERER.try_tokenizer(file.absolute(), probes(patterns)) if patterns else ""
     if problem:
-        raise UserError(f"{file}: a text makes {reprlib.repr(patterns[0])} fail or take too long ({problem})")
+        raise UserError(
+            f"{file}: a text makes {reprlib.repr(patterns[0])} fail or take too long ({problem}): choose another "
+            "tokenizer"
+        )
     return growth(normalizers)

@@ -71,11 +71,15 @@ class LoraConfig:
 
     def __post_init__(self):
         if self.lora_rank < 0 or self.lora_alpha <= 0:
-            raise UserError("--lora_rank must not be negative, and --lora_alpha must be above 0")
+            raise UserError(
+                "--lora_rank must not be negative, and --lora_alpha must be above 0: raise the one that is lower"
+            )
         if self.base_dtype and not self.lora_rank:
             raise UserError(f"--base_dtype {self.base_dtype} is for weights that are not trained: give --lora_rank")
         if self.base_dtype and self.lora_merge == "always":
-            raise UserError("--base_dtype int8 cannot hold what --lora_merge always adds: leave one out")
+            raise UserError(
+                "--base_dtype int8 cannot hold the sum that --lora_merge always makes: leave one of the two out"
+            )
 
 
 def adapted_layers(model: Decoder) -> dict[str, list[int]]:

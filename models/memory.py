@@ -68,7 +68,7 @@ class MemoryConfig:
 
     def __post_init__(self):
         if self.tokens_per_microbatch < 0:
-            raise UserError("--tokens_per_microbatch must be at least 1, or 0 to be chosen")
+            raise UserError("--tokens_per_microbatch must not be negative: give 1 or more, or 0 to have it chosen")
 
 
 def has_room_for_copy(num_bytes: int, layout: Layout) -> bool:
@@ -83,8 +83,9 @@ def check_room(what: str, model: Decoder, layout: Layout, held: PyTree) -> None:
     room = int(USABLE * layout.device_memory) - bytes_on_device(held)
     if size > room:
         raise UserError(
-            f"{what} has {gigabytes(size)} GB on each device, and beside the policy {gigabytes(max(0, room))} GB are "
-            "free: take a smaller model, adapters over the policy's base, --lora_rank, or a --mesh that cuts weights"
+            f"{what} needs {gigabytes(size)} GB on each device, and only {gigabytes(max(0, room))} GB are free beside "
+            "the policy: use a smaller model, adapters over the policy's base, --lora_rank, or a --mesh that shards "
+            "weights"
         )
 
 
@@ -93,8 +94,8 @@ def check_host_room(what: str, num_bytes: int, layout: Layout) -> None:
     room = int(USABLE * layout.host_memory)
     if num_bytes > room:
         raise UserError(
-            f"{what} take {gigabytes(num_bytes)} GB of the host, which has {gigabytes(room)}: lower "
-            "--groups_per_batch, --group_size or --num_generation_tokens, or take --distill sampled, which needs none"
+            f"{what} need {gigabytes(num_bytes)} GB of the host's memory, which has {gigabytes(room)} GB: lower "
+            "--groups_per_batch, --group_size or --num_generation_tokens, or give --distill sampled, which needs none"
         )
 
 
@@ -300,9 +301,12 @@ def choose_rollout(
     if rollout_tp and rollout_tp not in choices:
         reason = "the mesh"
         if model.lora_rank:
-            reason = "weights below adapters are sampled where they lie, cut by --mesh tp; that"
+            reason = "weights below adapters are sampled as --mesh tp shards them, which"
         numbers = ", ".join(map(str, choices))
-        raise UserError(f"--rollout_tp {rollout_tp}: {reason} allows {numbers}, or 0 to be chosen")
+        raise UserError(
+            f"--rollout_tp {rollout_tp} is refused, since {reason} allows {numbers}: give one of these, or 0 to have "
+            "it chosen"
+        )
     if rollout_tp:
         return choices[rollout_tp]
 
@@ -354,7 +358,7 @@ def pages_that_fit(room: int, model: Decoder, layout: Layout, paging: Paging, lo
     num_pages = min((room - num_slots * bytes_of_slot) // max(1, bytes_of_page), num_slots * width)
     if num_pages < width:
         raise UserError(
-            f"the cache of one row of {longest:,} tokens takes {gigabytes(width * bytes_of_page)} GB of a device, and "
+            f"the cache of one row of {longest:,} tokens needs {gigabytes(width * bytes_of_page)} GB of a device, and "
             f"{gigabytes(room)} GB are free: lower --num_generation_tokens or --prompt_length, or {SMALLER}"
         )
     return replace(paging, num_pages=num_pages * shards, num_slots=num_slots * shards)

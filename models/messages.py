@@ -44,7 +44,7 @@ def readable(message: Message) -> dict[str, Any]:
     """
     given = {key: value for key, value in message.items() if value is not None}
     if unknown := [key for key in given if key not in KEYS]:
-        raise UserError(f"a message has the key {unknown[0]!r}, which is not read: there are {', '.join(KEYS)}")
+        raise UserError(f"a message has the key {unknown[0]!r}, which is not read: use only {', '.join(KEYS)}")
     if given.pop("weight", 1) not in (0, 1):
         raise UserError(f"a message has the weight {reprlib.repr(message['weight'])}: write 0 or 1")
     calls = given.pop("tool_calls", [])

@@ -160,11 +160,11 @@ class OptimizerConfig:
     def __post_init__(self):
         for name in (*NOUNS, "init_lr_frac", "warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:
-                raise UserError(f"--{name} must not be negative")
+                raise UserError(f"--{name} must not be negative: raise it")
         if self.max_grad_norm <= 0 or self.adam_eps <= 0:
-            raise UserError("--max_grad_norm and --adam_eps must be above 0")
+            raise UserError("--max_grad_norm and --adam_eps must be above 0: raise the one that is not")
         if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
-            raise UserError("--b1 and --b2 must be at least 0 and below 1")
+            raise UserError("--b1 and --b2 must be at least 0 and below 1: correct the one that is not")
 
 
 def schedule(config: OptimizerConfig, progress: float) -> float:

@@ -135,5 +135,5 @@ def compare(tokenizer: Tokenizer, what: str, ids: Sequence[int], expected: Seque
     raise UserError(
         f"{what} differs from what transformers makes of the same messages, from token {place} on:\n"
         + "\n".join(shown)
-        + "\ntake the chat template that the model was published with, or leave it out by --env_options plain=true"
+        + "\nuse the chat template that the model was published with, or leave it out by --env_options plain=true"
     )

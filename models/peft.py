@@ -102,7 +102,9 @@ class AdapterConfig(NamedTuple):
             if wrong not in (value, "int8"):
                 value, wrong = (int(x) if isinstance(x, bool) else x for x in (value, wrong))
                 both = f"--{name} {value}, and --{name} {wrong} was given"
-                raise UserError(f"{self.folder} holds adapters of {both}: give theirs, or leave it out")
+                raise UserError(
+                    f"{self.folder} holds adapters of {both}: give the value of the adapters, or leave the option out"
+                )
 
     def settle(self, config: LoraConfig) -> LoraConfig:
         """Returns the settings with the adapters' own values in place of defaults. Raises: as `check_options`."""
@@ -132,7 +134,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         matrix = name.removesuffix(LORA_A)
         own_rank = value_of(ranks, matrix, rank)
         if shapes[name][:1] != (own_rank,):
-            raise UserError(f"{folder}: {name} has shape {shapes[name]}, {ADAPTER_CONFIG} makes its rank {own_rank}")
+            raise UserError(
+                f"{folder}: {name} has shape {shapes[name]}, but {ADAPTER_CONFIG} makes its rank {own_rank}: export it "
+                "again"
+            )
         largest = max(largest, shapes[name][0])
         factors[matrix] = value_of(alphas, matrix, alpha) / alpha * (rank / own_rank) ** power
     if not factors:
@@ -151,7 +156,7 @@ def check_fields(file: Path, config: Mapping[str, object]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         remedy = NO_MATRIX if kind in PROMPTS else MERGE
-        raise UserError(f"{file}: peft_type {reprlib.repr(kind)} is not supported, LORA is: {remedy}")
+        raise UserError(f"{file}: peft_type {reprlib.repr(kind)} is not supported, only LORA: {remedy}")
     for name, value in config.items():
         supported = FIELDS.get(name, ())
         if supported is ANY or value in (None, False, "", [], {}) or value in supported:
@@ -203,7 +208,7 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
         raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
     for name, dtype in dtypes.items():
         if dtype not in READABLE:
-            raise UserError(f"{file}: {name} has type {dtype}, supported is {' or '.join(READABLE)}")
+            raise UserError(f"{file}: {name} has type {dtype}: convert it to {' or '.join(READABLE)}")
     return shapes
 
 
@@ -241,7 +246,10 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
                 rank = shapes[matrix + LORA_A][0]
                 own = matrix_of_layer[:rank] if is_A else matrix_of_layer[:, :rank]
                 if shapes[tensor] != own.shape:
-                    raise UserError(f"{folder}: {tensor} has shape {shapes[tensor]}, the base makes it {own.shape}")
+                    raise UserError(
+                        f"{folder}: {tensor} has shape {shapes[tensor]}, but the base makes it {own.shape}: name the "
+                        "base of these adapters"
+                    )
                 factor = 1.0 if is_A else config.factors[stored[matrix + LORA_A].removesuffix(LORA_A)]
                 with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinity
                     own[:] = tensors.get_tensor(stored[tensor]).astype(np.float32) * factor

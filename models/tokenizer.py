@@ -115,7 +115,7 @@ class Tokenizer:
         """Raises UserError for a text that may become too long for the memory, and for what tokenizers raise at it."""
         if len(text) * self.growth > MAX_TEXT:
             size = f"{len(text):,} characters, and the tokenizer may make {self.growth:,.0f} of each"
-            raise UserError(f"a text has {size}: more than {MAX_TEXT:,}")
+            raise UserError(f"a text has {size}, more than {MAX_TEXT:,} in all: shorten it")
         try:
             yield
         except BaseException as error:  # in the block stand calls of the library alone
@@ -181,7 +181,9 @@ class Tokenizer:
             return self.render(messages, thinking, tools=schemas)
         messages = [*map(readable, messages)]
         if keys := [key for message in messages for key in message if key not in ("role", "content")]:
-            raise UserError(f"a message has {keys[0]}, which only chat templates show, and there is none: leave it out")
+            raise UserError(
+                f"a message has {keys[0]}, which only chat templates show, and the model has none: leave it out"
+            )
         return "\n".join(message["content"] for message in announce(messages, [*map(tool_schema, tools)]))
 
     def prepare(
@@ -411,8 +413,8 @@ def behind(
     text, sign, _ = end.partition("\0" if number is None else tokenizer.hf.convert_ids_to_tokens(number))
     if not (is_shown and rest.startswith(text + sign if sign else end.rstrip())):
         raise UserError(
-            "the model's chat template ends a reply in another way when messages follow it, so that a conversation "
-            "cannot go on behind the tokens that were drawn: choose an environment, or rows, with one reply"
+            "the model's chat template closes a reply differently when messages follow, so a conversation cannot "
+            "continue after the sampled tokens: use an environment, or data, with one reply"
         )
     return text + sign, rest
 
@@ -458,7 +460,10 @@ def check_roles(tokenizer: Tokenizer, messages: Sequence[Message], may_be_called
     for role in {message["role"]: None for message in messages}:
         is_shown = shows_role(tokenizer, tokenizer.template, role)
         if not (is_shown or (may_be_called and shows_role(tokenizer, tokenizer.template, role, has_calls=True))):
-            raise UserError(f"the model's chat template does not show messages of the role {role}")
+            raise UserError(
+                f"the model's chat template does not show messages of the role {role}: leave them out, or choose "
+                "another model"
+            )
 
 
 @lru_cache(maxsize=256)
@@ -500,8 +505,8 @@ def check_shown(
         for key in keys if message.keys() - {"role", "content"} else ():
             if makes_no_difference(messages, i, key) and makes_no_difference(messages[: i + 1], i, key):
                 raise UserError(
-                    f"the model's chat template leaves the {key} of a message of the role {message['role']} out: "
-                    "write what the model is to read into its content, without this key"
+                    f"the model's chat template leaves out the {key} of a message of the role {message['role']}: write "
+                    "what the model is to read into its content, without this key"
                 )
 
 
@@ -559,7 +564,7 @@ def without_warning(folder: Path) -> dict[str, bool]:
 def check_template(tokenizer: Tokenizer, folder: Path) -> None:
     """Raises UserError if a first conversation cannot be rendered within limits, or has no ids."""
     if len(tokenizer.template) > MAX_TEMPLATE:
-        raise UserError(f"{folder}: its chat template has more than {MAX_TEMPLATE:,} characters")
+        raise UserError(f"{folder}: its chat template has more than {MAX_TEMPLATE:,} characters: shorten it")
     messages = [{"role": "user", "content": "1 + 1"}]
     try:
         if tokenizer.has_template:
@@ -582,7 +587,7 @@ def check_link(folder: Path, name: str) -> None:
     """
     parent = (folder / name).resolve().parent
     if parent != folder.resolve() and parent.name != "blobs":
-        raise UserError(f"{folder / name} is a link out of the folder: put a copy of the file in its place")
+        raise UserError(f"{folder / name} is a link out of the folder: replace it by a copy of the file")
 
 
 def check_ids(tokenizer: Tokenizer, folder: Path, vocab_size: int | None) -> None:
@@ -591,17 +596,19 @@ def check_ids(tokenizer: Tokenizer, folder: Path, vocab_size: int | None) -> Non
     highest = max(tokenizer.hf.get_vocab().values(), default=0)
     if highest >= most:
         message = f"{folder}: the tokenizer has ids up to {highest:,}, but vocab_size in config.json is {vocab_size:,}"
-        raise UserError(f"{message}: they are of different models")
+        raise UserError(f"{message}: copy both from one model")
     for i in listed_stop_ids(tokenizer.files):
         if type(i) is not int or not 0 <= i < most:
             message = f"{folder / GENERATION_CONFIG}: eos_token_id holds {reprlib.repr(i)}"
-            raise UserError(f"{message}, which is no id of the vocabulary")
+            raise UserError(f"{message}, which is no id of the vocabulary: correct it")
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Reads the object in a JSON file of a model's folder. Raises UserError when there is none."""
     if not file.is_file():
-        raise UserError(f"{file.parent} has no {file.name}: it is not a complete Hugging Face model folder")
+        raise UserError(
+            f"{file.parent} has no {file.name}, so it is not a complete Hugging Face model folder: download it again"
+        )
     with open_file(file, MAX_JSON_BYTES) as opened:
         return parse_object(file, opened.read())
 

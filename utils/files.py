@@ -78,7 +78,7 @@ def read_arrays(path: str | Path, needed: Collection[str] = ()) -> dict[str, np.
             raise UserError(f"{path} is not a whole .npz file ({array}{reason}): copy it again") from error
     for name in needed:
         if name not in arrays:
-            raise UserError(f"{path} has no array {name}")
+            raise UserError(f"{path} has no array {name}: copy it again")
     return arrays
 
 

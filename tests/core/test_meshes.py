@@ -416,7 +416,7 @@ def test_more_parts_of_a_mesh_than_rows_are_reported():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (DeviceConfig(mesh="fsdp"), "--mesh 'fsdp' is not like"),
+        (DeviceConfig(mesh="fsdp"), "--mesh 'fsdp' has another form"),
         (DeviceConfig(mesh="rows=4"), "--mesh has no axis rows"),
         (DeviceConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* JAX finds 8 devices"),
         (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* JAX finds 1 device$"),

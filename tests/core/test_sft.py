@@ -110,8 +110,8 @@ def test_what_messages_spell_ends_no_reply(tiny):
 
 TEMPLATES = {  # of the tokenizer of models/tiny: what rows of three turns, or of one, are refused for
     "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}": (
-        "row 1: the model's chat template begins a reply of a row otherwise",
-        "begins a reply of a row otherwise",
+        "row 1: the model's chat template begins a written reply differently",
+        "begins a written reply differently",
     ),
     "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}": (
         "does not show messages of the role assistant",
@@ -430,7 +430,7 @@ def test_other_rows_do_not_resume_a_run(data, tmp_path, capsys):
     assert run(tmp_path / "run", data=own, max_steps=1) == 0
     write(own, [{"prompt": f"{i}", "completion": "no"} for i in range(12)])
     assert run(tmp_path / "run", data=own, max_steps=2) == 2
-    assert "holds a run with other data: own is" in capsys.readouterr().err
+    assert "holds a run with other data, own is" in capsys.readouterr().err
 
 
 def test_other_held_out_rows_do_not_resume_a_run(data, tmp_path, capsys):

@@ -378,7 +378,7 @@ def test_adapters_on_part_of_the_matrices_with_ranks_and_scales_of_their_own(par
     save_adapters(other, model, adapters, tokenizer, str(FIXTURES / base))
     assert_trees_all_close(peft_deltas(other), expected, atol=1e-6)
     for wrong in (LoraConfig(rank + 1), LoraConfig(rank, alpha + 1)):
-        with pytest.raises(UserError, match="holds adapters of --lora_.*: give theirs, or leave it out"):
+        with pytest.raises(UserError, match="holds adapters of --lora_.*: give the value of the adapters"):
             load_policy(folder, wrong, 0, single_device(), "float32")
 
 
@@ -571,8 +571,8 @@ def test_a_run_that_was_stopped_equals_one_that_never_was(tmp_path):
 @pytest.mark.parametrize(
     "dtype, value, reason",
     [
-        ("int32", 1, "lora_A.weight has type I32, supported is"),
-        ("bool", 1, "lora_A.weight has type BOOL, supported is"),
+        ("int32", 1, "lora_A.weight has type I32: convert it"),
+        ("bool", 1, "lora_A.weight has type BOOL: convert it"),
         ("float32", 1e38, "lora_A.weight holds numbers up to 1e[+]38"),
         ("float64", 1e300, "lora_A.weight holds NaN or infinity"),
         ("float32", np.nan, "lora_A.weight holds NaN or infinity"),

@@ -192,9 +192,9 @@ def test_weights_that_sample_are_cut_where_a_whole_copy_leaves_no_room_for_rows(
 def test_what_cannot_be_cut_for_sampling_is_refused_by_name():
     layout = Device(Mesh(np.array([Tpu(i) for i in range(8)], dtype=object).reshape(1, 4, 2), MESH_AXES))
     model = shape("Qwen3-0.6B", dtype="bfloat16", mesh=layout.mesh)
-    with pytest.raises(UserError, match="--rollout_tp 4: the mesh allows 2, 8, or 0"):
+    with pytest.raises(UserError, match="--rollout_tp 4 is refused, since the mesh allows 2, 8: give"):
         choose_rollout(model, layout, 0, 1536, 4)
-    with pytest.raises(UserError, match="--rollout_tp 8: weights below adapters .* allows 2, or 0"):
+    with pytest.raises(UserError, match="--rollout_tp 8 is refused, since weights .* allows 2: give"):
         choose_rollout(replace(model, lora_rank=8), layout, 0, 1536, 8)
     two_heads = replace(model, num_key_value_heads=2)
     cut = [kv_row_bytes(two_heads, layout.with_tp(tp), 1536) for tp in (2, 8)]

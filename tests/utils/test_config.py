@@ -252,7 +252,7 @@ def test_an_evaluation_of_models_tiny_is_that_of_the_demo(line, env_name, limit,
         ("--learning_rate 1e-5", "did you mean --lr?"),
         ("--LR 1e-5", "did you mean --lr?"),
         ("--group 4", "did you mean --group_size?"),
-        ("--do_group_filter yes", "--do_group_filter takes 0, 1, true, false, not 'yes'"),
+        ("--do_group_filter yes", "--do_group_filter is 'yes': give one of 0, 1, true, false"),
         ("--sharding grpo", "--config configs/grpo.py is a preset"),
     ],
 )

@@ -20,7 +20,9 @@ def check_offload(mesh: Mesh) -> None:
     """Raises UserError where the devices cannot reach memory of the host."""
     device = mesh.local_devices[0]
     if HOST not in {memory.kind for memory in device.addressable_memories()}:
-        raise UserError(f"--offload needs memory of the kind {HOST}, which {device.device_kind} has not: leave it out")
+        raise UserError(
+            f"--offload needs memory of the kind {HOST}, which {device.device_kind} does not have: leave it out"
+        )
 
 
 def in_memory(kind: str, tree: PyTree, keep: bool = False) -> PyTree:

@@ -120,7 +120,9 @@ def raise_file_limit() -> None:
         soft = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if is_low and soft < FEW_FILES:
-        raise UserError(f"this process may open only {soft} files: raise that limit, as by `ulimit -n {MANY_FILES}`")
+        raise UserError(
+            f"this process may open only {soft} files: raise the limit, for example by `ulimit -n {MANY_FILES}`"
+        )
 
 
 def keep_memory(model_dir: str) -> None:

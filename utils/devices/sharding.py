@@ -67,8 +67,8 @@ class Layout:
             size = self.mesh.shape[axis]
             if size > 1:
                 raise UserError(
-                    f"--mesh {axis}={size} cuts no parameter of this model, since none of their sizes is a multiple of "
-                    f"{size}: choose a divisor, and --mesh data=... for the other devices"
+                    f"--mesh {axis}={size} shards no parameter of this model, because none has a size divisible by "
+                    f"{size}: give {axis} a smaller divisor, and the remaining devices to --mesh data=..."
                 )
 
     @property

@@ -93,7 +93,9 @@ def make_layouts(config: TrainDeviceConfig, is_ahead: bool, model_dir: str = "")
     tp = config.rollout_tp or layout.mesh.shape["tp"]
     if num_rollout % tp:
         flag = "--rollout_tp" if config.rollout_tp else "--mesh or --sharding"
-        raise UserError(f"--rollout_devices {num_rollout} must be a multiple of the tp={tp} of {flag}")
+        raise UserError(
+            f"--rollout_devices {num_rollout} is no multiple of the tp={tp} of {flag}: give a multiple of it"
+        )
     mesh = f"data={num_rollout // tp},tp={tp}"
     return layout, arrange_mesh(replace(config, mesh=mesh), devices[-num_rollout:])
 
@@ -105,10 +107,10 @@ def check_ahead(num_rollout: int, num_devices: int) -> None:
     something to one another, both would wait for ever.
     """
     if jax.process_count() > 1:
-        raise UserError(f"--ahead 1 is for a single process, and there are {jax.process_count()}: leave it out")
+        raise UserError(f"--ahead 1 works in a single process only, and there are {jax.process_count()}: leave it out")
     if num_devices > 1 and not 0 < num_rollout < num_devices:
         raise UserError(
-            f"--ahead 1 on {num_devices} devices needs --rollout_devices, how many of them draw rollouts: from 1 to "
+            f"--ahead 1 on {num_devices} devices needs --rollout_devices, the number of devices that sample: give 1 to "
             f"{num_devices - 1}"
         )
     if num_rollout and num_devices == 1:
@@ -233,7 +235,10 @@ def mesh_sizes(config: DeviceConfig, num_devices: int, num_slices: int) -> dict[
     if free_axes:
         sizes[free_axes[0]] = num_devices // max(1, num_fixed)
     if num_fixed < 1 or len(free_axes) > 1 or math.prod(sizes.values()) != num_devices:
-        raise UserError(f"{flag} makes {sizes}, but JAX finds {counted(num_devices, 'device')}")
+        raise UserError(
+            f"{flag} makes {sizes}, but JAX finds {counted(num_devices, 'device')}: give sizes whose product is that "
+            "number"
+        )
     return sizes
 
 
@@ -245,9 +250,9 @@ def parse_mesh(text: str) -> dict[str, int]:
         try:
             sizes[axis] = int(size)
         except ValueError:
-            raise UserError(f"--mesh {text!r} is not like fsdp=4,tp=2") from None
+            raise UserError(f"--mesh {text!r} has another form: write it like fsdp=4,tp=2") from None
     if unknown := set(sizes) - set(MESH_AXES):
-        raise UserError(f"--mesh has no axis {', '.join(unknown)}: its axes are {', '.join(MESH_AXES)}")
+        raise UserError(f"--mesh has no axis {', '.join(unknown)}: use its axes {', '.join(MESH_AXES)}")
     return sizes
 
 
@@ -264,7 +269,9 @@ def arrange_devices(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.
     count = count_slices(devices)
     across = next((axis for axis, size in sizes.items() if size % count == 0), None)
     if across is None:
-        raise UserError(f"--mesh {sizes}: one of its sizes must be a multiple of the {count} slices or hosts")
+        raise UserError(
+            f"--mesh {sizes} has no size that is a multiple of the {count} slices or hosts: change one of its sizes"
+        )
     outer = [count if axis == across else 1 for axis in sizes]
     inner = [size // n for size, n in zip(sizes.values(), outer, strict=True)]
     # Axes are split where the physical mesh of a TPU slice has other sizes.

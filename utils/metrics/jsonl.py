@@ -51,9 +51,11 @@ def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, JSON]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error})") from error
+        raise UserError(f"{path} is not JSON ({error}): correct it, or copy it again") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds {reprlib.repr(value)}, not an object with names and values")
+        raise UserError(
+            f"{path} holds {reprlib.repr(value)}, not an object with names and values: correct it, or copy it again"
+        )
     return value
 
 

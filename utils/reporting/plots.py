@@ -67,7 +67,7 @@ def read_metrics(metrics_jsonl: str | Path) -> Curves:
     run = {name: last_values(*column) for name, column in columns.items()}
     all_steps = run["global_step"][0] if run else np.zeros(0)
     if len(run) * len(all_steps) > MAX_NUMBERS:
-        raise UserError(f"{metrics_jsonl} has {len(all_steps):,} steps of {len(run):,} metrics: more than are drawn")
+        raise UserError(f"{metrics_jsonl} has {len(all_steps):,} steps of {len(run):,} metrics: plot a file with fewer")
     for name, (steps, values) in run.items():
         if not is_held_out(name):
             own_steps = all_steps[np.searchsorted(all_steps, steps[0]) :]

@@ -47,7 +47,9 @@ class Bucket:
                 if (self.path / name).exists():
                     copy_file(self.path / name, self.directory / name)
         except Exception as error:  # noqa: BLE001 (each storage library has errors of its own)
-            raise UserError(f"--save_dir {self.path} cannot be read ({error})") from error
+            raise UserError(
+                f"--save_dir {self.path} cannot be read ({error}): correct the address or your access to it"
+            ) from error
 
 
 def is_bucket(name: str) -> bool:

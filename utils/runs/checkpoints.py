@@ -106,7 +106,9 @@ class CheckpointManager:
                 return restored
             damaged[step] = reason
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
-        raise UserError(f"none of the training states in {self.manager.directory} can be read ({reasons})")
+        raise UserError(
+            f"none of the training states in {self.manager.directory} can be read ({reasons}): name another --save_dir"
+        )
 
     def read_step(self, step: int, abstract: PyTree) -> tuple[tuple[PyTree, SavedProgress] | None, str]:
         """Returns the state and the progress of a step, or None and the reason why they cannot be used."""

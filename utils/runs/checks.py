@@ -14,7 +14,10 @@ FILES = ("config.json", "data.json", "metrics.jsonl", "events.jsonl", "programs.
 def check_name(save_dir: str) -> None:
     """Raises UserError for a --save_dir that nothing can be written to: an unknown kind of address, no UTF-8."""
     if "://" in save_dir and not save_dir.startswith(BUCKETS):
-        raise UserError(f"--save_dir {save_dir}: name a folder, or a bucket by {' or '.join(BUCKETS)}")
+        raise UserError(
+            f"--save_dir {save_dir} is no address that can be written: name a folder, or a bucket by "
+            f"{' or '.join(BUCKETS)}"
+        )
     try:
         str(Path(save_dir).absolute()).encode()
     except UnicodeEncodeError as error:

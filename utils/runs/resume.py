@@ -22,7 +22,7 @@ def check_settings(
     unless `resume` is "force".
     """
     if resume == "never":
-        raise UserError(f"--resume never, but {file.parent} holds a run: name another --save_dir")
+        raise UserError(f"--resume never is given, but {file.parent} holds a run: name another --save_dir")
     before = read_before(file, "settings")
     for name in before.keys() & REMOVED.keys():
         check_removed(name, before[name], f"{name}={before[name]!r} in {file}", is_forced=resume == "force")
@@ -32,7 +32,7 @@ def check_settings(
         for name, value in settings.items()
         if name in before and name not in may_differ and comparable(before[name]) != comparable(value)
     }
-    advice = "go on with the old ones, with --resume force, or with another --save_dir"
+    advice = "continue with the old ones, give --resume force, or name another --save_dir"
     if changes.keys() & LENGTH:
         advice += f" (--lr_schedule {settings['lr_schedule']} is on its way to 0 at the end of the run as it was)"
     lines = [f"--{name} is {new!r} now and was {old!r}" for name, (old, new) in changes.items()]
@@ -55,7 +55,7 @@ def refuse_changes(folder: Path, noun: str, changes: Sequence[str], resume: str,
         return
     text = "; ".join(changes)
     if resume != "force":
-        raise UserError(f"{folder} holds a run with other {noun}: {text}; {advice}")
+        raise UserError(f"{folder} holds a run with other {noun}, {text}: {advice}")
     print(f"warning: the run goes on with other {noun}:", text)
 
 

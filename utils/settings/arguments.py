@@ -73,7 +73,7 @@ def read_arguments(argv: Sequence[str], types: Mapping[str, type], aliases: Mapp
     while words:
         word = words.popleft()
         if not word.startswith("-"):
-            raise UserError(f"{word!r} belongs to no option: options are written --name value.")
+            raise UserError(f"{word!r} belongs to no option: write options as --name value")
         name, value = split_argument(word, types, aliases)
         if value is None:
             value = next_value(name, types[name], words)
@@ -105,10 +105,10 @@ def next_value(name: str, value_type: type, words: deque[str]) -> str:
             return "true"
         value = words.popleft()
         if value.lower() not in BOOLEANS:
-            raise UserError(f"--{name} takes {', '.join(BOOLEANS)}, not {value!r}.")
+            raise UserError(f"--{name} is {value!r}: give one of {', '.join(BOOLEANS)}")
         return value
     if not words or words[0].startswith("--"):
-        raise UserError(f"--{name} needs a value.")
+        raise UserError(f"--{name} needs a value: give one")
     return words.popleft()
 
 

@@ -45,7 +45,7 @@ def open_file(path: str | Path, most: int = 0) -> BinaryIO:
     file.close()
     if kind != stat.S_IFREG:
         raise UserError(f"{path} is {KINDS.get(kind, 'a device')} and not a file: put a file in its place")
-    raise UserError(f"{path} has {status.st_size:,} bytes, more than the {most:,} that are read")
+    raise UserError(f"{path} has {status.st_size:,} bytes, more than the {most:,} that are read: name a smaller file")
 
 
 def hide_passwords(value: T) -> T:
@@ -78,14 +78,14 @@ def load_yaml(text: str, name: str) -> object:
     depth = 0
     try:
         if len(text) > MAX_YAML:
-            raise UserError(f"{name} is longer than {MAX_YAML:,} characters")
+            raise UserError(f"{name} is longer than {MAX_YAML:,} characters: shorten it")
         for event in yaml.parse(text, yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
                 fault = f"nests more than {MAX_DEPTH} values" if depth > MAX_DEPTH else "repeats a value by its alias"
-                raise UserError(f"{name}, line {event.start_mark.line + 1}, {fault}: write it out")
+                raise UserError(f"{name}, line {event.start_mark.line + 1}, {fault}: write the values out")
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{name} is not YAML ({' '.join(str(error).split())}): correct it") from error
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{name} holds no value of YAML: {error}") from error
+        raise UserError(f"{name} holds no value of YAML ({error}): correct it") from error

@@ -68,7 +68,7 @@ class OptionField:
         name, value, source, _ = assignment
         is_text = self.type is str and not self.choices
         if is_text and not isinstance(value, str):  # YAML reads a bare `off` or `1` as something else
-            raise UserError(f"{source}: {name} is text; put the value into quotes.")
+            raise UserError(f"{source}: {name} is text, so put the value into quotes")
         text = str(value) if isinstance(value, str | float | int) else ""  # no lists of a preset
         parser = flags.EnumParser(self.choices, case_sensitive=False) if self.choices else PARSERS[self.type]()
         try:

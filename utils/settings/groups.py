@@ -27,9 +27,9 @@ class UpdateConfig:
     def __post_init__(self):
         for name in ("groups_per_batch", "group_size", "max_resampling", "ppo_epochs"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
+                raise UserError(f"--{name} must be at least 1: raise it")
         if min(self.ppo_minibatch, self.target_kl) < 0:
-            raise UserError("--ppo_minibatch and --target_kl must not be negative")
+            raise UserError("--ppo_minibatch and --target_kl must not be negative: raise the one that is")
 
     @property
     def max_groups(self) -> int:
@@ -50,7 +50,9 @@ class EvalConfig:
 
     def __post_init__(self):
         if self.num_eval_tasks < -1 or self.num_eval_samples < 1:
-            raise UserError("--num_eval_tasks starts at -1, --num_eval_samples at 1")
+            raise UserError(
+                "--num_eval_tasks must be at least -1, and --num_eval_samples at least 1: raise the one that is lower"
+            )
 
 
 @dataclass(frozen=True)
@@ -146,4 +148,4 @@ class RunConfig(SinkConfig):
     def __post_init__(self):
         super().__post_init__()
         if min(self.save_interval, self.keep) < 0:
-            raise UserError("--save_interval and --keep must not be negative")
+            raise UserError("--save_interval and --keep must not be negative: raise the one that is")

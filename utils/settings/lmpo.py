@@ -36,11 +36,11 @@ def rewrite(
     rewritten = {}
     for flag, assignment in by_flag.items():
         if isinstance(spellings[flag], str):
-            raise UserError(f"--{flag} has no effect: {spellings[flag]}; leave it out")
+            raise UserError(f"--{flag} has no effect ({spellings[flag]}): leave it out")
         option, on, off = spellings[flag]
         switch = str(assignment.value)
         if switch not in ("0", "1"):
-            raise UserError(f"{assignment.source}: {flag} must be one of 0, 1.")
+            raise UserError(f"{assignment.source}: {flag} must be one of 0, 1")
         value = on if switch == "1" else off
         current = options.get(option, defaults[option])
         if current not in (defaults[option], value):

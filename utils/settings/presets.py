@@ -66,7 +66,7 @@ def run_file(file: Path, path: str) -> Preset:
     try:
         names = runpy.run_path(str(file))
         if "get_config" not in names:
-            raise UserError(f"{path} defines no get_config().")
+            raise UserError(f"{path} defines no get_config(): add one that returns the options")
         if not callable(names["get_config"]):
             kind = type(names["get_config"]).__name__
             function = "def get_config(): return {...}"
@@ -87,7 +87,7 @@ def to_mapping(preset: object, path: str) -> Preset:
         preset = preset.to_dict()
     if isinstance(preset, Mapping):
         return dict(preset)
-    raise UserError(f"{path} must hold names and values, not a {type(preset).__name__}.")
+    raise UserError(f"{path} must hold names and values, not a {type(preset).__name__}: correct it")
 
 
 def expand_data_block(preset: Preset, file: Path) -> Preset:

@@ -231,7 +231,7 @@ def refused_on_four_devices() -> None:
     for flags, words in (
         ({}, "--ahead 1 on 4 devices needs --rollout_devices"),
         ({"rollout_devices": 4}, "from 1 to 3"),
-        ({"rollout_devices": 1, "mesh": "fsdp=1,tp=3"}, "--rollout_devices 1 must be a multiple of the tp=3"),
+        ({"rollout_devices": 1, "mesh": "fsdp=1,tp=3"}, "--rollout_devices 1 is no multiple of the tp=3"),
     ):
         config = parse(Config, arguments(**FLAGS | flags))
         with pytest.raises(UserError, match=words):

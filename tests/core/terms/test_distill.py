@@ -422,17 +422,17 @@ def test_a_teacher_that_does_not_fit_is_refused_before_training(teacher, tmp_pat
 
 def test_a_teacher_larger_than_memory_is_refused():
     large = Decoder(152_000, 8192, 32_768, 80, 64, 8, 128)
-    with pytest.raises(UserError, match="--teacher x has 311 GB on each device, and beside the policy .* are free"):
+    with pytest.raises(UserError, match="--teacher x needs 311 GB on each device, and only .* are free"):
         check_room("--teacher x", large, single_device(), {})
 
 
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        ("device_memory", "qwen3-wide-heads has .* GB on each device, and beside the policy 0 GB are free"),
+        ("device_memory", "qwen3-wide-heads needs .* GB on each device, and only 0 GB are free"),
         (
             "host_memory",
-            "its states of a batch take 0.000147 GB of the host, which has 9e-06: lower --groups_per_batch",
+            "its states of a batch need 0.000147 GB of the host's memory, which has 9e-06 GB: lower --groups_per_batch",
         ),
     ],
 )
