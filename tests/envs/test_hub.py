@@ -135,7 +135,7 @@ def test_environments_load_from_the_hub_and_then_without_it(tmp_path):
     several, unknown, no_split, absent = found[-4:]
     assert several == "openai/gsm8k has several configurations: name one by openai/gsm8k:NAME (main, socratic)"
     assert unknown == "openai/gsm8k has no configuration maim: choose one of main, socratic"
-    assert no_split == "me/mine has no split valid, only train"
+    assert no_split == "me/mine has no split valid, only train: name a data set or configuration that has it"
     assert "could not load me/nothing from the hub (" in absent
     assert "--local-dir FOLDER` on a machine with" in absent
     again = make(wanted, env)  # the server is gone
