@@ -479,7 +479,7 @@ def gradient(model: Decoder, layout: Layout, shape_of_rows: MicrobatchShape, con
 
 
 def apply_gradients(model: Decoder, layout: Layout, config: Config = CONFIG) -> Program:
-    """Compiles an optimiser step."""
+    """Compiles an optimizer step."""
     programs = dict(learner_programs(model, layout, MicrobatchShape(1, 32, 32), config))
     return compile_for(learner.apply_gradients, *programs[learner.apply_gradients])
 
@@ -547,7 +547,7 @@ class Training(NamedTuple):
     held: float  # parameters and moments, or a base, adapters and their moments
     update: float  # while a micro-batch's gradient is added up
     estimate: float  # of the same, by models/memory.py
-    optimiser: float
+    optimizer: float
     flops: float  # of a micro-batch without recomputation, not bytes
     communication: Communication
     teacher: float = 0.0  # while it scores a micro-batch, with all that is held
@@ -774,7 +774,7 @@ def training_figures(training: Training, run: Run) -> dict[str, Figure]:
         "held": training.held / GB,
         "update": training.update / GB,
         "estimated": training.estimate / GB,
-        "optimiser": training.optimiser / GB,
+        "optimizer": training.optimizer / GB,
         "sent": total / GB,
         "FSDP's minimum": sent.least / GB,
         "to other slices": sent.crossing / GB,
@@ -824,7 +824,7 @@ def rollout_figures(config: Command, run: Run, held: float) -> dict[str, Figure]
 
 SETTING = ("model", "devices", "mesh", "--remat", "tokens")
 MEMORY = (
-    "rows", "held", "teacher scores", "update", "estimated", "optimiser", "making weights", "sampling", "there are",
+    "rows", "held", "teacher scores", "update", "estimated", "optimizer", "making weights", "sampling", "there are",
 )  # fmt: skip
 DECODE = (
     "rows", "decode step", "at least", "ratio", "of experts", "experts at least", "collectives", "they return",

@@ -33,7 +33,7 @@ from jax.flatten_util import ravel_pytree
 from core.extensions.distill import divergence
 from models.checkpoint import load_model
 from models.decoder import logits
-from utils.reporting.plots import COLOURS, Curves, make_figure, read_metrics
+from utils.reporting.plots import COLORS, Curves, make_figure, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "models/tiny"
@@ -199,7 +199,7 @@ def draw(folder: Path, out: Path) -> None:
     """Draws held-out scores by completions and by tokens drawn: means over seeds, with their range."""
     figure = make_figure(figsize=(12, 4.5))
     panels = figure.subplots(1, 2)
-    for arm, colour in zip(ARMS, COLOURS, strict=False):
+    for arm, color in zip(ARMS, COLORS, strict=False):
         runs = [folder / f"{arm}_{seed}" for seed in SEEDS]
         logs = [read_metrics(run / "metrics.jsonl") for run in runs if list(run.glob("step*"))]
         for panel, amount in zip(panels, (num_samples, num_tokens), strict=True):
@@ -210,8 +210,8 @@ def draw(folder: Path, out: Path) -> None:
                 curves.append((amounts, held_out))
             if curves:
                 x, y = (np.array(part) for part in zip(*curves, strict=True))
-                panel.plot(x.mean(0), y.mean(0), marker="o", color=colour, label=f"{arm} ({len(logs)})")
-                panel.fill_between(x.mean(0), y.min(0), y.max(0), color=colour, alpha=0.15)
+                panel.plot(x.mean(0), y.mean(0), marker="o", color=color, label=f"{arm} ({len(logs)})")
+                panel.fill_between(x.mean(0), y.min(0), y.max(0), color=color, alpha=0.15)
     for panel, words in zip(panels, ("completions drawn", "tokens drawn"), strict=True):
         panel.set(xlabel=words, ylabel="correct, held out", ylim=(0.15, None))
         panel.set_xscale("symlog", linthresh=500 if words.startswith("c") else 50_000)

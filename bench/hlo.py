@@ -1,4 +1,4 @@
-"""Reads optimised HLO, the text of a compiled program: its loops, its collectives, its traffic with memory.
+"""Reads optimized HLO, the text of a compiled program: its loops, its collectives, its traffic with memory.
 
 A program of several slices of TPUs names groups within one slice; what crosses slices are its sends.
 
@@ -34,7 +34,7 @@ class Buffer(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of optimised HLO."""
+    """A line of optimized HLO."""
 
     name: str
     op: str

@@ -2,7 +2,7 @@
 
     PYTHONPATH=~/compilers JAX_PLATFORMS=cpu python bench/memory.py --shapes Qwen3-0.6B,Qwen3-1.7B
 
-Needs what bench/compiled.py needs, cuDNN's libraries included. `update` and `optimiser` are the larger of the two
+Needs what bench/compiled.py needs, cuDNN's libraries included. `update` and `optimizer` are the larger of the two
 programs' peaks with all that is held beside them; `sampling` holds the state, the copy that samples, the cache at full
 length and what decoding needs. All in GB (1e9 bytes).
 """
@@ -36,7 +36,7 @@ OPTIONS = {
     "--optimizer adafactor": {"optimizer": "adafactor"},
     "--optimizer adafactor --grad_dtype bfloat16": {"optimizer": "adafactor", "grad_dtype": "bfloat16"},
 }
-COLUMNS = ("model", "options", "--remat", "held", "update", "estimated", "optimiser", "sampling")
+COLUMNS = ("model", "options", "--remat", "held", "update", "estimated", "optimizer", "sampling")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TableConfig:
 
     shapes: str = option("Qwen3-0.6B,Qwen3-1.7B,Qwen3-4B,Qwen3-8B", "Names of models, with commas between")
     remats: str = option("dots,full", "Values of --remat, with commas between")
-    given: bool = option(False, "Only the optimiser that the options or a preset name, in place of all")
+    given: bool = option(False, "Only the optimizer that the options or a preset name, in place of all")
     json: str = option("", "File for the figures; empty: not written")
 
 
@@ -74,7 +74,7 @@ class Command(Config):
 
 
 def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
-    """Returns GB held, of the update, as models/memory.py estimates it, of the optimiser, and of sampling."""
+    """Returns GB held, of the update, as models/memory.py estimates it, of the optimizer, and of sampling."""
     state = compiled.state_shapes(model, layout, config)
     held = bytes_on_device(state)
     width = compiled.row_length(config)
@@ -82,10 +82,10 @@ def peaks(config: Command, model: Decoder, layout: Layout) -> list[float]:
     update = bytes_on_device(state.opt_state) + compiled.gradient(model, layout, largest, config).peak
     sizes = measure_sizes(config.memory, model, layout, state, None, width)
     estimate = update_bytes(sizes, model, model.remat, largest)
-    optimiser = compiled.apply_gradients(model, layout, config).peak
+    optimizer = compiled.apply_gradients(model, layout, config).peak
     num_sampled = config.sampling.inference_batch_per_device
     sampling = held + compiled.decode_segment(model, layout, num_sampled, width).peak
-    return [x / GB for x in (held, update, estimate, optimiser, sampling)]
+    return [x / GB for x in (held, update, estimate, optimizer, sampling)]
 
 
 def main(config: Command) -> None:

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from utils.reporting.plots import COLOURS, WINDOW, Curves, make_figure, read_metrics, running_mean
+from utils.reporting.plots import COLORS, WINDOW, Curves, make_figure, read_metrics, running_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = (
@@ -88,7 +88,7 @@ def draw(runs: Runs, out: Path, title: str = "preset (seeds)") -> None:
     figure = make_figure(figsize=(12, 5))
     panels = figure.subplots(1, 2)
     for i, (preset, logs) in enumerate(runs.items()):
-        look = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--"}
+        look = {"color": COLORS[i % len(COLORS)], "linestyle": "-" if i < len(COLORS) else "--"}
         for panel, metric in zip(panels, (SCORE, "env/correct_answer"), strict=True):
             steps, scores = logs[0][metric][0], np.array([log[metric][1] for log in logs])
             if metric != SCORE:

@@ -11,7 +11,7 @@ stop tokens, and to a random model all tokens are about equally likely, so that 
 
 The profile is of a few segments from the second on, and of an update, by JAX's profiler. An operation is of the kind of
 what it computes: a product of activations and weights, a product within rows (attention), a move (caches that are
-written or gathered), or anything else: norms, rotations, softmax, drawing, losses, the optimiser. What is left waits.
+written or gathered), or anything else: norms, rotations, softmax, drawing, losses, the optimizer. What is left waits.
 """
 
 import sys
@@ -208,7 +208,7 @@ def trace_segments(rollout: Rollout) -> Operations:
 
 
 def programs() -> dict[str, str]:
-    """Returns the optimised HLO of the programs of this process, by name: the longest of each."""
+    """Returns the optimized HLO of the programs of this process, by name: the longest of each."""
     texts = {}
     for executable in jax.devices()[0].client.live_executables():
         for module in executable.hlo_modules():

@@ -139,7 +139,7 @@ class Machine:
 
 # Sources. NVIDIA's data sheets of H100 SXM, H200 SXM and DGX: 989 TFLOP/s of dense bfloat16, NVLink 900 GB/s (both
 # directions together) among 8, one ConnectX-7 of 400 Gb/s for each GPU. docs.cloud.google.com/tpu/docs/v5e and /v5p:
-# 197 and 459 TFLOP/s, interconnect 400 and 1200 GB/s (both directions together) in pods of 256 and 8960, data-centre
+# 197 and 459 TFLOP/s, interconnect 400 and 1200 GB/s (both directions together) in pods of 256 and 8960, data-center
 # network 6.4 Tb/s for a pod of v5e (25 Gb/s a chip) and 50 Gb/s a chip of v5p.
 MACHINES = {
     "H100/H200": Machine(989e12, 8, 450e9, 50e9),
@@ -154,7 +154,7 @@ def efficiency(machine: Machine, num_devices: int, config: Command, is_hybrid: b
     Gathers are bfloat16, gradients float32; `is_hybrid` cuts within the fast group and sums gradients across groups.
     """
     parameters = QWEN3.num_parameters
-    compute = 8 * parameters * config.step_tokens / (machine.peak * config.efficiency)  # 6, and 2 of rematerialisation
+    compute = 8 * parameters * config.step_tokens / (machine.peak * config.efficiency)  # 6, and 2 of rematerialization
     inner = min(num_devices, machine.group) if is_hybrid else num_devices
     outer = num_devices // inner
     bandwidth = machine.fast if inner <= machine.group else machine.slow

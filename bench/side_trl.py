@@ -73,7 +73,7 @@ def make_trainer(work: dict, folder: str, callback: TrainerCallback, has_turns: 
     """A trainer of these prompts, in which no turn ends before its limit."""
     model, prompts = load(work), work["prompts"]
     num_rows = len(prompts) * work["group_size"]
-    # With two optimiser steps per generation it computes old log-probabilities; here each step generates, as ours.
+    # With two optimizer steps per generation it computes old log-probabilities; here each step generates, as ours.
     settings = dict(
         output_dir=folder, report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(), optim="adamw_torch_fused",

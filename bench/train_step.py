@@ -1,4 +1,4 @@
-"""Update: seconds of old log-probabilities, loss, gradient and one optimiser step; its memory against a naive one's.
+"""Update: seconds of old log-probabilities, loss, gradient and one optimizer step; its memory against a naive one's.
 
     python bench/train_step.py                               # 64 rows of 64 + 128 tokens
     python bench/train_step.py --lora_rank 8                 # adapters and all parameters in turn, and their ratio

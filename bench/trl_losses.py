@@ -66,7 +66,7 @@ equal rewards: TRL keeps such groups, rounding errors / 1e-4 included; ours are 
 scale_rewards="batch": TRL divides r - mean of the group by the std of all rewards; ours has no such estimator.
 truncated completions: TRL masks them and counts their rows; do_truncation_filter drops the rows ("constant" as above).
 default aggregation: "dapo" is TRL's, token_mean ours: the same. "bnpo" is the token mean of a micro-batch; not in ours.
-"dapo", "cispo": TRL's denominator is the generation batch's mean over optimiser steps; ours the optimiser batch's own.
+"dapo", "cispo": TRL's denominator is the generation batch's mean over optimizer steps; ours the optimizer batch's own.
 CISPO: TRL caps the ratio at epsilon_high, with no lower bound; ours at 1 + clip_epsilon_high, from 1 - clip_epsilon.
 delta: TRL caps the ratio, dual_clip the loss where A < 0: the same above 1 + epsilon_high. Below, TRL caps A > 0 too.
 GSPO: TRL has one ratio a completion, ours its value for each token (GSPO-token): the same for one A a completion.
@@ -74,7 +74,7 @@ KL in the loss: TRL multiplies k3 by the ratio by default (use_bias_correction_k
 RLOO: TRL clips the completion's product of ratios, a mean over rows; ours those of tokens: the same for one token.
 RLOO at ratio 1: TRL's gradient is our reinforce + constant, times the limit; the value is -A, ours -A log p.
 RLOO's KL: both take k1 off the reward; 0.05 by default in TRL, 0 in ours.
-entropy bonus: 0 by default in TRL, 0.001 in ours; a mean over the micro-batch in TRL, over the optimiser batch in ours.
+entropy bonus: 0 by default in TRL, 0.001 in ours; a mean over the micro-batch in TRL, over the optimizer batch in ours.
 GSPO with token_truncate or token_mask: TRL's loss is the ratio of the completion times its mean weight, so each token's
   gradient has that mean; ours has the token's own weight, as verl's: the same value, another gradient (2e-2 of 7e-2).
 other sampler (vLLM): TRL masks by sequence above 3 by default; importance_correction is none by default, its cap 2.

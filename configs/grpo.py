@@ -1,4 +1,4 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300): the default of every setting, spelt out.
+"""GRPO (DeepSeekMath, arXiv 2402.03300): the default of every setting, spelled out.
 
 Each completion is compared with its group, A = (r - mean) / std. The paper averages over sequences and adds a KL
 (k3) to the reference; here, as in most of today's runs, tokens are averaged and there is no KL

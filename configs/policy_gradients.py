@@ -1,4 +1,4 @@
-"""GRPO as policy-gradients' configs/grpo.yaml has it: words spelt backwards, small batches, sharp sampling, one pass.
+"""GRPO as policy-gradients' configs/grpo.yaml has it: words spelled backwards, small batches, sharp sampling, one pass.
 
 4 prompts x 8 completions a step at temperature 0.6, top-p 0.95 and top-k 20; four updates of 8 completions by Adam
 (5e-6, no weight decay), each a mean over sequences; groups whose rewards are equal stay in that mean. 3,000 problems

@@ -4,7 +4,7 @@
 
 16 prompts a step with one completion each, a critic, gamma 0.99 and lambda 0.95, 15,000 problems.
 
-Differences: the critic has an optimiser of its own, at the same rate (there one Adam for both and a coefficient of 0.1,
+Differences: the critic has an optimizer of its own, at the same rate (there one Adam for both and a coefficient of 0.1,
 which Adam divides out again, but for the norm that both are clipped by); advantages are whitened over the batch.
 --kl_coef needs --kl_in reward, where each token pays log p - log p_ref (there the completion pays the mean of k3).
 Source: github.com/zafstojano/policy-gradients.

@@ -1,4 +1,4 @@
-"""PPO (arXiv 1707.06347) with a critic and generalised advantage estimation (arXiv 1506.02438).
+"""PPO (arXiv 1707.06347) with a critic and generalized advantage estimation (arXiv 1506.02438).
 
 The critic is a copy of the policy under a linear head, with its own AdamW (--critic_lr): a second training state,
 16 bytes a parameter. (A head on the policy's own trunk would be nearly free, but explains next to nothing: 7% of

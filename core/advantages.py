@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 
 from core.extensions.checks import check_objective
 from core.extensions.credit import ShapingConfig, by_turn, compared_rewards, shape_advantages
-from core.extensions.critic import gae, generalised_advantages
+from core.extensions.critic import gae, generalized_advantages
 from core.extensions.reference import kl_penalty
 from core.objectives import LossConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
@@ -26,9 +26,9 @@ from utils.settings.options import option
 
 def group_zscore(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of GRPO, with the population's deviation (ddof 0). Source: arXiv 2402.03300, section 4.1.2."""
-    centred = group_mean(rewards, batch, config)
-    deviation = np.sqrt(graded_mean(centred**2))
-    return centred / np.where(deviation > 0, deviation, 1)
+    centered = group_mean(rewards, batch, config)
+    deviation = np.sqrt(graded_mean(centered**2))
+    return centered / np.where(deviation > 0, deviation, 1)
 
 
 def group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
@@ -53,8 +53,8 @@ def maxrl(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveCon
 
 def whitened_group_mean(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
     """Advantage of REINFORCE++ with a group baseline. Source: arXiv 2501.03262."""
-    centred = group_mean(rewards, batch, config)
-    return masked_whiten(centred.reshape(-1, 1), batch.mask)
+    centered = group_mean(rewards, batch, config)
+    return masked_whiten(centered.reshape(-1, 1), batch.mask)
 
 
 def best_k(rewards: Float[np.ndarray, "N G"], batch: Batch, config: "ObjectiveConfig") -> np.ndarray:
@@ -171,6 +171,6 @@ def compute_advantages(batch: Batch, config: ObjectiveConfig) -> Batch:
     advantages = np.where(signal[:, None], advantages, 0)
     advantages = shape_advantages(advantages, keep, batch, config)
     advantages = np.where(batch.mask & signal[:, None], advantages, 0)
-    returns = generalised_advantages(batch, config) + batch.values if config.has_critic else None
+    returns = generalized_advantages(batch, config) + batch.values if config.has_critic else None
     batch = replace(batch, advantages=np.float32(advantages), returns=returns, token_rewards=None)
     return select_rows(batch, np.flatnonzero(keep))

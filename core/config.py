@@ -68,7 +68,7 @@ class Config:
 
     @property
     def minibatch_size(self) -> int:
-        """Rollouts of an optimiser step."""
+        """Rollouts of an optimizer step."""
         return self.update.ppo_minibatch or self.batch_size
 
     @property

@@ -117,7 +117,7 @@ def train(
         # Advantages; drops failed rewards and, by the filters, groups without signal and truncated completions.
         batch = compute_advantages(batch, config.objective)
 
-        # Updates: one optimiser step per minibatch, `ppo_epochs` times over the batch.
+        # Updates: one optimizer step per minibatch, `ppo_epochs` times over the batch.
         with run.phase("update"):
             updates = []
             for epoch in range(config.update.ppo_epochs):

@@ -1,4 +1,4 @@
-"""Turns a batch into a better policy: micro-batches that fit, log-probabilities, gradients, optimiser steps.
+"""Turns a batch into a better policy: micro-batches that fit, log-probabilities, gradients, optimizer steps.
 
 B rows of a batch, T row length.
 """
@@ -54,7 +54,7 @@ from utils.settings.groups import UpdateConfig
 MAX_SKIPPED = 3  # updates in a row that are not finite, after which the run stops
 PackedRows = tuple[Int[np.ndarray, "b"], Batch, Packing]  # numbers of rows (EMPTY: none), micro-batch, and its packing
 MicrobatchMetrics = tuple[dict[str, Array], Packing]  # metrics of a micro-batch: see reduce_metrics
-Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimiser batch, summed over micro-batches
+Sums = tuple[Params | Adapters, Float[Array, ""]]  # gradient and loss of an optimizer batch, summed over micro-batches
 
 
 class SampledRows(Protocol):
@@ -76,14 +76,14 @@ class LearnerConfig(Protocol):
     sampling: SampledRows
     devices: DeviceConfig
     batch_size: int  # rollouts to learn from in a step
-    minibatch_size: int  # rollouts of an optimiser step
+    minibatch_size: int  # rollouts of an optimizer step
     updates_per_step: int
     trusts_sampler: bool  # old log-probabilities are the sampler's
     place_of_sampling: str  # see models/memory.py
 
 
 class Update(NamedTuple):
-    """An optimiser step that was made: its minibatch, and metrics that are still on the devices."""
+    """An optimizer step that was made: its minibatch, and metrics that are still on the devices."""
 
     minibatch: Batch
     parts: Sequence[dict[str, Array]]  # of the micro-batches: see reduce_metrics
@@ -92,7 +92,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Learner:
-    """Computes log-probabilities and makes optimiser steps; micro-batches change results by rounding only."""
+    """Computes log-probabilities and makes optimizer steps; micro-batches change results by rounding only."""
 
     model: Decoder
     optimizer: optax.GradientTransformation
@@ -130,7 +130,7 @@ class Learner:
 
     @property
     def most_rows(self) -> int:
-        """Returns the most rows of an optimiser step on a shard."""
+        """Returns the most rows of an optimizer step on a shard."""
         return -(-self.config.minibatch_size // self.layout.row_shards)
 
     @property
@@ -187,7 +187,7 @@ class Learner:
         return score(self.model, self.distribution, params, *inputs)
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
-        """Makes one optimiser step by the gradients of a minibatch's micro-batches.
+        """Makes one optimizer step by the gradients of a minibatch's micro-batches.
 
         The learning rate follows the fraction of the run that is done.
         """
@@ -225,7 +225,7 @@ class Learner:
         return sums, parts
 
     def between_updates(self, state: TrainState) -> TrainState:
-        """Returns the state as it is held until the next update: under --offload the optimiser's by the host."""
+        """Returns the state as it is held until the next update: under --offload the optimizer's by the host."""
         if not self.config.memory.offload:
             return state
         return replace(state, opt_state=in_memory(HOST, state.opt_state))
@@ -368,10 +368,10 @@ def apply_gradients(
     factor: Float[Array, ""] = 1.0,
     others: Sequence[Sums] = (),
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one optimiser step, or none where the loss or the gradient is not finite. `others` are added to both.
+    """Makes one optimizer step, or none where the loss or the gradient is not finite. `others` are added to both.
 
     The updates, which are linear in the learning rates (weight decay included), are scaled by `factor`, the schedule's,
-    and by the warm-up, which counts optimiser steps.
+    and by the warm-up, which counts optimizer steps.
     """
     multiplier = factor * jnp.minimum(1.0, (state.step + 1) / max(1, warmup_steps))
     grads, loss = jax.tree.map(lambda *parts: reduce(jnp.add, parts), (grads, loss), *others)

@@ -165,7 +165,7 @@ def apply_gradient(
     opt_state: optax.OptState,
     grads: Params,
 ) -> tuple[Params, optax.OptState]:
-    """Returns parameters and optimiser state after one step of Adam."""
+    """Returns parameters and optimizer state after one step of Adam."""
     updates, opt_state = OPTIMIZER.update(grads, opt_state)
     return optax.apply_updates(params, updates), opt_state
 

@@ -173,9 +173,9 @@ jax.tree_util.register_dataclass(TracedLossConfig, COEFFICIENTS, STATIC, OF_HOST
 
 
 def set_loss_denominators(batch: Batch, num_rollouts: int, num_generation_tokens: int, config: LossConfig) -> Batch:
-    """Sets the divisors of each row's loss from the whole optimiser batch, so that micro-batches change nothing.
+    """Sets the divisors of each row's loss from the whole optimizer batch, so that micro-batches change nothing.
 
-    `constant`, Dr. GRPO's, is `num_rollouts`, those of a full optimiser batch, times the completion limit: a row that
+    `constant`, Dr. GRPO's, is `num_rollouts`, those of a full optimizer batch, times the completion limit: a row that
     was dropped changes the gradient no more than one with advantage 0. Source: arXiv 2503.20783, section 3.2.
     """
     row_tokens = np.float32(batch.mask.sum(axis=1))
@@ -192,7 +192,7 @@ def policy_loss(scores: TokenScores, batch: Batch, config: LossConfig) -> tuple[
     """Returns the loss of a micro-batch, and its metrics.
 
     A term of another output of the model is a field of TokenScores, and a function in TERMS that reads it.
-    The optimiser batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
+    The optimizer batch's metric is the sum over micro-batches: a mean over tokens is a `token_mean`, never `x.mean()`.
     Of names that end in _max or _min it is the extreme. Names that end in _histogram are arrays of sums.
     """
     batch = with_old_logprobs(scores.logprobs, batch)

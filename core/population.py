@@ -44,7 +44,7 @@ from models.tokenizer import Tokenizer
 from utils.devices.sharding import Layout
 from utils.devices.startup import ending_together, make_layout
 from utils.evaluation.tables import format_runs
-from utils.metrics.logger import labelled_output, lossy_output
+from utils.metrics.logger import labeled_output, lossy_output
 from utils.metrics.sinks import asks_for_wandb
 from utils.reporting.page import write_report
 from utils.reporting.plots import plot_runs, read_metrics
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
     folder = config.run.save_dir or make_default_folder("population", layout)
     configs = {name: with_options(own, save_dir=f"{folder}/{name}") for name, own in configs.items()}
     shared = SharedSampler(list(configs))
-    with lossy_output(), labelled_output(configs):
+    with lossy_output(), labeled_output(configs):
         members = make_members(configs, layout, shared)
         train_members(members, shared)
     write_comparison(members, values)

@@ -136,7 +136,7 @@ class Batch:
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     entropies: Float[Array, "B T"] | None = None  # of the old policy, nats; logged, read by no loss
     denominator: Float[Array, "B"] | None = None  # divides the loss of a row: see set_loss_denominators
-    num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimiser batch where the mask is True
+    num_tokens: Float[Array, "B"] | None = None  # tokens of the whole optimizer batch where the mask is True
     extras: Extras = field(default_factory=dict)  # see EXTRAS; advantages, losses and Distribution.score may read them
     # Rows of a group, which are adjacent until compute_advantages drops rows: a loss must not reshape by it.
     group_size: int = field(default=1, metadata={"static": True})
@@ -158,7 +158,7 @@ def sum_over_rows(
 
 
 def token_mean(x: Float[Array, "B T"] | Bool[Array, "B T"], batch: Batch) -> Float[Array, ""]:
-    """Share of this micro-batch in the mean over the tokens of the optimiser batch."""
+    """Share of this micro-batch in the mean over the tokens of the optimizer batch."""
     return sum_over_rows(x, batch, batch.num_tokens)
 
 

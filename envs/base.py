@@ -184,7 +184,7 @@ class Env:
     def score(self, problem: Problem, text: str) -> dict[str, float]:
         """Returns the rewards of a completion, always under the same keys; never raises, whatever the text.
 
-        "return" is what training maximises, "correct_answer" is 1.0 or 0.0; both are there in every environment.
+        "return" is what training maximizes, "correct_answer" is 1.0 or 0.0; both are there in every environment.
         All other keys are logged as they are.
         """
         raise NotImplementedError

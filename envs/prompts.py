@@ -86,10 +86,10 @@ def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
 
 
 class TokenBound:
-    """An upper bound on the tokens of a prompt, in about 10 microseconds where tokenising takes 400.
+    """An upper bound on the tokens of a prompt, in about 10 microseconds where tokenizing takes 400.
 
     Byte-level tokenizers split a text before each space and merge within these pieces only. So a text has at most the
-    tokens of its pieces, each tokenised once at most. The chat template's own tokens are measured once, too. Messages
+    tokens of its pieces, each tokenized once at most. The chat template's own tokens are measured once, too. Messages
     with other keys than role and content have no bound.
     """
 

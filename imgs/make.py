@@ -34,7 +34,7 @@ ADVANTAGES = (REWARDS - REWARDS.mean()) / REWARDS.std()
 LEFT, MIDDLE, RIGHT, TOP, BOTTOM = 2, 327, 652, 42, 200  # corners of its boxes, pixels
 BOX_WIDTH, BOX_HEIGHT = 230, 96
 BLUE, PURPLE, GRAY = "#0969da", "#8250df", "#768390"  # on white and on black, with white text inside
-BOXES = (  # corner, colour, title, lines
+BOXES = (  # corner, color, title, lines
     (LEFT, TOP, BLUE, "policy", "a language model", "core/sampler.py"),
     (MIDDLE, TOP, BLUE, "completions", "a group of each prompt", "core/rollout.py"),
     (RIGHT, TOP, BLUE, "environment", "sets problems, grades replies", "envs/"),
@@ -88,8 +88,8 @@ def draw_loop(out: Path) -> None:
     def write(x: float, y: float, text: str, style: str) -> None:
         parts.append(f'<text x="{x:g}" y="{y:g}" {style}>{text.replace("-", "−")}</text>')
 
-    for x, y, colour, title, line, file in BOXES:
-        parts.append(f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="10" fill="{colour}"/>')
+    for x, y, color, title, line, file in BOXES:
+        parts.append(f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="10" fill="{color}"/>')
         middle = x + BOX_WIDTH / 2
         write(middle, y + 31, title, 'fill="white" font-size="18" font-weight="600"')
         write(middle, y + 55, line, 'fill="white"')

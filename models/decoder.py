@@ -85,7 +85,7 @@ Routes = Int[Array, "B T L k"]  # of all layers: see Route; k is 0 without exper
 
 
 def init_params(model: Decoder, key: Key) -> Params:
-    """Returns random float32 parameters as Hugging Face initialises them: normal(0, 0.02), norms 1, biases 0."""
+    """Returns random float32 parameters as Hugging Face initializes them: normal(0, 0.02), norms 1, biases 0."""
     specs, tree = jax.tree.flatten_with_path(model.parameter_table(), is_leaf=is_spec)
     params = []
     for i, (path, spec) in enumerate(specs):
@@ -125,7 +125,7 @@ def rms_norm(model: Decoder, x: Float[Array, "... D"], gain: Float[Array, "D"]) 
 
 
 def layer_norm(model: Decoder, layer: LayerParams, name: str, x: Hidden) -> Hidden:
-    """Normalises by a norm of the layer; without a name there is none."""
+    """Normalizes by a norm of the layer; without a name there is none."""
     return rms_norm(model, x, layer[f"{name}.weight"]) if name else x
 
 

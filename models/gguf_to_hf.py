@@ -3,7 +3,7 @@
     pip install gguf
     python models/gguf_to_hf.py SmolLM2-135M-Instruct.Q4_1.gguf ~/checkpoints/SmolLM2-135M-Instruct
 
-Quantised weights become the numbers that they stand for, in float32 unless --dtype says otherwise. The tokenizer, its
+Quantized weights become the numbers that they stand for, in float32 unless --dtype says otherwise. The tokenizer, its
 chat template and its stop ids come from the file's metadata.
 
 To add an architecture: a row of ARCHITECTURES. To add a tokenizer: a row of PATTERNS.
@@ -236,7 +236,7 @@ def check_tensors(gguf: Gguf, model: Decoder) -> None:
 def read_weights(gguf: Gguf, model: Decoder, dtype: np.dtype, name: str) -> np.ndarray:
     """Reads a tensor by its Hugging Face name. Raises UserError if it holds NaN or infinity.
 
-    llama.cpp rotates neighbouring channels of a Llama against each other, transformers the halves of a head: rows of
+    llama.cpp rotates neighboring channels of a Llama against each other, transformers the halves of a head: rows of
     queries and keys are put back in the order of halves.
     Source: `permute` in convert_hf_to_gguf.py of llama.cpp.
     """

@@ -44,7 +44,7 @@ class MemoryConfig:
 
     remat: str = option(
         "auto",
-        "Rematerialisation in the backward pass; none: nothing is recomputed, dots: all but matrix products, full: "
+        "Rematerialization in the backward pass; none: nothing is recomputed, dots: all but matrix products, full: "
         "each layer (least memory, most work); auto: the first of these that fits in memory",
         ["auto", "none", "dots", "full"],
         resumable=True,
@@ -118,12 +118,12 @@ class Room(NamedTuple):
 class Sizes(NamedTuple):
     """Bytes on one device."""
 
-    held: int  # parameters, optimiser state, reference, a copy that samples beside updates: there all the time
+    held: int  # parameters, optimizer state, reference, a copy that samples beside updates: there all the time
     gradients: int  # of a micro-batch, and their sum
     sampling_copy: int
     kv_row: int  # cache and state of a row of full length, with the copies that they were gathered from
     available: int
-    step: int = 0  # at the peak of the optimiser's step, whose state is held by the host meanwhile; 0: it is held here
+    step: int = 0  # at the peak of the optimizer's step, whose state is held by the host meanwhile; 0: it is held here
     schedule: str = BETWEEN  # of sampling
     num_chains: int = 1  # micro-batches at the same time
     rollout: Layout | None = None  # the mesh that samples
@@ -409,7 +409,7 @@ def fit_memory(
     """Chooses unset options: the --remat that recomputes least while ENOUGH tokens fit at once.
 
     `others`: arrays that are held besides the state: a reference, or the base below adapters. `most_rows`: of an
-    optimiser batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
+    optimizer batch on a device. `num_sampled_rows`: 0 for as many as fit. `schedule`: when they are sampled.
     `rollout_tp`: devices that hold a copy of the weights then; 0: to be chosen.
     """
     sizes = measure_sizes(config, model, layout, state, others, row_length, schedule, rollout_tp)

@@ -1,4 +1,4 @@
-"""The optimisers: AdamW, Adafactor, Muon; their learning rates, schedule and weight decay."""
+"""The optimizers: AdamW, Adafactor, Muon; their learning rates, schedule and weight decay."""
 
 import math
 from collections import Counter
@@ -109,7 +109,7 @@ OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor, "muon": muon}
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimiser.
+    """Optimizer.
 
     nanochat's recipe for RL: --optimizer muon --init_lr_frac 0.05 --lr_schedule linear --b1 0.8 --adam_eps 1e-10
     --weight_decay 0. Source: github.com/karpathy/nanochat, scripts/chat_rl.py
@@ -117,7 +117,7 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adamw",
-        "Optimiser; muon: Muon for the matrices of the layers (or A and B of their adapters), AdamW for all other "
+        "Optimizer; muon: Muon for the matrices of the layers (or A and B of their adapters), AdamW for all other "
         "parameters",
         list(OPTIMIZERS),
     )
@@ -144,9 +144,9 @@ class OptimizerConfig:
         "or --num_epochs if that comes first)",
         ["constant", "linear", "cosine"],
     )
-    warmup_steps: int = option(0, "Optimiser steps over which learning rates rise linearly to their peaks; 0: none")
+    warmup_steps: int = option(0, "Optimizer steps over which learning rates rise linearly to their peaks; 0: none")
     weight_decay: float = option(
-        1e-2, "Weight decay per optimiser step, as a multiple of the learning rate; norms and biases have none"
+        1e-2, "Weight decay per optimizer step, as a multiple of the learning rate; norms and biases have none"
     )
     b1: float = option(0.9, "Decay rate of AdamW's first moment")
     b2: float = option(0.95, "Decay rate of AdamW's second moment")
@@ -178,7 +178,7 @@ def schedule(config: OptimizerConfig, progress: float) -> float:
 
 @cache  # so that members of a population with equal settings share programs
 def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.GradientTransformation:
-    """Returns the optimiser behind a clip of the global norm; the critic has an AdamW and a clip of its own.
+    """Returns the optimizer behind a clip of the global norm; the critic has an AdamW and a clip of its own.
 
     All learning rates are at their peaks: `apply_gradients` scales the updates by warm-up and schedule.
     """
@@ -200,7 +200,7 @@ def make_optimizer(config: OptimizerConfig, has_critic: bool = False) -> optax.G
 
 
 def describe_optimizer(config: OptimizerConfig, params: Params) -> str:
-    """Returns in one line the optimiser of each kind of parameters, their numbers and peak learning rates."""
+    """Returns in one line the optimizer of each kind of parameters, their numbers and peak learning rates."""
     is_muon = config.optimizer == "muon"
     sizes, peaks = Counter(), {}
     for path, x in jax.tree.leaves_with_path(params):

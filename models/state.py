@@ -1,4 +1,4 @@
-"""Training state: parameters, optimiser state and step."""
+"""Training state: parameters, optimizer state and step."""
 
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -15,11 +15,11 @@ from models.names import Adapters, Array, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters and the optimiser's state; donated to each update, which replaces it."""
+    """Parameters and the optimizer's state; donated to each update, which replaces it."""
 
     params: Params | Adapters  # that are trained
     opt_state: PyTree
-    step: Int[Array, ""]  # optimiser steps taken
+    step: Int[Array, ""]  # optimizer steps taken
     num_skipped: Int[Array, ""]  # updates in a row that were not finite
     extra: dict[str, PyTree] = field(default_factory=dict)  # arrays that live across steps: saved, no part of updates
 

@@ -168,6 +168,6 @@ def main(_):
 if __name__ == "__main__":
     FLAGS = flags.FLAGS
     flags.DEFINE_string("out", str(MODELS / "tiny"), "folder to write")
-    flags.DEFINE_integer("steps", STEPS, "optimiser steps")
+    flags.DEFINE_integer("steps", STEPS, "optimizer steps")
     flags.DEFINE_integer("seed", 0, "of the initial parameters")
     app.run(main)

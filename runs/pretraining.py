@@ -117,7 +117,7 @@ def make_batches(write: WriteDocuments, start: int) -> Iterator[TokenRows]:
 
 
 class TrainState(NamedTuple):
-    """Parameters and optimiser state."""
+    """Parameters and optimizer state."""
 
     params: Params
     opt_state: optax.OptState
@@ -177,7 +177,7 @@ def train_step(
     tokens: Int[Array, "B T"],
     weights: Float[Array, "B T"],
 ) -> tuple[TrainState, Metrics]:
-    """Makes one optimiser step; also returns the loss and the share of right key tokens."""
+    """Makes one optimizer step; also returns the loss and the share of right key tokens."""
     gradient = jax.value_and_grad(loss, has_aux=True)
     metrics, grads = gradient(state.params, tokens, weights)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

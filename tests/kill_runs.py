@@ -2,7 +2,7 @@
 
     python tests/kill_runs.py --kills 10 --seed 0     # minutes; core/run/test_resume.py does the same with fewer kills
 
-Metrics but for times, parameters and optimiser state must be equal to the last bit; with the last tries on four devices
+Metrics but for times, parameters and optimizer state must be equal to the last bit; with the last tries on four devices
 (--mesh fsdp=4), but for rounding.
 """
 
@@ -81,7 +81,7 @@ def reached(folder: Path) -> int:
 
 
 def checksum(folder: Path, step: int) -> int:
-    """That of the training state: all bits of parameters and optimiser, and the progress."""
+    """That of the training state: all bits of parameters and optimizer, and the progress."""
     (file,) = (path for path in (folder / "state" / str(step) / "progress").iterdir() if path.name == "metadata")
     return json.loads(file.read_text())["checksum"]
 

@@ -262,7 +262,7 @@ class Wrapped:
 
 
 class Lake:
-    """Gymnasium: numbered actions, and a board in colours."""
+    """Gymnasium: numbered actions, and a board in colors."""
 
     action_space = SimpleNamespace(
         n=np.int64(3),

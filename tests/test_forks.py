@@ -159,7 +159,7 @@ def margin(run: Outcome) -> None:
 
 
 def temperatures(run: Outcome) -> None:
-    """Sampler, trainer and a softmax in float64 agree on each row, and no row has the temperature of its neighbours."""
+    """Sampler, trainer and a softmax in float64 agree on each row, and no row has the temperature of its neighbors."""
     arrays = run.arrays(1)
     mask, drawn = arrays["mask"], arrays["logprobs"]
     own = np.resize([1.0, 1.3], len(mask))[:, None, None]

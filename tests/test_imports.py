@@ -266,7 +266,7 @@ for name, path in json.loads(FILES):
     if "absl.flags" in sys.modules and sys.modules["absl.flags"].FLAGS.is_parsed():
         faults[name] = "parses flags"
     if "jax._src.xla_bridge" in sys.modules and sys.modules["jax._src.xla_bridge"]._backends:
-        faults[name] = "initialises a JAX backend"
+        faults[name] = "initializes a JAX backend"
         break
 print(json.dumps(faults))
 """

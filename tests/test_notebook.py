@@ -74,6 +74,6 @@ def test_the_notebook_runs_in_a_fresh_clone(tmp_path):
         if cell.cell_type == "code"
     }
     for name in ("demo", "own-reward", "own-loss"):
-        assert printed[name].find("Learnt: held-out correct answers went from") >= 0, printed[name]
+        assert printed[name].find("Learned: held-out correct answers went from") >= 0, printed[name]
     assert "this is a CPU" in printed["one-chip"]
     assert (tmp_path / "core/objectives.py").read_text() == (ROOT / "core/objectives.py").read_text()

@@ -159,7 +159,7 @@ COLUMNS, COLUMNS_OF_WIDTHS = 6, 2  # columns of rows for each packed token
 def choose_shapes(num_packed: int, longest: int, most_rows: int, skips_padding: bool) -> tuple[MicrobatchShape, ...]:
     """Returns the shapes of micro-batches of `num_packed` tokens: all that a run compiles.
 
-    `longest`: most columns of a row; `most_rows`: of an optimiser batch on a shard. If attention skips what is behind a
+    `longest`: most columns of a row; `most_rows`: of an optimizer batch on a shard. If attention skips what is behind a
     row's end, all rows have one width, and a second shape has a quarter of the tokens, for what is left. Else there are
     three widths, longest first, whose padding attention computes.
     """

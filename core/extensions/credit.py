@@ -87,7 +87,7 @@ class ShapingConfig:
 def shape_advantages(
     advantages: Float[np.ndarray, "B C"], keep: Bool[np.ndarray, "B"], batch: Batch, config: ShapingConfig
 ) -> Float[np.ndarray, "B D"]:
-    """Returns advantages normalised over the batch, clipped and weighed as the settings say."""
+    """Returns advantages normalized over the batch, clipped and weighed as the settings say."""
     if config.do_global_normalization:
         is_per_token = advantages.shape[1] > 1
         counted = batch.mask if is_per_token else keep[:, None]

@@ -1,4 +1,4 @@
-"""The critic of PPO: generalised advantages from its values, and its loss. For --advantage gae.
+"""The critic of PPO: generalized advantages from its values, and its loss. For --advantage gae.
 
 N prompts, G rollouts of each, B = N G rows, T row length.
 """
@@ -31,10 +31,10 @@ class CriticConfig(ReferenceConfig):
 
 def gae(rewards: Float[np.ndarray, "N G"], batch: Batch, config: CriticConfig) -> np.ndarray:
     """Advantage of PPO, from the critic's values. Source: arXiv 1506.02438."""
-    return masked_whiten(generalised_advantages(batch, config), batch.mask)
+    return masked_whiten(generalized_advantages(batch, config), batch.mask)
 
 
-def generalised_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarray, "B T"]:
+def generalized_advantages(batch: Batch, config: CriticConfig) -> Float[np.ndarray, "B T"]:
     """Sums of temporal differences, discounted by gamma lambda a token; the reward comes with the last chosen token.
 
     In episodes each turn's reward comes with its own last token. Tokens that the policy did not choose are passed over.

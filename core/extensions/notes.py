@@ -1,4 +1,4 @@
-"""Notes that a run prints at its start: loss and advantage as resolved, optimiser, adapters, padding, --ahead."""
+"""Notes that a run prints at its start: loss and advantage as resolved, optimizer, adapters, padding, --ahead."""
 
 from collections.abc import Mapping
 
@@ -35,14 +35,14 @@ ADVANTAGES = {  # by --advantage; r: rewards
     "none": "0",
     "reinforce": "r",
     "batch_zscore": "(r - mean) / std of the batch",
-    "gae": "generalised, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch",
+    "gae": "generalized, gamma {config.gamma:g}, lambda {config.gae_lambda:g}, whitened over the batch",
     "turn_mean": "r - mean of the group's turns of this number, r = the rewards from the turn on",
     "turn_zscore": "(r - mean) / std of the group's turns of this number, r = the rewards from the turn on",
 }
 
 
 def training_notes(config: Config, learner: Learner, params: Params | Adapters) -> list[str]:
-    """Returns a line for each decision about memory, loss, optimiser and rollouts."""
+    """Returns a line for each decision about memory, loss, optimizer and rollouts."""
     notes = (
         *learner.notes,
         describe_objective(config.objective),
@@ -58,7 +58,7 @@ def training_notes(config: Config, learner: Learner, params: Params | Adapters) 
 
 def describe_objective(config: ObjectiveConfig) -> str:
     """Returns the resolved objective in one line."""
-    text = f"minimise {config.loss_normalization} of {formula_of(config.objective, LOSSES, config)}"
+    text = f"minimize {config.loss_normalization} of {formula_of(config.objective, LOSSES, config)}"
     if config.objective == "gspo" and config.loss_normalization != "sequence_mean":
         text += " (GSPO is that of sequence_mean only)"
     if config.importance_correction == "truncate":
@@ -81,7 +81,7 @@ def describe_objective(config: ObjectiveConfig) -> str:
         text += f"; r = reward - {config.kl_coef:g} log(p / p_ref)"
     text += f"; A = {formula_of(config.advantage, ADVANTAGES, config)}"
     if config.do_global_normalization:
-        text += ", normalised over the batch"
+        text += ", normalized over the batch"
     if config.do_clip_advantages:
         text += ", 0 where negative"
     if config.negative_advantage_multiplier != 1:

@@ -28,7 +28,7 @@ class PlayedConfig(EnvConfig):
 
 @dataclass(frozen=True)
 class SftOptimizerConfig(OptimizerConfig):
-    """Optimiser of supervised fine-tuning."""
+    """Optimizer of supervised fine-tuning."""
 
     lr: float = 2e-5
     lr_schedule: str = "linear"

@@ -204,7 +204,7 @@ class TaughtLearner(Learner):
         return {COEFFICIENTS: coefficients, LOGPROBS if options.distill == SAMPLED else TEACHER: said}
 
     def update(self, state: TrainState, minibatch: Batch, fraction_done: float) -> tuple[TrainState, Update]:
-        """Makes one optimiser step: see `Learner.update`. Advantages are whitened by now; what is added is not."""
+        """Makes one optimizer step: see `Learner.update`. Advantages are whitened by now; what is added is not."""
         if self.config.distill.distill == SAMPLED:
             old = minibatch.sample_logprobs if minibatch.old_logprobs is None else minibatch.old_logprobs
             gain = minibatch.extras[COEFFICIENTS][:, None] * (minibatch.extras[LOGPROBS] - old)
@@ -420,7 +420,7 @@ def make_prefix(text: str, tokenizer: Tokenizer, worker: RolloutWorker) -> Prefi
 
 
 def describe(config: Config, model: Decoder, prefix: Prefix, num_columns: int) -> str:
-    """Returns in one line who teaches, what is minimised, and what waits on the host."""
+    """Returns in one line who teaches, what is minimized, and what waits on the host."""
     options = config.distill
     who = f"{options.teacher}, {model.num_parameters:,} parameters"
     if options.teacher_decay:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from core.records import Batch, token_mean
 from models.names import Array
 
-LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centres of the histogram of log ratios, from which a quantile is read
+LOG_RATIOS = np.linspace(-1.0, 1.0, 201)  # centers of the histogram of log ratios, from which a quantile is read
 
 
 def ratio_metrics(logprobs: Float[Array, "B T"], batch: Batch) -> dict[str, Array]:
@@ -55,7 +55,7 @@ def histogram(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float
 
 
 def reduce_metrics(parts: Sequence[dict[str, Array]]) -> dict[str, float | np.ndarray]:
-    """Returns the metrics of an optimiser batch from those of its micro-batches, as their names say: see `policy_loss`.
+    """Returns the metrics of an optimizer batch from those of its micro-batches, as their names say: see `policy_loss`.
 
     Tests compare them for micro-batches of other sizes: a metric that is a mean of a micro-batch fails there.
     """

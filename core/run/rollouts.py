@@ -14,7 +14,7 @@ from models.tokenizer import Tokenizer
 from utils.evaluation.tables import Result
 from utils.metrics.jsonl import JSON, JSONRow
 
-NUM_GROUPS = 2  # whose rows hold what report.html colours, since it is long
+NUM_GROUPS = 2  # whose rows hold what report.html colors, since it is long
 MAX_TOKENS_OF_A_CHARACTER = 8  # more that do not end in a whole one are wrong bytes
 
 
@@ -23,7 +23,7 @@ def rollout_rows(
 ) -> list[JSONRow]:
     """Returns the fields of each rollout in rollouts/step_N.jsonl.
 
-    Rows of the first `num_groups` also hold what report.html colours: prompt, tokens and their log-probabilities, and
+    Rows of the first `num_groups` also hold what report.html colors: prompt, tokens and their log-probabilities, and
     for rows of `batch` their advantages and what else it knows of them.
     """
     completions = episodes.completions
@@ -57,7 +57,7 @@ def rollout_arrays(episodes: Episodes, group_size: int) -> dict[str, np.ndarray]
     failed          bool [B]        the reward failed: its scores are 0 and mean nothing
     tasks, groups   int32 [B]       number of the problem; rollouts of one prompt share the number of their group
     positions       int64 [B]       of the groups in the run, which their draws depend on: see core/replay.py
-    returns         float32 [B]     what training maximises; scores/NAME: each part of it: see `score_arrays`
+    returns         float32 [B]     what training maximizes; scores/NAME: each part of it: see `score_arrays`
     """
     completions = episodes.completions
     num_rows = len(episodes.texts)

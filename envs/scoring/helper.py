@@ -91,7 +91,7 @@ class Group(NamedTuple):
 
 
 Job = tuple[int, str | Turns | Group]  # number of the problem, and its reply, replies, or those of an episode
-Rewards = dict[str, float]  # by name; "return" is what training maximises
+Rewards = dict[str, float]  # by name; "return" is what training maximizes
 
 
 EpisodeKey = tuple[int, int]  # problem and seed

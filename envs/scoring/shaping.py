@@ -10,7 +10,7 @@ from utils.settings.options import option
 
 Lengths = Int[np.ndarray, "B"]  # of completions, tokens
 Rewards = Float[np.ndarray, "B"]
-Scores = dict[str, Rewards]  # by name; "return" is what training maximises
+Scores = dict[str, Rewards]  # by name; "return" is what training maximizes
 
 
 @dataclass(frozen=True)

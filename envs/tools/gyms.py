@@ -52,7 +52,7 @@ class TextArena:
 class Numbered:
     """Gymnasium with numbered actions: the last number of a reply is the action.
 
-    An observation is the text of `render` where that is one, with colours in brackets, behind their codes.
+    An observation is the text of `render` where that is one, with colors in brackets, behind their codes.
     """
 
     def __init__(self, environment: Any):

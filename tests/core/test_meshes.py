@@ -403,7 +403,7 @@ def test_copies_stand_on_slices():
             devices,
         )
     )
-    assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbours first"
+    assert [len(set(part)) for part in slices.reshape(4, 4)] == [1] * 4, "neighbors first"
     with pytest.raises(ValueError, match="--mesh .* multiple of the 4 slices"):
         arrange_devices({"data": 2, "fsdp": 2, "tp": 2}, devices)
 

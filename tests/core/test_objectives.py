@@ -17,7 +17,7 @@ import pytest
 from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
 from core.config import Config
 from core.extensions import notes
-from core.extensions.critic import generalised_advantages, value_loss
+from core.extensions.critic import generalized_advantages, value_loss
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
 from core.objectives import OBJECTIVES, policy_loss, set_loss_denominators
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of 
 
 N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
 B = N * G
-ROLLOUTS = B + 4  # of a full optimiser batch: some have left it
+ROLLOUTS = B + 4  # of a full optimizer batch: some have left it
 SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of the ratio, relative to it
 CHOICES = {
     name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"]
@@ -294,7 +294,7 @@ def oracle_importance(batch: Batch, i: int, t: int, config: ObjectiveConfig) -> 
 
 
 def oracle_loss(new, frozen, entropy, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
-    """What each token adds to the loss of a whole optimiser batch."""
+    """What each token adds to the loss of a whole optimizer batch."""
     num_rows, num_tokens = len(new), int(batch.mask.sum())
     out = oracle_policy(new, frozen, a, batch, config)
     for i, t in np.argwhere(batch.mask):
@@ -568,7 +568,7 @@ def test_advantages(advantage, flags):
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (1.0, 1.0), (0.9, 0.8), (0.7, 0.0)])
 @pytest.mark.parametrize("kl", ["no KL", "KL in the reward"])
-def test_generalised_advantages(gamma, gae_lambda, kl):
+def test_generalized_advantages(gamma, gae_lambda, kl):
     """Of single replies, and of episodes that are rewarded on the way."""
     config = ObjectiveConfig(
         advantage="gae",
@@ -580,7 +580,7 @@ def test_generalised_advantages(gamma, gae_lambda, kl):
     rng = np.random.default_rng(5)
     rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
     for case in (batch, replace(batch, token_rewards=rewards)):
-        assert_close(generalised_advantages(case, config), oracle_gae(case, config), 4 * T, SURPRISE)
+        assert_close(generalized_advantages(case, config), oracle_gae(case, config), 4 * T, SURPRISE)
 
 
 def in_sequence(*parts: float) -> np.float32:
@@ -603,7 +603,7 @@ NEARLY_EQUAL = {  # rewards whose float32 deviation is above 0 on some backends,
 )
 @pytest.mark.parametrize("advantage", [name for name in CHOICES["advantage"] if name not in NOT_RELATIVE])
 def test_equal_rewards_carry_no_signal(advantage, flags):
-    """Nor do they reach the advantages of other groups through the normalisation over the batch."""
+    """Nor do they reach the advantages of other groups through the normalization over the batch."""
     if advantage in REFUSES_NORMALIZATION and "do_global_normalization" in flags:
         return
     if advantage == "best_k" and "do_group_filter" in flags:
@@ -899,7 +899,7 @@ FORMULAS = {  # clip to [0.8, 1.28], dual clip 3
     "reinforce++_baseline": "r - mean of the group, whitened over the tokens of the batch",
     "batch_zscore": "(r - mean) / std of the batch",
     "best_k": "1 for the 2 best of the group, the others are dropped",
-    "gae": "generalised, gamma 1, lambda 0.95, whitened over the batch; values move by at most 0.2",
+    "gae": "generalized, gamma 1, lambda 0.95, whitened over the batch; values move by at most 0.2",
 }
 
 
@@ -911,7 +911,7 @@ def test_the_description_is_the_formula_and_nothing_that_is_not_read(objective, 
         config = ObjectiveConfig(
             objective, 0.2, 0.28, 3.0, advantage=advantage, loss_normalization=normalization, entropy_coef=0.0
         )
-        assert describe_objective(config) == f"minimise {normalization} of {FORMULAS[objective]}{warning}; A = {A}"
+        assert describe_objective(config) == f"minimize {normalization} of {FORMULAS[objective]}{warning}; A = {A}"
 
 
 @pytest.mark.parametrize(
@@ -938,7 +938,7 @@ def test_the_description_names_what_is_added(flags, words):
         "entropy_coef": 0.0,
     } | flags
     description = describe_objective(ObjectiveConfig(**flags))
-    assert description == f"minimise token_mean of -A log p{words}; A = r - mean of the group"
+    assert description == f"minimize token_mean of -A log p{words}; A = r - mean of the group"
 
 
 def test_every_row_of_the_tables_has_a_formula():
@@ -953,7 +953,7 @@ def test_the_description_names_what_is_done_to_advantages():
         do_clip_advantages=True,
         negative_advantage_multiplier=0.5,
     )
-    words = "; A = r - mean of the group, normalised over the batch, 0 where negative, times 0.5 where negative"
+    words = "; A = r - mean of the group, normalized over the batch, 0 where negative, times 0.5 where negative"
     assert describe_objective(config).endswith(words)
 
 
@@ -1051,9 +1051,9 @@ def test_turns_are_compared_by_their_rewards_to_go(advantage):
         group = range(row // 4 * 4, row // 4 * 4 + 4)
         for number in range(len(lengths[row])):
             others = np.array([to_go[i][number] for i in group if len(to_go[i]) > number and i != 5])
-            centred = to_go[row][number] - others.mean()
+            centered = to_go[row][number] - others.mean()
             spread = others.std() if others.std() > 0 else 1.0
-            expected = {"turn_mean": centred, "turn_zscore": centred / spread}[advantage]
+            expected = {"turn_mean": centered, "turn_zscore": centered / spread}[advantage]
             np.testing.assert_allclose(advantages[turn_of[row] == number], expected, rtol=1e-5, atol=1e-6)
         assert not advantages[turn_of[row] < 0].any()
 

@@ -110,7 +110,7 @@ def test_a_long_prompt_that_the_sample_missed_is_named_by_its_problem():
         worker.play({}, np.array([0, 9]), 2, jax.random.key(0), positions=np.array([100, 101]))
 
 
-HOSTILE = "\x1b]52;c;cm0=\x07a\x1b]0;title\x07b\x1b[2Jc\u202ed\x9b31me"  # clipboard, title, screen, direction, colour
+HOSTILE = "\x1b]52;c;cm0=\x07a\x1b]0;title\x07b\x1b[2Jc\u202ed\x9b31me"  # clipboard, title, screen, direction, color
 
 
 class Hostile(Rows):

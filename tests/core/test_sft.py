@@ -451,7 +451,7 @@ def test_the_verdict_of_a_loss_is_that_lower_is_better():
     lost = text(2, 1, 1.9)
     worse = text(1, 1.5, 2)
     assert better["kind"] == "better"
-    assert "Learnt: the loss of held-out replies went from 2 at" in better["text"]
+    assert "Learned: the loss of held-out replies went from 2 at" in better["text"]
     assert lost["kind"] == "worse"
     assert "lost again: " in lost["text"]
     assert "best score was 1 at step 10" in lost["text"]
@@ -489,7 +489,7 @@ def test_example_of_the_docs_ends_in_what_they_say(tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    verdict = r"^Learnt: held-out correct answers went from ([\d.]+)% .* to ([\d.]+)%"
+    verdict = r"^Learned: held-out correct answers went from ([\d.]+)% .* to ([\d.]+)%"
     verdicts = re.findall(verdict, done.stdout, re.MULTILINE)
     (before, after), (start, end) = [tuple(map(float, pair)) for pair in verdicts]
     assert before == 0

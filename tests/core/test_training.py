@@ -440,7 +440,7 @@ def test_the_kl_is_that_to_the_reference():
     assert_close(metrics["kl"], 0, 2, size=1)  # exp(-x) + x - 1
 
 
-# The optimiser
+# The optimizer
 
 
 def step(config: OptimizerConfig, gradient: float, model=MODEL) -> tuple[dict, dict]:
@@ -701,7 +701,7 @@ def test_episodes_mark_the_rows_whose_scoring_failed(monkeypatch):
 
 
 def test_a_failed_grader_is_no_reward_of_zero():
-    """The sample is not learnt from, and a group with fewer than two graded samples is replaced by another one."""
+    """The sample is not learned from, and a group with fewer than two graded samples is replaced by another one."""
 
     def request_outcomes(self, jobs):
         scores = HereScorer.request_outcomes(self, jobs)
@@ -813,7 +813,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", slow("reinforce++", "ppo", "nanochat"))
 def test_presets_train(name, tmp_path):
-    """With a critic, with a reference, with another optimiser and truncated sampling; the model saved is the policy."""
+    """With a critic, with a reference, with another optimizer and truncated sampling; the model saved is the policy."""
     flags = (
         FLAGS
         | {
@@ -908,10 +908,10 @@ def check_arrays(arrays: Mapping[str, np.ndarray], rows: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
-def test_presets_are_valid_and_say_what_they_maximise(path, monkeypatch):
+def test_presets_are_valid_and_say_what_they_maximize(path, monkeypatch):
     monkeypatch.setattr(startup, "find_devices", lambda: [SimpleNamespace(device_kind="NVIDIA L4")])
     config = parse(Config, ["--config", str(path)])
-    assert describe_objective(config.objective).startswith("minimise ")
+    assert describe_objective(config.objective).startswith("minimize ")
 
 
 THEIRS = {  # policy-gradients' configs/grpo.yaml and ppo.yaml; Adam is torch's: betas 0.9, 0.999, no decay
@@ -974,7 +974,7 @@ MISTAKES = [
     ({"kl_coef": 0.1, "kl_estimator": "k1"}, "--kl_estimator k1 in the loss"),
     ({"do_group_normalization": 0, "advantage": "group_mean"}, "contradicts --advantage group_mean"),
     ({"env_name": "cuntdown"}, "there is no environment 'cuntdown' (did you mean countdown?): choose one of countdown"),
-    ({"env_options": "colour=red"}, "no option 'colour'"),
+    ({"env_options": "color=red"}, "no option 'color'"),
     ({"model_dir": "/nowhere/model"}, "there is no folder /nowhere/model"),
     ({"num_generation_tokens": -5}, "--num_generation_tokens must be at least 1"),
     ({"test_env_name": "countdown-tset"}, "did you mean countdown-test?"),

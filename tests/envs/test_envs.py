@@ -461,7 +461,7 @@ def test_other_columns_separators_and_encodings_come_with_their_remedy(tmp_path,
         {"messages": [{"role": "user", "content": "What?"}], "answer": "5"},
     ],
 )
-def test_usual_names_of_columns_are_recognised(tmp_path, row):
+def test_usual_names_of_columns_are_recognized(tmp_path, row):
     env = envs.make_env("dataset", **write(tmp_path / "rows.jsonl", json.dumps(row)))
     problem = env.problem(0)
     assert problem.messages == [{"role": "user", "content": "What?"}]

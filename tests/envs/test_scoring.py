@@ -202,7 +202,7 @@ def test_a_reward_that_does_not_return_is_killed(scorer, text):
     scores, counts = scorer.score_replies(range(40), ["ok"] * 20 + [text] + ["ok"] * 19)
     failed = [i for i, score in enumerate(scores) if score is None]
     blames_another = text.startswith("place") and text.endswith(" 0")  # a place in the chunk
-    assert len(failed) == 1 and (blames_another or failed == [20]), "its neighbours keep their scores"
+    assert len(failed) == 1 and (blames_another or failed == [20]), "its neighbors keep their scores"
     assert sum(counts.values()) == 1
     assert counts["reward_timeouts"] == 1 or text == "messages without end"
     assert time.monotonic() - start < 20

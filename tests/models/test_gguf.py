@@ -121,7 +121,7 @@ def test_a_converted_file_has_the_logits_of_the_folder_it_was_made_from(name, tm
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.encode("!(1")) == ["!(", "1"]
 
 
-def test_the_factors_of_llama_31_are_recognised(tmp_path):
+def test_the_factors_of_llama_31_are_recognized(tmp_path):
     def edit(writer) -> None:
         with_metadata("llama.rope.freq_base", 5e5, "FLOAT32")(writer)
         writer.add_tensor("rope_freqs.weight", rope_factors(8, 5e5, 32.0, 8192))
@@ -133,8 +133,8 @@ def test_the_factors_of_llama_31_are_recognised(tmp_path):
 
 
 @pytest.mark.parametrize("quantization, error", [("Q8_0", 1 / 127), ("BF16", 2**-8)])
-def test_quantised_matrices_become_the_numbers_that_they_stand_for(quantization, error, tmp_path):
-    """Within the distance of two neighbouring numbers, as a share of the largest one of a block."""
+def test_quantized_matrices_become_the_numbers_that_they_stand_for(quantization, error, tmp_path):
+    """Within the distance of two neighboring numbers, as a share of the largest one of a block."""
     file = write_gguf(tmp_path / "model.gguf", "qwen3-tied", quantization=quantization)
     gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
     original = load_file(FIXTURES / "qwen3-tied" / "model.safetensors")

@@ -201,7 +201,7 @@ def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_the_backward_pass_reads_the_parameters_themselves(remat):
-    """A layer that is selected outside of what is rematerialised would be kept: a copy of all parameters."""
+    """A layer that is selected outside of what is rematerialized would be kept: a copy of all parameters."""
     model = replace(MODEL, remat=remat)
     params = random_params(model)
     tokens = np.ones((3, 48), np.int32)  # not as many rows as layers

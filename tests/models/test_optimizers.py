@@ -1,4 +1,4 @@
-"""Optimisers against references in float64: Muon by the SVD, Adafactor and learning rates by their formulas.
+"""Optimizers against references in float64: Muon by the SVD, Adafactor and learning rates by their formulas.
 
 Letters: L layers, D width.
 """
@@ -186,7 +186,7 @@ def test_a_frozen_vocabulary_stays_as_it_is_and_norms_and_biases_do_not_decay(op
 
 
 def test_equal_settings_are_one_optimizer():
-    """An optimiser is a static argument of programs."""
+    """An optimizer is a static argument of programs."""
     first, again, other = (make_optimizer(OptimizerConfig(lr=lr)) for lr in (0.1, 0.1, 0.2))
     assert first is again is not other
 

@@ -123,7 +123,7 @@ def test_little_is_padding(rows, longest, most_rows, shards, skips_padding, num_
 def test_shapes_follow_from_limits():
     assert choose_shapes(16384, 656, 512, True) == ((146, 672, 16384), (73, 672, 4096))
     assert choose_shapes(1024, 224, 64, False) == ((9, 224, 1024), (16, 128, 1024), (32, 64, 1024))
-    assert choose_shapes(1024, 50, 4, False) == ((4, 64, 256),), "no more than an optimiser batch has"
+    assert choose_shapes(1024, 50, 4, False) == ((4, 64, 256),), "no more than an optimizer batch has"
     assert choose_shapes(100, 2000, 8, True) == ((1, 2016, 2016), (1, 2016, 512)), "any row fits"
     with pytest.raises(ValueError, match="a row has 57 tokens, more than the 32"):
         plan_microbatches(random_sizes(12), choose_shapes(64, 32, 4, True), 1)

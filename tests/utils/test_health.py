@@ -195,5 +195,5 @@ def test_a_failed_reward_alone_is_named(num_failed, names_it):
     }
     assert ("env/groups_without_signal" not in HealthChecks().find_warnings(1, metrics)) == names_it
     verdict = judge({name: (np.ones(1), np.array([value])) for name, value in metrics.items()})["text"]
-    expected = f"Nothing could be learnt: the reward failed for {num_failed} replies, see reward_failures.jsonl."
+    expected = f"Nothing could be learned: the reward failed for {num_failed} replies, see reward_failures.jsonl."
     assert (verdict == expected) == names_it

@@ -211,7 +211,7 @@ def test_model_text_cannot_speak_to_the_terminal(tmp_path, monkeypatch):
     assert len(shown) < 2000
 
 
-def test_colour_is_for_terminals(tmp_path, monkeypatch, capsys):
+def test_color_is_for_terminals(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     with Logger(tmp_path) as logger:
         logger.sample("step 1", "p", "c", 1.0)

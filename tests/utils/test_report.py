@@ -1,4 +1,4 @@
-"""report.html: what is embedded can break nothing and fits; a real browser draws, filters, colours, and runs nothing.
+"""report.html: what is embedded can break nothing and fits; a real browser draws, filters, colors, and runs nothing.
 
 The browser is a headless Chromium, with its chromedriver and selenium; where one is missing its tests are skipped.
 """
@@ -80,7 +80,7 @@ def row(i: int, group_size: int = 4, **fields) -> dict:
     return {"group": i // group_size, "task": 7, "text": text, "return": i / 10, "length": 3, "finished": True} | fields
 
 
-def coloured_row(i: int) -> dict:
+def colored_row(i: int) -> dict:
     lists = {
         "logprobs": [-2.0, -0.1, 0.0],
         "old_logprobs": [-1.9, -0.1, 0.0],
@@ -114,7 +114,7 @@ def test_a_run_ends_with_the_verdict_of_its_report(updates, env_name, tmp_path, 
         Run.print_summary(run, Progress(step=31), None)
     verdict, *lines = capsys.readouterr().out.splitlines()
     assert verdict == run_data("run", folder / "metrics.jsonl", 1000)["verdict"]["text"]
-    assert verdict.startswith("Learnt: the held-out return went from" if updates else "Nothing")
+    assert verdict.startswith("Learned: the held-out return went from" if updates else "Nothing")
     assert any("the saved model is base, unchanged" in line for line in lines) == (not updates)
     chat, both, *scores = lines[-3 if env_name else -2 :]
     assert chat.startswith("chat:")
@@ -200,11 +200,11 @@ def test_intervals_are_those_that_were_logged_and_stay_within_0_and_1(tmp_path):
 
 
 SCORES = {  # of evaluations: what the verdict says
-    "better": ([0.2, 0.4, 0.6, 0.8], "Learnt: ", None),
-    "flat at last": ([0.2, 0.8, 0.8, 0.8], "Learnt: ", None),
-    "same": ([0.5, 0.52, 0.5, 0.51], "Nothing learnt", 0),
+    "better": ([0.2, 0.4, 0.6, 0.8], "Learned: ", None),
+    "flat at last": ([0.2, 0.8, 0.8, 0.8], "Learned: ", None),
+    "same": ([0.5, 0.52, 0.5, 0.51], "Nothing learned", 0),
     "worse": ([0.5, 0.4, 0.1, 0.1], "Worse than before", None),
-    "lost again": ([0.2, 0.8, 0.7, 0.4], "Learnt, then lost again", None),
+    "lost again": ([0.2, 0.8, 0.7, 0.4], "Learned, then lost again", None),
 }
 
 
@@ -229,8 +229,8 @@ def test_the_verdict_compares_intervals(name):
         (1.0, (0.1, 0.1), 0.0, 1.0, "all rewards were equal (0.1 everywhere), so no update"),
         (1.0, (0.1, 0.2), 0.0, 0.0, "all rewards were equal, so no update"),
         (1.0, (0.5, 0.5), 1.0, 0.5, "were equal, so no update"),
-        (0.5, (0.1, 0.1), 0.2, 0.1, "Nothing learnt: no update"),
-        (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learnt: the limit of tokens cut all completions off, and no update"),
+        (0.5, (0.1, 0.1), 0.2, 0.1, "Nothing learned: no update"),
+        (0.5, (0.1, 0.1), 0.2, 0.0, "Nothing learned: the limit of tokens cut all completions off, and no update"),
     ],
 )
 def test_without_an_update_the_verdict_says_why(tmp_path, held_out, shares, rewards, spread, finished, reason):
@@ -318,9 +318,9 @@ def test_held_out_scores_of_the_same_problems_are_compared_in_pairs(tmp_path, nu
         (run / "rollouts" / "held_out_10.npz").write_bytes(b"PK\3\4")
     text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
     if num_tasks < 30 or is_damaged:
-        assert text.startswith("Nothing learnt")
+        assert text.startswith("Nothing learned")
         return
-    ends = re.search(r"Learnt: .* a change of 5.0 points \[(.*), (.*)\]", text).groups()
+    ends = re.search(r"Learned: .* a change of 5.0 points \[(.*), (.*)\]", text).groups()
     quantiles = binom.ppf([0.025, 0.975], num_tasks, 0.05) / num_tasks  # of how often the 10 gains of 1 are drawn
     np.testing.assert_allclose([float(end) for end in ends], 100 * quantiles, atol=0.51)
 
@@ -337,7 +337,7 @@ def test_one_comparison_in_pairs_makes_all_sentences(tmp_path):
             np.savez(run / "rollouts" / f"held_out_{step}.npz", **score_arrays(episodes))
             logger.log(step, mean_and_ci("test_env/correct_answer", x))
     text = run_data("run", run / "metrics.jsonl", 0)["verdict"]["text"]
-    assert text.startswith("Learnt: ")
+    assert text.startswith("Learned: ")
     assert "since step" not in text
 
 
@@ -366,7 +366,7 @@ def test_losses_of_the_same_held_out_rows_are_compared_in_pairs(tmp_path):
             np.savez(run / "rollouts" / f"held_out_rows_{step}.npz", **row_losses(logprobs, mask))
             logger.log(step, loss_metrics(logprobs, mask))
     verdict = run_data("run", run / "metrics.jsonl", 0)["verdict"]
-    ends = re.search(r"Learnt: .* a change of -0.\d+ \[(.*), (.*)\]", verdict["text"]).groups()
+    ends = re.search(r"Learned: .* a change of -0.\d+ \[(.*), (.*)\]", verdict["text"]).groups()
     drawn = rng.integers(60, size=(20_000, 60))
     gains = ((before - after) * mask).sum(axis=1)
     sizes = mask.sum(axis=1)
@@ -559,7 +559,7 @@ class Page:
     def texts(self, selector="#rollouts pre"):
         return self.run("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector)
 
-    def colours(self):
+    def colors(self):
         return self.run("return [...document.querySelectorAll('#rollouts pre span')].map(e => e.style.background)")
 
     def check(self):
@@ -602,21 +602,21 @@ def test_curves_are_drawn_and_runs_can_be_hidden(chromium, tmp_path):
         assert shown == [format_value(metric, value) for value in values]
 
 
-def test_filters_and_colours(chromium, tmp_path):
-    rollouts = {1: [row(i) for i in range(8)], 2: [coloured_row(i) for i in range(16)]}
+def test_filters_and_colors(chromium, tmp_path):
+    rollouts = {1: [row(i) for i in range(8)], 2: [colored_row(i) for i in range(16)]}
     page = Page(chromium, [write_run(tmp_path / "run", rollouts=rollouts)], tmp_path / "report.html")
     assert page.texts("#place") == ["1 to 2 of 2"], "the first and the last step, side by side"
     assert page.run("return [...document.querySelectorAll('#rollouts details')].every(prompt => prompt.open)")
-    assert "log-prob" in page.run("return document.getElementById('colour').value")
+    assert "log-prob" in page.run("return document.getElementById('color').value")
     page.choose("step", "2")
     assert len(page.texts()) == 20, "ten completions of the last step, and their prompts"
     assert page.texts()[:2] == ["<b>Count.</b>", "<think>0</think>"]
     page.run("document.getElementById('next').click()")
     assert page.texts("#place") == ["11 to 16 of 16"]
     seen = {}
-    for colour in ("advantage", "log-prob", "ratio", "entropy", ""):
-        page.choose("colour", colour)
-        seen[colour] = tuple(page.colours())
+    for color in ("advantage", "log-prob", "ratio", "entropy", ""):
+        page.choose("color", color)
+        seen[color] = tuple(page.colors())
         assert page.texts("#rollouts article:first-child > pre") == ["<think>10</think>"]
     assert len(set(seen.values())) == 4
     assert not any(seen[""])
@@ -732,7 +732,7 @@ def test_hostile_text_is_shown_as_text_and_nothing_runs(chromium, tmp_path):
     assert shown["emoji"] == "🙂" * 2000, "the beginning, until one asks for all"
     page.run("document.querySelector('#rollouts pre + button').click()")
     assert page.texts()[list(HOSTILE).index("emoji")] == LONG
-    page.choose("colour", "log-prob")
+    page.choose("color", "log-prob")
     page.run("document.getElementById('next').click()")
     assert page.texts("#place") == ["11 to 19 of 19"]
     page.check()
@@ -753,23 +753,23 @@ def test_100_000_rollouts_and_10_000_steps_open_at_once(chromium, tmp_path):
 
 
 PROVOKED = {  # held-out score and metrics of a step: the opening of the verdict, and of the first warning
-    "good": (lambda step: step / 40, lambda step: {}, "Learnt: ", None),
+    "good": (lambda step: step / 40, lambda step: {}, "Learned: ", None),
     "flat rewards": (
         lambda step: 0.0,
         lambda step: {"env/groups_without_signal": 1.0},
-        "Nothing learnt",
+        "Nothing learned",
         "step 1 100% of the groups have equal rewards",
     ),
     "collapse by a high rate": (
         lambda step: 1.0 if step == 10 else 0.1,
         lambda step: {"approx_kl": 1e-3 if step < 12 else 0.4},
-        "Learnt, then lost again",
+        "Learned, then lost again",
         "step 12 the policy moves by a KL of 0.4 within a step",
     ),
     "cut-off completions": (
         lambda step: 0.5,
         lambda step: {"env/finished": 1 - step / 40},
-        "Nothing learnt",
+        "Nothing learned",
         "step 21 only 48% of the completions end before the limit",
     ),
 }
@@ -806,7 +806,7 @@ def test_the_page_says_what_went_wrong_first_and_shows_it(chromium, tmp_path, na
 
 
 def test_a_page_of_40_steps_is_light_and_says_where_it_comes_from(chromium, tmp_path):
-    rows = [coloured_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
+    rows = [colored_row(i) | {"text": "word " * 300, "tokens": ["word "] * 300} for i in range(32)]
     run = write_run(tmp_path / "run", num_steps=40, rollouts=dict.fromkeys(range(1, 41), rows))
     (run / "config.json").write_text(
         json.dumps(

@@ -57,7 +57,7 @@ def fingerprint(state: PyTree) -> list[UInt[jax.Array | np.ndarray, ""]]:
     """Returns a number for each array; it changes with any bit, and is the same on every mesh.
 
     The sum, modulo 2^32, of all elements' bits mixed with their index: one wrong element always shows, more of them but
-    once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finaliser.
+    once in 4 billion. Source: the mixing of MurmurHash3's 32-bit finalizer.
     """
     arrays = jax.tree.leaves(host_views(in_memory(DEVICE, state, keep=True)))
     if all(isinstance(x, np.ndarray) for x in arrays):

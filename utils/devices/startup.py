@@ -262,7 +262,7 @@ def count_slices(devices: Sequence[jax.Device]) -> int:
 
 
 def arrange_devices(sizes: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns the devices in these sizes: slices along the first axis that they divide, neighbours along the last.
+    """Returns the devices in these sizes: slices along the first axis that they divide, neighbors along the last.
 
     Raises: UserError when an axis would have to cross slices unevenly.
     """

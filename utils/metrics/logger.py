@@ -155,13 +155,13 @@ class Logger(contextlib.AbstractContextManager):
 
     def sample(self, where: str, prompt: str, completion: str, reward: float) -> None:
         """Prints a rollout: where it was drawn, the prompt, the completion, and its reward."""
-        colour = "32" if reward > 0 else "31"
+        color = "32" if reward > 0 else "31"
         lines = [
             paint(f"--- {where}: prompt", "2"),
             printable(prompt),
             paint("--- completion", "2"),
             printable(completion),
-            paint(f"--- reward {float(reward):g}", colour),
+            paint(f"--- reward {float(reward):g}", color),
         ]
         print(*lines, sep="\n", flush=True)
 
@@ -242,10 +242,10 @@ def writable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def paint(text: str, colour: str) -> str:
-    """Returns text in an ANSI colour, where standard output is a terminal and NO_COLOR is not set."""
-    has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return f"\x1b[{colour}m{text}\x1b[0m" if has_colours else text
+def paint(text: str, color: str) -> str:
+    """Returns text in an ANSI color, where standard output is a terminal and NO_COLOR is not set."""
+    has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[{color}m{text}\x1b[0m" if has_colors else text
 
 
 class LossyWriter(io.FileIO):
@@ -290,10 +290,10 @@ def lossy_output() -> Iterator[None]:
         yield
 
 
-class LabelledOutput(io.TextIOBase):
+class LabeledOutput(io.TextIOBase):
     """Writes whole lines of threads, each behind the name of its thread where that is one of `names`.
 
-    It is no terminal, so that nothing is drawn or coloured, and has no descriptor.
+    It is no terminal, so that nothing is drawn or colored, and has no descriptor.
     """
 
     def __init__(self, stream: TextIO, names: Container[str]):
@@ -317,9 +317,9 @@ class LabelledOutput(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def labelled_output(names: Container[str]) -> Iterator[None]:
-    """Labels the lines of threads with these names inside: see LabelledOutput."""
+def labeled_output(names: Container[str]) -> Iterator[None]:
+    """Labels the lines of threads with these names inside: see LabeledOutput."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(LabelledOutput(sys.stdout, names)))
-        stack.enter_context(contextlib.redirect_stderr(LabelledOutput(sys.stderr, names)))
+        stack.enter_context(contextlib.redirect_stdout(LabeledOutput(sys.stdout, names)))
+        stack.enter_context(contextlib.redirect_stderr(LabeledOutput(sys.stderr, names)))
         yield

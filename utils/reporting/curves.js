@@ -79,19 +79,19 @@ function axes(scales, format) {
 }
 
 /** A curve: dots with intervals for held-out scores, else a pale line under its running mean. */
-function curveShapes({ series, colour, isHeldOut, dash }, scales) {
+function curveShapes({ series, color, isHeldOut, dash }, scales) {
   const line = (ys, className) =>
-    shape("path", { class: className, d: linePath(series.x, ys, scales), style: `stroke: ${colour}`,
+    shape("path", { class: className, d: linePath(series.x, ys, scales), style: `stroke: ${color}`,
       ...(dash && { "stroke-dasharray": dash }) });
   if (!isHeldOut) return [line(series.y, "pale"), line(series.mean, "strong")];
   const points = series.x.map((x, i) => ({ x, y: series.y[i], low: series.low?.[i], high: series.high?.[i] }));
   const shown = points.filter(({ x, y }) => y != null && scales.isShown(x));
   const dots = shown.flatMap(({ x, y, low, high }) => {
     const cx = scales.x(x);
-    const dot = shape("circle", { cx, cy: scales.y(y), r: 3, style: `fill: ${colour}` });
+    const dot = shape("circle", { cx, cy: scales.y(y), r: 3, style: `fill: ${color}` });
     if (low == null || high == null) return [dot];
     const ends = { x1: cx, x2: cx, y1: scales.y(low), y2: scales.y(high) };
-    return [shape("line", { class: "interval", ...ends, style: `stroke: ${colour}` }), dot];
+    return [shape("line", { class: "interval", ...ends, style: `stroke: ${color}` }), dot];
   });
   return [line(series.y, "held-out"), ...dots];
 }
@@ -152,11 +152,11 @@ function drawPlot(element, curves, marks, format, redrawAll) {
 }
 
 /** The value of a curve at a step, with its interval and its name; null where it has none. */
-function readValue({ series, name, colour }, step, format) {
+function readValue({ series, name, color }, step, format) {
   const i = series.x.indexOf(step);
   if (i < 0 || series.y[i] == null) return "";
   const interval = series.low?.[i] == null ? "" : ` [${format(series.low[i])}, ${format(series.high[i])}]`;
   const dot = make("span", { className: "dot" });
-  dot.style.background = colour;
+  dot.style.background = color;
   return make("div", {}, dot, `${name} ${format(series.y[i])}${interval}`);
 }

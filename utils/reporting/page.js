@@ -2,14 +2,14 @@
 // The page of report.html. Names, settings and completions are hostile: they become text nodes, never markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const { runs, panels, colours } = data;
+const { runs, panels, colors } = data;
 const hidden = new Set(); // numbers of the runs that the curves leave out
 const redraw = []; // functions that draw each panel anew
 const redrawAll = () => redraw.forEach((draw) => draw());
-/** A colour of the day, and a lighter one for the night. */
-const colourOf = (i) => {
-  const colour = colours[i % colours.length];
-  return `light-dark(${colour}, color-mix(in oklab, ${colour} 60%, white))`;
+/** A color of the day, and a lighter one for the night. */
+const colorOf = (i) => {
+  const color = colors[i % colors.length];
+  return `light-dark(${color}, color-mix(in oklab, ${color} 60%, white))`;
 };
 const find = (id) => document.getElementById(id);
 
@@ -77,7 +77,7 @@ function drawHeader() {
 
 const dot = (i) => {
   const element = make("span", { className: "dot" });
-  element.style.background = colourOf(i);
+  element.style.background = colorOf(i);
   return element;
 };
 
@@ -105,7 +105,7 @@ function change(series, unit) {
 
 const MANY = 12; // warnings of a run that are listed
 const SHOWS = { // what of the rollouts shows the reason of a warning
-  "env/finished": { order: "-length" }, "env/groups_without_signal": { order: "+return" }, entropy: { colour: "entropy" },
+  "env/finished": { order: "-length" }, "env/groups_without_signal": { order: "+return" }, entropy: { color: "entropy" },
 };
 
 const TASK = ["env_name", "env_options", "data_dir", "reward", "episode", "test_env_name", "test_env_options"];
@@ -215,27 +215,27 @@ function addPanel(panelOf, heading) {
   return draw;
 }
 
-/** What a panel shows: with one run a colour for each metric, with several one for each run. */
+/** What a panel shows: with one run a color for each metric, with several one for each run. */
 function curvesOf(panel) {
   const curves = [];
   runs.forEach((run, r) => Object.entries(panel.metrics).forEach(([metric, label], m) => {
     if (!run.metrics[metric] || hidden.has(r)) return;
     const one = runs.length === 1;
-    const isPair = Object.keys(panel.metrics).some(isHeldOut); // held out is dots: both may have one colour
-    const colour = colourOf(one ? (isPair ? 0 : m) : r);
+    const isPair = Object.keys(panel.metrics).some(isHeldOut); // held out is dots: both may have one color
+    const color = colorOf(one ? (isPair ? 0 : m) : r);
     const dash = one || isPair ? "" : DASHES[m % DASHES.length];
     const name = [one ? "" : visible(run.name), label].filter(Boolean).join(", ");
     const isShare = panel.unit === "%";
-    curves.push({ series: run.metrics[metric], metric, isHeldOut: isHeldOut(metric), isShare, label, name, colour, dash });
+    curves.push({ series: run.metrics[metric], metric, isHeldOut: isHeldOut(metric), isShare, label, name, color, dash });
   }));
   return curves;
 }
 
 /** The sign of a metric beside its name. */
-function keyOf({ label, isHeldOut, colour, dash }) {
+function keyOf({ label, isHeldOut, color, dash }) {
   const sign = make("i", { className: isHeldOut ? "held-out" : "" });
   sign.style.borderTop = `2px ${isHeldOut ? "dotted" : dash ? "dashed" : "solid"} currentColor`;
-  if (runs.length === 1) sign.style.color = colour;
+  if (runs.length === 1) sign.style.color = color;
   return make("span", {}, sign, label);
 }
 
@@ -250,8 +250,8 @@ const perToken = (row, name) =>
   Array.isArray(row[name]) && Array.isArray(row.tokens) && row[name].length === row.tokens.length ? row[name] : null;
 const scoreNames = (row) => Object.keys(row).filter((name) => !KNOWN.includes(name) && typeof row[name] === "number");
 
-// What colours tokens, blue above 0 and orange below; `reach` is where the scale ends (null: at the page's largest)
-const COLOURINGS = {
+// What colors tokens, blue above 0 and orange below; `reach` is where the scale ends (null: at the page's largest)
+const COLORINGS = {
   "log-prob": { label: "log-probability (nats)", reach: 2, values: (row) => perToken(row, "logprobs") },
   advantage: { label: "advantage", reach: null, values: (row) => perToken(row, "advantage") },
   ratio: { label: "log of the ratio trainer / sampler", reach: 0.5, values: logRatios },
@@ -287,7 +287,7 @@ function startRollouts() {
   find("filters").oninput = (event) => {
     if (event.target.id === "run") chooseRun();
     if (event.target.id === "step") listGroups();
-    if (event.target.id === "colour") find("raw").checked = true;
+    if (event.target.id === "color") find("raw").checked = true;
     else if (event.target.id !== "raw") filter();
     drawPage();
   };
@@ -306,7 +306,7 @@ function startRollouts() {
 const chosenRun = () => runs[+find("run").value];
 const PAIRS = "pairs"; // in the place of a step: rollouts of the first and the last one, side by side
 
-/** Shows rollouts of a step, in an order and a colour that the fields of `fields` name. */
+/** Shows rollouts of a step, in an order and a color that the fields of `fields` name. */
 function showRollouts(r, step, fields) {
   find("run").value = r;
   chooseRun();
@@ -328,9 +328,9 @@ function chooseRun() {
   const choices = [["all", ""], ...steps.map((step) => [step, step])];
   if (pairs.rows.length) choices.unshift(["first and last", PAIRS]);
   fillSelect(find("step"), choices, pairs.rows.length ? PAIRS : String(steps.at(-1)));
-  const names = Object.keys(COLOURINGS).filter((name) => rows.some((row) => COLOURINGS[name].values(row)));
+  const names = Object.keys(COLORINGS).filter((name) => rows.some((row) => COLORINGS[name].values(row)));
   const options = [["none", ""], ...names.map((name) => [name, name])];
-  fillSelect(find("colour"), options, find("colour").value || names[0]);
+  fillSelect(find("color"), options, find("color").value || names[0]);
   const scores = ["return", "length", "advantage", ...new Set([...pairs.rows, ...rows].flatMap(scoreNames))];
   const orders = scores.flatMap((name) =>
     [["-", "highest"], ["+", "lowest"]].map(([sign, end]) => [`${visible(name)}, ${end} first`, sign + name]));
@@ -368,15 +368,15 @@ function filter() {
 
 function drawPage() {
   const rows = state.rows.slice(state.page * PAGE, (state.page + 1) * PAGE);
-  const colouring = COLOURINGS[find("colour").value];
-  const values = rows.map((row) => colouring?.values(row) ?? null);
+  const coloring = COLORINGS[find("color").value];
+  const values = rows.map((row) => coloring?.values(row) ?? null);
   const most = (x, each) => (Number.isFinite(each) ? Math.max(x, Math.abs(each)) : x);
-  const reach = colouring?.reach ?? values.reduce((x, list) => (list ?? []).reduce(most, x), 0);
+  const reach = coloring?.reach ?? values.reduce((x, list) => (list ?? []).reduce(most, x), 0);
   find("rollouts").replaceChildren(...rows.flatMap((row, i) => [
     ...(row.change && row.change !== rows[i - 1]?.change ? [make("h3", {}, row.change)] : []),
     drawRow(row, values[i], reach),
   ]));
-  drawScale(rows.every(isTalk) ? null : colouring, reach);
+  drawScale(rows.every(isTalk) ? null : coloring, reach);
   const first = state.page * PAGE;
   const [from, to, of] = [first + 1, first + rows.length, state.rows.length].map((n) => n.toLocaleString("en"));
   find("place").textContent = rows.length ? `${from} to ${to} of ${of}` : "No rollout is like that.";
@@ -384,14 +384,14 @@ function drawPage() {
   find("next").disabled = first + PAGE >= state.rows.length;
 }
 
-function drawScale(colouring, reach) {
-  if (!colouring) return find("scale").replaceChildren();
+function drawScale(coloring, reach) {
+  if (!coloring) return find("scale").replaceChildren();
   const bar = make("i");
-  const name = find("colour").value;
+  const name = find("color").value;
   const [low, high] = name === "entropy" ? [0, reach] : name === "log-prob" ? [-reach, 0] : [-reach, reach];
   const stops = [low, (low + high) / 2, high].map((x) => shade(x, reach) || "transparent");
   bar.style.background = `linear-gradient(90deg, ${stops.join(", ")})`;
-  find("scale").replaceChildren(colouring.label, make("span", {}, short(low)), bar, make("span", {}, short(high)));
+  find("scale").replaceChildren(coloring.label, make("span", {}, short(low)), bar, make("span", {}, short(high)));
 }
 
 /** All held-out problems, gained ones first: how many of their completions were right at the first and last step. */
@@ -420,7 +420,7 @@ function drawStrip({ counts, steps }) {
   const sides = make("div", { className: "sides" }, ...steps.map((step) => make("span", {}, `step ${step}`)));
   const title = make("h3", {}, `${total.toLocaleString("en")} held-out problems`);
   const heading = make("div", { className: "heading" }, title, make("div", { className: "key" }, ...keys));
-  const note = make("p", { className: "note" }, "A column is a problem: full colour where all its completions are right.");
+  const note = make("p", { className: "note" }, "A column is a problem: full color where all its completions are right.");
   find("strip").replaceChildren(heading, make("div", { className: "strip" }, sides, picture), note);
 }
 
@@ -443,10 +443,10 @@ function drawRow(row, values, reach) {
   if (row.prompt) {
     card.append(make("details", { open: isPair }, make("summary", {}, "prompt"), box(visible(row.prompt))));
   }
-  const isColoured = !isTalk(row) && Array.isArray(row.tokens) && values?.length === row.tokens.length;
+  const isColored = !isTalk(row) && Array.isArray(row.tokens) && values?.length === row.tokens.length;
   const messages = Array.isArray(row.conversation) ? row.conversation : null;
-  const tokens = isColoured ? row.tokens : messages?.map((message) => `${message.content}\n`) ?? [row.text ?? ""];
-  const isSaid = isColoured ? row.drawn?.map((drawn) => !drawn) : messages?.map(({ role }) => role !== "assistant");
+  const tokens = isColored ? row.tokens : messages?.map((message) => `${message.content}\n`) ?? [row.text ?? ""];
+  const isSaid = isColored ? row.drawn?.map((drawn) => !drawn) : messages?.map(({ role }) => role !== "assistant");
   const body = box();
   const length = tokens.reduce((sum, token) => sum + String(token).length, 0);
   showTokens(body, row, tokens, isSaid, values, reach, SHOWN);

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from utils.files import read_arrays, replacing, skipping_damage
 from utils.metrics.jsonl import JSON, JSONRow, parse_json, read_lines
-from utils.reporting.plots import COLOURS, Curves, Interval, intervals, read_metrics, running_mean
+from utils.reporting.plots import COLORS, Curves, Interval, intervals, read_metrics, running_mean
 from utils.reporting.verdict import TaskMeans, TaskScores, judge, judge_seeds
 from utils.runs.origin import read_settings
 from utils.runs.segments import RunSegment, describe_segment, last_break, since
@@ -77,13 +77,13 @@ PANELS = (
     Panel(
         "Loss of written replies",
         "Nats per token of supervised fine-tuning: where the held-out loss rises while that of training falls, the "
-        "replies are learnt by heart, and fewer --num_epochs are better.",
+        "replies are learned by heart, and fewer --num_epochs are better.",
         {"test_data/loss": "held out", "data/loss": "training"},
     ),
     Panel(
         "Return",
         "The mean reward is what training raises, so watch it first; where it rises and the correct answers do not, "
-        "the model has learnt to please the reward.",
+        "the model has learned to please the reward.",
         {"test_env/return": "held out", "env/return": "training"},
     ),
     Panel(
@@ -457,7 +457,7 @@ def render_page(runs: Sequence[Mapping[str, JSON]], groups: Sequence[Mapping[str
         "script": script,
         "hashes": " ".join(hashes),
         "data": embed_json(
-            {"runs": runs, "groups": groups, "panels": panels, "colours": COLOURS, "drawn": time.time()}
+            {"runs": runs, "groups": groups, "panels": panels, "colors": COLORS, "drawn": time.time()}
         ),
     }
     template = (FOLDER / "template.html").read_text(encoding="utf-8")

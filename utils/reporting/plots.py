@@ -40,7 +40,7 @@ TITLES = {
     "env/finished": "Finished completions (share)",
 }
 SIDE = ("data/loss", "env/return", "env/length", "entropy", "grad_norm", "rollout/tokens_per_second", "env/finished")
-COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
+COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 
 Series = tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]  # steps, values
 Column = tuple["array[float]", "array[float]"]  # the same as they are read
@@ -123,7 +123,7 @@ def is_share(name: str) -> bool:
 
 
 def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:
-    """Draws one large panel for the score and small ones for other metrics; runs have colours, one alone a title.
+    """Draws one large panel for the score and small ones for other metrics; runs have colors, one alone a title.
 
     1200 x 600 pixels; panels of metrics that were never logged are left out.
     """
@@ -133,17 +133,17 @@ def plot_runs(runs: dict[str, Curves], out_png: str | Path) -> None:
     figure = make_figure(figsize=(12, 6), dpi=100)
     pairs = [(side[i], side[min(i + 1, len(side) - 1)]) for i in range(0, len(side), 2)]
     axes = figure.subplot_mosaic([["main", "main", *pair] for pair in pairs] or [["main"]])  # a row each
-    colours = itertools.cycle(COLOURS)
+    colors = itertools.cycle(COLORS)
     if len(runs) == 1:
         figure.suptitle(*runs, x=0.01, ha="left", fontsize=11, color="#6b7280")
     for label, run in runs.items():
-        colour = next(colours)
+        color = next(colors)
         names = {kind: f"{label} ({kind})" if len(runs) > 1 else kind for kind in ("training", "held out")}
-        plot_curve(axes["main"], run.get(training), colour, names["training"])
+        plot_curve(axes["main"], run.get(training), color, names["training"])
         if held_out in run:
-            plot_held_out(axes["main"], run, held_out, colour, names["held out"])
+            plot_held_out(axes["main"], run, held_out, color, names["held out"])
         for name in side:
-            plot_curve(axes[name], run.get(name), colour, label)
+            plot_curve(axes[name], run.get(name), color, label)
     for name, axis in axes.items():
         metric = held_out if name == "main" else name
         format_axis(axis, TITLES[metric])
@@ -166,13 +166,13 @@ def make_figure(**options: object) -> "matplotlib.figure.Figure":
     return Figure(layout="constrained", **options)
 
 
-def plot_held_out(axis: "matplotlib.axes.Axes", run: Curves, name: str, colour: str, label: str) -> None:
+def plot_held_out(axis: "matplotlib.axes.Axes", run: Curves, name: str, color: str, label: str) -> None:
     """Draws a held-out score as dots with bars, its 95% intervals."""
     steps, values = run[name]
     ends = intervals(run, name)
     lows, highs = np.array([ends.get(step, (np.nan, np.nan)) for step in steps]).T
     heights = np.maximum([values - lows, highs - values], 0.0)  # below 0 by rounding
-    axis.errorbar(steps, values, heights, color=colour, label=label, fmt="o:", ms=5, lw=1.5, capsize=3)
+    axis.errorbar(steps, values, heights, color=color, label=label, fmt="o:", ms=5, lw=1.5, capsize=3)
 
 
 def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
@@ -185,23 +185,23 @@ def format_axis(axis: "matplotlib.axes.Axes", title: str) -> None:
 
 
 def format_main_axis(axis: "matplotlib.axes.Axes", has_percents: bool) -> None:
-    """Sets the labels and the legend of the large panel, which has none with more runs than colours."""
+    """Sets the labels and the legend of the large panel, which has none with more runs than colors."""
     axis.set_xlabel("step")
     if has_percents:
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     handles, _ = axis.get_legend_handles_labels()
-    most_entries = 2 * len(COLOURS)
+    most_entries = 2 * len(COLORS)
     if 0 < len(handles) <= most_entries:
         axis.legend(loc="best", frameon=False, fontsize=9)
 
 
-def plot_curve(axis: "matplotlib.axes.Axes", series: Series | None, colour: str, label: str) -> None:
+def plot_curve(axis: "matplotlib.axes.Axes", series: Series | None, color: str, label: str) -> None:
     """Draws a metric of each step: pale as it is, and strong as a running mean."""
     if series is None:
         return
     steps, values = series
-    axis.plot(steps, values, color=colour, alpha=0.25, lw=1)
-    axis.plot(steps, running_mean(values), color=colour, lw=1.6, label=label)
+    axis.plot(steps, values, color=color, alpha=0.25, lw=1)
+    axis.plot(steps, running_mean(values), color=color, lw=1.6, label=label)
 
 
 def running_mean(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:

@@ -1,4 +1,4 @@
-"""Verdict on a run in words: what it has learnt and by how much, or since when nothing has changed.
+"""Verdict on a run in words: what it has learned and by how much, or since when nothing has changed.
 
 It compares held-out scores problem by problem (losses row by row), or by their 95% intervals where only their means are
 known; a run without any is judged by the returns of its training batches, blocks of steps in the place of evaluations.
@@ -93,17 +93,17 @@ def num_failed(run: Curves) -> float:
 def explain_no_update(run: Curves) -> str:
     """Returns why no step made an update, as far as the rewards tell."""
     if failed := num_failed(run):
-        return f"Nothing could be learnt: the reward failed for {failed:,.0f} replies, see reward_failures.jsonl."
+        return f"Nothing could be learned: the reward failed for {failed:,.0f} replies, see reward_failures.jsonl."
     shares, returns, spreads = (
         run.get(f"env/{name}", ((), np.zeros(1)))[1] for name in ("groups_without_signal", "return", "return_spread")
     )
     if not (shares == 1).all():
         _, finished = run.get("env/finished", ((), np.ones(1)))
         why = "" if finished.any() else "the limit of tokens cut all completions off, and "
-        return f"Nothing learnt: {why}no update was made."
+        return f"Nothing learned: {why}no update was made."
     spread = max(spreads.max(), np.ptp(returns)) if "env/return_spread" in run else None
     same = describe_same(float(returns[0]), spread)
-    return f"Nothing could be learnt: in all groups all rewards were equal{same}, so no update was made."
+    return f"Nothing could be learned: in all groups all rewards were equal{same}, so no update was made."
 
 
 def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
@@ -118,10 +118,10 @@ def judge_points(name: str, points: list[Point]) -> dict[str, JSON]:
         change = describe_change(name, first, last, ())
         return {"kind": "open", "text": f"No verdict: {change}, but nothing shows how much of it is chance. {MORE}"}
     kind = "better" if low > 0 else "worse" if high < 0 else "same"
-    opening = {"better": "Learnt", "worse": "Worse than before", "same": "Nothing learnt that can be shown"}[kind]
+    opening = {"better": "Learned", "worse": "Worse than before", "same": "Nothing learned that can be shown"}[kind]
     # The best of many is chosen by chance, too: by the wider interval.
     if kind != "worse" and min(sign * end for end in independent_difference(last, best)) > 0:
-        kind, opening = "worse", "Learnt, then lost again"
+        kind, opening = "worse", "Learned, then lost again"
     sentences = [f"{opening}: {describe_change(name, first, last, difference(first, last))}."]
     if kind == "worse" and best is not first:
         sentences.append(f"The best score was {format_value(name, best.value)} at step {best.step}.")

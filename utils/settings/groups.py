@@ -15,8 +15,8 @@ class UpdateConfig:
     max_resampling: float = option(
         4.0, "Most groups sampled in a step, those without signal included, as a multiple of --groups_per_batch"
     )
-    ppo_minibatch: int = option(64, "Rollouts of one optimiser step; 0: the whole batch")
-    ppo_epochs: int = option(1, "Passes of the optimiser over the batch of a step")
+    ppo_minibatch: int = option(64, "Rollouts of one optimizer step; 0: the whole batch")
+    ppo_epochs: int = option(1, "Passes of the optimizer over the batch of a step")
     target_kl: float = option(
         0.0, "Mean approx_kl of an epoch, nats per token, above which the step runs no further epoch; 0: all epochs run"
     )

@@ -49,7 +49,7 @@ def wholes(tmp_path_factory):
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """Equal metrics, but for times; equal bits of parameters, optimiser and weights of the next rollouts."""
+    """Equal metrics, but for times; equal bits of parameters, optimizer and weights of the next rollouts."""
     assert records(folder) == records(whole)
     assert checksum(folder, STEPS) == checksum(whole, STEPS)
 

@@ -73,7 +73,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """Equal metrics, but for times; equal bits of parameters and optimiser; one model card."""
+    """Equal metrics, but for times; equal bits of parameters and optimizer; one model card."""
     assert records(folder) == records(whole)
     card = (folder / f"step{STEPS}" / "README.md").read_text()
     assert card == (whole / f"step{STEPS}" / "README.md").read_text()
