@@ -17,7 +17,7 @@ REWARDS = ("reward", "reward_weights")  # options that every environment of one 
 HELD_OUT = ("test", "valid")  # splits besides "train", the ends of names
 # name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
 # that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems;
-# and with "-valid" where the class has such a split, for what is chosen by score, such as checkpoints and settings.
+# and with "-valid" if the class has such a split, for what is chosen by score, such as checkpoints and settings.
 ENVS = {
     "countdown": ("envs.countdown", "Countdown", {}),
     "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
@@ -103,7 +103,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def test_name(name: str) -> str:
-    """Returns the name of an environment's test split; its own where that is held out already."""
+    """Returns the name of an environment's test split; its own name if that is held out already."""
     base_name, split = split_name(name)
     return f"{base_name}-{split if split in HELD_OUT else 'test'}"
 
@@ -141,7 +141,7 @@ def parse_options(text: str, flag: str = "--env_options") -> Options:
 
 
 def parse_value(text: str) -> Value:
-    """Returns an int, else a float, else a bool (true, false), else the text as it is."""
+    """Returns an int, a float or a bool (true, false), the first that the text can be read as; otherwise the text."""
     for convert in (int, float):
         try:
             return convert(text)

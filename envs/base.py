@@ -22,7 +22,7 @@ class ForcedAnswer:
     opening: str = ""  # the end of the prompt, which the reply continues; it may have opened a think block
 
     def text_after(self, reply: str) -> str:
-        """Returns what to write after this reply, on a new line; empty where it has begun its answer."""
+        """Returns what to write after this reply, on a new line; empty if the reply has begun its answer."""
         text = self.opening + reply
         if any(sign in text for sign in self.signs):
             return ""
@@ -82,7 +82,7 @@ class Reply(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """Signs of a call of a tool; where the tokenizer has them as single tokens, the same text in pieces is no call."""
+    """Markers of a tool call. If the tokenizer has them as single tokens, only these tokens make a call."""
 
     opening: str
     closing: str
@@ -105,24 +105,24 @@ INLINE = "inline"  # role of a result that is written behind a call, between the
 class Step(NamedTuple):
     """Answer of an environment to a turn of the policy."""
 
-    messages: list[dict[str, str]]  # what it says, with roles as in a prompt; not read where the episode is done
+    messages: list[dict[str, str]]  # what it says, with roles as in a prompt; not read if the episode is done
     reward: float = 0.0  # for this turn; the return of an episode is the sum of its turns' rewards
     done: bool = False
     info: Mapping[str, float] = MappingProxyType({})  # to be logged, summed over turns; "correct_answer" is 1.0 or 0.0
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns a text of at most `limit` characters, and a note behind it where some are left out."""
+    """Returns a text of at most `limit` characters, and a note behind it if some are left out."""
     return text if len(text) <= limit else text[:limit] + f" ... (cut at {limit} of {len(text)} characters)"
 
 
 class Episode:
     """One conversation with the policy: a pure function of the problem, the seed and the replies so far.
 
-    It is played in a worker process, and played again from its first reply where that process is lost.
+    A worker process plays it. If that process dies, another one replays it from its first reply.
     """
 
-    opening: Sequence[Mapping[str, str]] = ()  # the prompt, where the environment `opens` its episodes
+    opening: Sequence[Mapping[str, str]] = ()  # the prompt, if the environment `opens` its episodes
 
     def step(self, reply: str) -> Step:
         """Returns what follows a turn of the policy. An exception ends the episode, which is not trained on."""
@@ -133,11 +133,11 @@ class Episode:
         return self.step(reply.text)
 
     def truncate(self) -> Step:
-        """Returns the reward that is left to give where a limit of turns or tokens ends the episode."""
+        """Returns the reward that is still due if a limit of turns or tokens ends the episode."""
         return Step([], done=True)
 
     def close(self) -> None:
-        """Frees what it holds, at its end and where it is given up."""
+        """Frees what the episode holds, at its end and if it is given up."""
 
 
 def limited(step: Step) -> Step:
@@ -160,20 +160,20 @@ class Env:
     environment from the same name and options: keep that quick.
     """
 
-    splits: tuple[str, ...] = ("train", "test")  # and "valid" where there is room for one
+    splits: tuple[str, ...] = ("train", "test")  # and "valid" if there is room for one
     num_tasks: int  # problems 0 .. num_tasks - 1
     is_generated: bool = False  # problems are made up by their number, not read from rows
-    num_eval_tasks: int = 512  # problems of an evaluation, where the settings leave it open; 0: all
+    num_eval_tasks: int = 512  # problems of an evaluation, if the settings do not name a number; 0: all
     tokens_per_action: int = 512  # default completion limit, tokens; of all turns and what is said between them
     max_turns: int = 1  # of the policy in an episode; 1: its only reply goes to `score`
-    tokens_per_turn: int = 0  # limit of a turn where there are several, tokens; 0: none
+    tokens_per_turn: int = 0  # limit of a turn, if there are several, in tokens; 0: none
     takes_ids: bool = False  # texts to grade carry their token ids: `Text`
     takes_groups: bool = False  # all replies to a problem are graded by one call: of `score_group`
     opens: bool = False  # episodes begin with words of their own: their `opening` is the prompt, not the problem
     dialect: str = ""  # of calls of tools, one of DIALECTS; empty: there are no tools
     force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
-    truncation_penalty: float = 0.0  # subtracted from a positive return where the token limit cut the reply off
-    form: str = "tags"  # in which answers stand: tags, boxed, hash or any; where to look for them, and what is forced
+    truncation_penalty: float = 0.0  # subtracted from a positive return of a truncated reply
+    form: str = "tags"  # form of answers: tags, boxed, hash or any; names where to look for them, and what is forced
     code: tuple[Path, ...] = ()  # files of the user's that it runs
     note: str = ""  # printed once at the start: facts on its rows, with "; " between
 
@@ -205,11 +205,11 @@ class Env:
         """Frees what it holds, at the end of its process."""
 
     def answer(self, text: str) -> str | None:
-        """Returns the answer that a reply gives, as it is written; None where it gives none."""
+        """Returns the answer that a reply gives, as it is written; None if it gives none."""
         return final_answer(text, self.form)
 
     def vote(self, text: str) -> str | None:
-        """Returns the answer that a reply gives in one spelling, for majorities; None where it gives none."""
+        """Returns the answer that a reply gives in one spelling, for majorities; None if it gives none."""
         answer = self.answer(text)
         return None if answer is None else one_spelling(answer)
 
@@ -218,12 +218,12 @@ class Env:
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
 
     def trials(self, problem: Problem, form: str) -> list[Trial]:
-        """Returns a reply in this form for each reference that replies are compared with; none where there is none."""
+        """Returns a reply in this form for each reference that replies are compared with; may be empty."""
         return []
 
 
 def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the form of answers that messages show, empty where they show none."""
+    """Returns the form of answers that messages show; empty if they show none."""
     text = "".join(message["content"] for message in messages)
     return next((form for form, start in ANSWER_STARTS.items() if start.strip(" {") in text), "")
 

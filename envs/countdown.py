@@ -81,8 +81,8 @@ class Countdown(Env):
     max_value: int = 1000  # of the intermediate results of a tree
     prompt: str = "full"
     partial: float = 0.1  # return of an answer that uses the numbers and misses the target
-    truncation_penalty: float = 0.05  # subtracted from a positive return where the token limit cut the reply off
-    num_tasks: int = 0  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer where fewer exist)
+    truncation_penalty: float = 0.05  # subtracted from a positive return of a truncated reply
+    num_tasks: int = 0  # 0: 100,000 to train on, 1024 to test on, 512 to validate on (fewer if fewer exist)
 
     def __post_init__(self):
         check_choice("prompt", self.prompt, PROMPTS)
@@ -137,7 +137,7 @@ class Countdown(Env):
         return values[0]
 
     def distinct_instances(self, num_instances: int) -> list[tuple[tuple[int, ...], int]]:
-        """Returns the first instances that differ in more than the order of numbers; fewer where fewer are drawn."""
+        """Returns the first instances that differ in more than the order of numbers; fewer if fewer are found."""
         instances = {}
         for numbers, target in map(self.instance, range(10 * num_instances)):
             key = (tuple(sorted(numbers)), target)
@@ -162,7 +162,7 @@ class Countdown(Env):
         """Returns the rewards, and three facts about the reply.
 
         "valid": the answer parses and uses the numbers. "steps": how many steps "a op b = c" are written down.
-        "arithmetic": the share of these that are right, 0.0 where there are none (a guess shows no arithmetic).
+        "arithmetic": the share of these that are right; 0.0 if there are none (a guess shows no arithmetic).
         """
         numbers, target = problem.answer
         answer = extract_answer(text) or ""
@@ -193,13 +193,12 @@ class Countdown(Env):
 class CountdownData(Countdown):
     """The same rewards on the problems of a data set, by default the one of TinyZero: 3 or 4 numbers, 490,000 rows.
 
-    Where a folder holds a file for testing, training leaves out every row with the numbers of a test problem; where it
-    does not, and on the hub, a fifth of all sets of numbers is kept for the test. A tenth of them is kept for the valid
-    split.
+    If a folder holds a file for testing, training leaves out every row with the numbers of a test problem. If it does
+    not, and on the hub, a fifth of all sets of numbers is kept for the test. A tenth is kept for the valid split.
     """
 
     is_generated = False
-    truncation_penalty = 0.0  # in place of the field of Countdown
+    truncation_penalty = 0.0  # replaces the field of Countdown
 
     def __init__(
         self,
@@ -240,8 +239,8 @@ def read_row(row: RawRow) -> Row:
 def chain_randomly(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, ...], int]:
     """Returns the numbers, in random order, and the result of an expression that goes over them from left to right.
 
-    Each step draws its operation. A division divides by one of the numbers still to come that leave no rest, which
-    then stands in the place of the next one; where none does, it is a subtraction.
+    Each step picks a random operation. For a division, one of the remaining numbers that divides the value exactly
+    replaces the next number; if there is none, the step subtracts.
     """
     numbers = list(numbers)
     value = numbers[0]
@@ -262,7 +261,7 @@ def chain_randomly(numbers: tuple[int, ...], rng: random.Random) -> tuple[tuple[
 
 
 def solve(numbers: tuple[int, ...], target: int) -> str | None:
-    """Returns an expression over all numbers that makes the target, by exhaustive search; None where there is none."""
+    """Returns an expression over all numbers that makes the target, by exhaustive search; None if there is none."""
     return _search([(Fraction(number), str(number)) for number in numbers], target, set())
 
 

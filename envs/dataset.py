@@ -65,7 +65,7 @@ class Dataset(Env):
         test_hub_split: str = "test",  # of test_path
         prompt: str = "",  # column, as all three with dots before nested names; "": prompt, question or messages
         answer: str = "",  # column; need not be there when a reward is given; "": answer, or verl's or Alpaca's
-        messages: str = "",  # column of a conversation, whose last reply is the answer where there is no other
+        messages: str = "",  # column of a conversation, whose last reply is the answer if there is no other
         form: str = "any",  # in which the answer stands: tags, boxed, hash or any
         reward: str = "",  # FILE.py:FUNCTION, or several with commas between
         reward_weights: str = "",  # of several
@@ -109,7 +109,7 @@ class Dataset(Env):
             self.takes_groups = self.rewards.takes_groups and not self.opens
             if self.opens and self.rewards.takes_groups:
                 self.note += "; episodes are graded one at a time: a reward that takes lists gets lists of one"
-            self.note += "; a reply is correct from a return of 1 on, where the reward has no part correct_answer"
+            self.note += "; a reply is correct from a return of 1 on, if the reward has no part correct_answer"
         self.num_tasks = len(self.rows)
 
     def load(self, source: Source, skip_bad_rows: bool) -> list[Row]:
@@ -118,7 +118,7 @@ class Dataset(Env):
         return rows
 
     def set_episodes(self, episode: str, max_turns: int, settings: ToolSettings) -> None:
-        """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError where it cannot be made."""
+        """Makes the rows episodes of the class that FILE.py:CLASS names. Raises UserError if it cannot be made."""
         if max_turns < 2:
             raise UserError(f"max_turns={max_turns} is too low for an episode: give 2 or more")
         named, *others = read_names(episode, "--episode", "class")
@@ -218,7 +218,7 @@ class Dataset(Env):
         return KeyColumns(self.find_prompt(row), self.answer_column)
 
     def references(self, problem: Problem) -> list[str]:
-        """Returns the answers that are right; none where those of a reward are no texts and numbers."""
+        """Returns the answers that are right; none if a reward's answers are neither texts nor numbers."""
         if not has_column(problem.answer, self.answer_column):
             return []
         try:
@@ -227,7 +227,7 @@ class Dataset(Env):
             return []
 
     def reference(self, problem: Problem) -> str:
-        """Returns the first of the answers that are right, "" where there is none."""
+        """Returns the first of the answers that are right, "" if there is none."""
         return next(iter(self.references(problem)), "")
 
     def examples(self, problem: Problem) -> dict[str, str]:

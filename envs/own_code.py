@@ -78,7 +78,7 @@ class Named(NamedTuple):
 def read_names(value: str, flag: str, kind: str) -> list[Named]:
     """Returns what FILE.py:NAME,NAME,OTHER.py:NAME names, in order: a name alone is one of the file before it.
 
-    Raises: UserError where a file is not there, or none of its names (of a `kind`: function or class) is given.
+    Raises: UserError if a file is not there, or none of its names (of a `kind`: function or class) is given.
     """
     found: list[Named] = []
     for item in map(str.strip, value.split(",")):
@@ -129,7 +129,7 @@ def defined_names(file: Path) -> list[str]:
 
 
 def parsed(file: Path) -> ast.AST | None:
-    """Returns the syntax of a file; None where it has none."""
+    """Returns the syntax of a file; None if it has none."""
     try:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -202,7 +202,7 @@ def variable_note(error: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Returns the module in a file; it is executed again where the file has changed."""
+    """Returns the module in a file; it is executed again if the file has changed."""
     name = f"{package_of(str(path.parent))}.{path.stem.replace('.', '_')}"
     if OwnLoader.loaded.get(name) == (str(path), path.stat().st_mtime_ns):
         return sys.modules[name]
@@ -263,7 +263,7 @@ def import_beside(
     fromlist: Sequence[str] = (),
     level: int = 0,
 ) -> ModuleType:
-    """Imports as `__import__` does, from the folder of a package where there is a module of this name."""
+    """Imports as `__import__` does, from the folder of a package if it has a module of this name."""
     first = name.partition(".")[0]
     if level or not is_beside(first, sys.modules[package].__path__):
         return builtins.__import__(name, globals, locals, fromlist, level)
@@ -272,7 +272,7 @@ def import_beside(
 
 
 def is_beside(name: str, folders: Sequence[str]) -> bool:
-    """True where a folder has a module of this name, and it is not the one that every import finds.
+    """True if a folder has a module of this name, and it is not the one that every import finds.
 
     A folder that is a package itself comes last: its own files import its modules by relative names.
     """

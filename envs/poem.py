@@ -13,7 +13,7 @@ SUBJECTS = Path(__file__).parent / "data" / "imagenet_labels.txt"
 
 
 class Poem(Env):
-    """Pays 1 for each character, up to `max_characters` where that is set. Every fifth subject is for the test split.
+    """Reward 1 for each character, up to `max_characters` if that is set. Every fifth subject is for the test split.
 
     `subjects_file`: a text file with one subject a line, in place of imagenet_labels.txt.
     """
@@ -36,7 +36,7 @@ class Poem(Env):
         return Problem([{"role": "user", "content": prompt}])
 
     def score(self, problem: Problem, text: str) -> dict[str, float]:
-        """Returns the rewards and the length; a poem of `max_characters` is correct, none where that is not set."""
+        """Returns the rewards and the length; a poem of `max_characters` is correct, and none if that is not set."""
         is_full = 0 < self.max_characters <= len(text)
         reward = float(self.max_characters if is_full else len(text))
         return {"return": reward, "correct_answer": float(is_full), "characters": float(len(text))}

@@ -36,7 +36,7 @@ def find_tasks(
 
 
 def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list[int]:
-    """Returns the tokens of prompts: of these tasks, else of all or of MAX_MEASURED spread over the environment."""
+    """Returns the tokens of prompts of these tasks; None: of all, or of MAX_MEASURED spread over the environment."""
     if tasks is None:
         count = min(MAX_MEASURED, env.num_tasks)
         indices = np.linspace(0, env.num_tasks - 1, count)
@@ -66,7 +66,7 @@ def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 
     Rows of files are all measured, whatever their number. Where problems are generated, of more than MAX_MADE_UP a
-    sample of them is measured first, and the others only where a part of the sample is too long.
+    sample of them is measured first, and the others only if a part of the sample is too long.
     """
     if env.is_generated and env.num_tasks > MAX_MADE_UP:
         sample = prompt_lengths(env, encode)
@@ -86,7 +86,7 @@ def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
 
 
 class TokenBound:
-    """An upper bound on the tokens of a prompt, in about 10 microseconds where tokenizing takes 400.
+    """An upper bound on the tokens of a prompt, in about 10 microseconds; tokenizing takes 400.
 
     Byte-level tokenizers split a text before each space and merge within these pieces only. So a text has at most the
     tokens of its pieces, each tokenized once at most. The chat template's own tokens are measured once, too. Messages

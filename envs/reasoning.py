@@ -26,7 +26,7 @@ from utils.settings.checks import load_yaml, read_text
 from utils.settings.errors import UserError, check_installed
 
 SPEC = re.compile(r"(\w+)(?:\*(\d*\.?\d+))?(?:\((.*)\))?")
-MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: draws of a question do not come back to where they were
+MAX_DRAWS, STRIDE = 1000, 1_000_003  # a prime: attempts for a question do not return to earlier ones
 SEED_OFFSETS = {"train": 0, "test": 2**30, "valid": 2**31}
 MADE_AT_ONCE = ("acre", "gsm_symbolic", "list_functions", "word_ladder")  # these make all their questions at the start
 

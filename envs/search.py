@@ -194,7 +194,7 @@ class Index:
 def read_corpus(path: Path) -> list[Passage]:
     """Returns the passages of a file: rows of JSONL, CSV or Parquet, or the lines of a text file.
 
-    Raises: UserError for a file that is not there, for a row without a text, and where there is no passage.
+    Raises: UserError for a file that is not there, for a row without a text, and if there is no passage.
     """
     if not path.is_file():
         raise UserError(f"corpus={path} names no file: correct the path")

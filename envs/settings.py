@@ -90,7 +90,7 @@ class EnvConfig:
 
     @property
     def flags(self) -> dict[str, Value]:
-        """Settings that are options of the environment, where they are set."""
+        """Settings that are options of the environment, if they are set."""
         names = (*FILES, "format_reward")
         flags = {name: getattr(self, name) for name in names}
         flags = {name: value for name, value in flags.items() if value}
@@ -289,7 +289,7 @@ def resolve_settings(
 
 
 def try_own_code(options: Options) -> None:
-    """Raises UserError where files of the user cannot be executed, or do not come back from it."""
+    """Raises UserError if files of the user cannot be executed, or do not return."""
     reward, episode = (str(options.get(name, "")) for name in ("reward", "episode"))
     if reward or episode:
         from envs.grading.functions import try_import
@@ -298,7 +298,7 @@ def try_own_code(options: Options) -> None:
 
 
 def forced_answer(env: Env) -> ForcedAnswer:
-    """Returns the beginning of an answer in the form of the environment, an empty one where it asks for no form.
+    """Returns the beginning of an answer in the environment's form; an empty one if its prompts ask for no form.
 
     In the form `any` a reply may give its answer in every form, and the one that the prompt shows is forced.
     """
@@ -310,7 +310,7 @@ def forced_answer(env: Env) -> ForcedAnswer:
 
 
 def check_files(config: EnvConfig, names: Iterable[str]) -> None:
-    """Raises UserError for a flag of FILES where none of the environments takes it."""
+    """Raises UserError for a flag of FILES that none of the environments takes."""
     for flag in FILES:
         is_taken = any(flag in option_names(name) for name in names)
         if getattr(config, flag) and not is_taken:

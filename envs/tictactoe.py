@@ -129,7 +129,7 @@ def final_reward(board: str) -> float | None:
 
 @cache
 def minimax_value(board: str, player: str) -> float:
-    """Returns the reward of x where both sides play perfectly and `player` is to move."""
+    """Returns the reward of x if both sides play perfectly and `player` is to move."""
     reward = final_reward(board)
     if reward is not None:
         return reward
@@ -138,7 +138,7 @@ def minimax_value(board: str, player: str) -> float:
 
 
 def move_value(board: str, cell: str, player: str) -> float:
-    """Returns the reward of x where `player` takes this cell and both sides play perfectly from then on."""
+    """Returns the reward of x if `player` takes this cell and both sides play perfectly from then on."""
     opponent = "o" if player == "x" else "x"
     return minimax_value(board.replace(cell, player), opponent)
 

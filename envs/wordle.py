@@ -108,7 +108,7 @@ def feedback(guess: str, word: str) -> str:
 
 
 def find_guess(text: str) -> str | None:
-    """Returns the last word of five letters from a to z in a text, in lower case; None where there is none."""
+    """Returns the last word of five letters from a to z in a text, in lower case; None if there is none."""
     words = WORD.findall(text.lower())
     return words[-1] if words else None
 

@@ -186,13 +186,13 @@ def default_dtype() -> str:
 
 
 def find_local(name: str | Path) -> Path | None:
-    """Returns the folder of that name in the working directory or the repository, None where there is none."""
+    """Returns the folder of that name in the working directory or the repository; None if there is none."""
     folders = Path(os.path.expanduser(name)), ROOT / name
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def find_model(path_or_hub_id: str | Path) -> Path:
-    """Returns the folder of that name, in the working directory or the repository, else that of a download.
+    """Returns the folder of that name, in the working directory or the repository, or of a download.
 
     Raises: UserError if there is neither.
     """
@@ -244,7 +244,7 @@ def resolve_model_dir(name: str) -> str:
 
 
 def tensor_shapes(model: Decoder) -> dict[str, Shape]:
-    """Returns name and shape of each tensor in the file, where neither layers nor experts are stacked."""
+    """Returns name and shape of each tensor in the file, in which neither layers nor experts are stacked."""
     table = model.parameter_table()
     del table[LAYERS]
     shapes = {name: spec.shape for name, spec in table.items()}
@@ -545,7 +545,7 @@ def select_tensor(layers_with: Mapping[str, list[int]], params: Params, name: st
 
 
 def layer_rows(layers_with: Mapping[str, list[int]], layer: int) -> dict[str, np.int32]:
-    """Returns the row of each parameter's array that is a layer's; 0 where the layer has no such parameter."""
+    """Returns the row of each parameter's array that is a layer's; 0 if the layer has no such parameter."""
     return {name: np.int32(layers.index(layer) if layer in layers else 0) for name, layers in layers_with.items()}
 
 

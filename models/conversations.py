@@ -42,7 +42,7 @@ def encode_conversation(
     Each reply stands behind the prompt that a sampler would draw it from. All is encoded as one text, which is what the
     chat template writes, but for thinking that it drops.
 
-    Raises: UserError as `Tokenizer.write`; where the chat template cannot be continued behind a reply, or opens a block
+    Raises: UserError as `Tokenizer.write`; if the chat template cannot be continued behind a reply, or opens a block
     of thinking that a reply does not close.
     """
     end = end_of_turn(tokenizer)
@@ -195,7 +195,7 @@ def generation_prompt(tokenizer: Tokenizer, thinking: bool) -> str:
 
 
 def describe_prompts(tokenizer: Tokenizer, thinking: bool, plays_thinking: bool) -> list[str]:
-    """Returns a warning where an environment asks for replies by other prompts than those of the rows."""
+    """Returns a warning if an environment's prompts ask for replies in another way than those of the rows."""
     rows, played = (generation_prompt(tokenizer, is_on) for is_on in (thinking, plays_thinking))
     advice = f"to play them alike, give --env_options thinking={'on' if thinking else 'off'}, here and in RL"
     warning = f"warning: replies of rows stand behind {rows!r}, those that are played behind {played!r}: {advice}"
@@ -203,9 +203,9 @@ def describe_prompts(tokenizer: Tokenizer, thinking: bool, plays_thinking: bool)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """Returns the token by which the chat template ends a reply, else the first that ends a completion.
+    """Returns the token by which the chat template ends a reply; if it has none, the first that ends a completion.
 
-    Raises: UserError where there is none, so that no reply would end.
+    Raises: UserError if there is none, so that no reply would end.
     """
     if not tokenizer.stop_ids:
         raise UserError("the tokenizer has no end of sequence, so no reply would end: name one in its eos_token")
@@ -218,7 +218,7 @@ def encode_rows(
 ) -> tuple[list[Conversation], str]:
     """Returns conversations of at most `max_length` tokens, and in words what was done about longer ones.
 
-    Raises: UserError for a longer one where `long_rows` is "error", and as `encode_conversation`, with its number.
+    Raises: UserError for a longer one if `long_rows` is "error", and as `encode_conversation`, with its number.
     """
     encoded = []
     for number, messages in enumerate(rows, 1):

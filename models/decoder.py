@@ -593,7 +593,7 @@ def decode_states(
 
 
 def prompt_columns(prompts: list[PromptCache | None]) -> int:
-    """Returns the columns of the caches of prompts; 0 where no layer has any, and none needs positions."""
+    """Returns the columns of the caches of prompts; 0 if no layer has any, and none needs positions."""
     leaves = jax.tree.leaves(prompts)
     return leaves[0].shape[2] if leaves else 0
 

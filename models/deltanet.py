@@ -215,7 +215,7 @@ def invert_unit_lower(below: Float[Array, "... s s"]) -> Float[Array, "... s s"]
     """Inverts 1 + `below`, whose entries are under the diagonal, by halves: both diagonal blocks in one call.
 
     Matrix products alone: XLA gathers the rows of all devices for a triangular solve. The series of powers of `below`
-    would need products too, but its terms grow beyond float32 where keys are alike.
+    would need products too, but its terms grow beyond float32 if keys are alike.
     """
     size = below.shape[-1]
     if size == 1:

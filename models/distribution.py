@@ -28,8 +28,8 @@ class TokenScores(NamedTuple):
 
     logprobs: Nats  # given the tokens left of it
     entropy: Nats  # of the distribution it came from
-    values: Float[Array, "*R"] | None = None  # of the state it was chosen in, where there is a critic
-    divergence: Nats | None = None  # from the teacher's distribution, where there is a teacher
+    values: Float[Array, "*R"] | None = None  # critic's value of the state it was chosen in, if there is a critic
+    divergence: Nats | None = None  # from the teacher's distribution, if there is a teacher
     teacher_logprobs: Nats | None = None  # of the same token
 
 

@@ -1,6 +1,6 @@
 """Families of models: the config.json of each as fields of Decoder, and back.
 
-To add one: a row of FAMILIES, where its fields differ; a function of models/decoder.py, where its computation does.
+To add one: write a row of FAMILIES if its fields differ, and a function of models/decoder.py if its computation does.
 """
 
 import reprlib
@@ -90,7 +90,7 @@ class Family(NamedTuple):
 
     model_type: str
     fields: dict[str, bool | float | str]
-    defaults: dict[str, bool | float]  # of its config.json, where they are not those of DEFAULTS
+    defaults: dict[str, bool | float]  # defaults of its config.json that differ from DEFAULTS
     read: Callable[[Fields], dict[str, Any]] = lambda fields: {}  # further fields of Decoder
     write: Callable[[Decoder], dict[str, Any]] = write_full  # further fields of config.json
     kinds: tuple[str, ...] = (FULL,)  # of layers, as config.json may name them
@@ -371,7 +371,7 @@ def make_config(model: Decoder, tokenizer: Tokenizer, dtype: np.dtype) -> dict[s
     return config | {name: getattr(model, name) for name in COMMON} | family.write(model)
 
 
-SUPPORTED = {  # values of a field that this model code computes; the first also where config.json leaves it out
+SUPPORTED = {  # values of a field that this model code computes; the first also if config.json leaves it out
     "mlp_bias": (False,),
     "mlp_only_layers": ([],),
     "decoder_sparse_step": (1,),

@@ -97,7 +97,7 @@ class Gguf(NamedTuple):
 def read_gguf(path: Path) -> Gguf:
     """Reads the metadata of a GGUF file, and where its tensors are.
 
-    Raises: UserError for a file that is damaged or of another architecture, and where the package gguf is missing.
+    Raises: UserError for a file that is damaged or of another architecture, and if the package gguf is missing.
     """
     try:
         from gguf import GGUFReader

@@ -85,7 +85,7 @@ class LoraConfig:
 def adapted_layers(model: Decoder) -> dict[str, list[int]]:
     """Returns the matrices that get adapters, without their ".weight", and the numbers of the layers that have them.
 
-    Routers have none, experts where the model says so.
+    Routers have none, experts only if the model's `adapts_experts` is set.
     """
     table = model.parameter_table()[LAYERS]
     layers = model.layers_with()
@@ -132,7 +132,7 @@ def init_adapters(model: Decoder, rank: int, key: Key) -> Adapters:
 
 
 def make_policy(base: Weights | None, trained: Adapters | Policy) -> Policy:
-    """Returns the policy of what is trained: adapters over a base, or, where there is no base, all parameters."""
+    """Returns the policy of what is trained: adapters over a base, or, if there is no base, all parameters."""
     return base | {ADAPTERS: trained} if base else trained
 
 

@@ -1,4 +1,4 @@
-"""Memory of a device: settings chosen from sizes before the first step, and a sentence where something does not fit.
+"""Memory of a device: settings chosen from sizes before the first step, and a sentence if something does not fit.
 
 Letters: T row length, L layers, D width, F width of the MLP, H query heads, K key heads, C channels of a head, V
 vocabulary.
@@ -32,7 +32,7 @@ MOST_SLOTS = 1024  # of a device: on an H100 a step of 1,024 rows took 1.5 times
 MOST_ROWS_ON_CPU = 512  # sampled at once: more gain nothing, and the memory of a CPU is not ours alone
 FEW_ROWS = 16  # sampled at once: up to these, start-up prints a note
 SMALLER = "take --optimizer adafactor, --grad_dtype bfloat16, shorter rows (--num_generation_tokens) or more devices"
-# Copies of a layer's experts that each device holds where fsdp cuts them: gathered, in the order of their product, and
+# Copies of a layer's experts that each device holds if fsdp shards them: gathered, in the order of their product, and
 # of their gradients. Fitted to programs of Qwen3-30B-A3B: eight H200 take 0.89 of the estimate, eight v5p 1.04.
 GATHERED_EXPERTS = 13
 LOGITS = 3 * 4 * (1 << 27)  # bytes of a chunk of the head, its softmax and its gradient: see LOGIT_ELEMENTS
@@ -291,7 +291,7 @@ def choose_rollout(
 ) -> Layout:
     """Returns the mesh that samples: a copy of the weights lies on the fewest devices that have room for rows beside.
 
-    `free`: bytes of a device beside what is held. Weights below adapters are sampled where they lie.
+    `free`: bytes of a device beside what is held. Weights below adapters are sampled as they are sharded.
     Raises: UserError for a --rollout_tp by which weights cannot be cut.
     """
     fsdp, tp = layout.mesh.shape["fsdp"], layout.mesh.shape["tp"]
@@ -344,7 +344,7 @@ def rows_that_fit(room: int, model: Decoder, layout: Layout, row_length: int) ->
 def pages_that_fit(room: int, model: Decoder, layout: Layout, paging: Paging, longest: int, num_rows: int) -> Paging:
     """Returns the slots and pages of a cache in `room` bytes of each device, for at most `num_rows` at once.
 
-    Raises: UserError where not even one row of the `longest` tokens fits.
+    Raises: UserError if not even one row of the `longest` tokens fits.
     """
     shards = layout.row_shards
     bytes_of_page = page_bytes(model, paging.page) // num_parts(layout, model.num_key_value_heads)
@@ -441,7 +441,7 @@ def fit_memory(
 def describe_memory(
     sizes: Sizes, model: Decoder, remat: str, num_tokens: int, update: int, row_length: int, num_sampled_rows: int
 ) -> list[str]:
-    """Returns, where memory is tight, the bytes of sampling and of an `update` in words, and what to lower."""
+    """Returns, if memory is tight, the bytes of sampling and of an `update` in words, and what to lower."""
     sampling = sizes.without_rows(update) + num_sampled_rows * sizes.kv_row
     if max(sampling, update) < TIGHT * sizes.available:
         return []

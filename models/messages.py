@@ -28,7 +28,7 @@ Tool = Callable[..., object] | Schema
 
 
 def content_of(message: Message) -> str:
-    """Returns the text of a message; empty where it only calls tools."""
+    """Returns the text of a message; empty if it only calls tools."""
     return message.get("content") or ""
 
 

@@ -35,7 +35,7 @@ def decode_axes(name: str) -> tuple[int, ...]:
 Array = jax.Array | np.ndarray  # of the shapes in signatures: a host array is accepted wherever a device array is
 Key = jax.Array  # of jax.random
 Hidden = Float[Array, "B T D"]  # states between two layers
-LayerNumbers = tuple[int | Array, ...]  # traced where they are arguments of jit
+LayerNumbers = tuple[int | Array, ...]  # traced if they are arguments of jit
 Extras = dict[str, Array]  # of rows or their tokens, by name: see EXTRAS in core/records.py
 
 # {"model.embed_tokens.weight": [V, D], "model.layers": {"mlp.up_proj.weight": [L, F, D], ...}, ...}

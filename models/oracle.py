@@ -120,7 +120,7 @@ def reference(
 
 
 def compare(tokenizer: Tokenizer, what: str, ids: Sequence[int], expected: Sequence[int]) -> list[str]:
-    """Returns in words that ids differ by thinking alone from those expected. Raises: UserError where by more."""
+    """Returns a note if ids differ from the expected ones by thinking alone. Raises: UserError if by more."""
     if [*ids] == [*expected]:
         return []
     found, wanted = (tokenizer.hf.decode(x) for x in (ids, expected))

@@ -28,7 +28,7 @@ class Packing(NamedTuple):
     """
 
     indices: Int[Array, "S M"]  # tokens whose next one is scored, then others, then padding
-    numbers: Int[Array, "B T"]  # NOWHERE also where an earlier row of the shard has the token of a shared prompt
+    numbers: Int[Array, "B T"]  # NOWHERE also if an earlier row of the shard has the token of a shared prompt
     first_row: Int[Array, "B"]  # of the shard, with this row's prompt
     lengths: Int[Array, "B"]  # tokens of a row that are computed, in the first ones that have its prompt or in itself
     num_scored: Int[Array, "S"]
@@ -175,7 +175,7 @@ def scored_columns(
 
 
 def scores_of_columns(scores: Float[Array, "S M ..."], packing: Packing | None) -> Float[Array, "B T ..."]:
-    """Returns what each scored token has in its own column, 0 where it is not scored."""
+    """Returns what each scored token has in its own column; 0 for tokens that are not scored."""
     if packing is not None:
         numbers = by_shard(packing.numbers, packing)
         scores = jax.vmap(move)(scores, numbers, packing.indices)

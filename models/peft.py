@@ -96,7 +96,7 @@ class AdapterConfig(NamedTuple):
         return options | ({"lora_experts": True} if self.has_experts else {})
 
     def check_options(self, given: Mapping[str, object]) -> None:
-        """Raises UserError where settings that were given are not those of the adapters; an int8 base may be chosen."""
+        """Raises UserError if settings that were given are not those of the adapters; an int8 base may be chosen."""
         for name, value in self.options.items():
             wrong = given.get(name, value)
             if wrong not in (value, "int8"):
@@ -107,7 +107,7 @@ class AdapterConfig(NamedTuple):
                 )
 
     def settle(self, config: LoraConfig) -> LoraConfig:
-        """Returns the settings with the adapters' own values in place of defaults. Raises: as `check_options`."""
+        """Returns the settings, with the adapters' own values instead of defaults. Raises: as `check_options`."""
         given = {name: x for name, x in vars(config).items() if x != getattr(LoraConfig, name)}
         self.check_options(given)
         return LoraConfig(**(vars(config) | self.options | {name: given[name] for name in given}))
@@ -116,7 +116,7 @@ class AdapterConfig(NamedTuple):
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Reads adapter_config.json, and of the tensors the names and shapes.
 
-    Raises: UserError where they are malformed, or a field has a value that is not supported.
+    Raises: UserError if they are malformed, or a field has a value that is not supported.
     """
     file = folder / ADAPTER_CONFIG
     config = read_json(file)
@@ -194,7 +194,7 @@ def value_of(patterns: list[tuple[re.Pattern, float]], matrix: str, default: flo
 
 
 def read_shapes(folder: Path) -> dict[str, Shape]:
-    """Returns the shapes of the tensors of adapters. Raises: UserError where the file cannot be read."""
+    """Returns the shapes of the tensors of adapters. Raises: UserError if the file cannot be read."""
     file = folder / WEIGHTS
     if not file.is_file():
         pickled = f"{PICKLE} is a pickle, which is not read: load it by peft and save it"
@@ -213,7 +213,7 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
 
 
 def read_adapters(folder: Path) -> AdapterConfig | None:
-    """Returns what a folder's adapters are, None where it is that of a model. Raises: as `read_adapter_config`."""
+    """Returns the settings of a folder's adapters, None if it holds a model. Raises: as `read_adapter_config`."""
     return read_adapter_config(folder) if (folder / ADAPTER_CONFIG).is_file() else None
 
 
@@ -221,7 +221,7 @@ def load_adapters(config: AdapterConfig, model: Decoder) -> Adapters:
     """Loads the adapters of a PEFT folder, float32, on the host; missing ones are zeros, which stay zeros.
 
     All have one rank and one scale: smaller ranks are padded with zeros, and B is multiplied by the matrix's factor.
-    Raises: UserError where a tensor is unknown, lacks its other half, has another shape, is not finite, or so large
+    Raises: UserError if a tensor is unknown, lacks its other half, has another shape, is not finite, or so large
     that the weights would not be, with what is added to them.
     """
     folder = config.folder
@@ -309,7 +309,7 @@ def peft_name(i: int, name: str) -> str:
 def peft_names(model: Decoder, layers: list[int], name: str) -> list[str]:
     """Returns the names in PEFT's file of an array of adapters: a tensor of each layer, or of each of its experts.
 
-    peft stacks those of experts where transformers does so with their matrices.
+    peft stacks those of experts if transformers does so with their matrices.
     """
     names = [peft_name(i, name) for i in layers]
     if EXPERT not in name:
@@ -358,7 +358,7 @@ def save_adapters(
 
 
 def target_modules(matrices: set[str], others: set[str]) -> list[str]:
-    """Returns PEFT's `target_modules`: the ends of the matrices' names, or whole names where others end alike."""
+    """Returns PEFT's `target_modules`: the ends of the matrices' names, or whole names if others end alike."""
     ends, other_ends = ({name.rpartition(".")[2] for name in names} for names in (matrices, others))
     return sorted({name.removeprefix(PREFIX) for name in matrices} if ends & other_ends else ends)
 

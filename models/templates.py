@@ -162,7 +162,7 @@ def answer(name: str, arguments: Sequence[Any], most: int) -> dict[str, str]:
 
 
 def render(source: str, variables: Mapping[str, Any], time: str) -> str:
-    """Returns the text of a template at this time, or now where it is empty."""
+    """Returns the text of a template at this time, or now if the time is empty."""
     return compile_template(source, time).render(**variables)
 
 

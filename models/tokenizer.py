@@ -67,7 +67,7 @@ class Tokenizer:
 
     @property
     def template(self) -> str:
-        """The chat template, empty where there is none: what is read off it is kept under this key."""
+        """The chat template; empty if there is none. What is read off it is kept under this key."""
         return str(self.hf.chat_template or "")
 
     @property
@@ -171,7 +171,7 @@ class Tokenizer:
     def write(
         self, messages: Sequence[Message], thinking: bool | None, plain: bool = False, tools: Sequence[Tool] = ()
     ) -> str:
-        """Returns the text of a conversation up to the assistant's turn, or on within it where it has begun.
+        """Returns the text of a conversation up to the assistant's turn, or on within it if it has begun.
 
         Raises: UserError when the chat template fails, writes far more than the messages, or leaves out what they hold;
         for messages that `readable` refuses, and a tool without type hints or a docstring.
@@ -226,7 +226,7 @@ class Tokenizer:
     ) -> "Bridge":
         """Returns the ids of messages that follow a reply to those `before`, and of all that the template adds.
 
-        Raises: UserError as `write`, and where the template cannot be continued behind what was drawn: see `behind`.
+        Raises: UserError as `write`, and if the template cannot be continued behind what was sampled: see `behind`.
         """
         said = json.dumps([[*map(readable, before)], [*map(readable, messages)], [*map(tool_schema, tools)]])
         return make_bridge(self, self.template, said, thinking, prefix, plain)
@@ -404,7 +404,7 @@ def behind(
     """Returns what the chat template writes behind a mark in a last reply: to its end, and up to the reply to messages.
 
     `end`: what it writes behind a reply that nothing follows; None: it is rendered.
-    Raises: UserError where it ends a reply in another way when messages follow it.
+    Raises: UserError if it closes a reply differently when messages follow.
     """
     if end is None:
         end = tokenizer.render(before, thinking, is_open=False, tools=schemas).rpartition(mark)[2]
@@ -426,7 +426,7 @@ def unused_mark(said: str) -> str:
 
 @lru_cache(maxsize=64)
 def short_end(tokenizer: Tokenizer, _template: str, thinking: bool | None) -> str | None:
-    """Returns what the chat template writes behind the reply of a short conversation; None where it refuses that."""
+    """Returns what the chat template writes behind the reply of a short conversation; None if it refuses that."""
     with contextlib.suppress(UserError):
         messages = [{"role": "user", "content": "1"}, UNREAD]
         return tokenizer.render(messages, thinking, is_open=False).rpartition(TURN)[2]
@@ -468,7 +468,7 @@ def check_roles(tokenizer: Tokenizer, messages: Sequence[Message], may_be_called
 
 @lru_cache(maxsize=256)
 def shows_role(tokenizer: Tokenizer, _template: str, role: str, has_calls: bool = False) -> bool:
-    """True unless the chat template leaves messages of a role out; where it refuses the example, it tells by itself."""
+    """True unless the chat template leaves messages of a role out; if it refuses the example, it raises by itself."""
     user, call = {"role": "user", "content": "1"}, {"type": "function", "function": {"name": "f", "arguments": {}}}
     before = {"system": [], "user": [], REPLY: [user]}.get(
         role, [user, UNREAD | ({"tool_calls": [call]} if has_calls else {})]
@@ -485,7 +485,7 @@ def check_shown(
 ) -> None:
     """Raises UserError for a key of a message that makes no difference to what the chat template writes.
 
-    Thinking may be left out where other messages follow, and of a result what its call says, too.
+    Thinking may be left out if other messages follow; so may the parts of a result that its call repeats.
     """
 
     def makes_no_difference(given: Sequence[Message], i: int, key: str) -> bool:

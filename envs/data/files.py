@@ -29,7 +29,7 @@ RawRow = dict[str, JSON]  # of a file, by column
 
 READ = "write its rows as JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
 MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
-MAX_EXPANSION = 100  # bytes for each byte of a compressed file, where text has 3 to 20 and gzip can reach 1,032 ...
+MAX_EXPANSION = 100  # bytes for each byte of a compressed file: text has 3 to 20, and gzip can reach 1,032 ...
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
 BATCH = 256  # rows of Parquet that are decoded at once
 DECODED = 1 << 30  # bytes that they may take
@@ -60,7 +60,7 @@ SPACE = re.compile(r"\s*")
 def read_file(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
     """Yields each row of a file with its location (file:line), or the reason why there is none.
 
-    Raises: UserError where the file, or the rest of it, cannot be read; OSError.
+    Raises: UserError if the file, or the rest of it, cannot be read; OSError.
     """
     is_compressed = begins_with(path, GZIP)
     if is_compressed:
@@ -117,7 +117,7 @@ def check_compressed(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file to read, decompressed where it is of gzip."""
+    """Opens a file to read; a gzip file is decompressed."""
     return gzip.open(path) if begins_with(path, GZIP) else open_regular(path)
 
 
@@ -163,7 +163,7 @@ def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def read_values(path: Path) -> list[JSON]:
-    """Returns the values of a file, one or several behind each other. Raises: UserError where it is not JSON."""
+    """Returns the values of a file, one or several behind each other. Raises: UserError if it is not JSON."""
     decoder, values = json.JSONDecoder(), []
     with open_file(path) as file:
         try:
@@ -189,7 +189,7 @@ def read_values(path: Path) -> list[JSON]:
 
 
 def find_rows(path: Path, values: list[JSON]) -> list[JSON]:
-    """Returns the rows among the values of a file. Raises: UserError where there are none."""
+    """Returns the rows among the values of a file. Raises: UserError if there are none."""
     match values:
         case [list(rows)]:
             return rows
@@ -219,7 +219,7 @@ def is_conversation(value: JSON) -> bool:
 
 
 def parse_json(line: bytes) -> RawRow | Exception:
-    """Returns the object in a line, or an error where there is none."""
+    """Returns the object in a line, or an error if there is none."""
     if len(line) > MAX_ROW_BYTES:
         return ValueError(f"it is longer than {MAX_ROW_BYTES:,} bytes")
     try:
@@ -260,12 +260,12 @@ def read_csv(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
         elif len(values) == len(names):
             yield f"{path}:{first}", dict(zip(names, values, strict=True))
         elif values:
-            error = f"it has {len(values)} columns, where the first line names {len(names)}"
+            error = f"it has {len(values)} columns, and the first line names {len(names)}"
             yield f"{path}:{first}", ValueError(error)
 
 
 def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError where the line of names has other separators than commas, or names a column twice."""
+    """Raises UserError if the line of names has other separators than commas, or names a column twice."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise UserError(f"{path} has several columns {repeated[0]!r}: give each a name of its own")
@@ -354,7 +354,7 @@ def parquet_batches(file: str | Path) -> "Iterator[pyarrow.RecordBatch]":
 def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
     """Yields rows; those of large batches one by one, since a dictionary holds a value once that they all have.
 
-    Raises: UserError where the file has changed since it was checked, or holds values that Python lacks.
+    Raises: UserError if the file has changed since it was checked, or holds values that Python lacks.
     """
     try:
         for batch in parquet_batches(path):
@@ -373,7 +373,7 @@ def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
 
 
 def decoded(row: RawRow) -> RawRow:
-    """Returns a row whose bytes are text where they are UTF-8, as some programs write it into Parquet."""
+    """Returns a row whose bytes become text if they are UTF-8: some programs write text into Parquet so."""
     texts = {}
     for name, value in row.items():
         with contextlib.suppress(UnicodeDecodeError):

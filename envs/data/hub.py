@@ -32,7 +32,7 @@ Splits = dict[str, list[str]]  # files by split, as paths within the data set
 def fetch_split(name: str, config: str, split: str) -> list[Path]:
     """Returns the files of a split of a data set of the hub, fetched unless the hub's cache on this machine has them.
 
-    Raises: UserError where it has no such configuration or split; what the hub's client raises.
+    Raises: UserError if it has no such configuration or split; what the hub's client raises.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RevisionNotFoundError
@@ -48,7 +48,7 @@ def fetch_split(name: str, config: str, split: str) -> list[Path]:
 
 
 def folder_split(folder: Path, config: str, split: str) -> list[Path]:
-    """Returns the files of a split of a data set in a folder. Raises: UserError where it has no such one."""
+    """Returns the files of a split of a data set in a folder. Raises: UserError if it has no such split."""
     splits = find_splits(list_files(folder), read_card(folder), config, str(folder))
     return [folder / name for name in files_of_split(splits, split, f"{folder}:{config}" if config else str(folder))]
 
@@ -57,7 +57,7 @@ def look_up(name: str, revision: str) -> tuple[str, list[str], Mapping[str, Any]
     """Returns the commit, the paths and the metadata of a data set; without a network, of what the cache has."""
     from huggingface_hub import HfApi, snapshot_download
 
-    files = [CARD, ".gitattributes"]  # the second is always there: the client warns where it finds none
+    files = [CARD, ".gitattributes"]  # the second is always there: the client warns if it finds none
     fetch = partial(snapshot_download, name, repo_type="dataset", revision=revision, allow_patterns=files)
     try:
         info = HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT)  # the only call that never waits longer
@@ -80,7 +80,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def read_card(folder: Path) -> Mapping[str, Any]:
-    """Returns the metadata at the head of the data set's card; empty where there is none."""
+    """Returns the metadata at the head of the data set's card; empty if there is none."""
     from huggingface_hub.repocard import metadata_load
     from yaml import YAMLError
 
@@ -93,9 +93,9 @@ def read_card(folder: Path) -> Mapping[str, Any]:
 
 
 def find_splits(names: Sequence[str], card: Mapping[str, Any], config: str, origin: str) -> Splits:
-    """Returns the files of rows of each split; no split where there is nothing that can be read here.
+    """Returns the files of rows of each split; no split if there is nothing that can be read here.
 
-    Raises: UserError where the card has no such configuration, or several and none is asked for.
+    Raises: UserError if the card has no such configuration, or has several and none is named.
     """
     visible = sorted(name for name in names if not re.search(r"(^|/)(\.|__)", name))
     if card.get("configs"):
@@ -115,7 +115,7 @@ def find_splits(names: Sequence[str], card: Mapping[str, Any], config: str, orig
 
 
 def choose_config(configs: Mapping[str, Mapping[str, Any]], config: str, origin: str) -> str:
-    """Returns the name of the configuration that is asked for, or of the default one. Raises: UserError for no such."""
+    """Returns the name of the named or default configuration. Raises: UserError if there is no such one."""
     default = [name for name, entry in configs.items() if name == "default" or entry.get("default")]
     default = default or list(configs) * (len(configs) == 1)
     if config in configs or (not config and default):
@@ -163,7 +163,7 @@ def matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def infer_splits(names: Mapping[str, str]) -> Splits:
-    """Returns files by split where the card does not name them: shards in data/, else by words in the paths."""
+    """Returns files by split if the card does not name them: from shards in data/, or from words in the paths."""
     shards, by_folder, by_file = defaultdict(list), defaultdict(list), defaultdict(list)
     for name, path in names.items():
         *folders, file = name.split("/")
@@ -197,7 +197,7 @@ def converted_splits(names: Sequence[str], config: str, origin: str) -> Splits:
 
 
 def files_of_split(splits: Splits, split: str, origin: str) -> list[str]:
-    """Returns the files of a split. Raises: UserError where there is none, or a shard is missing."""
+    """Returns the files of a split. Raises: UserError if there is none, or a shard is missing."""
     if not splits:
         raise UserError(f"{origin} holds no file of rows ({', '.join(KINDS)}): name another data set")
     if split not in splits:

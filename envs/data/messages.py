@@ -56,7 +56,7 @@ class Columns:
     messages: str = ""
     usual_answers: tuple[str, ...] = ("answer", "reward_model.ground_truth")
     needs_answer: bool = True
-    begins_with_messages: bool = False  # where a row has both a conversation, and a prompt with its answer
+    begins_with_messages: bool = False  # if a row has both: a conversation, and a prompt with its answer
 
 
 class Exchange(NamedTuple):
@@ -64,7 +64,7 @@ class Exchange(NamedTuple):
 
     prompt: str | list[Message]
     answer: JSON  # of the answer's column: a text, messages, a reference of any type; None: there is none
-    reply: Sequence[Message]  # the last message of a conversation, where it is the assistant's
+    reply: Sequence[Message]  # the last message of a conversation, if it is the assistant's
     tools: tuple[Schema, ...]
     column: str  # that holds the prompt
 
@@ -107,7 +107,7 @@ def has_column(row: RawRow, name: str) -> bool:
 
 
 def get_column(row: RawRow, name: str) -> JSON:
-    """Returns the value of a column; dots lead to nested ones. Raises: KeyError where there is none."""
+    """Returns the value of a column; dots lead to nested ones. Raises: KeyError if there is none."""
     if name in row:
         return row[name]
     value = row
@@ -238,7 +238,7 @@ def read_content(what: str, content: JSON) -> str:
 
 
 def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
-    """Returns whether a message is trained. Raises: ValueError for weights between, and where it is not a reply."""
+    """Returns whether a message is trained. Raises: ValueError for weights between, and if it is no reply."""
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ValueError(f"{what} has {key}={value!r:.40}: a reply is trained (1) or not (0)")
     if value and role != REPLY:
@@ -248,11 +248,11 @@ def read_weight(what: str, role: str, key: str, value: JSON) -> bool:
 
 # references
 
-MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write where there is no value
+MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write for a missing value
 
 
 def read_references(value: JSON) -> list[str]:
-    """Returns the texts of an answer, or of a list of answers that are all right; none where it is empty.
+    """Returns the texts of an answer, or of a list of answers that are all right; none if it is empty.
 
     Raises: ValueError for anything but texts and numbers.
     """
@@ -331,7 +331,7 @@ def read_json(text: str, what: str) -> JSON:
 def weighted(row: RawRow, messages: list[Message]) -> list[Message]:
     """Returns messages with the weights that their row gives: a number for all, or a list with one for each.
 
-    Raises: ValueError for other weights, LeftOut where nothing is left to be trained.
+    Raises: ValueError for other weights, LeftOut if nothing is left to train on.
     """
     replies = [i for i, message in enumerate(messages) if message["role"] == REPLY]
     weights = {i: messages[i].get("weight", 1) for i in replies}

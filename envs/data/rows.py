@@ -151,15 +151,15 @@ def explain_bad_row(location: str, error: Exception, row: RawRow | Exception, sk
 
 
 def first_of(names: Sequence[str], row: RawRow) -> str:
-    """Returns the first of these names that is a column of a row, "" where none is."""
+    """Returns the first of these names that is a column of a row; "" if none is."""
     return next((name for name in names if name in row), "")
 
 
 def find_files(source: Source, data_dir: str) -> list[Path]:
-    """Returns the files of a source on this machine: the first that it names, else those of a copy of the hub's folder.
+    """Returns the files of a source on this machine: the first that it names, or those of a copy of the hub's folder.
 
-    The copy is owner/name or name in --data_dir, or --data_dir itself where it has that name; without --data_dir it is
-    the folder owner/name. Raises: UserError where the copy has no such configuration or split.
+    The copy is owner/name or name in --data_dir, or --data_dir itself if it has that name; without --data_dir it is
+    the folder owner/name. Raises: UserError if the copy has no such configuration or split.
     """
     root = Path(os.path.expanduser(data_dir)).absolute()
     hub, _, config = source.hub.partition(":")
@@ -174,7 +174,7 @@ def find_files(source: Source, data_dir: str) -> list[Path]:
 
 
 def fetch_files(name: str, source: Source) -> list[Path]:
-    """Returns the files of a source of the hub. Raises: UserError with what to do where they cannot be fetched."""
+    """Returns the files of a source of the hub. Raises: UserError with what to do if they cannot be fetched."""
     hub, _, config = source.hub.partition(":")
     try:
         return fetch_split(hub, config, source.hub_split)

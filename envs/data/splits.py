@@ -57,7 +57,7 @@ def select_split(
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
     `tests`: the rows of a test file; without one, some of `rows` are for test. `may_overlap`: all of them.
-    Raises: UserError where no row is left.
+    Raises: UserError if no row is left.
     """
     by_split = split_rows(rows, one_in, tests, by_row=may_overlap)
     held_out = {"train": by_split["valid"] + by_split["test"], "valid": by_split["test"], "test": []}

@@ -9,7 +9,7 @@ from envs.base import Env, Problem, check_choice
 from envs.grading.rewards import FORMAT_REWARDS
 from utils.settings.errors import UserError
 
-NONE = "none"  # as the value of an option: without one, where the environment has one
+NONE = "none"  # value of an option that removes what the environment has
 
 
 @dataclass(frozen=True)

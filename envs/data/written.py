@@ -1,4 +1,4 @@
-"""Conversations whose replies somebody has written, from files or the hub: what core/sft.py trains on."""
+"""Conversations with written replies, from files or the hub: the data of core/sft.py."""
 
 import re
 from dataclasses import dataclass, replace
@@ -100,7 +100,7 @@ class Written(Env):
 
 
 class WrittenSettings(RolloutSettings):
-    """Data in the place of an environment to train on."""
+    """Data that takes the place of an environment to train on."""
 
     @property
     def manner(self) -> str:
@@ -113,7 +113,7 @@ class WrittenSettings(RolloutSettings):
 def read_written(config: DataConfig) -> tuple[WrittenSettings, list[Messages]]:
     """Returns the data to train on, and the held-out conversations.
 
-    Raises: UserError where a file cannot be read, or a row holds no reply or what would be left out.
+    Raises: UserError if a file cannot be read, or a row holds no reply or parts that would be left out.
     """
     style = {"skip_bad_rows": False, "may_repeat": True, "noun": "conversation", "skip": "or remove it"}
     convert = partial(read_conversation, columns=config.named_columns)

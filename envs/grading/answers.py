@@ -55,13 +55,13 @@ MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come 
 
 
 def extract_answer(text: str) -> str | None:
-    """Returns the text of the last complete <answer> ... </answer>, stripped; None where there is none."""
+    """Returns the text of the last complete <answer> ... </answer>, stripped; None if there is none."""
     start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
     return text[start + len(OPEN) : text.find(CLOSE, start)].strip() if start >= 0 else None
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Returns the text of the last complete \boxed{...}, stripped; None where there is none."""
+    r"""Returns the text of the last complete \boxed{...}, stripped; None if there is none."""
     end = len(text)
     for _ in range(100):  # boxes that never close; more are not looked at
         start = text.rfind("\\boxed", 0, end)
@@ -77,9 +77,9 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_hash(text: str, is_asked: bool = True) -> str | None:
-    """Returns the answer behind the last #### whose line holds one (see `holds_answer`); None where there is none.
+    """Returns the answer behind the last #### whose line holds one (see `holds_answer`); None if there is none.
 
-    A line of words is an answer where no text of its own follows it, as it follows a heading of Markdown. Where the
+    A line of words is an answer if no text of its own follows it, as it follows a heading of Markdown. If the
     form `is_asked` for, the last line of words counts whatever follows.
     """
     end, headings = len(text), []
@@ -130,7 +130,7 @@ SEPARATE = re.compile(rf"[^\W\d_]{{2}}|{CLAUSE_END.pattern}")  # between numbers
 
 
 def extract_last_number(text: str) -> str | None:
-    """Returns the last number in the last 2000 characters of a text, with its sign; None where there is none.
+    """Returns the last number in the last 2000 characters of a text, with its sign; None if there is none.
 
     Its sign, scale and fraction belong to it ("18 thousand", "1 1/2"). Where something else changes it ("half of 18")
     all of its clause is returned.
@@ -156,7 +156,7 @@ NO_ANSWER = {"correct", "right", "above", "below", "clear", "done"}
 
 
 def extract_stated(text: str) -> str | None:
-    """Returns what the end of a text gives in words: Paris in "So the answer is Paris."; None where it gives none.
+    """Returns what the end of a text gives in words: Paris in "So the answer is Paris."; None if it gives none.
 
     A number, in digits or in words, is not looked for here.
     """
@@ -329,7 +329,7 @@ OTHER_CHOICE = re.compile(
 def choice(text: str) -> str:
     r"""Returns the letter of a choice: E in "(E)", "E: forty", "E. forty", "\textbf{(E)}\ 14"; empty for anything else.
 
-    What follows the letter is that choice's text; where it names another letter, no choice is made.
+    What follows the letter is that choice's text; if it names another letter, no choice is made.
     """
     match = CHOICE.fullmatch(re.sub(r"\\[ ,;:!]|\\quad|~", " ", WRAPPER.sub(r"\1", text)))
     if match is None or OTHER_CHOICE.search(match["text"] or match["behind"] or ""):
@@ -419,7 +419,7 @@ BASE = re.compile(r"\d_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+)[\s}]*$")
 
 
 def may_be_same(reference: str, answer: str) -> bool:
-    """False where math-verify overlooks a difference: another base, a word that changes the number, 4 = 5."""
+    """False if math-verify overlooks a difference: another base, a word that changes the number, 4 = 5."""
     bases = [base[1] for base in map(BASE.search, (reference, answer)) if base]
     if len(bases) == 2 and bases[0] != bases[1]:
         return False
@@ -439,7 +439,7 @@ def may_be_same(reference: str, answer: str) -> bool:
 
 
 def sentence_number(text: str) -> Number | None:
-    """Returns the number that a sentence gives, as in "it is not 10, it is 12 dollars"; None where there is none."""
+    """Returns the number that a sentence gives, as in "it is not 10, it is 12 dollars"; None if there is none."""
     if re.search(r"[\\{}\[\]()+*=^<>|!#&_/@]", text):
         return None
     if number := parse_number(text, words=True):
@@ -504,7 +504,7 @@ def plain_to_latex(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Returns where the bracket that was opened before `start` closes; -1 where it does not."""
+    """Returns where the bracket that was opened before `start` closes; -1 if it does not."""
     depth = 1
     for index in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[index], 0)
@@ -519,7 +519,7 @@ def to_frac(value: Fraction) -> str:
 
 
 def parse_math(text: str, is_reference: bool = False) -> list[Expression]:
-    """Returns sympy's expressions that math-verify reads in a text; nothing where that could take for ever.
+    """Returns sympy's expressions that math-verify reads in a text; nothing if that could take forever.
 
     What does not parse has no answer. Only a reference, which no policy wrote, then stands for its last number.
     """
@@ -571,7 +571,7 @@ def same_value(a: Expression, b: Expression, digits: int, _precision: int = 0) -
     """True if two values agree in `digits` significant digits (see `agree`); with EXACT if they are equal.
 
     Values that are no fractions are computed to 50 digits and compared to EXACT ones. Of formulas of something unknown
-    the coefficients are compared, where the terms are written alike.
+    the coefficients are compared, if the terms are written alike.
     """
     import sympy
 

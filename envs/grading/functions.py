@@ -2,7 +2,7 @@
 
 Three forms, known by the names of their arguments. Of the project's own: `f(completion, **row)` returns a number, or
 parts that are added up. Of TRL's: `f(completions, prompts, ..., **columns)` gets all replies to a problem at once, and
-returns a number for each, or None where it does not apply. Of verl's: `f(data_source, solution_str, ground_truth,
+returns a number for each, or None if it does not apply. Of verl's: `f(data_source, solution_str, ground_truth,
 extra_info)` returns a number, or a dict whose "score" is the reward; that of its batches has these names in plural.
 """
 
@@ -50,7 +50,7 @@ FROM_ROW = ("data_source", "ground_truth", "extra_info")  # arguments of verl's
 NOT_APPLICABLE = "not_applicable"  # part that counts replies to which a function says None
 IMPORT_SECONDS = 60  # that the file of a reward, or of a class, may take to be imported
 
-Parts = dict[str, float]  # of a reply's reward; "return" is its value, where it is not their sum
+Parts = dict[str, float]  # parts of a reply's reward; "return" is its value, if that is not their sum
 
 
 class KeyColumns(NamedTuple):
@@ -85,7 +85,7 @@ class Signature:
         return self.form in ("trl", "verl batch")
 
     def check(self, row: RawRow, columns: KeyColumns, has_environments: bool) -> None:
-        """Raises UserError where it needs an argument that is neither the reply nor a column."""
+        """Raises UserError if it needs an argument that is neither the reply nor a column."""
         lists = [name for name in LISTS if name != "environments" or has_environments]
         verl = [name for name in FROM_ROW if name != "ground_truth" or ground_truth(row, columns) is not None]
         given = {
@@ -128,7 +128,7 @@ class RewardFunction:
     def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
         """Returns the parts of the reward of each reply to a problem.
 
-        Raises: TypeError where it returns anything but finite numbers, one for each reply; and what it raises.
+        Raises: TypeError if it returns anything but finite numbers, one for each reply; and what it raises.
         """
         form = self.signature.form
         if form == "own":
@@ -226,7 +226,7 @@ def verl_arguments(row: RawRow, columns: KeyColumns) -> dict[str, JSON]:
 
 
 def ground_truth(row: RawRow, columns: KeyColumns) -> JSON:
-    """Returns the reference of a row, as verl's files have it, else the answer; None where there is none."""
+    """Returns the reference of a row, as verl's files have it, or the answer; None if there is none."""
     names = filter(partial(has_column, row), ("ground_truth", "reward_model.ground_truth", columns.answer))
     return next((x for x in map(partial(get_column, row), names) if x is not None), None)
 
@@ -240,7 +240,7 @@ def is_required(parameter: inspect.Parameter) -> bool:
 class Rewards:
     """The functions of --reward, and their weights.
 
-    Raises: UserError where a file or a name is not there, and where their numbers differ.
+    Raises: UserError if a file or a name is not there, and if their numbers differ.
     """
 
     def __init__(self, value: str, weights: str = ""):
@@ -278,16 +278,16 @@ class Rewards:
         return any("completion_ids" in signature.names for signature in self.signatures)
 
     def check(self, row: RawRow, columns: KeyColumns, has_environments: bool = False) -> None:
-        """Raises UserError where one of them needs what is not there."""
+        """Raises UserError if one of them needs what is not there."""
         for signature in self.signatures:
             signature.check(row, columns, has_environments)
 
     def grade(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
         """Returns the rewards of replies to a problem: "return", the weighted sum, and the parts that are logged.
 
-        These are the parts of each function and, where there are several, its value under its name.
+        These are the parts of each function and, if there are several, its value under its name.
 
-        Raises: whatever a function raises, and TypeError where two of them name a part alike.
+        Raises: whatever a function raises, and TypeError if two of them name a part alike.
         """
         graded = [function.grade(plays, row, columns) for function in self.functions]
         return [self.combined(parts) for parts in zip(*graded, strict=True)]
@@ -343,7 +343,7 @@ def version(named: Named) -> tuple[Named, int]:
 def try_import(rewards: str, episode: str) -> None:
     """Executes the files of --reward and --episode in a process of their own, and notes the rewards' signatures.
 
-    Raises: UserError where they fail, end the process, or take longer than IMPORT_SECONDS.
+    Raises: UserError if they fail, end the process, or take longer than IMPORT_SECONDS.
     """
     named = read_names(rewards, "--reward", "function") if rewards else []
     flags = " and ".join(filter(None, [rewards and f"--reward {rewards}", episode and f"--episode {episode}"]))

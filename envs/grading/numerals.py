@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 MAX_NUMBER = 200  # characters of a text that may be a number
 FEWEST_DIGITS, MOST_DIGITS = 6, 12  # significant digits that count: short decimals are exact, long ones have noise
-EXACT = 40  # where no decimal is written; fractions are then compared exactly, other values to 40 digits
+EXACT = 40  # if no decimal is written; fractions are then compared exactly, other values to 40 digits
 WRITTEN_DECIMAL = re.compile(r"(\d*)\.(\d+)(?!\s*\\overline)")
 
 
 def digits_written(*texts: str) -> int:
-    """Returns how many significant digits count where numbers of these texts are compared.
+    """Returns how many significant digits count when numbers of these texts are compared.
 
     That is those of the least precise decimal in them, within FEWEST_DIGITS and MOST_DIGITS; EXACT without a decimal.
     """
@@ -119,7 +119,7 @@ KINDS = {
 AFTER = word_set("squared cubed doubled tripled halved th st nd rd divided multiplied raised point dot mod modulo power"
               " factors")  # fmt: skip
 KIND_OF = {word: kind for kind, names in KINDS.items() for word in names}
-# Words that change a number in mathematics too, where others (or, sin, over) belong to the formula.
+# Words that change a number in mathematics too; there, others (or, sin, over) belong to the formula.
 CHANGING = KINDS["r"] | PARTS | word_set("squared cubed doubled tripled halved factorial twice thrice half th")
 CHANGING |= {name.lower() for name in SCALE_OF if len(name) > 1 and name.isascii()}
 UNIT_LETTERS = word_set("m g l L s h d t N W V J C F")
@@ -163,7 +163,7 @@ FRACTION = rf"\\[dtc]?frac\s*(?:\{{\s*(-?{DECIMAL})\s*\}}|({D}))\s*(?:\{{\s*({DE
 REPEATING = rf"({D}*)\.({D}*)\\overline\s*\{{({D}+)\}}"
 EXPONENT = rf"\{{\s*[-+]?{D}{{1,3}}\s*\}}|[-+]?{D}{{1,3}}"
 TOKENS = {
-    # kind: pattern. The first that matches counts, and where none does the character is its own kind.
+    # kind: pattern. The first that matches counts; if none does, the character is its own kind.
     "M": r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|emph|f?boxed|left|right|displaystyle|rm|bf)(?![a-zA-Z])"
     r"|\\[()\[\]]|[{}]",  # markup, which is dropped
     "_": r"(?:\s|~(?!~)|\\quad)+",
@@ -230,7 +230,7 @@ def make_token(kind: str, text: str, after_number: bool) -> Token:
 
 
 def fraction_value(text: str) -> Fraction | None:
-    r"""Returns the value of a vulgar fraction or of \frac{a}{b}; None where b is zero."""
+    r"""Returns the value of a vulgar fraction or of \frac{a}{b}; None if b is zero."""
     if len(text) == 1:
         return Fraction(unicodedata.numeric(text)).limit_denominator(10)
     above, below = (Fraction(number) for number in re.fullmatch(FRACTION, text).groups() if number)
@@ -304,13 +304,13 @@ def find_number(text: str, words: bool) -> tuple[Number, str] | None:
 
 
 def is_short_scale(tokens: list[Token], match: re.Match[str]) -> bool:
-    """True for "$18m" and "$18t", where a letter that is a unit elsewhere means millions or trillions."""
+    """True for "$18m" and "$18t": there a letter that is a unit elsewhere means millions or trillions."""
     following = [token.text for token in tokens[match.end("scales") :] if token.kind != "_"]
     return "c" in match[0] and following[:1] in (["m"], ["t"])
 
 
 def phrase_value(tokens: list[Token], match: re.Match[str]) -> Fraction | None:
-    """Returns the value of the number that PHRASE matched in these tokens; None where it is none, as in "1 5/2"."""
+    """Returns the value of the number that PHRASE matched in these tokens; None if it is none, as in "1 5/2"."""
 
     def value_of(group: str, default: int = 0) -> Fraction:
         return tokens[match.start(group)].value if match[group] else Fraction(default)

@@ -110,7 +110,7 @@ def has_only(tree: ast.Expression, names: frozenset[str], functions: frozenset[s
 
 
 def value_bits(node: ast.expr, calls: int = 0) -> float:
-    """Returns a bound on the bits of an expression's value where variables are 3: it counts degrees of polynomials too.
+    """Returns a bound on the bits of an expression's value if variables are 3: it counts degrees of polynomials too.
 
     `calls` counts the functions around the node. Infinite for towers of powers and for too many nested functions.
     """

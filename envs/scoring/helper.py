@@ -428,7 +428,7 @@ class Pool:
                     workers[pid].exit_code = os.waitstatus_to_exitcode(status)
 
     def find_failure(self, worker: Worker) -> Failure | None:
-        """Returns the reason why a worker must be replaced, None where there is none."""
+        """Returns the reason why a worker must be replaced; None if there is none."""
         now = time.monotonic()
         if worker.exit_code is not None:
             return Failure("reward_errors", f"it ended its process with exit code {worker.exit_code}")
@@ -476,12 +476,12 @@ class Pool:
         self.num_lost += job_size(self.jobs[lost])
         self.set_outcome(lost, failure)
         is_hopeless = self.num_lost > max_failures(self.num_jobs, self.settings.max_error_share)
-        while is_hopeless and self.queue:  # where a reward always hangs, trying the rest would take hours
+        while is_hopeless and self.queue:  # if a reward always hangs, trying the rest would take hours
             failure = Failure("reward_timeouts", "too many other replies had failed to try it")
             self.set_outcome(self.queue.popleft(), failure)
 
     def end_unmade(self, worker: Worker, reason: str) -> None:
-        """Ends a worker without an environment; raises BrokenEnvironment where none had one, or none gets one again."""
+        """Ends a worker without an environment; raises BrokenEnvironment if none had one, or none gets one again."""
         self.num_unmade += 1
         if not self.traits or self.num_unmade > MAX_UNMADE:
             raise BrokenEnvironment(reason)
@@ -621,7 +621,7 @@ def score_chunk(
             message, reported = [place], now
         PROGRESS.pack_into(progress, 0, now, place)
         message.append(outcome_to_json(score_reply(env, episodes, problem, index, reply)))
-        os.fstat(connection.fileno())  # fails where the reply closed it: it, and none behind it, is then at fault
+        os.fstat(connection.fileno())  # fails if the reply closed it: that reply, and none behind it, is then at fault
     send_json(connection, message)
 
 
@@ -707,7 +707,7 @@ class EpisodeCache:
 
 
 def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
-    """Plays turns again. Raises: ValueError where the environment responds otherwise than before."""
+    """Plays turns again. Raises: ValueError if the environment responds differently than before."""
     digest = heard(0, opening(episode)) if episode.opening else 0
     for reply in replies:
         digest = heard(digest, answer(episode, reply))
@@ -718,7 +718,7 @@ def catch_up(episode: Episode, replies: Sequence[Reply], said: int) -> None:
 
 
 def opening(episode: Episode) -> Step:
-    """Returns the opening of an episode: its prompt. Raises: TypeError where it is no list of messages."""
+    """Returns the opening of an episode: its prompt. Raises: TypeError if it is no list of messages."""
     try:
         return checked_step(Step(list(episode.opening)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -729,7 +729,7 @@ def opening(episode: Episode) -> Step:
 def answer(episode: Episode, reply: Reply | None) -> Step:
     """Returns the response to a turn; without a turn, the reward that is left at a limit.
 
-    Raises: TypeError that names the method, its line and its file, where that returned no Step.
+    Raises: TypeError that names the method, its line and its file, if the method returned no Step.
     """
     step = episode.truncate() if reply is None else episode.act(reply)
     own = episode.truncate if reply is None else episode.act if type(episode).act is not Episode.act else episode.step
@@ -769,7 +769,7 @@ def checked_number(name: str, value: float) -> float:
 def checked_step(step: Step) -> Step:
     """Returns a step with numbers and texts of plain types.
 
-    Raises: ValueError for a reward that is not finite, and where it neither says anything nor ends the episode.
+    Raises: ValueError for a reward that is not finite, and for a step without messages that does not end the episode.
     """
     messages = [{"role": str(message["role"]), "content": valid_text(message["content"])} for message in step.messages]
     info = checked_rewards(step.info)

@@ -41,7 +41,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def descendant_pids(pid: int) -> list[int]:
-    """Returns the children of a process, started or adopted, their children and so on; none where there is no /proc."""
+    """Returns the children of a process, started or adopted, their children and so on; none if there is no /proc."""
     pids = [pid]
     for parent in pids:  # which grows
         for file in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -80,7 +80,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def tree_memory(pid: int, enough: int) -> int:
-    """Returns the bytes in memory of a process and its descendants, shared memory included; 0 where there is no /proc.
+    """Returns the bytes in memory of a process and its descendants, shared memory included; 0 if there is no /proc.
 
     Pages that several of them share are counted for each, and once only (which is slower) if that exceeds `enough`.
     """

@@ -1,4 +1,4 @@
-"""Scores replies in worker processes, where a reward may hang, crash or raise without harming the run.
+"""Grades replies in worker processes, in which a reward may hang, crash or raise without harming the run.
 
     with Scorer("countdown", timeout=10) as scorer:
         rewards, counts = scorer.score_replies([0, 0, 1], ["<answer>1+2</answer>", "hm", "..."])
@@ -83,7 +83,7 @@ class Scorer:
         self.num_failures = 0
         self.unfinished: dict[int, Job] = {}
         self.in_flight: set[int] = set()  # of these, jobs that the helper has
-        self.window = sys.maxsize  # how many it may have: few where it was lost, to find the one at fault
+        self.window = sys.maxsize  # how many jobs it may have: few after it was lost, to find the one at fault
         self.suspected: set[int] = set()  # jobs that the last lost helper had
         self.num_replaced = 0  # helpers since the last outcome
         self.is_closed = False
@@ -92,7 +92,7 @@ class Scorer:
     def score_replies(self, indices: Sequence[int], texts: Sequence[str]) -> Scores:
         """Returns the rewards of each reply, and counts of failures: "reward_timeouts" and "reward_errors".
 
-        A reply that exceeded its time limit, killed its worker or made the reward raise has None in place of rewards.
+        A reply that exceeded its time limit, killed its worker or made the reward raise has None instead of rewards.
 
         Raises: UserError when more than `max_error_share` of the replies (and more than 8) got none: then the reward
         is wrong, not the replies.
@@ -102,7 +102,7 @@ class Scorer:
         return self.check_failures(jobs, ungrouped(asked, self.request_outcomes(asked)))
 
     def check_reward(self, jobs: list[Job]) -> None:
-        """Raises UserError where all of these jobs fail, unless `max_error_share` allows it: the reward is wrong."""
+        """Raises UserError if all of these jobs fail, unless `max_error_share` allows it: the reward is wrong."""
         outcomes = ungrouped(jobs, self.request_outcomes(jobs))
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if len(failures) == len(outcomes) and self.settings.max_error_share < 1:
@@ -113,7 +113,7 @@ class Scorer:
             )
 
     def repeats(self, jobs: list[Job]) -> bool:
-        """True if episodes say the same when these jobs are done again."""
+        """True if episodes return the same messages when these jobs are done again."""
         first, again = self.request_outcomes(jobs), self.request_outcomes(jobs)
         pairs = [pair for pair in zip(first, again, strict=True) if not any(isinstance(x, Failure) for x in pair)]
         return all(a.messages == b.messages for a, b in pairs)

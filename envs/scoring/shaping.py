@@ -50,7 +50,7 @@ def add_truncation_penalty(scores: Scores, is_truncated: Bool[np.ndarray, "B"], 
 
 
 def add_length_reward(scores: Scores, lengths: Lengths, limit: int, config: RewardConfig) -> Scores:
-    """Returns the scores with "length_reward", added to the return; unchanged where --length_reward is off.
+    """Returns the scores with "length_reward", added to the return; unchanged if --length_reward is off.
 
     `lengths` and `limit`: tokens of each completion, and the most there may be.
     """

@@ -14,14 +14,14 @@ MAX_REFUSED = 0.1  # of these, above which the run stops
 NUM_SHOWN = 3  # refused references
 DRAWN_ELSEWHERE = (
     "episodes that are begun again say something else: each sample of a group plays another one, and none can be "
-    "played again, by --resume or where its process is lost; draw by Python's `random`, or from the row"
+    "played again, by --resume or if its process is lost; draw by Python's `random`, or from the row"
 )
 
 
 def try_rewards(scorer: Scorer, env: Env) -> list[str]:
-    """Returns warnings: where episodes do not repeat, and of references that no reply can meet.
+    """Returns warnings: if episodes do not repeat, and of references that no reply can meet.
 
-    Raises: UserError for a reward that fails, and where more than MAX_REFUSED of the references are refused.
+    Raises: UserError for a reward that fails, and if more than MAX_REFUSED of the references are refused.
     """
     scorer.check_reward(example_jobs(env))
     drawn_elsewhere = env.opens and not scorer.repeats(repeated_jobs(env))
@@ -57,13 +57,13 @@ def refused_trials(scorer: Scorer, env: Env, indices: Iterable[int], form: str) 
     jobs = [(i, trial) for i in indices for trial in env.trials(env.problem(i), form)]
     outcomes = scorer.request_outcomes(jobs) if jobs else []
     reasons: dict[int, list[str]] = {}
-    for (i, trial), outcome in zip(jobs, outcomes, strict=False):  # there are none where the scorer closes
+    for (i, trial), outcome in zip(jobs, outcomes, strict=False):  # there are none if the scorer closes
         reasons.setdefault(i, []).append(reason_of(trial, outcome))
     return {i: given[0] for i, given in reasons.items() if all(given)}
 
 
 def reason_of(trial: Trial, outcome: Outcome) -> str:
-    """Returns why a reply that gives a reference is wrong; empty where it is right."""
+    """Returns why a reply that gives a reference is wrong; empty if it is right."""
     if isinstance(outcome, Failure):
         return f"{shorten(trial.reference, 60)}, {outcome.reason}"
     if outcome["correct_answer"] > 0:

@@ -2,7 +2,7 @@
 
 An object plays an episode from its `reset`, whose words end the prompt, to its last reward, all in one process, and is
 then reset for another one. Its methods may be coroutine functions. Before each call the global generators of `random`,
-NumPy and torch are seeded: what is drawn from them is the same for all samples of a group where it is drawn by `reset`,
+NumPy and torch are seeded: what `reset` draws from them is the same for all samples of a group,
 and the same when an episode is played again.
 """
 
@@ -143,7 +143,7 @@ class GymEpisode(Episode):
 def reset(environment: Resettable, row: RawRow, seed: int) -> Messages:
     """Returns the first observation: of a seed, and of the columns of a row, as far as `reset` takes them.
 
-    Raises: TypeError that names the method where it returns none.
+    Raises: TypeError that names the method, if it returns none.
     """
     first = call(environment.reset, {"seed": seed, **row})
     try:
@@ -291,7 +291,7 @@ class Adapter:
 
 
 def extended(messages: Messages, observed: Messages, separator: str) -> Messages:
-    """Returns messages and others behind them; the first of these is joined to the last one where both are a user's."""
+    """Returns messages and others behind them; the first of these is joined to the last one if both are a user's."""
     if not observed:
         return messages
     last, first = messages[-1], observed[0]

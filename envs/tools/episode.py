@@ -85,7 +85,7 @@ class ToolEpisode(Episode):
             return str({"error": reason(error)})  # as TRL writes it; repr leaves no line break
 
     def result(self, call: str) -> object:
-        """Returns the result of a call. Raises: CallError where it cannot be run, and whatever the tool raises."""
+        """Returns the result of a call. Raises: CallError if it cannot be run, and whatever the tool raises."""
         if not call:
             raise CallError(f"the call is empty, or not closed by {self.dialect.closing}")
         if len(call) > MAX_CALL:
@@ -143,7 +143,7 @@ def quoted(keys: Iterable[str]) -> str:
 
 
 def unique_object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    """Returns a JSON object. Raises: CallError where a name comes twice."""
+    """Returns a JSON object. Raises: CallError if a name comes twice."""
     names = dict(pairs)
     if len(names) < len(pairs):
         raise CallError("the call has a name twice in one object")
@@ -178,7 +178,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the message of an error, its type where it has none or cannot be printed."""
+    """Returns the message of an error; its type if it has no message or cannot be printed."""
     try:
         text = str(error) or type(error).__name__
     except BaseException:  # noqa: BLE001

@@ -52,7 +52,7 @@ class TextArena:
 class Numbered:
     """Gymnasium with numbered actions: the last number of a reply is the action.
 
-    An observation is the text of `render` where that is one, with colors in brackets, behind their codes.
+    An observation is the text of `render` if that is text, with colors in brackets, behind their codes.
     """
 
     def __init__(self, environment: Any):
@@ -104,7 +104,7 @@ class Typed:
         return shown_fields(answer), answer.reward, bool(answer.done), {}
 
     def action(self, reply: str) -> object:
-        """Returns the action that a reply stands for. Raises: ValueError where it is none."""
+        """Returns the action that a reply stands for. Raises: ValueError if it stands for none."""
         fields = getattr(self.action_class, "model_fields", {})
         names = [name for name in fields if name not in NOT_SHOWN]
         required = [name for name in names if fields[name].is_required()]
@@ -153,7 +153,7 @@ def as_gym(factory: Callable[[], Any]) -> Callable[[], Any]:
 def adapted(environment: Any) -> Any:
     """Returns an object of another library with `reset` and `step` on texts, and any other object as it is.
 
-    Raises: TypeError where a reply cannot stand for an action.
+    Raises: TypeError if a reply cannot stand for an action.
     """
     if not hasattr(environment, "step"):
         return environment
@@ -209,7 +209,7 @@ def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> obje
 
 
 def parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function or a class, none where Python does not know them."""
+    """Returns the parameters of a function or a class; none if Python cannot read them."""
     try:
         return inspect.signature(function).parameters
     except ValueError:

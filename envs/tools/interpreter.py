@@ -51,7 +51,7 @@ class Interpreter:
     seconds_left: float = 0.0
 
     def check(self) -> None:
-        """Raises UserError where code is to be confined, and cannot be, or does not run."""
+        """Raises UserError if code is to be confined and cannot be, or does not run."""
         missing = sandbox.missing_protection() if self.is_confined else ""
         if missing:
             raise UserError(
@@ -94,7 +94,7 @@ class Interpreter:
         return text
 
     def run(self, source: BinaryIO, output: BinaryIO) -> int:
-        """Returns the exit code of a process that runs code. Raises: CodeError where it exceeds a limit."""
+        """Returns the exit code of a process that runs code. Raises: CodeError if it exceeds a limit."""
         limits = [str(math.ceil(self.seconds_left) + 1), str(self.memory), str(os.getpid())]
         confinement = "on" if self.is_confined else "off"
         folders = [os.pathsep.join(READABLE), os.pathsep.join(PACKAGES)]
@@ -116,7 +116,7 @@ class Interpreter:
                 self.seconds_left -= time.monotonic() - start
 
     def wait(self, process: Process, folder: str, deadline: float) -> int:
-        """Returns the exit code of a process. Raises: CodeError where it exceeds the time limit, or writes too much."""
+        """Returns the exit code of a process. Raises: CodeError if it exceeds the time limit, or writes too much."""
         while time.monotonic() < deadline:
             try:
                 return process.wait(POLL)
@@ -139,7 +139,7 @@ def check_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def lock(folder: str) -> Iterator[bool]:
-    """Locks a folder until the block or this process ends; False where that fails."""
+    """Locks a folder until the block or this process ends; False if that fails."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     is_locked = False
     with contextlib.suppress(OSError):  # another process has the lock, or the file system has none

@@ -128,27 +128,27 @@ def set_limits(seconds: int, memory: int) -> None:
 
 
 def missing_protection() -> str:
-    """Returns which protection this machine lacks, in a few words; empty where it has all."""
+    """Returns which protection this machine lacks, in a few words; empty if it has all."""
     machine = os.uname().machine
     if sys.platform != "linux":
         return "Linux"
     if machine not in MACHINES:
         return f"table of system calls for {machine}"
     if landlock_abi() < 1:
-        return "Landlock (Linux 5.13 or later, and lsm=landlock where the kernel leaves it out)"
-    libc.prctl(PR_SET_SECCOMP, 2, None, 0, 0)  # mode 2 without a filter: EFAULT where filters are known
+        return "Landlock (Linux 5.13 or later, and lsm=landlock if the kernel leaves it out)"
+    libc.prctl(PR_SET_SECCOMP, 2, None, 0, 0)  # mode 2 without a filter: EFAULT if the kernel has filters
     if ctypes.get_errno() != errno.EFAULT:
         return "seccomp with filters"
     return ""
 
 
 def landlock_abi() -> int:
-    """Returns the version of Landlock, 0 or less where there is none."""
+    """Returns the version of Landlock; 0 or less if there is none."""
     return libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
 def checked(result: int) -> int:
-    """Returns the result of a system call. Raises: OSError where it failed."""
+    """Returns the result of a system call. Raises: OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -156,7 +156,7 @@ def checked(result: int) -> int:
 
 
 def confine(readable: list[str]) -> None:
-    """Gives up all rights but those in this file's docstring. Raises: OSError where the kernel refuses a step."""
+    """Gives up all rights but those in this file's docstring. Raises: OSError if the kernel refuses a step."""
     column = MACHINES.index(os.uname().machine)
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     drop_capabilities(column)

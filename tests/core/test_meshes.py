@@ -419,7 +419,7 @@ def test_more_parts_of_a_mesh_than_rows_are_reported():
         (DeviceConfig(mesh="fsdp"), "--mesh 'fsdp' has another form"),
         (DeviceConfig(mesh="rows=4"), "--mesh has no axis rows"),
         (DeviceConfig(mesh="fsdp=3"), "--mesh fsdp=3 makes .* JAX finds 8 devices"),
-        (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* JAX finds 1 device$"),
+        (DeviceConfig("fsdp_tp"), "--sharding fsdp_tp makes .* JAX finds 1 device: give sizes"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_by_its_flag(config, words):

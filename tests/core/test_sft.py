@@ -438,7 +438,7 @@ def test_other_held_out_rows_do_not_resume_a_run(data, tmp_path, capsys):
     assert run(tmp_path / "run", data=data, test_data=tests, max_steps=1) == 0
     write(tests, [{"prompt": f"{i}, ", "completion": "no"} for i in range(5)])
     assert run(tmp_path / "run", data=data, test_data=tests, max_steps=2) == 2
-    assert "other data: held-out data is 5 conversations" in capsys.readouterr().err
+    assert "other data, held-out data is 5 conversations" in capsys.readouterr().err
 
 
 def test_the_verdict_of_a_loss_is_that_lower_is_better():

@@ -512,7 +512,7 @@ def test_files_that_a_folder_lacks(tmp_path):
     [
         ("--lora_rank 2 --advantage gae", "--lora_rank does not support"),
         ("--base_dtype int8", "give --lora_rank"),
-        ("--lora_rank 2 --base_dtype int8 --lora_merge always", "leave one out"),
+        ("--lora_rank 2 --base_dtype int8 --lora_merge always", "leave one of the two out"),
         ("--lora_rank -1", "must not be negative"),
     ],
 )

@@ -496,7 +496,7 @@ def test_a_chat_has_samples_and_a_port(line, capsys):
         ("--greedy 0 --sharding fsdp", "--greedy 0 contradicts --sharding fsdp: leave one of them out"),
         ("--greedy yes", "greedy must be one of 0, 1"),
         ("--greedy --lr 1", "--greedy needs a value"),
-        ("--use_flash 1", "--use_flash has no effect: chosen by platform; leave it out"),
+        ("--use_flash 1", "--use_flash has no effect (chosen by platform): leave it out"),
     ],
 )
 def test_spellings_that_cannot_be_followed(line, words, capsys):

@@ -512,7 +512,7 @@ def test_a_run_whose_data_have_changed_is_not_resumed(kind, tmp_path, capsys):
         save(run, 1)
     small_run(folder, played_file(tmp_path / "moved.jsonl", rows(*range(20)))).release()
     changed = played_file(tmp_path / "a.jsonl", CHANGED[kind])
-    with pytest.raises(UserError, match="other data: dataset is .* problems, digest .* and was .* problems, digest"):
+    with pytest.raises(UserError, match="other data, dataset is .* problems, digest .* and was .* problems, digest"):
         small_run(folder, changed)
     run = small_run(folder, changed, resume="force")
     assert "goes on with other data: dataset is" in capsys.readouterr().out
@@ -535,7 +535,7 @@ def test_a_run_whose_reward_has_changed_is_not_resumed(tmp_path, capsys):
         save(run, 1)
     small_run(folder, play()).release()
     code.write_text("def reward(text): return 0.5")
-    with pytest.raises(UserError, match=r"other data: .*rewards.py is code, digest \w+ and was code, digest"):
+    with pytest.raises(UserError, match=r"other data, .*rewards.py is code, digest \w+ and was code, digest"):
         small_run(folder, play())
     small_run(folder, play(), resume="force").release()
     assert "rewards.py is code" in capsys.readouterr().out
@@ -573,7 +573,7 @@ def test_rendered_prompts_are_part_of_what_resuming_compares(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
     assert go_on(3) == 2
-    words = r"other data: tokens of poem's prompts is 16 samples, digest (\w+) and was 16 samples, .*old chat template"
+    words = r"other data, tokens of poem's prompts is 16 samples, digest (\w+) and was 16 samples, .*old chat template"
     assert re.search(words, capsys.readouterr().err)
     gc.collect()  # a refused run gives its lock back with its object, which Python 3.13 holds until then
     assert go_on(3, resume="force") == 0
