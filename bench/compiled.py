@@ -51,13 +51,13 @@ from bench import hlo
 from bench.common import Figure, report, shape, write_figures
 from core import learner
 from core import sampler as sampling
+from core.chains.pages import PAGE
 from core.config import Config
 from core.extensions import programs as of_run
 from core.extensions import teacher as teachers
 from core.extensions.programs import sampler_programs, update_programs
 from core.extensions.teacher import TaughtLearner
 from core.learner import Learner
-from core.pages import PAGE
 from core.sampler import Sampler, SamplingConfig
 from models import architecture
 from models.architecture import Decoder, Spec

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 
 from bench.common import Figure, environment, make_prompts, report, shape
 from bench.sampler_gap import token_gaps
-from core.pages import with_pages
+from core.chains.pages import with_pages
 from core.sampler import Sampler
 from models.architecture import Decoder, is_spec
 from models.decoder import init_params, score_tokens

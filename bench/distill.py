@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from core.extensions.distill import divergence
+from core.terms.distill import divergence
 from models.checkpoint import load_model
 from models.decoder import logits
 from utils.reporting.plots import COLORS, Curves, make_figure, read_metrics

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from bench.common import environment, make_prompts, report, spread
 from bench.train_step import BenchTraining, load_training
 from core.advantages import compute_advantages
+from core.chains.pages import with_pages
 from core.config import Config
 from core.learner import make_learner, split_minibatches
-from core.pages import with_pages
 from core.records import Batch, Completions
 from core.sampler import Sampler
 from models.architecture import Decoder

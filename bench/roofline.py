@@ -41,8 +41,8 @@ from jaxtyping import PyTree
 from bench import hlo
 from bench.common import ROOT, Figure, environment, make_prompts, report, seconds_of
 from bench.train_step import BenchTraining, load_training, make_update, random_batch
+from core.chains.pages import page_sizes, with_pages
 from core.extensions.programs import page_programs
-from core.pages import page_sizes, with_pages
 from core.records import Completions
 from core.sampler import Sampler, make_sampler
 from models.architecture import Decoder

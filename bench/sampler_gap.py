@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.common import ROOT, environment, make_prompts, report
-from core.pages import with_pages
+from core.chains.pages import with_pages
 from core.sampler import Sampler
 from models.checkpoint import load_model
 from models.decoder import score_tokens

@@ -13,10 +13,10 @@ from bench.fixed_episodes import FixedEpisodes
 from bench.rollout import completion_lengths, make_rollout
 from bench.side import ROLLOUTS, Gate, Work
 from core.advantages import compute_advantages
+from core.chains.pages import with_pages
 from core.config import Config
 from core.grpo import make_batch
 from core.learner import make_learner, split_minibatches
-from core.pages import with_pages
 from core.records import Episodes
 from core.rollout import RolloutWorker, make_worker
 from core.sampler import Sampler

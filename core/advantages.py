@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from core.extensions.checks import check_objective
-from core.extensions.credit import ShapingConfig, by_turn, compared_rewards, shape_advantages
-from core.extensions.critic import gae, generalized_advantages
-from core.extensions.reference import kl_penalty
 from core.objectives import LossConfig
 from core.records import Batch, differs, graded_mean, masked_whiten
+from core.terms.critic import gae, generalized_advantages
+from core.terms.reference import kl_penalty
+from core.terms.turn_rewards import ShapingConfig, by_turn, compared_rewards, shape_advantages
 from utils.batching import select_rows
 from utils.settings.options import option
 

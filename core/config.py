@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from core.advantages import ObjectiveConfig
 from core.extensions.checks import check_combinations
-from core.extensions.distill import DistillConfig
 from core.sampler import SamplingConfig
+from core.terms.distill import DistillConfig
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig, HeldOutConfig
 from models.lora import LoraConfig

@@ -31,8 +31,6 @@ from jaxtyping import Bool, Int
 from core.advantages import compute_advantages, has_signal
 from core.config import Config
 from core.extensions.ahead import AheadRollouts, prepare_ahead
-from core.extensions.credit import compared_rewards, token_rewards
-from core.extensions.lengths import with_length_reward
 from core.extensions.notes import training_notes
 from core.extensions.programs import are_all_known, run_programs, with_few_shapes
 from core.extensions.teacher import attach_teacher
@@ -41,6 +39,8 @@ from core.records import Batch, Episodes, Progress, join_episodes
 from core.rollout import RolloutWorker, evaluate_held_out, make_worker
 from core.run.folder import Run, is_due, settings_of_model
 from core.run.metrics import batch_metrics, rollout_metrics, speed_metrics
+from core.terms.lengths import with_length_reward
+from core.terms.turn_rewards import compared_rewards, token_rewards
 from envs.settings import RolloutSettings, resolve_environments
 from models.architecture import Decoder
 from models.checkpoint import load_policy

@@ -17,11 +17,11 @@ import optax
 from jaxtyping import Float, Int, PyTree
 
 from core.advantages import ObjectiveConfig
-from core.extensions.critic import value_loss
-from core.extensions.reference import copy_policy
 from core.objectives import LossConfig, policy_loss, set_loss_denominators
 from core.records import Batch, Episodes
-from core.run.ratios import reduce_metrics
+from core.terms.critic import value_loss
+from core.terms.ratios import reduce_metrics
+from core.terms.reference import copy_policy
 from models.architecture import Decoder
 from models.attention import SKIPPING
 from models.decoder import make_critic, score_tokens

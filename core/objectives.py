@@ -2,8 +2,8 @@
 
 To change the loss: write a function beside `ppo` and add its name to OBJECTIVES.
 To change the aggregation: `set_loss_denominators`. To add a metric of a loss: a line in `policy_loss`, a sum.
-To add a term: its function and its name in TERMS, as that of the KL in core/extensions/reference.py.
-To change the advantage: core/advantages.py. Metrics of ratios: core/run/ratios.py.
+To add a term: its function and its name in TERMS, as that of the KL in core/terms/reference.py.
+To change the advantage: core/advantages.py. Metrics of ratios: core/terms/ratios.py.
 
 Everything is float32. Another value of a setting compiles the update anew, but of those that TracedLossConfig lists: a
 controller may change these at each step. B rows, T row length.
@@ -17,12 +17,12 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
-from core.extensions.corrections import CorrectionConfig, token_weights
-from core.extensions.critic import CriticConfig
-from core.extensions.distill import distillation_loss
-from core.extensions.reference import reference_kl
 from core.records import Batch, row_mean, sum_over_rows, token_mean, zero_outside_mask
-from core.run.ratios import ratio_metrics, sampler_metrics
+from core.terms.corrections import CorrectionConfig, token_weights
+from core.terms.critic import CriticConfig
+from core.terms.distill import distillation_loss
+from core.terms.ratios import ratio_metrics, sampler_metrics
+from core.terms.reference import reference_kl
 from models.distribution import TokenScores
 from models.names import Array
 from utils.settings.options import option

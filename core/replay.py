@@ -17,15 +17,15 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from core.chains.turns import Conversations
 from core.config import Config
-from core.extensions.credit import turn_numbers
-from core.extensions.turns import Conversations
 from core.records import Completions, Episodes
 from core.rollout import RolloutWorker, collect_scores, make_worker
 from core.run.card import training_command
 from core.run.foreign import check_code
 from core.run.rollouts import transcript
 from core.sampler import row_keys, sample_keys
+from core.terms.turn_rewards import turn_numbers
 from envs.scoring.scorer import ScoringStream
 from envs.settings import resolve_settings
 from models.checkpoint import find_model, load_policy

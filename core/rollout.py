@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from core.extensions.attach import attach
+from core.chains.attach import attach
 from core.records import Episodes
 from core.sampler import Sampler, SamplingConfig, make_sampler, sample_keys
 from envs.base import Env, Problem, Text

@@ -1,7 +1,7 @@
 """Samples completions with a KV cache: compiled segments, early exit, fewer slots for fewer rows, shared prompts.
 
 There are two caches: the prompts', one row a prompt, read only, and the completions', one row a slot. All rows are at
-the same token: so single replies are drawn on one CPU, by `Chain`. Elsewhere core/pages.py draws them.
+the same token: so single replies are drawn on one CPU, by `Chain`. Elsewhere core/chains/pages.py draws them.
 
 To change which token is drawn (a penalty, another truncation): the step of `draw_tokens`.
 To change when a completion ends: `completion_end`. To change the order of work, or what is kept of a draw: `Sampler`.
@@ -163,16 +163,16 @@ class Sampler:
     distribution: Distribution = Distribution()
     stop_strings: tuple[str, ...] = ()
     force_answer_at: int = 0  # tokens before the limit: a segment begins there
-    # Tokens to write there in place of drawn ones, behind those of a reply: core/extensions/forced.py.
+    # Tokens to write there in place of drawn ones, behind those of a reply: core/chains/forced.py.
     forced_answer: Callable[[Int[np.ndarray, "A"]], list[int]] = lambda reply: []
     max_prompt_tokens: int = 1 << 30
     block_sizes: tuple[int, ...] = ()  # see core/blocks.py; empty: by the model's size
     segment: int = SEGMENT
     prompt_columns: int = 0  # least width to which prompts are padded
-    paging: Paging = field(default_factory=Paging)  # see core/pages.py
+    paging: Paging = field(default_factory=Paging)  # see core/chains/pages.py
     tokenizer: Tokenizer | None = None  # for stop strings
     layout: Layout = field(default_factory=single_device)
-    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/extensions/ has others
+    make_chain: Callable[..., "Chain"] = lambda *arguments: Chain(*arguments)  # core/chains/ has others
     # Weights of these rows of a call: those of a population's members have adapters of their own.
     weights_of: Callable[[Weights, Int[np.ndarray, "S"]], Weights] = lambda weights, rows: weights
     cancelled: Event | None = field(default=None, compare=False)  # set by another thread: draws raise Stop
@@ -501,7 +501,7 @@ def empty_columns(model: Decoder, distribution: Distribution, shape: tuple[int, 
 def make_sampler(
     config: SamplingConfig, model: Decoder, tokenizer: Tokenizer, layout: Layout, max_new_tokens: int
 ) -> Sampler:
-    """Returns the sampler that these settings ask for, without what core/extensions/attach.py adds."""
+    """Returns the sampler that these settings ask for, without what core/chains/attach.py adds."""
     stop_ids, stop_strings = tokenizer.read_stops(config.stop_strings)
     model.check_positions("a prompt with its completion", max_new_tokens + 1, "lower --num_generation_tokens")
     max_prompt_tokens = min(config.prompt_length, model.num_positions - max_new_tokens)

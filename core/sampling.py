@@ -23,10 +23,10 @@ from itertools import count
 import numpy as np
 from jaxtyping import Int, PyTree
 
+from core.chains.attach import with_forced_answer
+from core.chains.pages import with_pages
 from core.chat.terminal import ShowText, converse
 from core.chat.web import serve
-from core.extensions.attach import with_forced_answer
-from core.pages import with_pages
 from core.records import Completions
 from core.run.foreign import find_run, settings_with_code
 from core.sampler import Sampler, SamplingConfig, make_sampler

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from core import grpo
+from core.chains.pages import PagedChain, Segment
 from core.config import Config
-from core.pages import PagedChain, Segment
 from core.sampler import Sampler
 from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape

@@ -7,7 +7,7 @@ from operator import itemgetter
 import numpy as np
 import pytest
 
-from core.extensions.turns import Conversations
+from core.chains.turns import Conversations
 from envs.scoring.scorer import Scorer, ScoringStream
 from runs.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
 from runs.pretraining import make_tokenizer, pad_documents

@@ -1,7 +1,7 @@
 """Checks of options: of sampling, of the objective, and of groups together. A leaf: the groups check themselves by it.
 
 A table lists what may be wrong, and what to do about it. What a model or an environment cannot do with some options is
-in core/extensions/attach.py.
+in core/chains/attach.py.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def check_combinations(config: Any) -> None:
 
 
 def check_distillation(config: Any, advantage: str, group_size: int) -> None:
-    """Checks DistillConfig of core/extensions/distill.py, and the advantage beside it."""
+    """Checks DistillConfig of core/terms/distill.py, and the advantage beside it."""
     options = [name for name, value in vars(config).items() if value != getattr(type(config), name)]
     is_self = config.teacher == "self"
     refuse([

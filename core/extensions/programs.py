@@ -18,16 +18,16 @@ from core import learner as learners
 from core import records
 from core import sampler as sampling
 from core.blocks import block_shape, block_size, sizes_of
+from core.chains.pages import decode_pages, page_sizes, prefill_pages
+from core.chains.turns import turn_steps
 from core.config import Config
 from core.extensions import teacher as teachers
-from core.extensions.distill import COEFFICIENTS, LOGPROBS, SAMPLED
 from core.extensions.teacher import StateLearner, TaughtLearner
-from core.extensions.turns import turn_steps
 from core.learner import Learner
-from core.pages import decode_pages, page_sizes, prefill_pages
 from core.records import Batch
 from core.rollout import RolloutWorker
 from core.sampler import Sampler
+from core.terms.distill import COEFFICIENTS, LOGPROBS, SAMPLED
 from envs.prompts import longest_prompt
 from models import decoder
 from models.architecture import Decoder

@@ -17,7 +17,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from core.config import Config
-from core.extensions.distill import (
+from core.learner import Learner, Update
+from core.records import Batch, Episodes
+from core.rollout import RolloutWorker, encode_prompt
+from core.terms.distill import (
     BETAS,
     COEFFICIENTS,
     LOGPROBS,
@@ -27,9 +30,6 @@ from core.extensions.distill import (
     ComparedDistribution,
     DistillConfig,
 )
-from core.learner import Learner, Update
-from core.records import Batch, Episodes
-from core.rollout import RolloutWorker, encode_prompt
 from envs.base import Problem
 from models.architecture import Decoder
 from models.checkpoint import default_dtype, find_model, load_model, load_policy, open_model, resolve_model_dir

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from core.advantages import compute_advantages
+from core.chains.pages import PagedChain
+from core.chains.turns import Conversations
 from core.config import Config
-from core.extensions.lengths import with_length_reward
-from core.extensions.turns import Conversations
 from core.grpo import groups_with_signal, make_batch
-from core.pages import PagedChain
 from core.records import Episodes
 from core.rollout import Replies, RolloutWorker
 from core.run.metrics import rollout_metrics
 from core.sampler import Sampler, sample_keys
+from core.terms.lengths import with_length_reward
 from envs.base import Env, Episode, Problem, Step
 from envs.scoring.scorer import Failure
 from envs.tools.episode import ToolEpisode, ToolSettings

@@ -17,12 +17,12 @@ import pytest
 from core.advantages import ADVANTAGES, ObjectiveConfig, compute_advantages, has_signal
 from core.config import Config
 from core.extensions import notes
-from core.extensions.critic import generalized_advantages, value_loss
 from core.extensions.notes import describe_objective
 from core.learner import split_minibatches
 from core.objectives import OBJECTIVES, policy_loss, set_loss_denominators
 from core.records import Batch
-from core.run.ratios import LOG_RATIOS, reduce_metrics
+from core.terms.critic import generalized_advantages, value_loss
+from core.terms.ratios import LOG_RATIOS, reduce_metrics
 from models.distribution import TokenScores
 from tests.helpers import ROOT, assert_close, slow
 from utils.batching import concatenate, select_rows

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import core.pages
+import core.chains.pages
 import models.pages
-from core.pages import PagedChain, PageTable, chances_to_go_on, with_pages
+from core.chains.pages import PagedChain, PageTable, chances_to_go_on, with_pages
 from core.sampler import Sampler, SamplingConfig
 from models import decoder
 from models.architecture import Decoder
@@ -82,7 +82,7 @@ def weights_of(sampler: Sampler) -> dict:
     ],
 )
 def test_tokens_are_those_of_rows_in_step(kind, settings, paging, monkeypatch):
-    monkeypatch.setattr(core.pages, "CHUNKS", ((8, 16),))  # what is computed at once is less than a row
+    monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))  # what is computed at once is less than a row
     sampler = sampler_of(kind, **settings)
     weights = weights_of(sampler)
     in_step = sampler.generate(weights, PROMPTS, POSITIONS, G, KEY)
@@ -204,10 +204,10 @@ def test_tokens_by_the_kernel_are_those_of_rows_in_step(kind, monkeypatch):
     sampler = replace(sampler, model=replace(sampler.model, rope_theta=1e4))  # programs of its own
     weights = weights_of(sampler)
     in_step = sampler.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
-    for module in (models.pages, core.pages):
+    for module in (models.pages, core.chains.pages):
         monkeypatch.setattr(module, "paged_kernel", lambda model: "triton")
     monkeypatch.setitem(models.pages.KERNELS, "triton", partial(triton, interpret=True))
-    monkeypatch.setattr(core.pages, "CHUNKS", ((8, 16),))
+    monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))
     paged = replace(sampler, make_chain=PagedChain, paging=PAGING["few"])
     on_pages = paged.generate(weights, PROMPTS[2:], POSITIONS[2:], 2, KEY)
     np.testing.assert_array_equal(on_pages.tokens, in_step.tokens)

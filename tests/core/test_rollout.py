@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from core import grpo, sampling
+from core.chains.forced import reply_opening
 from core.config import Config
-from core.extensions.forced import reply_opening
 from core.extensions.preview import show
 from core.rollout import RolloutWorker, encode_prompt, make_worker
 from core.sampler import Sampler

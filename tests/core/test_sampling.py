@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.extensions.attach import with_forced_answer
-from core.pages import with_pages
+from core.chains.attach import with_forced_answer
+from core.chains.pages import with_pages
 from core.records import Completions
 from core.sampler import Sampler, prefill, row_keys
 from envs.base import ForcedAnswer

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 import envs
-from core.extensions.lengths import with_length_reward
 from core.extensions.preview import show
 from core.records import Completions, Episodes
 from core.run.metrics import rollout_metrics
+from core.terms.lengths import with_length_reward
 from envs.prompts import tasks_that_fit
 from envs.scoring.shaping import (
     RewardConfig,

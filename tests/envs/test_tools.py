@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import pytest
 
+from core.chains.attach import compare_samples
+from core.chains.pages import PagedChain
+from core.chains.turns import Conversations, answering_calls
 from core.config import Config
-from core.extensions.attach import compare_samples
 from core.extensions.preview import show
-from core.extensions.turns import Conversations, answering_calls
-from core.pages import PagedChain
 from core.rollout import encode_prompt, make_worker
 from core.sampler import Sampler
 from envs import make_env

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from bench import templates
 from core import sft
-from core.extensions import attach, teacher
+from core.chains import attach
+from core.extensions import teacher
 from core.extensions.sft_config import SFTConfig
 from core.rollout import encode_prompt
 from envs import make_env

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from core.chains.attach import attach
+from core.chains.turns import Conversations, Observation, TurnChain
 from core.config import Config
-from core.extensions.attach import attach
-from core.extensions.turns import Conversations, Observation, TurnChain
 from core.grpo import main
 from core.records import Completions
 from core.replay import read_stored, replay, task_index, weights_before

@@ -16,7 +16,6 @@ import pytest
 from core.advantages import compute_advantages
 from core.config import Config
 from core.extensions import teacher as teachers
-from core.extensions.distill import BETAS, COEFFICIENTS, LOGPROBS, SAMPLED, SIBLING, ComparedDistribution
 from core.extensions.teacher import (
     SHOWN,
     Prefix,
@@ -28,6 +27,7 @@ from core.extensions.teacher import (
 )
 from core.learner import Learner, accumulate
 from core.records import Batch, Episodes
+from core.terms.distill import BETAS, COEFFICIENTS, LOGPROBS, SAMPLED, SIBLING, ComparedDistribution
 from envs.base import Problem
 from models import decoder
 from models.architecture import Decoder

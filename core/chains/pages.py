@@ -320,7 +320,7 @@ class PagedChain:
         self.drawn.lengths = self.num_tokens
         return replace(self.drawn.completions(), num_recomputed=self.num_recomputed)
 
-    # What is asked of a chain with turns: see core/extensions/turns.py.
+    # What is asked of a chain with turns: see core/chains/turns.py.
 
     def turn_limits(self) -> Int[np.ndarray, "B"]:
         """Returns the number of tokens of each row at which its turn ends."""

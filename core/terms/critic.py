@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from core.extensions.reference import ReferenceConfig, kl_penalty
 from core.records import Batch, masked_whiten, token_mean
+from core.terms.reference import ReferenceConfig, kl_penalty
 from models.distribution import TokenScores
 from models.names import Array
 from utils.settings.options import option

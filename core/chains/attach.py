@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+from core.chains.forced import forced_answer, reply_opening
+from core.chains.pages import with_pages
+from core.chains.turns import Conversations, answering_calls
 from core.extensions.checks import refuse
-from core.extensions.forced import forced_answer, reply_opening
-from core.extensions.turns import Conversations, answering_calls
-from core.pages import with_pages
 from core.sampler import Sampler
 from envs.base import DIALECTS, ForcedAnswer
 from envs.prompts import Encode

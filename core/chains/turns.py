@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from core.pages import PagedChain
+from core.chains.pages import PagedChain
 from core.records import Completions
 from core.sampler import Sampler
 from envs.base import DIALECTS, INLINE, Dialect, Env, Problem, Reply, Step, Text
