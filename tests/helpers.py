@@ -1,10 +1,6 @@
 """Shared by tests: a small random model, a tokenizer without files, runs, tolerances, Python on four devices."""
 
 import math
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,7 +19,7 @@ from models.architecture import FULL, LINEAR, Decoder, is_spec
 from models.deltanet import DeltaShape
 from models.names import EMBED, HEAD
 from models.tokenizer import Tokenizer
-from tests.kill_runs import arguments, virtual_devices
+from tests.kill_runs import arguments
 from utils.batching import bucket
 from utils.devices.sharding import Layout
 from utils.settings.config import parse
@@ -185,51 +181,3 @@ def depth(model: Decoder, num_columns: int) -> int:
 def gradient_depth(model: Decoder, num_columns: int, num_tokens: int) -> int:
     """Returns the operations of a gradient: forward, twice as many backward, and a sum over the tokens of a batch."""
     return 3 * depth(model, num_columns) + num_tokens
-
-
-def on_four_devices(test_file: str, call: str) -> None:
-    """Evaluates `call` with the names of a test file, in a process that sees four CPU devices."""
-    module = ".".join(Path(test_file).relative_to(ROOT).with_suffix("").parts)
-    code = f"from {module} import *; {call}"
-    env = os.environ | virtual_devices(4) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def start_processes(code: str, num_devices: int, num_processes: int = 1) -> list[subprocess.Popen]:
-    """Python with the tests' names in processes of so many CPU devices, of one job; `code` knows I, its number."""
-    env = os.environ | virtual_devices(num_devices) | {"PYTHONPATH": str(ROOT)}
-    if num_processes > 1:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            env["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free.getsockname()[1]}"
-        env["JAX_NUM_PROCESSES"] = str(num_processes)
-    processes = []
-    for i in range(num_processes):
-        own = env | {"JAX_PROCESS_ID": str(i)} if num_processes > 1 else env
-        command = [sys.executable, "-c", f"I = {i}\n{code}"]
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return processes
-
-
-def wait(processes: list[subprocess.Popen], timeout: float = 600) -> None:
-    """Waits for the ends of processes, which must be good."""
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(outputs)

@@ -1,12 +1,15 @@
 """The pages agree with the code: the quoted loop, the walk of CONTRIBUTING.md, links, file names, diffs.
 
-python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
+    python tests/test_docs.py    # writes the loop and the walk's line numbers of today into the pages
+
+What the script does not write, such as a dead link, is corrected by hand.
 """
 
 import itertools
 import re
 import statistics
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,16 +17,16 @@ from xml.etree import ElementTree
 import pytest
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # this repository, wherever the command is given
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tests.markdown import FILE, FOLDERS, LINK, ROOT, anchors
+
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "AGENTS.md", *DOCS]
 LOOP = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"`([\w/]+\.py):(\d+)(\s+)(\w+)`")  # file, line, a space or a line break, name
-LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")  # local ones: file, heading
-HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
 DIFF = re.compile(r"^```diff\n(.*?)^```", re.DOTALL | re.MULTILINE)
-FOLDERS = "core|models|envs|utils|docs|bench|tests|configs|imgs|runs"
-FILE = re.compile(rf"\b(?:{FOLDERS})/[\w/+.-]+\.(?:py|md|sh|png|svg|txt)\b")
 MADE = re.compile(r"(?:# |\+\+\+ b/)([\w/]+\.py)\n")  # files that an example of a page makes
 
 
@@ -52,12 +55,6 @@ def walk() -> list[tuple[str, str, str]]:
     """Returns the stops of the walk: file, line, name."""
     stops = STOP.findall(read("CONTRIBUTING.md"))
     return [(file, line, name) for file, line, _, name in stops]
-
-
-def anchors(page: Path) -> set[str]:
-    """Returns the names by which a page's headings are linked: lower case, hyphens for spaces, no punctuation."""
-    headings = HEADING.findall(page.read_text(encoding="utf-8"))
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_front_page_is_short_and_quotes_the_loop():

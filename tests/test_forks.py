@@ -1,6 +1,8 @@
 """The forks of docs/forks.md have the size that its table states, and do what it says.
 
-python tests/test_forks.py    # brings the diffs and the table to the last commit
+    python tests/test_forks.py    # brings the diffs and the table to the last commit
+
+Run it after a commit: it applies the diffs to the files of HEAD.
 """
 
 import json

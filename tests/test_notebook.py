@@ -7,7 +7,7 @@ import re
 from core import eval, grpo
 from tests import readme
 from tests.helpers import ROOT, slow
-from tests.test_docs import FILE, LINK, anchors
+from tests.markdown import FILE, LINK, anchors
 from utils.settings.config import options_of
 
 NOTEBOOK = json.loads((ROOT / "lmpo.ipynb").read_text(encoding="utf-8"))

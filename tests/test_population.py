@@ -23,7 +23,7 @@ from models import decoder
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, join_members, make_policy, with_members
 from models.names import LORA_B
-from tests.core.chains.test_turns import Script, assert_same, conversations, draw_all, rows_of
+from tests.conversations import Script, assert_same, conversations, draw_all, rows_of
 from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, arguments
 from utils.devices.sharding import single_device

@@ -15,8 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from core.config import Config
-from tests.envs.test_hub import published
 from tests.local_hub import local_hub, put
+from tests.published import published
 from utils.settings.config import parse
 from utils.settings.lmpo import LMPO
 

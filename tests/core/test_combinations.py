@@ -30,8 +30,8 @@ from envs.scoring.scorer import Failure
 from envs.tools.episode import ToolEpisode, ToolSettings
 from models.checkpoint import load_policy
 from models.lora import LoraConfig, make_policy
-from tests.core.test_training import HereScorer
 from tests.helpers import ROOT, reading_script, slow
+from tests.playing import HereScorer
 from utils.devices.sharding import single_device
 from utils.metrics.health import HealthChecks
 from utils.settings.config import make_config

@@ -6,7 +6,6 @@ Letters: N tasks, G samples of each.
 import inspect
 import json
 import shutil
-from collections import Counter
 from contextlib import nullcontext
 from itertools import combinations, product
 from pathlib import Path
@@ -28,6 +27,7 @@ from envs.data.style import Style, Styled
 from envs.settings import CODE
 from models.checkpoint import find_checkpoints
 from tests.helpers import ROOT
+from tests.oracles.enumeration import vote
 from utils.evaluation.estimates import (
     MAX_VOTERS,
     best_of_k,
@@ -91,14 +91,6 @@ def test_pass_at_k_is_a_hypergeometric_chance():
     for k in range(1, 12):
         expected = 1 - scipy.stats.hypergeom(11, np.arange(12), k).pmf(0)  # not a single one of k drawn is right
         np.testing.assert_allclose(pass_at_k(right, k), expected, atol=1e-12)
-
-
-def vote(answers: list[str | None], correct: list[bool]) -> float:
-    """The chance that the winner of one election is right, ties by lot."""
-    votes = Counter(answer for answer in answers if answer is not None)
-    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
-    shares = [np.mean([c for a, c in zip(answers, correct, strict=True) if a == winner]) for winner in winners]
-    return float(np.mean(shares)) if winners else 0.0
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -525,3 +517,11 @@ def test_problems_are_shown_whatever_the_limit_of_prompts(capsys):
     printed = capsys.readouterr().out
     assert "======== problem 0" in printed
     assert "left out" not in printed
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    rng = np.random.default_rng(0)
+    correct = np.concatenate([rng.random((6, 7)) < 0.3, np.zeros((1, 7), bool), np.ones((1, 7), bool)])
+    for k in range(1, 8):
+        expected = [np.mean([any(row[i] for i in some) for some in combinations(range(7), k)]) for row in correct]
+        np.testing.assert_allclose(pass_at_k(correct, k), expected)

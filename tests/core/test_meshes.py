@@ -30,20 +30,9 @@ from models.memory import weights_bytes
 from models.optimizers import OptimizerConfig, make_optimizer
 from models.packing import pack_rows
 from models.state import init_state
-from tests.helpers import (
-    HYBRID,
-    MODEL,
-    ROOT,
-    assert_close,
-    depth,
-    gradient_depth,
-    on_layout,
-    rounding,
-    slow,
-    start_processes,
-    wait,
-)
+from tests.helpers import HYBRID, MODEL, ROOT, assert_close, depth, gradient_depth, on_layout, rounding, slow
 from tests.kill_runs import reproducible
+from tests.processes import start_processes, wait
 from utils.batching import MicrobatchShape, empty_rows
 from utils.devices import sharding
 from utils.devices.sharding import bytes_on_device, sharding_of, single_device

@@ -25,14 +25,15 @@ from core.terms.critic import generalized_advantages, value_loss
 from core.terms.ratios import LOG_RATIOS, reduce_metrics
 from models.distribution import TokenScores
 from tests.helpers import ROOT, assert_close, slow
+from tests.oracles.advantages import NOT_RELATIVE, gae, mean, oracle_advantages
+from tests.oracles.losses import LIMIT, ROLLOUTS, clip_range, oracle_loss, oracle_policy, slopes
 from utils.batching import concatenate, select_rows
 from utils.settings.config import make_config, parse
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # NumPy's, of groups without a graded rollout
 
-N, G, T, LIMIT = 3, 4, 20, 16  # LIMIT: num_generation_tokens
+N, G, T = 3, 4, 20
 B = N * G
-ROLLOUTS = B + 4  # of a full optimizer batch: some have left it
 SURPRISE = 10.0  # nats of an unlikely token: exp makes their rounding that of the ratio, relative to it
 CHOICES = {
     name: ObjectiveConfig.__dataclass_fields__[name].metadata["choices"]
@@ -41,7 +42,6 @@ CHOICES = {
 CHOICES["advantage"] = [name for name in CHOICES["advantage"] if name[:5] != "turn_"]  # see "Turns of episodes"
 LOSSES = [*itertools.product(CHOICES["objective"], CHOICES["loss_normalization"])]
 REFUSES_NORMALIZATION = ("gae", "best_k")
-NOT_RELATIVE = ("none", "reinforce", "batch_zscore", "gae")  # the others compare the rollouts of a group
 KL = {
     "no KL": {},
     "k2 in the loss": {"kl_coef": 0.1, "kl_estimator": "k2"},
@@ -106,214 +106,6 @@ def new_logprobs(batch: Batch, config: ObjectiveConfig, seed: int) -> tuple[np.n
     entropy = rng.uniform(0, 4, mask.shape)
     garbage = rng.normal(0, 100, mask.shape)
     return np.float32(np.where(mask, old + log_ratio, garbage)), np.float32(np.where(mask, entropy, garbage))
-
-
-# The oracle
-
-
-def mean(x) -> float:
-    return math.fsum(x) / len(x)
-
-
-def deviation(x) -> float:
-    mu = mean(x)
-    return math.sqrt(mean([(v - mu) ** 2 for v in x]))
-
-
-def standardized(table, over) -> list[list[float]]:
-    """Each number less the mean of those in `over`, divided by their deviation where they have one."""
-    mu, sigma = mean(over), deviation(over) or 1.0
-    return [[(x - mu) / sigma for x in row] for row in table]
-
-
-def clip_range(config: ObjectiveConfig) -> tuple[float, float]:
-    high = config.clip_epsilon if config.clip_epsilon_high < 0 else config.clip_epsilon_high
-    return 1 - config.clip_epsilon, 1 + high
-
-
-def tokens_of(batch: Batch, i: int) -> list[int]:
-    """The columns of a row that the policy chose."""
-    return np.flatnonzero(batch.mask[i]).tolist()
-
-
-def oracle_penalty(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
-    """What the KL takes off the reward of each token: kl_coef (log p_old - log p_ref)."""
-    out = np.zeros(batch.mask.shape)
-    for i, t in np.argwhere(batch.mask):
-        if config.kl_in == "reward":
-            out[i, t] = config.kl_coef * (float(batch.old_logprobs[i, t]) - float(batch.ref_logprobs[i, t]))
-    return out
-
-
-def oracle_gae(batch: Batch, config: ObjectiveConfig) -> np.ndarray:
-    """A_t = sum over l of (gamma lambda)^l delta_t+l, with delta_t = r_t + gamma V_t+1 - V_t; not whitened."""
-    out = np.zeros(batch.mask.shape)
-    penalty = oracle_penalty(batch, config)
-    for i in range(len(batch.mask)):
-        chosen = tokens_of(batch, i)
-        values = [float(batch.values[i, t]) for t in chosen] + [0.0]
-        deltas = []
-        for n, t in enumerate(chosen):
-            reward = (float(batch.rewards[i]) if t == chosen[-1] else 0.0) - penalty[i, t]
-            if batch.token_rewards is not None:
-                reward = float(batch.token_rewards[i, t]) - penalty[i, t]
-            deltas.append(reward + config.gamma * values[n + 1] - values[n])
-        for n, t in enumerate(chosen):
-            later = [(config.gamma * config.gae_lambda) ** m * delta for m, delta in enumerate(deltas[n:])]
-            out[i, t] = math.fsum(later)
-    return out
-
-
-def oracle_advantages(batch: Batch, config: ObjectiveConfig) -> tuple[np.ndarray, list[bool], list[bool]]:
-    """The advantage of each token, which rows stay in the batch, and which have a signal.
-
-    A group with max - min <= 1e-6 has none, its advantages are exactly 0; best_k without the filter imitates it too,
-    and raw rewards that are all 0 are all that reinforce cannot learn from.
-    """
-    name = config.advantage
-    G = batch.group_size
-    rows = range(len(batch.rewards))
-    penalty = oracle_penalty(batch, config)
-    rewards = [float(batch.rewards[i]) - math.fsum(penalty[i]) for i in rows]
-    out = []
-    keep = []
-    signal = []
-    for i in rows:
-        r, group = rewards[i], rewards[i // G * G : i // G * G + G]
-        mu = mean(group)
-        imitates_all = name == "best_k" and not config.do_group_filter
-        is_raw = name == "reinforce" and not config.do_global_normalization and config.kl_in != "reward"
-        differs = max(map(abs, group)) > 1e-6 if is_raw else max(group) - min(group) > 1e-6
-        signal.append(differs or imitates_all or (name in NOT_RELATIVE and not is_raw))
-        keep.append(signal[i] or not config.do_group_filter)
-        if config.do_truncation_filter and not batch.finished[i]:
-            keep[i] = False
-        if name == "none":
-            a = 0.0
-        elif name == "reinforce":
-            a = r
-        elif name == "batch_zscore":
-            a = (r - mean(rewards)) / deviation(rewards)
-        elif name == "gae":
-            a = None  # one for each token: below
-        elif name == "best_k":
-            best = sorted(range(G), key=lambda j: -group[j])[: config.best_k]  # stable: ties by order
-            a = 1.0
-            if i % G not in best:
-                keep[i] = False
-        elif name == "reinforce++_baseline":
-            a = r - mu
-        elif not signal[i]:
-            a = 0.0
-        elif name == "group_zscore":
-            a = (r - mu) / deviation(group)
-        elif name == "group_mean":
-            a = r - mu
-        elif name == "rloo":
-            a = r - (math.fsum(group) - r) / (G - 1)
-        else:
-            assert name == "maxrl"
-            a = (r - mu) / mu if mu > 0 else 0.0
-        out.append([a] * T)
-    if name == "gae":
-        out = oracle_gae(batch, config).tolist()
-    if name == "batch_zscore" and config.kl_in == "reward":
-        out = [[float(batch.rewards[i]) - math.fsum(penalty[i, t:]) for t in range(T)] for i in rows]
-    per_token = name in ("gae", "reinforce++_baseline") or name == "batch_zscore" and config.kl_in == "reward"
-    chosen = [(i, t) for i in rows if keep[i] for t in (tokens_of(batch, i) if per_token else [0])]
-    if per_token:
-        out = standardized(out, [out[i][t] for i, t in chosen])
-    out = [row if s else [0.0] * T for row, s in zip(out, signal, strict=True)]
-    if config.do_global_normalization:
-        out = standardized(out, [out[i][t] for i, t in chosen])
-    if config.do_clip_advantages:
-        out = [[max(a, 0.0) for a in row] for row in out]
-    out = [[a * config.negative_advantage_multiplier if a < 0 else a for a in row] for row in out]
-    out = [row if s else [0.0] * T for row, s in zip(out, signal, strict=True)]
-    return np.array(out) * batch.mask, keep, signal
-
-
-def oracle_policy(new, frozen, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
-    """The policy loss of each token. `frozen` is `new` as seen through stopgrad: it stays where `new` is moved."""
-    low, high = clip_range(config)
-    out = np.zeros(batch.mask.shape)
-    for i in range(len(out)):
-        chosen = tokens_of(batch, i)
-        for t in chosen:
-            A = float(a[i, t])
-            logp = float(new[i, t])
-            fixed = float(frozen[i, t])
-            old = float(batch.old_logprobs[i, t])
-            sampled = float(batch.sample_logprobs[i, t])
-            rho = math.exp(logp - old)
-            rho_fixed = math.exp(fixed - old)
-            clipped = min(max(rho, low), high)
-            clipped_fixed = min(max(rho_fixed, low), high)
-            if config.objective == "ppo":
-                loss = max(-rho * A, -clipped * A)
-                if config.dual_clip and A < 0:
-                    loss = min(loss, -config.dual_clip * A)
-            elif config.objective == "ppo_all_clip":
-                loss = -clipped * A
-            elif config.objective == "reinforce":
-                loss = -A * logp
-            elif config.objective == "cispo":
-                loss = -clipped_fixed * A * logp
-            elif config.objective == "gspo":
-                s = math.exp(mean([float(frozen[i, u]) - float(batch.old_logprobs[i, u]) for u in chosen]))
-                s_t = s * math.exp(logp) / math.exp(fixed)
-                loss = max(-s_t * A, -min(max(s_t, low), high) * A)
-            elif config.objective == "dppo":
-                moved = math.exp(fixed) - math.exp(sampled)
-                inside = moved <= high - 1 if A > 0 else moved >= low - 1
-                loss = -math.exp(logp - sampled) * A if inside else 0.0
-            else:
-                assert config.objective == "sapo"
-                tau = 1.0 if A > 0 else 1.05
-                loss = -(4 / tau) * A / (1 + math.exp(-tau * (rho - 1)))
-            out[i, t] = loss * oracle_importance(batch, i, t, config)
-            if config.do_mask_importance_ratio and rho_fixed > 2:
-                out[i, t] = 0.0
-            if config.do_mask_inference_ratio and math.exp(sampled - old) >= 2:
-                out[i, t] = 0.0
-            drift = mean([float(batch.sample_logprobs[i, u]) - float(frozen[i, u]) for u in chosen])
-            if config.off_policy_mask and A < 0 and drift > config.off_policy_mask:
-                out[i, t] = 0.0
-    return out
-
-
-def oracle_importance(batch: Batch, i: int, t: int, config: ObjectiveConfig) -> float:
-    """w = p_old / p_sample of a token or of its completion, cut at the cap, or 0 outside floor and cap."""
-    some = [t] if config.importance_level == "token" else tokens_of(batch, i)
-    w = math.exp(math.fsum(float(batch.old_logprobs[i, u]) - float(batch.sample_logprobs[i, u]) for u in some))
-    if config.importance_correction == "none":
-        return 1.0
-    if config.importance_correction == "truncate":
-        return min(w, config.importance_cap)
-    return w if config.importance_floor <= w <= config.importance_cap else 0.0
-
-
-def oracle_loss(new, frozen, entropy, a, batch: Batch, config: ObjectiveConfig) -> np.ndarray:
-    """What each token adds to the loss of a whole optimizer batch."""
-    num_rows, num_tokens = len(new), int(batch.mask.sum())
-    out = oracle_policy(new, frozen, a, batch, config)
-    for i, t in np.argwhere(batch.mask):
-        if config.kl_coef and config.kl_in == "loss":
-            x = float(new[i, t]) - float(batch.ref_logprobs[i, t])
-            out[i, t] += config.kl_coef * {"k2": x * x / 2, "k3": math.exp(-x) + x - 1}[config.kl_estimator or "k3"]
-        out[i, t] *= {
-            "token_mean": 1 / num_tokens,
-            "sequence_mean": 1 / (num_rows * int(batch.mask[i].sum())),
-            "constant": 1 / (ROLLOUTS * LIMIT),
-        }[config.loss_normalization]
-        out[i, t] -= config.entropy_coef * float(entropy[i, t]) / num_tokens
-    return out
-
-
-def slopes(oracle, new, *rest) -> np.ndarray:
-    """Central differences of each token's own loss: no other depends on its log-probability, but through stopgrad."""
-    new = np.float64(new)
-    return (oracle(new + 1e-4, new, *rest) - oracle(new - 1e-4, new, *rest)) / 2e-4
 
 
 @functools.cache
@@ -562,7 +354,7 @@ def test_advantages(advantage, flags):
     assert not found.advantages[~has_signal].any() and not found.advantages[~found.mask].any(), "exactly 0"
     assert (found.returns is not None) == (advantage == "gae")
     if advantage == "gae":
-        returns = (oracle_gae(batch, config) + batch.values)[rows]
+        returns = (gae(batch, config) + batch.values)[rows]
         assert_close(found.returns[found.mask], returns[found.mask], 4 * T, SURPRISE)
 
 
@@ -580,7 +372,7 @@ def test_generalized_advantages(gamma, gae_lambda, kl):
     rng = np.random.default_rng(5)
     rewards = np.float32(batch.mask * rng.choice([0, 0, 0, 0.5, -1], batch.mask.shape))
     for case in (batch, replace(batch, token_rewards=rewards)):
-        assert_close(generalized_advantages(case, config), oracle_gae(case, config), 4 * T, SURPRISE)
+        assert_close(generalized_advantages(case, config), gae(case, config), 4 * T, SURPRISE)
 
 
 def in_sequence(*parts: float) -> np.float32:
@@ -704,7 +496,7 @@ def test_an_advantage_of_ones_own_has_the_filter(monkeypatch):
 def test_value_loss(value_clip):
     config = ObjectiveConfig(advantage="gae", value_clip=value_clip)
     batch, rng = random_batch(7), np.random.default_rng(7)
-    returns = np.float32(oracle_gae(batch, config) + batch.values)
+    returns = np.float32(gae(batch, config) + batch.values)
     batch = set_loss_denominators(replace(batch, returns=returns), ROLLOUTS, LIMIT, config)
     values = np.float32(batch.values + rng.uniform(-0.8, 0.8, batch.mask.shape))
     num_tokens = int(batch.mask.sum())
@@ -822,7 +614,7 @@ def test_the_cut_into_micro_batches_changes_nothing(objective, normalization):
     losses = {"loss_normalization": normalization, "kl_coef": 0.1, "entropy_coef": 0.1}
     config = ObjectiveConfig(objective, advantage="gae", **losses)
     batch = set_loss_denominators(credited(ObjectiveConfig(advantage="gae"), seed=1)[0], ROLLOUTS, LIMIT, config)
-    batch = replace(batch, returns=oracle_gae(batch, config))
+    batch = replace(batch, returns=gae(batch, config))
     new, entropy = new_logprobs(batch, config, 5)
     values = np.float32(batch.values + 0.1)
     expected_grad, whole = learn(new, entropy, batch, config)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from threading import Barrier, Event
 from time import sleep
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +21,9 @@ from core.sampler import Sampler, prefill, row_keys
 from envs.base import ForcedAnswer
 from models import decoder
 from models.distribution import Distribution, inverse_cdf_sample, sampling_uniforms
-from tests.helpers import (
-    HYBRID,
-    MODEL,
-    GrowingSampler,
-    Letters,
-    assert_close,
-    depth,
-    on_four_devices,
-    on_layout,
-    random_params,
-    slow,
-)
+from tests.helpers import HYBRID, MODEL, GrowingSampler, Letters, assert_close, depth, on_layout, random_params, slow
+from tests.oracles.generation import NO_TOKENS, Address, Limits, reply, truncated
+from tests.processes import on_four_devices
 from utils.devices.compile_log import Compilations
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.devices.threads import between_turns, take_turns
@@ -88,29 +78,18 @@ def assert_well_formed(r: Completions, forced=lambda row, t: False) -> None:
         assert not r.tokens[row, end:].any()
 
 
-@jax.jit
-def next_logits(params, tokens, length):
-    """The whole model on one row, for its last token; what stands right of that is not seen."""
-    return decoder.logits(MODEL, params, tokens[None])[:, length - 1]
+teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
 
 
 def one_by_one(
-    prompt, task: int, sample: int, distribution: Distribution, forced: Mapping[int, int] = MappingProxyType({})
-):
-    """A completion drawn token by token without cache; `forced` holds tokens by their number."""
-    tokens = list(prompt)
-    for t in range(LIMIT):
-        padded = np.zeros(WIDTH, np.int32)
-        padded[: len(tokens)] = tokens
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(KEY, task), sample), t)
-        uniforms = jax.random.uniform(key, (1, 2))
-        token, *_ = draw_one(distribution, next_logits(random_params(), padded, len(tokens)), uniforms)
-        tokens.append(forced.get(t, int(token[0])))
-    return tokens[len(prompt) :]
-
-
-draw_one = jax.jit(Distribution.draw, static_argnums=0)
-teacher_forced = jax.jit(decoder.score_tokens, static_argnums=(0, 3))
+    prompt: list[int],
+    task: int,
+    sample: int,
+    distribution: Distribution,
+    forced: Mapping[int, int] = NO_TOKENS,
+) -> list[int]:
+    address = Address(KEY, task, sample)
+    return reply(MODEL, prompt, address, Limits(LIMIT, WIDTH), distribution, forced)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -355,22 +334,6 @@ def test_nor_on_the_devices(tmp_path):
 
 
 # Distributions
-
-
-def truncated(logits, d: Distribution) -> dict[int, float]:
-    """Ids and log-probabilities in float64, cut one setting after the other as transformers does it."""
-    logits = np.asarray(logits, np.float64) / d.temperature
-    ids = np.argsort(-logits, kind="stable")
-
-    def logprobs(ids):
-        return logits[ids] - np.logaddexp.reduce(logits[ids])
-
-    if d.top_k:
-        ids = ids[: d.top_k]
-    if d.top_p < 1:  # the fewest ids that hold this much
-        ids = ids[: 1 + np.searchsorted(np.cumsum(np.exp(logprobs(ids))), d.top_p)]
-    ids = ids[logprobs(ids) >= logprobs(ids)[0] + np.log(max(d.min_p, 1e-300))]
-    return dict(zip(ids.tolist(), logprobs(ids).tolist(), strict=True))
 
 
 def test_truncated_sampling_in_a_completion():

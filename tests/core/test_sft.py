@@ -32,8 +32,9 @@ from models.checkpoint import load_policy
 from models.conversations import describe_prompts, encode_conversation, encode_rows
 from models.lora import make_policy
 from models.tokenizer import load_tokenizer
-from tests.helpers import ROOT, on_four_devices, rounding, slow, train_here
+from tests.helpers import ROOT, rounding, slow, train_here
 from tests.kill_runs import arguments, checksum, difference, records
+from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
 from utils.reporting.verdict import judge
 from utils.settings.config import make_config, options_of, parse, to_dict

@@ -10,7 +10,7 @@ import warnings
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
-from itertools import combinations, permutations
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from envs.countdown import Countdown, share_right_arithmetic, solve
 from envs.data.rows import Row
 from envs.data.splits import normal_form, split_rows
 from envs.grading.answers import extract_answer, parse_arithmetic
+from tests.oracles.enumeration import reachable
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,17 +70,6 @@ def digest() -> str:
     made = [environment(name) for name in INSTALLED]
     problems = [repr(env.problem(i).messages) for env in made for i in range(min(20, env.num_tasks))]
     return hashlib.sha256("\n".join(problems).encode()).hexdigest()
-
-
-def reachable(values: tuple[Fraction, ...]) -> set[Fraction]:
-    """Every number that + - * / over all values can make, by brute force."""
-    if len(values) == 1:
-        return set(values)
-    found = set()
-    for a, b, *rest in permutations(values):
-        for result in (a + b, a - b, a * b, *([a / b] if b else [])):
-            found |= reachable((result, *rest))
-    return found
 
 
 # the table of environments

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.grading.answers import (
-    FORMS,
-    extract_boxed,
-    final_answer,
-    nesting,
-    parse_math,
-    same_math,
-)
+from envs.grading.answers import FORMS, extract_boxed, final_answer, nesting, parse_math, same_math
 from envs.grading.numerals import parse_number, same_number
 from envs.grading.rewards import graded_blocks, quarter_per_tag, think_answer
 

@@ -1,69 +1,17 @@
 """Data sets of the hub, from a hub on this machine and from folders: the files that the package `datasets` reads."""
 
-import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import envs
 from envs.data.files import read_file
 from envs.data.hub import CONVERTED, KINDS, files_of_split, find_splits, folder_split, matches
 from tests.local_hub import local_hub, put
+from tests.published import ROOT, SAMPLES, card, config, jsonl, parquet, published, sample
 from utils.settings.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = ROOT / "tests" / "fixtures" / "data"
-
-
-def parquet(rows: list[dict]) -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    return file.getvalue()
-
-
-def jsonl(rows: list[dict]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def sample(file: str) -> list[dict]:
-    return [json.loads(line) for line in (SAMPLES / file).read_text().splitlines()]
-
-
-def card(*configs: object) -> str:
-    return f"---\nlicense: mit\nconfigs: {json.dumps(configs)}\n---\n# Rows\n"
-
-
-def config(name: str, **splits: str | list[str]) -> dict:
-    files = [{"split": split, "path": path} for split, path in splits.items()]
-    return {"config_name": name, "data_files": files}
-
-
-GSM8K_CARD = card(*(config(name, train=f"{name}/train-*", test=f"{name}/test-*") for name in ("main", "socratic")))
-
-
-def published(root: Path) -> None:
-    """Writes the data sets that environments name, laid out as on the hub."""
-    gsm8k = {f"main/{split}-00000-of-00001.parquet": sample(f"gsm8k/{split}.jsonl") for split in ("train", "test")}
-    other = {name.replace("main", "socratic"): [{"question": "no", "answer": "#### 1"}] for name in gsm8k}
-    put(root, "openai/gsm8k", {"README.md": GSM8K_CARD} | {n: parquet(rows) for n, rows in (gsm8k | other).items()})
-    deepscaler = json.dumps(sample("deepscaler/deepscaler.jsonl"))
-    put(root, "agentica-org/DeepScaleR-Preview-Dataset", {"README.md": "# no head", "deepscaler.json": deepscaler})
-    default = card(config("default", train="data/train-*"))
-    for name, file in (("HuggingFaceH4/aime_2024", "aime/aime24"), ("MathArena/aime_2025", "aime/aime25")):
-        rows = parquet(sample(f"{file}.jsonl"))
-        put(root, name, {"README.md": default, "data/train-00000-of-00001.parquet": rows})
-    amc = parquet(sample("amc/amc_2022_2023.jsonl"))
-    put(root, "AI-MO/aimo-validation-amc", {"README.md": default, "data/train-00000-of-00001.parquet": amc})
-    put(root, "zwhe99/amc23", {"data/test-00000-of-00001.parquet": parquet(sample("amc/amc23.jsonl"))})
-    put(root, "HuggingFaceH4/MATH-500", {"test.jsonl": jsonl(sample("math500/math500.jsonl"))})
-    countdown = {"data/train-00000-of-00001.parquet": parquet(sample("countdown/train.jsonl"))}
-    put(root, "Jiayi-Pan/Countdown-Tasks-3to4", countdown)
-
 
 MAKE = """
 import json, sys

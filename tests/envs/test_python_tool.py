@@ -26,8 +26,8 @@ from envs.scoring.helper import EpisodeCache, Turns
 from envs.scoring.scorer import Scorer
 from envs.tools import sandbox
 from envs.tools.interpreter import PREFIX, CodeError, Interpreter, lock
-from tests.envs.test_scoring import wait_until_gone
 from tests.helpers import slow
+from tests.processes import wait_until_gone
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,6 +18,7 @@ from envs.scoring import scorer as scoring
 from envs.scoring.helper import MAX_PRINTED, Outcome, Printed, ScorerSettings, Turns
 from envs.scoring.scorer import Failure, Scorer, ScoringStream
 from tests.hostile import MEMORY
+from tests.processes import is_alive, wait_until_gone
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,21 +38,6 @@ HANGING = (
 def scorer():
     with Scorer(HOSTILE, num_workers=2, timeout=0.5) as scorer:
         yield scorer
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(*pids: int, seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_alive(pid)]}"
-        time.sleep(0.05)
 
 
 def test_scores_come_in_order_from_processes_without_jax(scorer):

@@ -35,9 +35,9 @@ from envs.tools.episode import CallError, ToolEpisode, ToolSettings, parse_call
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests import other_trainers
-from tests.envs.test_scoring import is_alive, wait_until_gone
 from tests.helpers import MODEL, ROOT, reading_script, slow
 from tests.hostile import MEMORY
+from tests.processes import is_alive, wait_until_gone
 from utils.devices.sharding import single_device
 from utils.metrics.terminal import Wait
 from utils.settings.config import parse

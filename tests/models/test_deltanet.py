@@ -13,7 +13,9 @@ import pytest
 
 from models import decoder
 from models.deltanet import DeltaInputs, chunked_rule, invert_unit_lower, recurrent_rule
-from tests.helpers import HYBRID, assert_close, depth, gradient_depth, on_four_devices, on_layout, random_params
+from tests.helpers import HYBRID, assert_close, depth, gradient_depth, on_layout, random_params
+from tests.oracles.layers import recurrence
+from tests.processes import on_four_devices
 from utils.devices.startup import DeviceConfig, make_layout
 
 B = 2
@@ -32,18 +34,6 @@ def inputs(num_tokens: int, alike: float = 0.0) -> DeltaInputs:
     log_decay = -np.exp(rng.uniform(np.log(0.01), 0, (B, H, num_tokens)))
     beta = rng.uniform(0, 1, (B, H, num_tokens))
     return DeltaInputs(*map(np.float32, (q / C, k, v, log_decay, beta)))
-
-
-def recurrence(x: DeltaInputs, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The definition, token by token, in float64."""
-    q, k, v, log_decay, beta = map(np.float64, x)
-    memory, outputs = np.float64(memory), []
-    for t in range(q.shape[2]):
-        memory = memory * np.exp(log_decay[:, :, t])[..., None, None]
-        correction = v[:, :, t] - np.einsum("bhce,bhc->bhe", memory, k[:, :, t])
-        memory = memory + np.einsum("bh,bhc,bhe->bhce", beta[:, :, t], k[:, :, t], correction)
-        outputs.append(np.einsum("bhce,bhc->bhe", memory, q[:, :, t]))
-    return np.stack(outputs, axis=2), memory
 
 
 def stepwise(x: DeltaInputs, memory: jax.Array) -> tuple[jax.Array, jax.Array]:

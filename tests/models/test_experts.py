@@ -17,7 +17,9 @@ from models.distribution import Distribution
 from models.experts import Experts
 from models.names import LAYERS, Params
 from tests.helpers import MODEL as DENSE
-from tests.helpers import assert_close, depth, gradient_depth, on_four_devices, random_params
+from tests.helpers import assert_close, depth, gradient_depth, random_params
+from tests.oracles.layers import loop_over_tokens
+from tests.processes import on_four_devices
 from utils.devices.sharding import MESH_AXES, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 
@@ -61,24 +63,6 @@ def mixture(product: str, normalize: bool, mesh, recorded=None):
     def f(router, matrices, x):
         routing = experts.choose_experts(x @ router, K, normalize, recorded)
         return experts.mix_experts(matrices, x, routing, jax.nn.silu, product, mesh)
-
-    return f
-
-
-def loop_over_tokens(normalize: bool, chosen: np.ndarray):
-    """Returns the same function, one token and one expert after the other; `chosen`: experts of each token [N, k]."""
-
-    def f(router, matrices, x):
-        outputs = []
-        for token, ids in zip(x.reshape(-1, D), chosen, strict=True):
-            probs = jnp.exp(token @ router) / jnp.exp(token @ router).sum()
-            output = 0
-            for i in ids:
-                gate = token @ matrices.gate[i].T
-                hidden = gate / (1 + jnp.exp(-gate)) * (token @ matrices.up[i].T)
-                output += probs[i] * (hidden @ matrices.down[i])
-            outputs.append(output / probs[ids].sum() if normalize else output)
-        return jnp.stack(outputs).reshape(x.shape)
 
     return f
 

@@ -13,7 +13,8 @@ from models.architecture import Decoder
 from models.checkpoint import load_model
 from models.families import FAMILIES
 from models.names import Params
-from tests.helpers import GrowingSampler, assert_close, depth, gradient_depth, on_four_devices, slow
+from tests.helpers import GrowingSampler, assert_close, depth, gradient_depth, slow
+from tests.processes import on_four_devices
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from models import gguf_to_hf
 from models.checkpoint import load_model
 from models.families import DTYPES
-from tests.models.test_model import DATA, FIXTURES, expected, logits, needs_data, rows
+from tests.references import DATA, FIXTURES, expected_of, logits, needs_data, rows
 from utils.settings.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf: GGUF files are read and written by this package")
@@ -114,7 +114,7 @@ def test_a_converted_file_has_the_logits_of_the_folder_it_was_made_from(name, tm
     gguf_to_hf.convert(file, tmp_path / "model", FLOAT32)
     model, params, tokenizer = load_model(tmp_path / "model")
     original, original_params, _ = load_model(FIXTURES / name)
-    tokens = expected(name)["tokens"]
+    tokens = expected_of(name)["tokens"]
     np.testing.assert_array_equal(logits(model, params, tokens), logits(original, original_params, tokens))
     assert (model.family, model.num_parameters) == (original.family, original.num_parameters)
     assert tokenizer.stop_ids == (0,)

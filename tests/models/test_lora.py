@@ -28,8 +28,9 @@ from models.distribution import Distribution
 from models.lora import LoraConfig, adapted_layers, make_policy, merge_stacked
 from models.names import LAYERS, LORA_A, LORA_B
 from models.peft import FIELDS, PREFIX, WEIGHTS, peft_name, save_adapters
-from tests.helpers import on_four_devices, train_here
+from tests.helpers import train_here
 from tests.kill_runs import FLAGS, records
+from tests.processes import on_four_devices
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse

@@ -3,7 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,24 +26,15 @@ from models.names import EMBED, HEAD
 from models.templates import RENDERER
 from models.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers import MODEL, assert_close, depth, gradient_depth, random_params, slow
+from tests.references import DATA, FIXTURES, expected_of, load, logits, needs_data, rows
 from utils.devices.sharding import MESH_AXES, single_device
 from utils.settings.errors import describe_error
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = sorted(file.parent.name for file in FIXTURES.glob("*/expected.npz"))
-DATA = Path(__file__).parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the Qwen3 tokenizer (12 MB) is not part of the repository")
 
-logits = jax.jit(decoder.logits, static_argnums=0)
 prefill = jax.jit(decoder.prefill, static_argnums=0)
 decode = jax.jit(decoder.decode, static_argnums=0)
 decode_weights = jax.jit(decoder.decode_weights, static_argnums=0)
-load = cache(load_model)
-
-
-def expected(name: str) -> dict[str, np.ndarray]:
-    with np.load(FIXTURES / name / "expected.npz") as arrays:
-        return dict(arrays)
 
 
 def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +58,7 @@ def cached_logits(model, params, prompts, starts, choose, num_tokens: int) -> tu
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
-    reference = expected(name)
+    reference = expected_of(name)
     tokens = reference["tokens"]
     # The norm of a Gated DeltaNet multiplies the error of an output near 0, as HYBRID in helpers.py says.
     size = np.abs(reference["logits"]).max() * (2 if model.delta else 1)
@@ -82,7 +73,7 @@ DECODED = [*FEW, *slow(*(name for name in NAMES if name not in FEW))]
 def test_gradients_equal_those_of_transformers(name):
     """Value and direction, of each tensor in the file."""
     model, params, _ = load(FIXTURES / name)
-    reference = expected(name)
+    reference = expected_of(name)
     tokens = reference["tokens"]
 
     def loss(params):
@@ -122,7 +113,7 @@ def test_no_token_sees_what_stands_right_of_it(name):
 @pytest.mark.parametrize("name", DECODED)
 def test_greedy_decoding_gives_the_tokens_of_transformers(name):
     model, params, _ = load(FIXTURES / name)
-    reference = expected(name)
+    reference = expected_of(name)
     completions = reference["completions"]
     tokens, _ = cached_logits(
         model, params, reference["prompts"], reference["starts"], lambda i, row: row.argmax(-1), completions.shape[1]
@@ -133,7 +124,7 @@ def test_greedy_decoding_gives_the_tokens_of_transformers(name):
 @pytest.mark.parametrize("name", DECODED)
 def test_decoding_with_a_cache_equals_the_forward_pass(name):
     model, params, _ = load(FIXTURES / name)
-    reference = expected(name)
+    reference = expected_of(name)
     prompts = reference["prompts"]
     starts = reference["starts"]
     P = reference["prompts"].shape[1]
@@ -153,7 +144,7 @@ def test_the_training_pass_rounds_weights_as_sampling_does(name):
     def rounded(path, x):
         return x if path[-1].key in decoder.FLOAT32 else x.astype(model.dtype).astype(x.dtype)
 
-    tokens = expected(name)["tokens"]
+    tokens = expected_of(name)["tokens"]
     found = logits(model, jax.tree.map_with_path(rounded, params), tokens)
     np.testing.assert_array_equal(found, logits(model, params, tokens))
 
@@ -184,8 +175,8 @@ def test_tokens_are_scored_under_the_distribution_that_drew_them(setting):
 @pytest.mark.parametrize("columns", [100, 4])  # that get logits at a time, of 16
 def test_token_scores_are_those_of_the_full_softmax(columns, monkeypatch):
     model, params, _ = load(FIXTURES / "qwen3-tied")
-    tokens = expected("qwen3-tied")["tokens"]
-    scaled = expected("qwen3-tied")["logits"][:, :-1] / 0.7
+    tokens = expected_of("qwen3-tied")["tokens"]
+    scaled = expected_of("qwen3-tied")["logits"][:, :-1] / 0.7
     operations = depth(model, tokens.shape[1])
     size = np.abs(scaled).max()
     scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
@@ -643,15 +634,11 @@ def test_transformers_loads_what_we_save(tmp_path):
         assert reference_model.generation_config.eos_token_id in (list(tokenizer.stop_ids), *tokenizer.stop_ids)
         assert AutoTokenizer.from_pretrained(tmp_path / name).encode("a=1") == tokenizer.encode("a=1")
         with torch.no_grad():
-            logits_of_saved = reference_model(torch.tensor(expected(name)["tokens"])).logits
-        assert_close(logits_of_saved, expected(name)["logits"], depth(model, expected(name)["tokens"].shape[1]))
+            logits_of_saved = reference_model(torch.tensor(expected_of(name)["tokens"])).logits
+        assert_close(logits_of_saved, expected_of(name)["logits"], depth(model, expected_of(name)["tokens"].shape[1]))
 
 
 # Tokenizer
-
-
-def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / name).read_text().splitlines()]
 
 
 @needs_data

@@ -3,6 +3,7 @@
 Letters: L layers, D width.
 """
 
+from dataclasses import replace
 from math import prod
 
 import jax
@@ -14,7 +15,10 @@ import pytest
 from core.learner import apply_gradients
 from models.optimizers import OptimizerConfig, describe_optimizer, make_optimizer, schedule
 from models.state import init_state
-from tests.helpers import assert_close, on_four_devices, on_layout, rounding
+from tests.helpers import MODEL, assert_close, on_layout, random_params, rounding
+from tests.learning import SGD
+from tests.oracles.layers import orthogonalized
+from tests.processes import on_four_devices
 from utils.devices.compile_log import Compilations
 from utils.devices.sharding import Layout, single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -61,15 +65,6 @@ def train(config: OptimizerConfig, params: dict, gradients, total_steps: int = 1
 
 
 # Muon
-
-
-def orthogonalized(x: np.ndarray) -> np.ndarray:
-    """Newton-Schulz as a polynomial of the singular values. Source: kellerjordan.github.io/posts/muon."""
-    u, s, v = np.linalg.svd(x, full_matrices=False)
-    s = s / np.linalg.norm(s)
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return u * s @ v
 
 
 @pytest.mark.parametrize(
@@ -284,3 +279,63 @@ def test_the_second_update_does_not_compile_on_four_devices():
 def test_what_is_out_of_range_is_named(flags):
     with pytest.raises(ValueError, match=f"--{next(iter(flags))}"):
         OptimizerConfig(**flags)
+
+
+def step(config: OptimizerConfig, gradient: float, model=MODEL) -> tuple[dict, dict]:
+    """Parameters before and after one update with the same gradient everywhere, by name."""
+    params = random_params(model)
+    optimizer = make_optimizer(config)
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, gradient), params)
+    state = init_state(jax.tree.map(jnp.array, params), optimizer)
+    state, _ = apply_gradients(optimizer, config.warmup_steps, state, grads)
+
+    def by_name(tree):
+        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+    return by_name(params), by_name(state.params)
+
+
+def test_a_frozen_vocabulary_stays_as_it_is():
+    before, after = step(
+        OptimizerConfig(
+            lr=0.1,
+            weight_decay=0.1,
+            train_vocab=False,
+        ),
+        1.0,
+    )
+    for name, x in before.items():
+        assert (x == after[name]).all() == ("embed" in name or "lm_head" in name), name
+    before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.1), 1.0)
+    assert not any((x == after[name]).any() for name, x in before.items())
+
+
+def test_weight_decay_spares_norms_and_biases():
+    before, after = step(OptimizerConfig(lr=0.1, weight_decay=0.5), 0.0, replace(MODEL, qkv_bias=True))
+    assert len(before) == 17
+    for name, x in before.items():
+        factor = 1.0 if "norm" in name or "bias" in name else 0.95
+        np.testing.assert_allclose(after[name], factor * x, rtol=rounding(4) if factor < 1 else 0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("lr_schedule", "warmup_steps", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", 4, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ("linear", 0, [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("linear", 4, [0.25, 0.4375, 0.5625, 0.625, 0.5, 0.375, 0.25, 0.125]),  # warm-up x schedule
+        ("cosine", 0, [(1 + np.cos(np.pi * i / 8)) / 2 for i in range(8)]),
+    ],
+)
+def test_learning_rates(lr_schedule, warmup_steps, expected):
+    config = OptimizerConfig(lr_schedule=lr_schedule, warmup_steps=warmup_steps)
+    state = init_state({"x": jnp.zeros(2)}, SGD)
+    multipliers = []
+    for i in range(8):
+        gradient = {"x": jnp.ones(2)}
+        factor = np.float32(schedule(config, i / 8))
+        state, metrics = apply_gradients(SGD, warmup_steps, state, gradient, factor=factor)
+        multipliers.append(float(metrics["lr_multiplier"]))
+    assert_close(multipliers, expected, 3)
+    assert_close(state.params["x"], -np.sum(expected), 8 * 3)

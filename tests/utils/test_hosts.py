@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from core import grpo
-from tests.helpers import ROOT, start_processes
+from tests.helpers import ROOT
+from tests.processes import start_processes
 from utils.devices import runtime
 from utils.devices.startup import DeviceConfig, ending_together, join_processes, make_layout, started_processes
 from utils.settings.config import parse

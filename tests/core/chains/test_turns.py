@@ -11,10 +11,9 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from core.chains.attach import attach
-from core.chains.turns import Conversations, Observation, TurnChain
+from core.chains.turns import Conversations, TurnChain
 from core.config import Config
 from core.grpo import main
 from core.records import Completions
@@ -36,135 +35,51 @@ from envs.base import ForcedAnswer
 from envs.scoring.processes import descendant_pids
 from envs.settings import RolloutSettings, resolve_environments, resolve_settings
 from models import decoder
-from models.architecture import FULL, SLIDING
+from models.architecture import FULL, SLIDING, Decoder
 from models.checkpoint import load_model
-from models.distribution import Distribution
 from models.tokenizer import Tokenizer, load_tokenizer
-from tests.envs.test_scoring import wait_until_gone
-from tests.helpers import (
-    HYBRID,
-    MODEL,
-    ROOT,
-    assert_close,
-    depth,
-    on_four_devices,
-    on_layout,
-    random_params,
-    slow,
-    start_processes,
-    wait,
+from tests.conversations import (
+    IDS,
+    LIMIT,
+    LOGIT,
+    MAX_TURNS,
+    OPERATIONS,
+    PROMPTS,
+    SEED,
+    STOPS,
+    TURN,
+    WIDTH,
+    G,
+    Script,
+    answer,
+    assert_same,
+    conversations,
+    draw_all,
+    rows_of,
 )
+from tests.helpers import HYBRID, MODEL, ROOT, assert_close, on_layout, random_params, slow
 from tests.kill_runs import checksum, reached, records
+from tests.oracles.generation import Address, Limits, conversation
+from tests.processes import on_four_devices, start_processes, wait, wait_until_gone
 from utils.devices.sharding import single_device
 from utils.devices.startup import DeviceConfig, make_layout
 from utils.settings.config import parse
 from utils.settings.errors import UserError
 
 TINY = ROOT / "models" / "tiny"
-LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
-TURN, MAX_TURNS = 7, 5
-SEED = 2
-IDS = (11, 4, 290, 5)
-G = 4
-PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
-STOPS = tuple(range(15, MODEL.vocab_size, 20))
-OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
 MODELS = MODEL, replace(MODEL, layer_types=(SLIDING, FULL), sliding_window=9), *slow(HYBRID)
 
 
-def answer(turns: list[list[int]], num_left: int) -> Observation:
-    """What a made-up environment says: a few tokens or many, by the turns so far."""
-    rng = random.Random(str(turns))
-    if len(turns) == MAX_TURNS or rng.random() < 0.1:
-        return Observation(finished=True)
-    tokens = [rng.randrange(MODEL.vocab_size) for _ in range(rng.choice((1, 3, 15, 16, 17, 70)))]
-    return Observation(tokens) if len(tokens) < num_left else Observation()
-
-
-class Script:
-    """An environment whose answers come after `latency(row, number of the turn)` questions."""
-
-    def __init__(self, latency: Callable[[int, int], int] = lambda row, turn: 0, tokens_per_turn: int = TURN):
-        self.latency, self.tokens_per_turn = latency, tokens_per_turn
-        self.turns, self.left, self.delay = defaultdict(list), {}, {}
-
-    def end_turn(self, row, turn, num_left):
-        self.turns[row].append(turn.tolist())
-        self.left[row] = num_left
-        self.delay[row] = self.latency(row, len(self.turns[row]))
-
-    def observe(self, rows, is_blocking, patience=0.0):
-        found = {}
-        while not found:
-            found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}
-            self.delay.update({row: max(0, self.delay[row] - 1) for row in rows})
-            if not is_blocking:
-                break
-        return found
-
-
-def draw_all(
-    script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, make_sampler=Sampler, **settings
-) -> Completions:
-    settings = {"segment": 4} | settings
-    sampler = make_sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
-    weights = sampler.load_weights(random_params(model))
-    return sampler.generate(weights, prompts, np.array(ids), G, jax.random.key(SEED))
-
-
-@cache
-def conversations(model=MODEL) -> Completions:
-    return draw_all(model=model)
-
-
-def rows_of(r: Completions, ids=IDS) -> dict[tuple[int, int], tuple]:
-    """What is known of each row, by (task, sample)."""
-    names = [(i, sample) for i in ids for sample in range(G)]
-    rows = zip(names, r.tokens, r.mask, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
-    return {name: (x[:n].tolist(), m[:n].tolist(), p[start:n], bool(end)) for name, x, m, p, start, n, end in rows}
-
-
-def assert_same(found: dict, expected: dict) -> None:
-    assert found.keys() <= expected.keys()
-    for name, (tokens, mask, logprobs, finished) in found.items():
-        assert (tokens, mask, finished) == (expected[name][0], expected[name][1], expected[name][3]), name
-        assert_close(logprobs, expected[name][2], OPERATIONS, LOGIT)
-
-
-draw_one = jax.jit(Distribution.draw, static_argnums=0)
 teacher_forced = jax.jit(decoder.score_tokens, static_argnums=0)
 
 
-@partial(jax.jit, static_argnums=0)
-def next_logits(model, params, tokens, length):
-    return decoder.logits(model, params, tokens[None])[:, length - 1]
+def one_by_one(model: Decoder, prompt: list[int], task: int, sample: int) -> tuple[list[int], list[bool], bool]:
+    address = Address(jax.random.key(SEED), task, sample)
+    return conversation(model, prompt, address, Limits(LIMIT, WIDTH), ends_turn, answer)
 
 
-def one_by_one(model, prompt, task: int, sample: int) -> tuple[list[int], list[bool], bool]:
-    """A conversation drawn token by token without cache: tokens, which of them were drawn, whether it ended itself."""
-    tokens = list(prompt)
-    mask = [False] * len(prompt)
-    turns = []
-    turn = []
-    while True:
-        number = len(tokens) - len(prompt)
-        padded = np.zeros(WIDTH, np.int32)
-        padded[: len(tokens)] = tokens
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), task), sample), number)
-        logits = next_logits(model, random_params(model), padded, len(tokens))
-        token, *_ = draw_one(Distribution(), logits, jax.random.uniform(key, (1, 2)))
-        turn.append(int(token[0]))
-        tokens.append(turn[-1])
-        mask.append(True)
-        num_left = LIMIT - number - 1
-        if turn[-1] in STOPS or len(turn) == TURN or not num_left:
-            turns.append(turn)
-            said = answer(turns, num_left)
-            if not said.tokens:
-                return tokens, mask, said.finished
-            tokens += said.tokens
-            mask += [False] * len(said.tokens)
-            turn = []
+def ends_turn(turn: list[int]) -> bool:
+    return turn[-1] in STOPS or len(turn) == TURN
 
 
 @pytest.mark.parametrize("model", MODELS, ids=["full", "windows", "hybrid"])

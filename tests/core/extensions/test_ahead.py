@@ -16,8 +16,9 @@ from core.config import Config
 from core.replay import read_stored, replay
 from core.rollout import RolloutWorker
 from models.checkpoint import load_model
-from tests.helpers import on_four_devices, slow, start_processes, train_here, wait
+from tests.helpers import slow, train_here
 from tests.kill_runs import FLAGS, arguments, checksum, records
+from tests.processes import on_four_devices, start_processes, wait
 from utils.devices.sharding import single_device
 from utils.settings.config import parse
 from utils.settings.errors import UserError

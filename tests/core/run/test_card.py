@@ -15,7 +15,7 @@ from core.run import card as cards
 from core.run.card import ModelCard, find_version
 from envs.settings import resolve_environments
 from models.checkpoint import save_model
-from tests.models.test_model import FIXTURES, load
+from tests.references import FIXTURES, load
 from utils.settings.config import make_config, parse, to_dict
 
 HELD_OUT = {"test_env_name": "countdown-test"}

@@ -37,9 +37,11 @@ from models.memory import check_room
 from models.names import ADAPTERS, EMBED, HEAD, LAYERS, TEACHER
 from models.speed import training_flops
 from models.tokenizer import load_tokenizer
-from tests.core.test_training import SGD, assert_same_gradient, first_state, make_learner, random_batch
-from tests.helpers import MODEL, Letters, assert_close, on_four_devices, random_params, slow, train_here
+from tests.helpers import MODEL, Letters, assert_close, random_params, slow, train_here
 from tests.kill_runs import FLAGS, ROOT, checksum, records
+from tests.learning import SGD, assert_same_gradient, first_state, make_learner, random_batch
+from tests.oracles.divergences import divergence64, log_softmax
+from tests.processes import on_four_devices
 from utils.batching import select_rows
 from utils.devices.sharding import Layout, bytes_on_device, single_device
 from utils.devices.startup import DeviceConfig, make_layout
@@ -78,26 +80,6 @@ KINDS = {
 
 
 # Formulas
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    shifted = x - x.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
-def divergence64(p: np.ndarray, q: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
-    """The divergence of logits, and its gradient with respect to log p's, from the definitions in float64."""
-    log_p = log_softmax(np.float64(p))
-    log_q = log_softmax(np.float64(q))
-    p, q = np.exp(log_p), np.exp(log_q)
-    if beta == 0:
-        return (q * (log_q - log_p)).sum(-1), p - q
-    m = (1 - beta) * p + beta * q
-    of_p, of_q = ((x * np.log(x / (q if beta == 1 else m))).sum(-1) for x in (p, q))
-    log_ratio = log_p - (log_q if beta == 1 else np.log(m))
-    share = 1 if beta == 1 else 1 - beta
-    slope = p * share * (log_ratio - (p * log_ratio).sum(-1, keepdims=True))
-    return (of_p if beta == 1 else (1 - beta) * of_p + beta * of_q), slope
 
 
 def random_logits(V: int = 300) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,82 @@
+"""Conversations of the small model with a made-up environment. Letters: G samples of a prompt."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax
+import numpy as np
+
+from core.extensions.turns import Observation, TurnChain
+from core.records import Completions
+from core.sampler import Sampler
+from tests.helpers import MODEL, assert_close, depth, random_params
+
+LIMIT, WIDTH = 120, 160  # tokens behind a prompt; of a row of the reference, which holds every row here
+TURN, MAX_TURNS = 7, 5
+SEED = 2
+IDS = (11, 4, 290, 5)
+G = 4
+PROMPTS = [np.random.default_rng(i).integers(0, MODEL.vocab_size, n).tolist() for i, n in enumerate((3, 12, 1, 9))]
+STOPS = tuple(range(15, MODEL.vocab_size, 20))
+OPERATIONS, LOGIT = depth(MODEL, WIDTH), 12.0
+
+
+def answer(turns: list[list[int]], num_left: int) -> Observation:
+    """What a made-up environment says: a few tokens or many, by the turns so far."""
+    rng = random.Random(str(turns))
+    if len(turns) == MAX_TURNS or rng.random() < 0.1:
+        return Observation(finished=True)
+    tokens = [rng.randrange(MODEL.vocab_size) for _ in range(rng.choice((1, 3, 15, 16, 17, 70)))]
+    return Observation(tokens) if len(tokens) < num_left else Observation()
+
+
+class Script:
+    """An environment whose answers come after `latency(row, number of the turn)` questions."""
+
+    def __init__(self, latency: Callable[[int, int], int] = lambda row, turn: 0, tokens_per_turn: int = TURN):
+        self.latency, self.tokens_per_turn = latency, tokens_per_turn
+        self.turns, self.left, self.delay = defaultdict(list), {}, {}
+
+    def end_turn(self, row, turn, num_left):
+        self.turns[row].append(turn.tolist())
+        self.left[row] = num_left
+        self.delay[row] = self.latency(row, len(self.turns[row]))
+
+    def observe(self, rows, is_blocking, patience=0.0):
+        found = {}
+        while not found:
+            found = {row: answer(self.turns[row], self.left[row]) for row in rows if not self.delay[row]}
+            self.delay.update({row: max(0, self.delay[row] - 1) for row in rows})
+            if not is_blocking:
+                break
+        return found
+
+
+def draw_all(
+    script: Script | None = None, model=MODEL, prompts=PROMPTS, ids=IDS, make_sampler=Sampler, **settings
+) -> Completions:
+    settings = {"segment": 4} | settings
+    sampler = make_sampler(model, LIMIT, STOPS, make_chain=partial(TurnChain, script or Script(), 0), **settings)
+    weights = sampler.load_weights(random_params(model))
+    return sampler.generate(weights, prompts, np.array(ids), G, jax.random.key(SEED))
+
+
+@cache
+def conversations(model=MODEL) -> Completions:
+    return draw_all(model=model)
+
+
+def rows_of(r: Completions, ids=IDS) -> dict[tuple[int, int], tuple]:
+    """What is known of each row, by (task, sample)."""
+    names = [(i, sample) for i in ids for sample in range(G)]
+    rows = zip(names, r.tokens, r.mask, r.logprobs, r.prompt_lengths, r.lengths, r.finished, strict=True)
+    return {name: (x[:n].tolist(), m[:n].tolist(), p[start:n], bool(end)) for name, x, m, p, start, n, end in rows}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() <= expected.keys()
+    for name, (tokens, mask, logprobs, finished) in found.items():
+        assert (tokens, mask, finished) == (expected[name][0], expected[name][1], expected[name][3]), name
+        assert_close(logprobs, expected[name][2], OPERATIONS, LOGIT)

@@ -1,0 +1,1 @@
+"""What tests compare with: loops and float64 formulas written from definitions, not from the code. Read first."""

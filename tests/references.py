@@ -1,0 +1,27 @@
+"""Fixtures and shared data: what transformers says of small models, and what other people's tokenizers do."""
+
+import json
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from models import decoder
+from models.checkpoint import load_model
+from tests.kill_runs import ROOT
+
+FIXTURES = ROOT / "tests" / "fixtures"
+DATA = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the Qwen3 tokenizer (12 MB) is not part of the repository")
+logits = jax.jit(decoder.logits, static_argnums=0)
+load = cache(load_model)
+
+
+def expected_of(name: str) -> dict[str, np.ndarray]:
+    with np.load(FIXTURES / name / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / "qwen3-tokenizer-vectors" / name).read_text().splitlines()]
