@@ -5,6 +5,7 @@ workers and the next time. `make test-all` compiles them as they are used.
 """
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -41,7 +42,8 @@ install_import_hook([*CORE.split(), *MODELS.split()], "beartype.beartype")
 
 
 # Files that take longest: workers take whole files, and these first, so that all end together.
-LONG = "turns model objectives sampling lora resume training meshes hosts speed ahead scoring tools envs"
+LONG = """pages envs model resume lora turns combinations loading scoring speed seed_commands ahead sampling tools
+distill meshes learner objectives hosts"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,6 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "chromium" in item.fixturenames:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what imports and collection made out of each collection of garbage, and makes those rarer."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture

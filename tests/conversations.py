@@ -8,7 +8,7 @@ from functools import cache, partial
 import jax
 import numpy as np
 
-from core.extensions.turns import Observation, TurnChain
+from core.chains.turns import Observation, TurnChain
 from core.records import Completions
 from core.sampler import Sampler
 from tests.helpers import MODEL, assert_close, depth, random_params

@@ -11,6 +11,7 @@ import pytest
 import core.chains.pages
 import models.pages
 from core.chains.pages import PagedChain, PageTable, chances_to_go_on, with_pages
+from core.records import Completions
 from core.sampler import Sampler, SamplingConfig
 from models import decoder
 from models.architecture import Decoder
@@ -28,7 +29,7 @@ SIZES = {
     "vocab_size": 160,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -37,13 +38,13 @@ SIZES = {
 KINDS = {
     "full": {},
     "int8": {"kv_dtype": "int8"},
-    "window": {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 7},
+    "window": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 7},
     "experts": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
-    "states": {"layer_types": ("linear_attention", "full_attention") * 2, "delta": DeltaShape(2, 4, 8, 8, 4)},
+    "states": {"layer_types": ("linear_attention", "full_attention"), "delta": DeltaShape(2, 4, 8, 8, 4)},
 }
 PAGING = {
     "as many as needed": Paging(8),
@@ -56,8 +57,7 @@ POSITIONS = np.arange(len(PROMPTS))
 
 
 def sampler_of(kind: str, **settings: object) -> Sampler:
-    sizes = SIZES | KINDS[kind]
-    model = Decoder(**sizes | {"num_hidden_layers": len(sizes.get("layer_types", "123"))})
+    model = Decoder(**SIZES | KINDS[kind])
     return Sampler(model, LIMIT, (0, 50, 100), layout=LAYOUT, max_prompt_tokens=LONGEST_PROMPT, **settings)
 
 
@@ -66,7 +66,6 @@ def weights_of(sampler: Sampler) -> dict:
     return sampler.load_weights(params)
 
 
-@pytest.mark.parametrize("paging", PAGING)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -81,27 +80,32 @@ def weights_of(sampler: Sampler) -> dict:
         ("states", {"force_answer_at": 15, "forced_answer": lambda reply: [7, 8, 9]}),
     ],
 )
-def test_tokens_are_those_of_rows_in_step(kind, settings, paging, monkeypatch):
-    monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))  # what is computed at once is less than a row
+def test_tokens_are_those_of_rows_in_step(kind, settings, monkeypatch):
+    # What is computed at once is less than a row, so that prompts take several calls.
+    monkeypatch.setattr(core.chains.pages, "CHUNKS", ((8, 16),))
     sampler = sampler_of(kind, **settings)
     weights = weights_of(sampler)
     in_step = sampler.generate(weights, PROMPTS, POSITIONS, G, KEY)
-    paged = replace(sampler, make_chain=PagedChain, paging=PAGING[paging])
-    on_pages = paged.generate(weights, PROMPTS, POSITIONS, G, KEY)
-    for name in ("tokens", "mask", "lengths", "finished", "routes"):
-        expected = getattr(in_step, name)
-        found = getattr(on_pages, name)
-        if name == "routes" and found is not None:  # those of forced tokens are not recorded
-            expected, found = (x * in_step.mask[..., None, None] for x in (expected, found))
-        np.testing.assert_array_equal(found, expected, name)
-    # A number of an int8 cache is rounded up in one program and down in another.
-    np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=1e-2 if kind == "int8" else 3e-5)
+    for name, paging in PAGING.items():
+        paged = replace(sampler, make_chain=PagedChain, paging=paging)
+        on_pages = paged.generate(weights, PROMPTS, POSITIONS, G, KEY)
+        assert_same(on_pages, in_step, atol=1e-2 if kind == "int8" else 3e-5)
+        if name == "few":
+            assert on_pages.num_recomputed.sum() > len(PROMPTS) * G, "rows are put aside"
+
+
+def assert_same(on_pages: Completions, in_step: Completions, atol: float) -> None:
+    """A number of an int8 cache is rounded up in one program and down in another: `atol` of log-probabilities."""
+    for name in ("tokens", "mask", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(on_pages, name), getattr(in_step, name), name)
+    is_drawn = in_step.mask[..., None]
+    if in_step.routes is not None:  # those of forced tokens are not recorded
+        routes = [r.routes * is_drawn[..., None] for r in (on_pages, in_step)]
+        np.testing.assert_array_equal(*routes)
+    np.testing.assert_allclose(on_pages.logprobs, in_step.logprobs, atol=atol)
     if in_step.support is not None:
-        is_drawn = in_step.mask[..., None]
         ids = [np.sort(r.support * is_drawn, axis=-1) for r in (on_pages, in_step)]  # equal ones may change places
         np.testing.assert_array_equal(*ids)
-    if paging == "few":
-        assert on_pages.num_recomputed.sum() > len(PROMPTS) * G, "rows are put aside"
 
 
 def attention_in_float64(q, keys, values, columns, scale, window):
