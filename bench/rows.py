@@ -20,8 +20,8 @@ import pyarrow
 import pyarrow.parquet
 
 from envs.data.files import RawRow
-from envs.data.written import DataConfig, read_written
-from envs.dataset import Dataset
+from envs.own.dataset import Dataset
+from envs.own.written import DataConfig, read_written
 from models.conversations import encode_rows
 from models.tokenizer import Tokenizer, load_tokenizer
 from utils.settings.errors import UserError

@@ -35,7 +35,7 @@ from core.run.metrics import loss_metrics, row_losses
 from core.sampler import SamplingConfig
 from envs import test_name
 from envs.data.messages import Messages
-from envs.data.written import read_written
+from envs.own.written import read_written
 from envs.settings import RolloutSettings, check_files, resolve_settings
 from models.checkpoint import load_policy
 from models.conversations import Conversation, describe_prompts, encode_rows

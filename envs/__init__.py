@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 
 from envs.base import Env
-from envs.data.style import Style, Styled
+from envs.style import Style, Styled
 from utils.settings.checks import check_number
 from utils.settings.errors import UserError, most_similar
 
@@ -39,7 +39,7 @@ ENVS = {
     "python": ("envs.python_tool", "Python", {}),
     "search": ("envs.search", "Search", {}),
     "reasoning_gym": ("envs.reasoning", "ReasoningGym", {}),
-    "dataset": ("envs.dataset", "Dataset", {}),
+    "dataset": ("envs.own.dataset", "Dataset", {}),
 }
 
 
@@ -77,7 +77,7 @@ def with_rewards(env: Env, name: str, reward: str = "", reward_weights: str = ""
             f"--reward {reward} grades single replies, and an episode of {name} has its own rewards, turn by turn: "
             "give --reward with an environment of one turn, or with dataset and --episode"
         )
-    from envs.grading.functions import Rewarded, Rewards
+    from envs.own.functions import Rewarded, Rewards
     from envs.own_code import code_files
 
     return Rewarded(env, Rewards(reward, reward_weights), code_files(reward))

@@ -292,7 +292,7 @@ def try_own_code(options: Options) -> None:
     """Raises UserError if files of the user cannot be executed, or do not return."""
     reward, episode = (str(options.get(name, "")) for name in ("reward", "episode"))
     if reward or episode:
-        from envs.grading.functions import try_import
+        from envs.own.functions import try_import
 
         try_import(reward, episode)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from core.advantages import ObjectiveConfig
 from core.sampler import SamplingConfig
-from envs.data.written import DataConfig
+from envs.own.written import DataConfig
 from envs.scoring.shaping import RewardConfig
 from envs.settings import EnvConfig
 from models.lora import LoraConfig

@@ -23,8 +23,8 @@ from core.run.metrics import explained_variance
 from core.run.rollouts import json_or_text
 from envs import ENVS, find_class
 from envs.base import Env
-from envs.data.style import Style, Styled
 from envs.settings import CODE
+from envs.style import Style, Styled
 from models.checkpoint import find_checkpoints
 from tests.helpers import ROOT
 from tests.oracles.enumeration import vote

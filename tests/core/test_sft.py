@@ -26,7 +26,7 @@ from core.run.folder import settings_of_adapters, settings_of_model
 from core.run.metrics import loss_metrics
 from core.sampler import SamplingConfig
 from envs import make_env
-from envs.data.written import DataConfig, read_written
+from envs.own.written import DataConfig, read_written
 from models import decoder
 from models.checkpoint import load_policy
 from models.conversations import describe_prompts, encode_conversation, encode_rows

@@ -341,7 +341,7 @@ def test_files_share_the_modules_beside_them(folder):
     ],
 )
 def test_a_file_that_cannot_be_imported_ends_the_start(folder, monkeypatch, code, words):
-    monkeypatch.setattr("envs.grading.functions.IMPORT_SECONDS", 2)
+    monkeypatch.setattr("envs.own.functions.IMPORT_SECONDS", 2)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     (folder / "own.py").write_text(code)
     config = EnvConfig("dataset", f"path={folder / 'rows.jsonl'}", reward=f"{folder / 'own.py'}:f")

@@ -13,8 +13,8 @@ import pytest
 from envs import make_env
 from envs.data.files import read_file
 from envs.data.messages import Messages
-from envs.data.written import DataConfig, read_written
-from envs.dataset import Dataset
+from envs.own.dataset import Dataset
+from envs.own.written import DataConfig, read_written
 from envs.prompts import find_tasks
 from envs.scoring.scorer import Scorer
 from envs.scoring.trial import try_rewards

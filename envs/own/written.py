@@ -10,7 +10,7 @@ from envs.data.files import RawRow
 from envs.data.messages import REPLY, Columns, Messages, as_messages, read_exchange, unweighted, weighted
 from envs.data.rows import Row, load_rows
 from envs.data.splits import remove_overlap, split_rows
-from envs.dataset import find_source
+from envs.own.dataset import find_source
 from envs.settings import RolloutSettings, system_prompt
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option

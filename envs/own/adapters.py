@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol, Self
 
 from envs.base import Episode, Problem, Reply, Step, limited
 from envs.data.rows import JSON, RawRow
+from envs.own.gyms import call
 from envs.own_code import as_number, wrong_return
 from envs.tools.episode import CallError, LastGrade, Tool, ToolEpisode, ToolSettings, completed, parse_call
-from envs.tools.gyms import call
 
 Messages = list[dict[str, JSON]]
 STEP_FORM = "(observation, reward, done, info), the five values of Gym, or a mapping of observations, reward and done"

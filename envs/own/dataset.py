@@ -3,8 +3,8 @@
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
 where my_reward.py holds `def reward(completion, **row) -> float | dict[str, float]`, or a reward of TRL's or verl's
-form: see envs/grading/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
-envs/tools/adapters.py.
+form: see envs/own/functions.py. With `--episode FILE.py:CLASS` each row is an episode of several turns: see
+envs/own/adapters.py.
 """
 
 import os
@@ -33,11 +33,11 @@ from envs.data.questions import written_answers, written_trials
 from envs.data.rows import Row, Source, first_of, load_rows
 from envs.data.splits import select_split
 from envs.grading.answers import FORMS, final_answer, final_reference, same_math
-from envs.grading.functions import KeyColumns, Rewards
+from envs.own.adapters import Adapter, Played
+from envs.own.functions import KeyColumns, Rewards
+from envs.own.gyms import as_gym
 from envs.own_code import code_files, load_object, read_names, with_passed_variables
-from envs.tools.adapters import Adapter, Played
 from envs.tools.episode import ToolSettings
-from envs.tools.gyms import as_gym
 from utils.settings.errors import UserError, check_installed, describe_error
 
 

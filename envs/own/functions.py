@@ -25,6 +25,8 @@ from typing import NamedTuple
 from envs.base import Env, Problem
 from envs.data.files import JSON, RawRow
 from envs.data.messages import get_column, has_column
+from envs.own.adapters import Adapter, Played
+from envs.own.gyms import as_gym, call, parameters
 from envs.own_code import (
     ROOT,
     Named,
@@ -37,9 +39,7 @@ from envs.own_code import (
     wrong_return,
 )
 from envs.scoring.processes import MAX_MEMORY, kill_tree, limit_memory
-from envs.tools.adapters import Adapter, Played
 from envs.tools.episode import ToolSettings
-from envs.tools.gyms import as_gym, call, parameters
 from utils.settings.errors import UserError
 
 LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's, beside columns
@@ -332,7 +332,7 @@ class Rewarded(Env):
 # a look at the files before they are needed
 
 FOUND: dict[tuple[Named, int], Signature] = {}
-PROGRAM = "import sys; sys.path[0] = sys.argv[1]; from envs.grading.functions import report; report(*sys.argv[2:])"
+PROGRAM = "import sys; sys.path[0] = sys.argv[1]; from envs.own.functions import report; report(*sys.argv[2:])"
 
 
 def version(named: Named) -> tuple[Named, int]:
