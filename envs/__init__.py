@@ -13,11 +13,11 @@ from utils.settings.errors import UserError, most_similar
 Value = int | float | bool | str
 Options = dict[str, Value]
 
-REWARDS = ("reward", "reward_weights")  # options that every environment of one turn takes
-HELD_OUT = ("test", "valid")  # splits besides "train", the ends of names
-# name: (module, class, options set by the name). A module is imported when its environment is made, not before, so
-# that grading libraries are needed only by who uses them. Each name also exists with "-test": its held-out problems;
-# and with "-valid" if the class has such a split, for what is chosen by score, such as checkpoints and settings.
+REWARDS = ("reward", "reward_weights")  # options of every environment of one turn
+HELD_OUT = ("test", "valid")  # splits besides "train"; they end the names of environments
+# name: (module, class, options set by the name). A module is imported only when its environment is made, so grading
+# libraries are needed only if they are used. Each name also exists with "-test", for its held-out problems, and with
+# "-valid" if the class has such a split, for choosing checkpoints or settings by score.
 ENVS = {
     "countdown": ("envs.countdown", "Countdown", {}),
     "countdown3": ("envs.countdown", "Countdown", {"numbers": 3}),
@@ -46,8 +46,8 @@ ENVS = {
 def make_env(name: str, **options: Value) -> Env:
     """Returns the environment of this name (in any case; "X-test" and "X-valid" for the held-out splits of X).
 
-    Its options are those of its constructor, and those of `Style`, which every environment takes, as those of one turn
-    take REWARDS. Raises UserError for a name that is not in the table, and for an option that it does not take.
+    Options are those of its constructor and of `Style`; environments of one turn also take REWARDS.
+    Raises: UserError for a name that is not in the table, and for an option that the environment does not take.
     """
     base_name, split = split_name(name)
     env_class, preset = find_class(name)

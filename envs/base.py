@@ -1,4 +1,4 @@
-"""Base of environments: a numbered set of problems, and rewards for the text that answers one, or for episodes."""
+"""Base class of environments: numbered problems, and rewards for replies or for episodes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from envs.grading.answers import final_answer, one_spelling
 from utils.settings.errors import UserError
 
-MAX_OBSERVED = 100_000  # characters that an environment says at once; what is longer is cut
+MAX_OBSERVED = 100_000  # characters of an environment's messages in a step; longer text is cut
 ANSWER_STARTS = {"tags": "<answer>", "boxed": "\\boxed{", "hash": "#### "}  # beginning of an answer, by form
 
 
@@ -35,8 +35,8 @@ class ForcedAnswer:
 class Problem:
     """One task: chat messages for the model, and what `score` needs to grade the reply.
 
-    `thinking` and `prefix` say how the reply begins: Qwen3's thinking switch, and text put into the assistant's mouth
-    (for example "<think>"). The prefix is part of the text that is scored. `plain` leaves the chat template out.
+    `thinking` and `prefix` set how the reply begins: Qwen3's thinking switch, and text that the prompt writes for the
+    assistant (for example "<think>"). The prefix is graded with the reply. `plain` leaves the chat template out.
     """
 
     messages: list[dict[str, Any]]  # role and content, and what else a chat template reads
@@ -45,12 +45,12 @@ class Problem:
     prefix: str = ""
     plain: bool = False
     tools: tuple[Callable[..., object] | Mapping[str, object], ...] = ()  # announced: functions, or JSON schemas
-    seed: int = 0  # of what an episode draws before the first turn: that of all samples of a group
+    seed: int = 0  # seeds what an episode generates before its first turn; equal for all samples of a group
     place: str = ""  # file and line of its row
 
 
 class Text(str):
-    """A text of the policy that knows the token ids that were drawn."""
+    """A text of the policy with the token ids that were sampled."""
 
     ids: tuple[int, ...] = ()
 
@@ -62,7 +62,7 @@ class Text(str):
 
 
 class Trial(str):
-    """A reply that gives a reference in a form, to try a grader: it must read both, and equal texts prove nothing."""
+    """A reply that gives a reference in a form, to try a grader, which must read both: equal texts prove nothing."""
 
     form: str = ""
     reference: str = ""
@@ -78,7 +78,7 @@ class Reply(NamedTuple):
     """A turn of the policy."""
 
     text: str
-    calls: tuple[str, ...] = ()  # of tools, what stands between the signs of the environment's dialect
+    calls: tuple[str, ...] = ()  # tool calls: the text between the markers of the environment's dialect
 
 
 class Dialect(NamedTuple):
@@ -86,7 +86,7 @@ class Dialect(NamedTuple):
 
     opening: str
     closing: str
-    result_opening: str = ""  # before a result that is written behind the call, where the turn stops and continues
+    result_opening: str = ""  # before a result that is written behind its call; the turn stops there and continues
     result_closing: str = ""
 
     @property
@@ -99,14 +99,14 @@ DIALECTS = {
     "qwen": Dialect("<tool_call>", "</tool_call>"),
     "python": Dialect("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),  # nanochat
 }
-INLINE = "inline"  # role of a result that is written behind a call, between the dialect's signs
+INLINE = "inline"  # role of a result that is written behind a call, between the dialect's markers
 
 
 class Step(NamedTuple):
-    """Answer of an environment to a turn of the policy."""
+    """Response of an environment to a turn of the policy."""
 
-    messages: list[dict[str, str]]  # what it says, with roles as in a prompt; not read if the episode is done
-    reward: float = 0.0  # for this turn; the return of an episode is the sum of its turns' rewards
+    messages: list[dict[str, str]]  # response, with roles as in a prompt; not read if the episode is done
+    reward: float = 0.0  # earned by this turn; the return of an episode is the sum of its turns' rewards
     done: bool = False
     info: Mapping[str, float] = MappingProxyType({})  # to be logged, summed over turns; "correct_answer" is 1.0 or 0.0
 
@@ -164,18 +164,18 @@ class Env:
     num_tasks: int  # problems 0 .. num_tasks - 1
     is_generated: bool = False  # problems are made up by their number, not read from rows
     num_eval_tasks: int = 512  # problems of an evaluation, if the settings do not name a number; 0: all
-    tokens_per_action: int = 512  # default completion limit, tokens; of all turns and what is said between them
-    max_turns: int = 1  # of the policy in an episode; 1: its only reply goes to `score`
+    tokens_per_action: int = 512  # default completion limit in tokens, for all turns and the messages between them
+    max_turns: int = 1  # turns of the policy in an episode; 1: its only reply goes to `score`
     tokens_per_turn: int = 0  # limit of a turn, if there are several, in tokens; 0: none
     takes_ids: bool = False  # texts to grade carry their token ids: `Text`
-    takes_groups: bool = False  # all replies to a problem are graded by one call: of `score_group`
-    opens: bool = False  # episodes begin with words of their own: their `opening` is the prompt, not the problem
-    dialect: str = ""  # of calls of tools, one of DIALECTS; empty: there are no tools
-    force_answer_at: int = -1  # tokens before that limit at which an unfinished reply is pushed to its answer; -1 never
+    takes_groups: bool = False  # one call of `score_group` grades all replies to a problem
+    opens: bool = False  # each episode writes its own prompt, its `opening`; the problem does not
+    dialect: str = ""  # form of tool calls, one of DIALECTS; empty: there are no tools
+    force_answer_at: int = -1  # tokens before that limit at which an answer is forced; -1: never
     truncation_penalty: float = 0.0  # subtracted from a positive return of a truncated reply
     form: str = "tags"  # form of answers: tags, boxed, hash or any; names where to look for them, and what is forced
-    code: tuple[Path, ...] = ()  # files of the user's that it runs
-    note: str = ""  # printed once at the start: facts on its rows, with "; " between
+    code: tuple[Path, ...] = ()  # the user's files that it runs
+    note: str = ""  # printed once at the start: facts on its rows, separated by "; "
 
     def problem(self, index: int) -> Problem:
         """Returns the problem with this number: a pure function of the index, the same in every process."""
@@ -194,15 +194,15 @@ class Env:
         return [self.score(problem, text) for text in texts]
 
     def reward_row(self, problem: Problem) -> dict[str, Any]:
-        """Returns what a reward of the user's gets of a problem, by name."""
+        """Returns the arguments that the user's reward gets for a problem, by name."""
         return {"prompt": problem.messages, "answer": problem.answer}
 
     def episode(self, problem: Problem, seed: int) -> Episode:
-        """Returns a new episode; what happens by chance in it depends on the seed alone."""
+        """Returns a new episode; all randomness in it depends on the seed alone."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Frees what it holds, at the end of its process."""
+        """Frees what the environment holds, at the end of its process."""
 
     def answer(self, text: str) -> str | None:
         """Returns the answer that a reply gives, as it is written; None if it gives none."""
@@ -214,7 +214,7 @@ class Env:
         return None if answer is None else one_spelling(answer)
 
     def examples(self, problem: Problem) -> dict[str, str]:
-        """Returns example replies by name: "right" earns full marks, "wrong" looks alike; else the reference itself."""
+        """Returns example replies by name: "right" earns full marks, "wrong" looks alike; by default the reference."""
         return {"reference": problem.answer} if isinstance(problem.answer, str) else {}
 
     def trials(self, problem: Problem, form: str) -> list[Trial]:
@@ -229,6 +229,6 @@ def shown_form(messages: Iterable[Mapping[str, Any]]) -> str:
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:
-    """Raises UserError for the value of an option that is none of its choices."""
+    """Raises UserError if the value of an option is none of its choices."""
     if value not in choices:
         raise UserError(f"{option}={value}: choose one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""Calculator: arithmetic that a tool does better than the policy, and a price for each call if there is to be one."""
+"""Calculator: arithmetic that a tool does better than the policy, with an optional cost for each call."""
 
 import random
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NUM_TASKS = {"train": 100_000, "test": 512}
 
 @dataclass(eq=False)
 class Calculator(Env):
-    """Pays 1 for the exact value as the last number of a reply without a call, less `call_cost` for each call.
+    """Reward 1 for the exact value as the last number of a reply without a call, minus `call_cost` for each call.
 
     One in five expressions is for the test split.
     """
@@ -36,12 +36,12 @@ class Calculator(Env):
     max_number: int = 99
     min_operations: int = 1
     max_operations: int = 3
-    operators: str = "+-*"  # of + - * /; values of quotients are fractions
-    dialect: str = "qwen"  # of calls: qwen or python
-    prompt: str = "full"  # full, or bare: without a word on the calculator
+    operators: str = "+-*"  # some of + - * /; values of quotients are fractions
+    dialect: str = "qwen"  # form of calls: qwen or python
+    prompt: str = "full"  # full; bare: does not mention the calculator
     max_turns: int = 4
     call_cost: float = 0.0
-    tool_error_reward: float = 0.0  # for each call that fails
+    tool_error_reward: float = 0.0  # added for each call that fails
 
     def __post_init__(self):
         check_choice("prompt", self.prompt, PROMPTS)

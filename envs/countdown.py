@@ -1,7 +1,7 @@
 """Countdown: combine the given numbers with + - * / so that they make the target.
 
 The defaults are those of github.com/kvfrans/lmpo: four numbers of 0 to 99, targets up to 1,000 made as in Reasoning
-Gym, its prompts, and 0.05 off what a reply earns that the token limit cut off.
+Gym, its prompts, and 0.05 subtracted from the return of a truncated reply.
 Sources: github.com/Jiayi-Pan/TinyZero, whose prompt for base models is "tinyzero"; games/countdown.py of
 github.com/open-thought/reasoning-gym, whose expressions are "chain".
 """
@@ -77,8 +77,8 @@ class Countdown(Env):
     min_number: int = 0
     max_number: int = 99
     max_target: int = 1000
-    expression: str = "chain"  # that a problem is made from: chain as in kvfrans/lmpo, tree with positive results only
-    max_value: int = 1000  # of the intermediate results of a tree
+    expression: str = "chain"  # source of a problem: chain as in kvfrans/lmpo, or tree, with positive results only
+    max_value: int = 1000  # largest intermediate result of a tree
     prompt: str = "full"
     partial: float = 0.1  # return of an answer that uses the numbers and misses the target
     truncation_penalty: float = 0.05  # subtracted from a positive return of a truncated reply

@@ -30,7 +30,7 @@ class Gsm8k(Questions):
         self,
         split: str = "train",
         data_dir: str = "",
-        form: str = "tags",  # in which the answer is asked for: tags, boxed, hash or any
+        form: str = "tags",  # form of answers that prompts ask for: tags, boxed, hash or any
         partial: float = 0.1,
         skip_bad_rows: bool = False,
     ):

@@ -1,4 +1,4 @@
-"""Guess: a number in a range is to be found, and each guess is answered with "higher" or "lower".
+"""Guess: find a number in a range; each guess is answered with "higher" or "lower".
 
 The best policy halves the range: its longest game takes log2(size + 1) guesses, rounded up.
 """
@@ -31,7 +31,7 @@ class Secret(NamedTuple):
 
 @dataclass(eq=False)
 class Guess(Env):
-    """Pays 1 for the number, less `cost` for each guess before the one that hits it; nothing after `max_turns`.
+    """Reward 1 for the number, minus `cost` for each wrong guess before it; 0 after `max_turns`.
 
     One in five ranges is for the test split.
     """
@@ -42,7 +42,7 @@ class Guess(Env):
     split: str = "train"
     max_number: int = 99
     min_size: int = 10
-    max_size: int = 31  # of a range; 31 numbers take at most 5 guesses
+    max_size: int = 31  # numbers in a range; 31 numbers take at most 5 guesses
     max_turns: int = 5
     cost: float = 0.05
     prompt: str = "full"

@@ -46,7 +46,7 @@ class Mathematics(Questions):
         split: str = "train",
         data_set: str = "deepscaler",
         data_dir: str = "",
-        form: str = "tags",  # in which the answer is asked for: tags, boxed, hash or any
+        form: str = "tags",  # form of answers that prompts ask for: tags, boxed, hash or any
         partial: float = 0.1,
         skip_bad_rows: bool = False,
     ):

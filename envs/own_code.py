@@ -44,7 +44,7 @@ LOGIN = re.compile(r"://[^/\s]*@")  # of an address with a password
 def passed_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that code of the user sees: those that programs need, and what is named REWARD_...
 
-    REWARD_NAME is there as NAME, too, for libraries that read it. An address with a password is no part of them.
+    REWARD_NAME is also passed as NAME, for libraries that read it. Addresses with a password are not passed.
     """
     passed = {name: value for name, value in variables.items() if PASSED.fullmatch(name)}
     passed = {name: x for name, x in passed.items() if name.startswith(NAMED) or not LOGIN.search(x)}
@@ -95,7 +95,7 @@ def read_names(value: str, flag: str, kind: str) -> list[Named]:
 
 
 def how_to_name(item: str, kind: str) -> str:
-    """Returns how what is no FILE.py:NAME is written, as far as the files that are there tell."""
+    """Returns how to write an item that is not FILE.py:NAME, judged by the files that exist."""
     path, _, _ = item.rpartition(":")
     file, module, attribute = Path(os.path.expanduser(path or item.lstrip(":"))), *item.rpartition(".")[::2]
     beside = Path(*module.split(".")).with_suffix(".py") if module else file
@@ -307,7 +307,7 @@ def describe_function(function: Callable) -> str:
 
 
 def wrong_return(function: Callable, value: object, form: str) -> TypeError:
-    """Returns the error of code of the user that returned something else than is asked for."""
+    """Returns the error for the user's code that returned a value of another form than required."""
     return TypeError(f"{describe_function(function)} returned {value!r:.200}: return {form}")
 
 

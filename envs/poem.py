@@ -15,7 +15,7 @@ SUBJECTS = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Poem(Env):
     """Reward 1 for each character, up to `max_characters` if that is set. Every fifth subject is for the test split.
 
-    `subjects_file`: a text file with one subject a line, in place of imagenet_labels.txt.
+    `subjects_file`: a text file with one subject a line, instead of imagenet_labels.txt.
     """
 
     tokens_per_action = 128

@@ -46,7 +46,7 @@ def prompt_lengths(env: Env, encode: Encode, tasks: Tasks | None = None) -> list
 
 
 def longest_prompt(env: Env, encode: Encode, tasks: Tasks | None = None) -> int:
-    """Returns the tokens of the longest prompt of these tasks, else of MAX_MEASURED spread over the environment.
+    """Returns the tokens of the longest prompt of these tasks; None: of MAX_MEASURED spread over the environment.
 
     Few are encoded: those whose bound is above the longest one so far.
     """
@@ -65,8 +65,8 @@ def longest_prompt(env: Env, encode: Encode, tasks: Tasks | None = None) -> int:
 def tasks_that_fit(env: Env, encode: Encode, limit: int) -> Tasks | None:
     """Returns the numbers of the problems whose prompts have at most `limit` tokens; None: all of a large environment.
 
-    Rows of files are all measured, whatever their number. Where problems are generated, of more than MAX_MADE_UP a
-    sample of them is measured first, and the others only if a part of the sample is too long.
+    Rows of files are all measured, whatever their number. Of more than MAX_MADE_UP generated problems, a sample is
+    measured first, and the others only if a part of the sample is too long.
     """
     if env.is_generated and env.num_tasks > MAX_MADE_UP:
         sample = prompt_lengths(env, encode)

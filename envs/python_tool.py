@@ -20,7 +20,7 @@ MAX_SECONDS = 3600
 
 @dataclass(eq=False)
 class Python(Env):
-    """Asks the questions of another environment, `problems`, which grades the last reply; pays less for each call.
+    """Questions of another environment, `problems`, which grades the last reply; each call lowers the reward.
 
     The splits are those of the questions.
     """
@@ -30,14 +30,14 @@ class Python(Env):
     split: str = "train"
     problems: str = "gsm8k"  # one of PROBLEMS
     data_dir: str = ""
-    form: str = "boxed"  # in which the answer is asked for: tags, boxed, hash or any
+    form: str = "boxed"  # form of answers that prompts ask for: tags, boxed, hash or any
     partial: float = 0.0
-    dialect: str = "qwen"  # of calls: qwen or python
+    dialect: str = "qwen"  # form of calls: qwen or python
     max_turns: int = 6
     max_tool_calls: int = 8
     call_cost: float = 0.0
-    tool_error_reward: float = 0.0  # for each call that fails
-    seconds: float = 5.0  # for all calls of a turn; less than --score_timeout
+    tool_error_reward: float = 0.0  # added for each call that fails
+    seconds: float = 5.0  # time limit of all calls of a turn; less than --score_timeout
     memory: int = 1024  # MiB of address space
     sandbox: str = "on"  # off: limits of time, memory and files only
     skip_bad_rows: bool = False

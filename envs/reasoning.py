@@ -40,10 +40,10 @@ class Spec(NamedTuple):
 
 
 class ReasoningGym(Env):
-    """Reward: what the data set's own verifier gives, 0 to 1; correct is 1.
+    """The reward is the score of the data set's own verifier, 0 to 1; correct is 1.
 
-    The digest of a question decides on its split, a fifth for test and a tenth for valid, so that no question is in
-    two, however few a data set has; the splits have seeds of their own besides.
+    The digest of a question decides its split, a fifth for test and a tenth for valid. So no question is in two splits,
+    however few questions a data set has. The splits also have different seeds.
     """
 
     splits = ("train", "valid", "test")

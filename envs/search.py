@@ -37,7 +37,7 @@ MAX_ANSWER = 1000  # characters of an answer; a longer one is none
 
 Tokens = Int[np.ndarray, "T"]  # ids of words, passage after passage
 Lengths = Int[np.ndarray, "N"]  # words of each passage
-Scores = Float[np.ndarray, "N"]  # of each passage
+Scores = Float[np.ndarray, "N"]  # score of each passage
 
 
 class Passage(NamedTuple):
@@ -53,7 +53,7 @@ class Passage(NamedTuple):
 
 
 class Search(Questions):
-    """Pays 1 for one of the right answers, as SQuAD compares them, in the last reply; less `call_cost` for each call.
+    """Reward 1 for one of the right answers in the last reply, compared as in SQuAD, minus `call_cost` for each call.
 
     One in ten questions is for the test split, one in twenty for the valid split. All share the corpus.
     """
@@ -68,11 +68,11 @@ class Search(Questions):
         corpus: str = "",  # JSONL with "text" and perhaps "title" (or "contents"), or a text file, a passage a line
         questions: str = "",  # a file of rows with "question" and "answer" (text, or a list of texts)
         top_k: int = 3,  # passages in a result
-        form: str = "tags",  # in which the answer is asked for: tags, boxed or hash
+        form: str = "tags",  # form of answers that prompts ask for: tags, boxed or hash
         max_turns: int = 6,
         max_tool_calls: int = 8,
         call_cost: float = 0.0,
-        tool_error_reward: float = 0.0,  # for each call that fails
+        tool_error_reward: float = 0.0,  # added for each call that fails
         skip_bad_rows: bool = False,
     ):
         check_choice("form", form, FORMS)
@@ -113,7 +113,7 @@ class Search(Questions):
 
 
 def is_exact_match(answer: str, references: Iterable[str]) -> bool:
-    """True if an answer equals one of the references but for case, punctuation, articles and white space."""
+    """True if an answer equals one of the references, apart from case, punctuation, articles and white space."""
     if len(answer) > MAX_ANSWER:
         return False
     answer = normalized_answer(answer)

@@ -1,4 +1,4 @@
-"""Environments of a run: which ones, and how each is played, resolved once from settings, environment and training."""
+"""Environments of a run and how each is played: resolved once from settings, environment and training."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from envs.base import ANSWER_STARTS, Env, ForcedAnswer, shown_form
 from utils.settings.errors import UserError, shorten
 from utils.settings.options import option
 
-LIMITS = ("num_generation_tokens", "force_answer_at")  # that --test_env_options can set, too
+LIMITS = ("num_generation_tokens", "force_answer_at")  # limits that --test_env_options can set, too
 STYLE = ("form", "system", "thinking", "prefix", "plain")  # options that a test environment takes over from training
 CODE = {"reward": "", "episode": "", "sandbox": "on"}  # options that run code with the user's rights; the safe value
 FILES = ("data_dir", *REWARDS, "episode")  # flags that go to each environment with such an option
@@ -68,7 +68,7 @@ class EnvConfig:
 
     @staticmethod
     def settle(options: Mapping[str, Value], presets: Mapping[str, str]) -> dict[str, Value]:
-        """Returns --env_options of a preset without those that an --env_name above it does not take, and says so.
+        """Returns --env_options of a preset without those that an --env_name above it does not take, and prints which.
 
         Raises: UserError for options of a preset that its own environment does not take.
         """
@@ -102,7 +102,7 @@ class EnvConfig:
         """Returns the options of an environment, as --env_options and other flags set them.
 
         A test environment of another kind than --env_name takes over the options of style that it has. Files go to
-        each environment that reads such files; rewards do, where it has no grader of its own.
+        each environment that reads such files. Rewards go to each environment without its own grader.
         """
         names = option_names(name)
         flags = {key: value for key, value in self.flags.items() if key in names or key not in FILES}
@@ -174,7 +174,7 @@ class RolloutSettings:
     """An environment, and how it is played."""
 
     name: str  # with its split, as countdown-test
-    options: Options  # of the environment
+    options: Options  # options of the environment
     env: Env = field(compare=False)
     max_new_tokens: int  # completion limit
     force_answer_at: int  # tokens before the limit at which an unfinished reply gets `forced_answer`; 0: never
@@ -259,7 +259,7 @@ def resolve_settings(
     """Returns how an environment is played.
 
     A test environment takes over the limits of training (`is_inherited`), and its style by `EnvConfig.options`.
-    `overrides` are what --test_env_options sets otherwise: options of the environment, and the two limits.
+    `overrides` are the values of --test_env_options: options of the environment, and the two limits.
 
     Raises: UserError for what the environment does not take.
     """

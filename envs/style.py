@@ -1,4 +1,4 @@
-"""Options that every environment takes: how its problems are put to the model, and a reward for the form of replies."""
+"""Options that every environment takes: the form of its prompts, and a reward for the form of replies."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Style:
 
     system: str = ""  # system prompt; @FILE: the text of this file
     thinking: str = ""  # on or off: Qwen3's switch
-    prefix: str = ""  # the beginning of the reply, put into the assistant's mouth and scored with it, as <think>
+    prefix: str = ""  # beginning of the reply, such as <think>: the prompt writes it, and it is graded with the reply
     plain: bool = False  # no chat template: the contents of the messages, for base models
     format_reward: str = ""  # think_answer, tags or blocks: adds format_weight x this to the return
     format_weight: float = 0.1
@@ -50,7 +50,7 @@ class Styled(Env):
         if self.system:
             messages = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": self.system}] * (self.system != NONE) + messages
-        prefix = style.prefix or problem.prefix * (style.thinking != "off")  # which closes the block that it begins
+        prefix = style.prefix or problem.prefix * (style.thinking != "off")  # off: the template closes the think block
         return replace(
             problem,
             messages=messages,
@@ -66,7 +66,7 @@ class Styled(Env):
         return list(map(self.styled, self.env.score_group(problem, texts), texts))
 
     def styled(self, scores: dict[str, float], text: str) -> dict[str, float]:
-        """Returns the scores of a completion with the reward for its form."""
+        """Returns the rewards of a completion with the reward for its form."""
         if not self.style.format_reward:
             return scores
         form = FORMAT_REWARDS[self.style.format_reward](text)

@@ -35,17 +35,17 @@ NUM_TASKS = {"train": 100_000, "test": 512}
 
 @dataclass(eq=False)
 class TicTacToe(Env):
-    """Pays 1 for a win, 0.5 for a draw; a result that perfect play cannot exceed against perfect play is correct.
+    """Reward 1 for a win, 0.5 for a draw. A result is correct if perfect play against perfect play gets no more.
 
     A problem is a position after `max_plies` random moves or fewer, half of them begun by o. One in five positions, up
-    to rotation and reflection, is for the test split: no game to train on begins there, though it may come by.
+    to rotation and reflection, is for the test split. No training game begins there, but it may pass through one.
     """
 
     is_generated = True
     tokens_per_action = 256
 
     split: str = "train"
-    opponent: str = "random"  # or minimax: a random one of its best moves
+    opponent: str = "random"  # random, or minimax: a random one of the best moves
     max_plies: int = 5
     max_turns: int = 7  # the five moves of x on an empty board, and two that are illegal
     prompt: str = "full"

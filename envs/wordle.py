@@ -1,4 +1,4 @@
-"""Wordle: a word of five letters is to be found; each guess is answered by a sign for each of its letters.
+"""Wordle: find a word of five letters; each guess is answered by a sign for each of its letters.
 
 Source of the rules: Josh Wardle's game of 2021. The words are a selection of common English ones, made for this file.
 """
@@ -24,7 +24,7 @@ PROMPTS = {
 
 
 class Wordle(Env):
-    """Pays 1 for the word, less `cost` for each guess before the one that hits it; nothing after `max_turns`.
+    """Reward 1 for the word, minus `cost` for each wrong guess before it; 0 after `max_turns`.
 
     One in five words is for the test split, one in ten for the valid split. The prompt is the same for all.
     """
@@ -36,7 +36,7 @@ class Wordle(Env):
     def __init__(
         self,
         split: str = "train",
-        words: str = "",  # a file of words; empty: those of wordle_words.txt
+        words: str = "",  # a file of words; empty: wordle_words.txt
         max_turns: int = 6,
         cost: float = 0.05,
         prompt: str = "full",

@@ -1,4 +1,4 @@
-"""Files of rows: JSON, JSON lines, CSV and Parquet, told apart by what is in them, not by their names."""
+"""Files of rows: JSON, JSON lines, CSV and Parquet, recognized by their content, not by their names."""
 
 import codecs
 import contextlib
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     import pyarrow
 
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
-RawRow = dict[str, JSON]  # of a file, by column
+RawRow = dict[str, JSON]  # values of a row, by column
 
 READ = "write its rows as JSON, JSON lines, CSV or Parquet; the first three may be compressed by gzip"
-MAX_ROW_BYTES = 1 << 22  # of a line, and of a field of CSV that goes over several
+MAX_ROW_BYTES = 1 << 22  # limit of a line, and of a CSV field that spans several lines
 MAX_EXPANSION = 100  # bytes for each byte of a compressed file: text has 3 to 20, and gzip can reach 1,032 ...
 MIN_EXPANDED = 1 << 24  # ... and as much in any case
 BATCH = 256  # rows of Parquet that are decoded at once
-DECODED = 1 << 30  # bytes that they may take
+DECODED = 1 << 30  # bytes that such a batch may take
 DECODING = 10  # CPU seconds for a file of Parquet, and one for each 10 MB
 PROCESS = "import sys; sys.path[0] = sys.argv[1]; from envs.data.files import try_parquet; try_parquet(sys.argv[2])"
 ROOT = Path(__file__).resolve().parents[2]
-MAX_JSON = 1 << 28  # bytes of a file that is one value, which is read at once
-NUM_START = 1 << 12  # bytes by which formats are told apart
+MAX_JSON = 1 << 28  # bytes of a file that holds one value, since it is read at once
+NUM_START = 1 << 12  # bytes by which formats are recognized
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # how such files begin
 NOT_UTF8 = "not UTF-8; from Latin-1, `iconv -f latin1 -t utf-8 FILE > NEW` converts it"
 FOREIGN = {  # how files of other formats begin, what they are, and what to do
@@ -101,7 +101,7 @@ def looks_like_json(path: Path) -> bool:
 
 
 def check_compressed(path: Path) -> None:
-    """Raises UserError for a file of gzip that is damaged, cut off, or a bomb. It keeps nothing of it in memory."""
+    """Raises UserError for a gzip file that is damaged, incomplete, or a bomb. Nothing of it is kept in memory."""
     most, size = max(MIN_EXPANDED, MAX_EXPANSION * path.stat().st_size), 0
     try:
         with gzip.open(path) as file:
@@ -144,7 +144,7 @@ def full_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_json(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
-    """Yields the objects of a file with one on each line, of a list, or of objects behind each other.
+    """Yields the objects of a file: one on each line, in a list, or one behind the other.
 
     A list may also be in an object: {"data": [...]}.
     """
@@ -213,7 +213,7 @@ def is_list_of_rows(value: JSON) -> bool:
 
 
 def is_conversation(value: JSON) -> bool:
-    """True for a list of objects that say who speaks."""
+    """True for a list of objects with the name of a speaker."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(x, dict) and any(key in x for key in SPEAKERS) for x in value)
 
@@ -308,8 +308,9 @@ def read_parquet(path: Path) -> Iterator[tuple[str, RawRow | Exception]]:
 
 
 def check_parquet(path: Path) -> None:
-    """Raises UserError for a file whose rows take far more time or memory than the file: few bytes may hold one value
-    for all rows, as long as it likes. A process decodes it, which the kernel ends.
+    """Raises UserError for a file whose rows take far more time or memory than its size.
+
+    A few bytes may hold one long value for all rows. So a process with limits decodes the file; the kernel ends it.
     """
     command = [sys.executable, "-c", PROCESS, str(ROOT), str(path.absolute())]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
@@ -352,7 +353,7 @@ def parquet_batches(file: str | Path) -> "Iterator[pyarrow.RecordBatch]":
 
 
 def parquet_rows(path: Path) -> Iterator[RawRow | Exception]:
-    """Yields rows; those of large batches one by one, since a dictionary holds a value once that they all have.
+    """Yields rows; those of large batches one by one, since a dictionary may hold one long value for all rows.
 
     Raises: UserError if the file has changed since it was checked, or holds values that Python lacks.
     """

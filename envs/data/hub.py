@@ -18,13 +18,13 @@ from utils.settings.errors import UserError
 CARD = "README.md"
 CONVERTED = "refs/convert/parquet"  # branch with the hub's own copy of most data sets: CONFIG/SPLIT/0000.parquet
 JSON_KINDS = (".jsonl", ".json", ".ndjson")  # are read together
-KINDS = (".parquet", *JSON_KINDS, ".csv")  # of files of rows; the first of equally frequent kinds is read
+KINDS = (".parquet", *JSON_KINDS, ".csv")  # files of rows; the first of equally frequent kinds is read
 NO_ROWS = (CARD, "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 SPLIT_WORDS = {split: re.compile(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)") for split, words in WORDS.items()}
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")  # of a path: what is before the number of the shard, and their number
-MAX_FILES = 100_000  # of a folder
-TIMEOUT = 10  # seconds until a hub that does not answer is none
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})")  # path before the shard's number, that number, number of shards
+MAX_FILES = 100_000  # files in a folder
+TIMEOUT = 10  # seconds after which a hub that does not answer counts as absent
 
 Splits = dict[str, list[str]]  # files by split, as paths within the data set
 
@@ -54,7 +54,7 @@ def folder_split(folder: Path, config: str, split: str) -> list[Path]:
 
 
 def look_up(name: str, revision: str) -> tuple[str, list[str], Mapping[str, Any]]:
-    """Returns the commit, the paths and the metadata of a data set; without a network, of what the cache has."""
+    """Returns the commit, the paths and the metadata of a data set; without a network, those in the cache."""
     from huggingface_hub import HfApi, snapshot_download
 
     files = [CARD, ".gitattributes"]  # the second is always there: the client warns if it finds none
@@ -178,7 +178,7 @@ def infer_splits(names: Mapping[str, str]) -> Splits:
 
 
 def one_kind(files: Sequence[str]) -> list[str]:
-    """Returns those of the files that are of the most frequent kind of files of rows."""
+    """Returns the files of the most frequent kind of row files."""
     kinds = {file: PurePosixPath(file.removesuffix(".gz")).suffix for file in files}
     counts = Counter(kinds[file] for file in files if PurePosixPath(file).name not in NO_ROWS)
     best = max(KINDS, key=lambda kind: counts[kind])

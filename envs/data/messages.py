@@ -1,7 +1,7 @@
-"""What a row says: its prompt, its reply or references, tools, and which replies are trained; in the forms of others.
+"""The content of a row: prompt, reply or references, tools, and which replies are trained; in usual formats.
 
-Read are columns by name, lists of messages as OpenAI and TRL have them, ShareGPT's conversations, Alpaca's columns and
-verl's. What the model would have to see or to learn by is used, or refused by name; other columns are data of rewards.
+It reads columns by name, lists of messages as OpenAI and TRL have them, ShareGPT's conversations, and the columns of
+Alpaca and verl. Columns that the model should read or learn from are used, or refused by name; rewards get the others.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from envs.data.files import JSON, SPEAKERS, RawRow
 from envs.data.rows import LeftOut, first_of
 
-Message = dict[str, JSON]  # role, content and perhaps keys of KEPT; weight 0 of a reply that is not trained
+Message = dict[str, JSON]  # role, content and perhaps keys of KEPT; weight 0: a reply that is not trained
 Schema = dict[str, JSON]  # JSON schema of a tool
 
 REPLY, CALL = "assistant", "function_call"
@@ -24,7 +24,7 @@ ROLES = dict.fromkeys(("system", "user", REPLY, "tool")) | {
     "function": "tool", "function_response": "tool", "observation": "tool",
 }  # fmt: skip
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # keys of a message that are rendered
-WEIGHTS = ("weight", "loss", "train", "trainable", "loss_mask")  # keys of a message that say whether it is trained
+WEIGHTS = ("weight", "loss", "train", "trainable", "loss_mask")  # keys of a message that set whether it is trained
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question")
 SYSTEM = ("system", "system_prompt")
@@ -60,17 +60,17 @@ class Columns:
 
 
 class Exchange(NamedTuple):
-    """A prompt, and what is said to it."""
+    """A prompt, and the reply or reference for it."""
 
     prompt: str | list[Message]
-    answer: JSON  # of the answer's column: a text, messages, a reference of any type; None: there is none
+    answer: JSON  # value of the answer's column: a text, messages, a reference of any type; None: no answer
     reply: Sequence[Message]  # the last message of a conversation, if it is the assistant's
     tools: tuple[Schema, ...]
-    column: str  # that holds the prompt
+    column: str  # name of the column with the prompt
 
 
 def read_exchange(row: RawRow, columns: Columns) -> Exchange:
-    """Returns what a row says. Raises: KeyError for a missing column; ValueError for what is malformed or not used."""
+    """Returns the content of a row. Raises: KeyError for a missing column; ValueError for a malformed or unused one."""
     check_columns(row)
     tools = read_tools(row.get("tools"))
     given = {name: x for name, x in row.items() if x is not None}
@@ -124,7 +124,7 @@ def is_nothing(value: JSON) -> bool:
 
 
 def check_columns(row: RawRow) -> None:
-    """Raises ValueError for a column that the model would have to see, and does not."""
+    """Raises ValueError for a column that the model should read, but that is not rendered."""
     if wrong := next((name for name in REFUSED if not is_nothing(row.get(name))), ""):
         advice = "give --env_options thinking=on or off" if wrong == REFUSED[-1] else "write it into the messages"
         raise ValueError(f"its column {wrong} is not rendered: {advice}, and leave the column out")
@@ -195,7 +195,7 @@ def read_messages(value: JSON) -> list[Message]:
 
 
 def read_message(what: str, message: Message) -> Message:
-    """Returns a message in the form of chat templates. Raises: ValueError by `what`, its name."""
+    """Returns a message in the form of chat templates. Raises: ValueError, which names the message by `what`."""
     left = {key: x for key, x in message.items() if x is not None}
     named = left.pop("role" if "role" in left else "from", None)
     if not isinstance(named, str) or named not in ROLES:
@@ -252,7 +252,7 @@ MISSING = ("null", "nan", "NaN", "None", "<NA>")  # texts that programs write fo
 
 
 def read_references(value: JSON) -> list[str]:
-    """Returns the texts of an answer, or of a list of answers that are all right; none if it is empty.
+    """Returns the texts of an answer, or of a list of answers, all of them right; none if it is empty.
 
     Raises: ValueError for anything but texts and numbers.
     """
@@ -301,7 +301,7 @@ def as_calls(what: str, content: JSON) -> list[JSON]:
 
 
 def read_calls(what: str, calls: JSON) -> list[JSON]:
-    """Returns the calls of a message with their arguments as objects, as chat templates want them."""
+    """Returns the calls of a message with their arguments as objects, as chat templates need them."""
     read = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -318,7 +318,7 @@ def read_calls(what: str, calls: JSON) -> list[JSON]:
 
 
 def read_json(text: str, what: str) -> JSON:
-    """Returns the value of a text of JSON. Raises: ValueError by `what`, its name."""
+    """Returns the value of a text of JSON. Raises: ValueError, which names the text by `what`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -354,7 +354,7 @@ def weighted(row: RawRow, messages: list[Message]) -> list[Message]:
 
 
 def unweighted(prompt: str | list[Message]) -> str | list[Message]:
-    """Returns a prompt without weights: it is the same, whatever of it is trained."""
+    """Returns a prompt without weights: it is the same prompt whichever parts are trained."""
     if isinstance(prompt, str):
         return prompt
     return [{key: x for key, x in message.items() if key != "weight"} for message in prompt]

@@ -1,4 +1,4 @@
-"""Questions with a short answer, asked for in one of several forms: what GSM8K and competition mathematics share.
+"""Questions with a short answer in one of several forms: the base of GSM8K and of competition mathematics.
 
 Source: the prompt for tags is that of github.com/kvfrans/lmpo, `hash` is the form of nanochat and of GSM8K itself.
 """
@@ -47,7 +47,7 @@ class Questions(Env):
         raise NotImplementedError
 
     def is_read(self, reference: str, answer: str) -> bool:
-        """True if an answer equals the reference, and not since both are written alike."""
+        """True if an answer equals the reference by its meaning, not only by its spelling."""
         return self.is_equal(reference, answer)
 
     def problem(self, index: int) -> Problem:

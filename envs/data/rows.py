@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
     prompt: str | list[dict[str, Any]]
     answer: Any
-    place: str = ""  # file and line that it comes from
+    place: str = ""  # file and line of the row
 
 
 Convert = Callable[[RawRow], Row]  # raises KeyError, TypeError or ValueError for a malformed row
@@ -70,10 +70,10 @@ def load_rows(
     noun: str = "problem",
     skip: str = SKIP,
 ) -> tuple[list[Row], str]:
-    """Returns the rows of a source in order, without those that repeat a prompt or lack one or an answer; and a note.
+    """Returns the rows of a source in order, without those that repeat or lack a prompt, or lack an answer; and a note.
 
-    `may_repeat`: those that repeat a prompt stay, as games that are drawn anew. `noun`: what a row is, in the note;
-    `skip`: what may be done about a malformed one, beside correcting it.
+    `may_repeat`: rows that repeat a prompt stay, such as games with random openings. `noun`: what the note calls a row;
+    `skip`: advice on a malformed row, other than correcting it.
 
     Raises: UserError when there is no data (with what to do), when a file cannot be read to its end, and, unless
     `skip_bad_rows`, for the first malformed row, by file and line.
@@ -120,7 +120,7 @@ def load_rows(
 def check_text(value: JSON) -> None:
     """Raises UserError for text, at any depth, with a zero byte or with what UTF-8 cannot express.
 
-    That is half a surrogate pair, which JSON can hold, and which bytes of other encodings become.
+    UTF-8 cannot express half a surrogate pair. JSON can hold one, and bytes of other encodings become such halves.
     """
     if isinstance(value, str):
         if "\0" in value:

@@ -1,4 +1,4 @@
-"""Train, valid and test splits that share no problem, and what a training set has in common with test problems."""
+"""Train, valid and test splits without common problems; overlap of a training set with test problems is removed."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def select_split(
 ) -> tuple[list[Row], str]:
     """Returns the rows of a split, without those that another split holds in another spelling, and a note on both.
 
-    `tests`: the rows of a test file; without one, some of `rows` are for test. `may_overlap`: all of them.
+    `tests`: the rows of a test file; None: some of `rows` are for test. `may_overlap`: no row is removed.
     Raises: UserError if no row is left.
     """
     by_split = split_rows(rows, one_in, tests, by_row=may_overlap)
@@ -85,4 +85,4 @@ def normal_form(prompt: str | list[dict[str, str]]) -> str:
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     for spelling, plain in LATEX_SPELLINGS.items():
         text = text.replace(spelling, plain)
-    return MEANINGLESS.sub("", text.casefold()) or text  # which is made of other characters alone
+    return MEANINGLESS.sub("", text.casefold()) or text  # a prompt of such characters alone stays as it is

@@ -41,12 +41,12 @@ Expression: TypeAlias = "sympy.Basic | sympy.MatrixBase | str"
 OPEN, CLOSE = "<answer>", "</answer>"
 FORMS = ("tags", "boxed", "hash", "any")  # <answer>N</answer>, \boxed{N}, #### N, and the last of whatever is there
 MAX_ARITHMETIC = 1000  # characters; a longer expression is nobody's answer, and the limit bounds the work below
-MAX_MATH = 2000  # characters that math-verify gets to see
-MAX_OPERATORS = 200  # in what math-verify gets to see
+MAX_MATH = 2000  # longest text for math-verify, in characters
+MAX_OPERATORS = 200  # most operators in a text for math-verify
 MAX_BOX = 5000
 MAX_PHRASE = 100  # characters of an answer in words
 MAX_DEPTH = 10  # brackets within brackets; the parser's time doubles with each level
-MAX_DEGREE = 20  # of powers beside functions of something unknown
+MAX_DEGREE = 20  # largest degree of powers beside functions of something unknown
 MAX_BESIDE_LOGS = 10_000
 MAX_WEIGHT = 20_000  # about the bits of the largest number that sympy may come to compute
 
@@ -132,8 +132,8 @@ SEPARATE = re.compile(rf"[^\W\d_]{{2}}|{CLAUSE_END.pattern}")  # between numbers
 def extract_last_number(text: str) -> str | None:
     """Returns the last number in the last 2000 characters of a text, with its sign; None if there is none.
 
-    Its sign, scale and fraction belong to it ("18 thousand", "1 1/2"). Where something else changes it ("half of 18")
-    all of its clause is returned.
+    Its sign, scale and fraction belong to it ("18 thousand", "1 1/2"). If something else changes it ("half of 18"), its
+    whole clause is returned.
     """
     text = text[-2000:]
     numbers = [*NUMBERS.finditer(text)]
@@ -192,9 +192,9 @@ SEVERAL_BOXES = re.compile(r"\\boxed[^\n]{1,100}\\boxed")
 
 
 def final_reference(text: str) -> str:
-    r"""Returns the answer that a reference gives between tags, in a box or behind ####; else the text itself.
+    r"""Returns the answer that a reference gives between tags, in a box or behind ####; without these, the text itself.
 
-    Of several boxes on a line all are the answer (\boxed{1} and \boxed{2}), which the text then gives.
+    Several boxes on a line are all the answer (\boxed{1} and \boxed{2}); the text itself is then returned.
     """
     answers = (extract(text) for extract in (extract_answer, extract_boxed, last_hash))
     answer = next((answer for answer in answers if answer), text)
@@ -222,7 +222,7 @@ def parse_arithmetic(text: str) -> tuple[Fraction | None, list[int]]:
     """
     if len(text) > MAX_ARITHMETIC:
         return None, []
-    text = " ".join(text.split())  # on one line, else Python reads a line break as the end or as an indentation
+    text = " ".join(text.split())  # on one line: Python would read a line break as the end or as an indentation
     if not set(text) <= set("0123456789+-*/() "):
         return None, []
     numbers: list[int] = []
@@ -257,7 +257,7 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 
 def same_math(reference: str, answer: str, may_be_alike: bool = True) -> bool:
-    """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, else math-verify.
+    """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: numbers exactly, others by math-verify.
 
     Of a reference that is a worked solution, what it gives as its answer counts: see `final_reference`.
     False for what does not parse and for what is too long, too deeply nested or too large to be computed, unless both
@@ -370,7 +370,7 @@ def simplified(text: str) -> str:
 
 # differences that math-verify overlooks
 
-UNITS = [  # spellings of each
+UNITS = [  # spellings of each unit
     names.split()
     for names in (
         "cm centimeter centimeters centimetre centimetres, mm millimeter millimeters millimetre millimetres, "
@@ -431,7 +431,7 @@ def may_be_same(reference: str, answer: str) -> bool:
         return False
     starts = [mark.start() for mark in ENVIRONMENT.finditer(answer.rstrip(" .$"))]
     clauses = [end.end() for end in CLAUSE_END.finditer(answer, 0, starts[-1] if starts else 0)]
-    clause = answer[clauses[-1] if clauses else 0 :]  # the one of the last formula
+    clause = answer[clauses[-1] if clauses else 0 :]  # the clause of the last formula
     # Words that make another number of the one beside them, and dots that go on.
     changing = {word.lower() for word in WORD.findall(clause) if word.lower() in CHANGING or not word.isalpha()}
     known = {word.lower() for word in WORD.findall(reference)}
@@ -480,7 +480,7 @@ NAMES = (
     "pi alpha beta gamma delta epsilon theta lambda mu sigma phi psi omega infty"
     " sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln"
 )
-PLAIN_NAMES = {name: f"\\{name} " for name in NAMES.split()}  # that stand for themselves, without a backslash
+PLAIN_NAMES = {name: f"\\{name} " for name in NAMES.split()}  # names that may be written without a backslash
 PLAIN_NAMES |= {"asin": "\\arcsin ", "acos": "\\arccos ", "atan": "\\arctan ", "oo": "\\infty ", "inf": "\\infty "}
 CALLS = {"sqrt": (r"\sqrt{", "}"), "cbrt": (r"\sqrt[3]{", "}"), "exp": ("e^{", "}"), "abs": (r"\left|", r"\right|")}
 PLAIN_NAME = re.compile(rf"{WRAPPER.pattern}|(?<![\\a-zA-Z])(?:{'|'.join(PLAIN_NAMES)})(?![a-zA-Z])")
@@ -605,7 +605,7 @@ def is_tame(text: str) -> bool:
     return nesting(text) <= MAX_DEPTH and not HUGE.search(text)
 
 
-# Input that takes for ever before there is anything to weigh.
+# Input that takes forever before there is anything to weigh.
 HUGE = re.compile(
     r"(?:[-+|]\s*){20}|\\[dt]?binom.*(?:\d{5}|\\infty)|\\choose|\d{5,}[\s})]*!|![\s})]*!"
     r"|\\l(?:floor|ceil).*\^\s*\{?\s*-?\d{4}|\\(?:gcd|lcm).*(?:\^|\\int|\\sum|\\prod|\\lim)",
@@ -690,7 +690,7 @@ def weight(expression: Expression) -> float:
         case "Sum" | "Product" | "Integral" | "Limit" if any(
             kind_of(atom) in INFINITIES for limits in expression.args[1:] for atom in limits.atoms()
         ):
-            return math.inf  # nobody's final answer, and sympy may look for its value for ever
+            return math.inf  # nobody's final answer, and sympy may look for its value forever
         case "factorial" | "gamma" | "binomial" | "Sum" | "Product" | "factorial2" | "subfactorial":
             return sum(parts) * 2 ** min(max(parts), 64)
     if getattr(expression, "is_Function", False):

@@ -9,8 +9,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_answer(text: str) -> float:
-    """Returns 1.0 for "<think> ... </think> <answer> ... </answer>", each tag once and nothing outside, else 0.0."""
-    has_each_once = all(text.count(tag) == 1 for tag in TAGS)  # else a search for the last end would take n^2
+    """Returns 1.0 for "<think> ... </think> <answer> ... </answer>", each tag once and nothing outside; if not, 0.0."""
+    has_each_once = all(text.count(tag) == 1 for tag in TAGS)  # otherwise a search for the last end would take n^2
     blocks = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
     return float(has_each_once and re.fullmatch(blocks, text, re.DOTALL) is not None)
 

@@ -1,4 +1,4 @@
-"""The answers that Reasoning Gym's verifiers may see: a grammar for each verifier that is not safe with any text.
+"""The answers that Reasoning Gym's verifiers receive: a grammar for each verifier that is not safe with any text.
 
 Nine of the library's verifiers give an answer to `eval` or to sympy's parser, which evaluates it; others compute
 without limit, or accept what is no answer. The verifiers of release AUDITED were read for this, and GRAMMARS lists the
@@ -140,7 +140,7 @@ GRAMMARS: dict[str, Grammar] = {
     # Verifiers that compute without limit: 10 to the exponent, the number of moves, the width of a shift.
     "coin_flip": regular_grammar(r"[-+.,/\d\s]*"),
     **dict.fromkeys(("rubiks_cube", "rush_hour"), regular_grammar(r"(?!.*\d\d).*")),
-    # Verifiers that accept what is no answer: NaN, any text that is not empty, and text instead of a number.
+    # Verifiers that accept texts that are no answer: NaN, any text that is not empty, and text instead of a number.
     "complex_arithmetic": regular_grammar(r"[-+.*()\d\seijEIJ]*"),
     "number_sorting": regular_grammar(r"(?!.*[Nn][Aa][Nn]).*"),
     "game_of_life_halting": regular_grammar(r"(?!)"),

@@ -39,7 +39,7 @@ class Played(NamedTuple):
 
     text: str  # the last reply
     ids: Sequence[int] = ()  # tokens of all turns of the policy
-    messages: Messages = ()  # of an episode, behind the prompt, as TRL writes them
+    messages: Messages = ()  # messages of an episode behind the prompt, as TRL writes them
     environment: Resettable | None = None
 
 
@@ -47,7 +47,7 @@ Grade = Callable[[Played], Mapping[str, float]]  # "return", "correct_answer" an
 
 
 def has_steps(environment: Resettable) -> bool:
-    """True if an object takes actions by `step`, else its public methods are tools."""
+    """True if an object takes actions by `step`; if not, its public methods are tools."""
     return callable(getattr(environment, "step", None))
 
 
@@ -55,7 +55,7 @@ def has_steps(environment: Resettable) -> bool:
 
 
 def tool_methods(environment: Resettable) -> list[Tool]:
-    """Returns the tools of an object: its public methods but `reset` and `get_reward`.
+    """Returns the tools of an object: its public methods except `reset` and `get_reward`.
 
     Source: trl/trainer/grpo_trainer.py of TRL 1.16.
     """
@@ -82,7 +82,7 @@ def grade_by_both(environment: Resettable, grade: LastGrade, text: str) -> Mappi
 
 
 class Answer(NamedTuple):
-    """Answer of an object to an action."""
+    """Response of an object to an action."""
 
     observation: object
     reward: float
@@ -116,8 +116,8 @@ class GymEpisode(Episode):
     def __init__(self, environment: Resettable, grade: LastGrade):
         self.environment = environment
         self.grade = grade
-        self.total = 0.0  # of rewards
-        self.text = ""  # of the last reply
+        self.total = 0.0  # sum of rewards
+        self.text = ""  # text of the last reply
 
     def step(self, reply: str) -> Step:
         self.text = reply
@@ -141,7 +141,7 @@ class GymEpisode(Episode):
 
 
 def reset(environment: Resettable, row: RawRow, seed: int) -> Messages:
-    """Returns the first observation: of a seed, and of the columns of a row, as far as `reset` takes them.
+    """Returns the first observation; `reset` gets the seed and those columns of the row that it takes.
 
     Raises: TypeError that names the method, if it returns none.
     """
@@ -172,7 +172,7 @@ class ObjectEpisode(Episode):
         self.adapter, self.environment = adapter, environment
         self.seeds = problem.seed, seed
         self.turns: Messages = []
-        self.ids: list[int] = []  # of the policy
+        self.ids: list[int] = []  # token ids of the policy's turns
         self.is_over = False
         seed_generators(problem.seed)
         row = deepcopy(problem.answer)  # the object may keep and change its lists
@@ -221,7 +221,7 @@ class ObjectEpisode(Episode):
 
 
 def as_call(text: str) -> dict[str, JSON]:
-    """Returns a call as messages of transformers hold it; one that cannot be read without name and arguments."""
+    """Returns a call in the form of transformers' messages; a malformed call has neither name nor arguments."""
     try:
         name, arguments = parse_call(text)
     except CallError:
@@ -247,7 +247,7 @@ def close(environment: Resettable) -> None:
 
 
 class Traits(NamedTuple):
-    """Facts on the objects of a class."""
+    """Properties of the objects of a class."""
 
     has_steps: bool
     tools: Sequence[Tool]
@@ -291,7 +291,7 @@ class Adapter:
 
 
 def extended(messages: Messages, observed: Messages, separator: str) -> Messages:
-    """Returns messages and others behind them; the first of these is joined to the last one if both are a user's."""
+    """Returns messages with others appended; the first of these is joined to the last one if both are a user's."""
     if not observed:
         return messages
     last, first = messages[-1], observed[0]

@@ -1,4 +1,4 @@
-"""Your own problems: any file of rows or data set of the hub, with a reward from a Python file of yours.
+"""Your own problems: any file of rows or data set of the hub, with a reward from your own Python file.
 
     python core/grpo.py --env_name dataset --env_options path=problems.jsonl --reward my_reward.py:reward
 
@@ -44,14 +44,13 @@ from utils.settings.errors import UserError, check_installed, describe_error
 class Dataset(Env):
     """Problems from named columns of a file (JSONL, JSON, CSV, Parquet; .gz) or of a data set of the hub.
 
-    The column `prompt` (else `question`) holds text or a list of messages; of `messages`, the last one of the assistant
-    is the answer. Other forms of rows, and what a row says of itself: see envs/data/messages.py. Without a `reward`,
-    replies are compared with the column `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid
-    split and, without a `test_path`, one in ten for the test split. Rows of `path` whose prompt stands in a held-out
-    split are removed.
+    The column `prompt` (or `question`) holds text or a list of messages. In a column `messages`, the last message of
+    the assistant is the answer. Other forms of rows: see envs/data/messages.py. Without a `reward`, replies are
+    compared with the column `answer` as mathematics, 1.0 or 0.0. One in twenty rows is kept for the valid split and,
+    without a `test_path`, one in ten for the test split. Rows of `path` with a prompt of a held-out split are removed.
 
-    With an `episode` a row is a conversation with an object of that class, which may pay rewards itself. Such rows may
-    repeat, and need no prompt.
+    With an `episode`, a row is a conversation with an object of that class, which may compute rewards itself. Such
+    rows may repeat, and need no prompt.
     """
 
     splits = ("train", "valid", "test")
@@ -59,20 +58,20 @@ class Dataset(Env):
     def __init__(
         self,
         split: str = "train",
-        path: str = "",  # a file, a folder, or owner/name on the hub; of the last two also FOLDER:config
+        path: str = "",  # a file, a folder or owner/name on the hub; also FOLDER:config for the last two
         test_path: str = "",
         hub_split: str = "train",
-        test_hub_split: str = "test",  # of test_path
-        prompt: str = "",  # column, as all three with dots before nested names; "": prompt, question or messages
+        test_hub_split: str = "test",  # split of test_path
+        prompt: str = "",  # column, with dots before nested names (also below); "": prompt, question or messages
         answer: str = "",  # column; need not be there when a reward is given; "": answer, or verl's or Alpaca's
         messages: str = "",  # column of a conversation, whose last reply is the answer if there is no other
-        form: str = "any",  # in which the answer stands: tags, boxed, hash or any
-        reward: str = "",  # FILE.py:FUNCTION, or several with commas between
-        reward_weights: str = "",  # of several
-        episode: str = "",  # FILE.py:CLASS, of TRL's environment_factory or with reset and step
-        max_turns: int = 8,  # of an episode
+        form: str = "any",  # form of the answer: tags, boxed, hash or any
+        reward: str = "",  # FILE.py:FUNCTION, or several separated by commas
+        reward_weights: str = "",  # factors of several rewards
+        episode: str = "",  # FILE.py:CLASS, for TRL's environment_factory or with reset and step
+        max_turns: int = 8,  # turns of an episode
         max_tool_calls: int = 16,
-        tool_error_reward: float = 0.0,  # for each call that fails
+        tool_error_reward: float = 0.0,  # added for each call that fails
         tokens_per_action: int = 512,
         skip_bad_rows: bool = False,
     ):
@@ -140,7 +139,7 @@ class Dataset(Env):
         self.has_reward = self.has_reward or traits.pays
 
     def read_row(self, row: RawRow) -> Row:
-        """Returns a row whose answer is the row itself, with its prompt and its reference in their columns.
+        """Returns a row whose answer is the whole row, with its prompt and its reference in their columns.
 
         Raises: as `read_exchange`; ValueError for what a reply cannot be compared with.
         """
@@ -195,12 +194,12 @@ class Dataset(Env):
     def grade(self, problem: Problem, played: Played) -> dict[str, float]:
         """Returns the rewards of a reply, or of an episode that has ended.
 
-        Raises: whatever a reward raises, which costs this reply its score.
+        Raises: whatever a reward raises; this reply then has no reward.
         """
         if self.rewards:
             return self.grade_all(problem, [played])[0]
         if self.has_reward:
-            return {"return": 0.0, "correct_answer": 0.0}  # the episode pays
+            return {"return": 0.0, "correct_answer": 0.0}  # the episode's class computes the rewards
         trial = played.text if isinstance(played.text, Trial) else None
         answer = final_answer(played.text, trial.form if trial else self.form)
         has_answer = answer is not None
@@ -209,7 +208,7 @@ class Dataset(Env):
         return {"return": correct, "correct_answer": correct, "format": float(has_answer)}
 
     def grade_all(self, problem: Problem, plays: Sequence[Played]) -> list[dict[str, float]]:
-        """Returns what the user's rewards give for replies to a problem; a return of 1 or more is correct."""
+        """Returns the user's rewards of replies to a problem; a return of 1 or more is correct."""
         graded = self.rewards.grade(plays, problem.answer, self.key_columns(problem.answer))
         return [{"correct_answer": float(scores["return"] >= 1)} | scores for scores in graded]
 
@@ -240,7 +239,7 @@ class Dataset(Env):
 
 
 def find_source(path: str, hub_split: str) -> Source:
-    """Returns the source of a file or a folder that exists, else of the hub. Raises UserError for a missing file."""
+    """Returns the source of a file or folder that exists, or of the hub. Raises UserError for a missing file."""
     file = Path(os.path.expanduser(path))
     if file.is_file():
         return Source((str(file.absolute()),))

@@ -42,13 +42,13 @@ from envs.scoring.processes import MAX_MEMORY, kill_tree, limit_memory
 from envs.tools.episode import ToolSettings
 from utils.settings.errors import UserError
 
-LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's, beside columns
+LISTS = ("prompts", "completions", "completion_ids", "environments")  # arguments of TRL's form, beside columns
 LOGGED = ("log_extra", "log_metric")  # functions that TRL gives, too
 ONLY_TRL = "trainer_state"
 VERL = ("solution_str", "predict_str", "model_output")  # names of the reply in verl
-FROM_ROW = ("data_source", "ground_truth", "extra_info")  # arguments of verl's
-NOT_APPLICABLE = "not_applicable"  # part that counts replies to which a function says None
-IMPORT_SECONDS = 60  # that the file of a reward, or of a class, may take to be imported
+FROM_ROW = ("data_source", "ground_truth", "extra_info")  # arguments of verl's form
+NOT_APPLICABLE = "not_applicable"  # part that counts replies for which a function returns None
+IMPORT_SECONDS = 60  # time limit for importing the file of a reward or of a class
 
 Parts = dict[str, float]  # parts of a reply's reward; "return" is its value, if that is not their sum
 
@@ -62,12 +62,12 @@ class KeyColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """What can be told of a reward without running it."""
+    """Properties of a reward that are known without running it."""
 
     name: str  # behind the colon
     place: str  # its name in Python, the line and the file
-    names: tuple[str, ...]  # of arguments
-    needed: tuple[str, ...]  # of these, without a default
+    names: tuple[str, ...]  # names of arguments
+    needed: tuple[str, ...]  # arguments without a default
 
     @property
     def form(self) -> str:
@@ -145,12 +145,12 @@ class RewardFunction:
         return self.call_lists(plays, row, columns)
 
     def call_own(self, played: Played, row: RawRow) -> object:
-        """Returns what it returns for the columns that it takes: those that it names, or all under `**row`."""
+        """Calls it with the columns that it takes: those that it names, or all under `**row`."""
         given = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
         return call(partial(self.function, played.text), given)
 
     def call_lists(self, plays: Sequence[Played], row: RawRow, columns: KeyColumns) -> list[Parts]:
-        """Returns the parts of a reward that gets lists, as TRL gives them; what it logs is a part of its own."""
+        """Returns the parts of a reward that gets lists, as in TRL; values that it logs are parts of their own."""
         row = {column: value for column, value in row.items() if column not in ("completion", *LISTS)}
         prompt = row.pop(columns.prompt, [])
         has_text = isinstance(prompt, str) and not plays[0].environment
@@ -183,7 +183,7 @@ class RewardFunction:
         return numbers
 
     def scored(self, value: object) -> Parts:
-        """Returns what verl reads of a value: a dict's "score", a list's first item; other numbers are logged."""
+        """Returns the reward as verl reads it: a dict's "score", or a list's first item; other numbers are logged."""
         if isinstance(value, list | tuple) and value:
             value = value[0]
         if not isinstance(value, Mapping):
@@ -207,7 +207,7 @@ def as_messages(played: Played) -> list[dict[str, JSON]]:
 
 
 def log_extra(logged: list[Parts], column: str, values: Sequence[object]) -> None:
-    """Logs what TRL shows as a column beside completions, as far as it is numbers."""
+    """Logs the numbers among the values that TRL shows as a column beside completions."""
     for parts, value in zip(logged, values, strict=False):
         number = as_number(value)
         if number is not None:
@@ -260,12 +260,12 @@ class Rewards:
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
-        """The functions, whose files are executed by the first look."""
+        """The functions; their files are executed at the first access."""
         return [RewardFunction(load_object(named, "--reward", "function"), named.name) for named in self.named]
 
     @cached_property
     def signatures(self) -> list[Signature]:
-        """Their signatures, as `try_import` found them, else by executing their files here."""
+        """Their signatures, as `try_import` found them, or by executing their files here."""
         found = [FOUND.get(version(named)) for named in self.named]
         return found if all(found) else [function.signature for function in self.functions]
 
@@ -293,7 +293,7 @@ class Rewards:
         return [self.combined(parts) for parts in zip(*graded, strict=True)]
 
     def combined(self, graded: Sequence[Parts]) -> Parts:
-        """Returns the weighted sum of what the functions gave for a reply, and all parts."""
+        """Returns the weighted sum of the functions' values for a reply, and all parts."""
         total, scores = 0.0, {}
         for name, weight, parts in zip(self.names, self.weights, graded, strict=True):
             value = parts["return"] if "return" in parts else sum(parts.values())

@@ -1,7 +1,7 @@
-"""Environments of other libraries as objects with `reset` and `step` on texts; an object is known by what it has.
+"""Environments of other libraries as objects with `reset` and `step` on texts, recognized by their attributes.
 
-TextArena, Gymnasium's environments with numbered actions, OpenEnv's clients and environments, SkyRL-gym; GEM's have
-that form already. None of the libraries is imported.
+These are TextArena, Gymnasium's environments with numbered actions, OpenEnv's clients and environments, and SkyRL-gym.
+GEM's environments have that form already. None of the libraries is imported.
 """
 
 import inspect
@@ -41,7 +41,7 @@ class TextArena:
         return "", (rewards or {}).get(0, 0.0), True, info
 
     def observation(self) -> str:
-        """Returns what the game has said since the last turn."""
+        """Returns the game's messages since the last turn."""
         game = self.environment
         while "env" in vars(game):
             game = game.env
@@ -84,7 +84,7 @@ class Numbered:
 class Typed:
     """OpenEnv: actions and observations are objects with fields, or dicts.
 
-    The reply is the action's only field, or the one that must be given; else it is a JSON object of the fields.
+    If the action has one field, or one required field, the reply fills it. Otherwise the reply is a JSON object.
     """
 
     def __init__(self, environment: Any, action_class: type):
@@ -172,7 +172,7 @@ def adapted(environment: Any) -> Any:
 
 
 def action_class(cls: type) -> type | None:
-    """Returns the class of OpenEnv's actions: the annotation in `step`, else the first argument of a generic base."""
+    """Returns the class of OpenEnv's actions: the annotation in `step`, or the first argument of a generic base."""
     try:
         _, action, *_ = inspect.signature(cls.step, eval_str=True).parameters.values()
     except (AttributeError, NameError, ValueError):  # `step` is no method, or its annotations cannot be read
@@ -187,7 +187,7 @@ def action_class(cls: type) -> type | None:
 
 
 def shown_fields(answer: object) -> str:
-    """Returns the observation in an answer of OpenEnv: its only field that is set, else all of them as JSON."""
+    """Returns the observation in OpenEnv's response: the only field that is set, or all set fields as JSON."""
     observation = answer if hasattr(answer, "model_dump") else answer.observation
     fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
     fields = {name: value for name, value in fields.items() if name not in NOT_SHOWN and value is not None}
@@ -197,12 +197,12 @@ def shown_fields(answer: object) -> str:
 
 
 def refusal(reason: str) -> Answer:
-    """Returns the answer to a reply that stands for no action, in the words of a call that fails."""
+    """Returns the response to a reply that stands for no action, in the words of a failed call."""
     return str({"error": reason}), 0.0, False, {}
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, JSON]) -> object:
-    """Returns what a function returns for those of the arguments that it takes."""
+    """Calls a function with those of the arguments that it takes, and returns its result."""
     taken = parameters(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     return completed(function(**{name: value for name, value in arguments.items() if takes_all or name in taken}))

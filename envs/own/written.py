@@ -104,7 +104,7 @@ class WrittenSettings(RolloutSettings):
 
     @property
     def manner(self) -> str:
-        """Returns what its rows are, in words."""
+        """Returns a description of the rows."""
         system = " ".join(system_prompt(self.env.problem(0).messages).split())
         shown = f", system prompt {shorten(system, 60)}" if system else ""
         return f"rows of at most {self.max_new_tokens} tokens, {self.options['train_on']} replies trained{shown}"
@@ -140,7 +140,7 @@ def read_written(config: DataConfig) -> tuple[WrittenSettings, list[Messages]]:
 def read_conversation(row: RawRow, columns: Columns = USUAL) -> Row:
     """Returns a row of data: its prompt, by which it is held out, and all messages.
 
-    Raises: ValueError for what cannot be trained on as it is.
+    Raises: ValueError for a row that cannot be trained on as it is.
     """
     try:
         exchange = read_exchange(row, columns)

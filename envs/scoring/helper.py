@@ -48,27 +48,27 @@ from utils.settings.errors import UserError, on_one_line
 MAX_CHUNK = 32  # replies that share one message to a worker
 QUICK = 0.01  # seconds of a worker's share of the queue below which it is one chunk
 MAX_CHUNKS = 1000  # chunks after which a worker is replaced: parsers of LaTeX cache without limit
-MAX_EPISODES = 2048  # that a worker keeps
+MAX_EPISODES = 2048  # episodes that a worker keeps
 MAX_HOMES = 100_000  # episodes whose workers are known
 MAX_IDLE_ENDS = 100  # workers that may end in a request while they score nothing, by a signal from elsewhere
 CHECK_INTERVAL = 0.05  # seconds between two looks at time limits and at workers that have ended
-MEMORY_INTERVAL = 0.25  # seconds between two looks at their memory
+MEMORY_INTERVAL = 0.25  # seconds between two looks at the memory of workers
 REPORT_INTERVAL = 0.1  # seconds after which a worker reports the outcomes that it has, in the middle of a chunk
 ALIVE_INTERVAL = 1.0  # seconds between two signs of life to the run
 MAX_SUSPECTED = 3  # ends of workers, each before the same reply was begun, after which that reply is at fault
 MAX_LATE = 1.0  # seconds after a message in which a worker begins its next reply
-MAX_IDLE = 5.0  # seconds after it got a chunk in which it begins
+MAX_IDLE = 5.0  # seconds in which a worker begins a new chunk
 MAX_UNMADE = 8  # workers in a row that cannot make an environment which others have made
 MAKING = 600  # seconds that the making of an environment may take
 MAX_MESSAGE = 2**26  # bytes of a message of a worker
-MAX_REWARD = 1e35  # of a reply or turn: float32, which has 3e38, holds sums of many
+MAX_REWARD = 1e35  # largest reward of a reply or turn: sums of many fit into float32 (3e38)
 MAX_PRINTED = 1000  # characters of a line; a pipe takes 4,096 bytes in one piece
 STEP_FORM = "Step(messages, reward, done), of messages with role and content"
 MAX_NAME = 200  # characters of the name of a reward
 TAKEN = ("length", "finished", "return_spread", "groups_without_signal")  # under env/ the log has others of its own
 CLOSING = 1.0  # seconds that environments have to close what they hold
-STALL = 60  # seconds without one after which the helper is held to be stuck, and the run to be so
-WORKER_STALL = 5  # seconds after which a worker that takes no message is held to be so
+STALL = 60  # seconds without a sign of life after which the helper, or the run, counts as stuck
+WORKER_STALL = 5  # seconds after which a worker that takes no message counts as stuck
 
 PROGRESS = struct.Struct("dq")  # time.monotonic() at the start of a reply, and its place in the chunk
 IDLE = (0.0, -1)
@@ -79,9 +79,9 @@ class Turns(NamedTuple):
 
     seed: int
     replies: tuple[Reply, ...]
-    is_truncated: bool = False  # by a limit: what the environment said after the last reply is known
-    game: int = 0  # seed of what is drawn before the first turn
-    said: int = 0  # digest of all that the environment has said; 0: not to be compared
+    is_truncated: bool = False  # by a limit: the response to the last reply is known already
+    game: int = 0  # seeds what is generated before the first turn
+    said: int = 0  # digest of the environment's messages so far; 0: not to be compared
 
 
 class Group(NamedTuple):
@@ -119,8 +119,8 @@ class Failure(NamedTuple):
 
 
 Outcome = Rewards | Step | Failure
-Outcomes = list[Rewards | Failure]  # of a group
-JSONOutcome = list[object]  # its kind, and its fields
+Outcomes = list[Rewards | Failure]  # outcomes of a group
+JSONOutcome = list[object]  # kind and fields of an outcome
 
 
 def outcome_to_json(outcome: Outcome | Outcomes) -> JSONOutcome:
@@ -145,7 +145,7 @@ def read_step(*fields: object) -> Step:
 
 
 def read_failure(kind: str, reason: str) -> Failure:
-    """Returns a failure of a worker's message. Raises: ValueError for one of no known kind."""
+    """Returns a failure of a worker's message. Raises: ValueError for an unknown kind."""
     if kind not in FAILURES:
         raise ValueError(f"{kind!r:.100} is no kind of failure")
     return Failure(kind, str(reason))
@@ -217,14 +217,14 @@ class Worker:
     progress: mmap.mmap
     heard: float = field(default_factory=time.monotonic)  # when it began, got the chunk, or sent a message
     chunk: Sequence[int] = ()
-    num_done: int = 0  # of the chunk
+    num_done: int = 0  # jobs of the chunk that are done
     num_chunks: int = 0
     started: float = 0.0  # when it got the chunk
     is_ready: bool = False  # has made the environment
     exit_code: int | None = None
     closed: float = math.inf  # when its connection was found to be closed
     memory_checked: float = 0.0
-    received: bytes = b""  # of a message that is not whole
+    received: bytes = b""  # part of a message that is not complete
 
     @property
     def place(self) -> int | None:
@@ -234,7 +234,7 @@ class Worker:
 
     @property
     def begun(self) -> float:
-        """Returns when it began that reply: what it says, as far as that can be."""
+        """Returns when it began that reply: the time that it reports, within possible limits."""
         if self.place is None:
             return self.heard + MAX_IDLE
         return min(max(self.heard, PROGRESS.unpack_from(self.progress)[0]), self.heard + MAX_LATE)
@@ -255,17 +255,17 @@ class Pool:
     run: Connection
     settings: ScorerSettings
     workers: list[Worker] = field(default_factory=list)
-    jobs: dict[int, Job] = field(default_factory=dict)  # that have no outcome yet, by number
-    queue: deque[int] = field(default_factory=deque)  # of them, those that no worker has
-    outcomes: dict[int, Outcome] = field(default_factory=dict)  # that the run has not got
+    jobs: dict[int, Job] = field(default_factory=dict)  # jobs without an outcome yet, by number
+    queue: deque[int] = field(default_factory=deque)  # numbers of the jobs that no worker has
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # outcomes that the run has not received
     homes: dict[EpisodeKey, int] = field(default_factory=dict)  # process that has played an episode so far
-    num_jobs: int = 0  # since there were none
-    num_lost: int = 0  # of these, replies that exceeded their time or ended their worker
+    num_jobs: int = 0  # jobs since the pool was last empty
+    num_lost: int = 0  # replies among them that exceeded their time or ended their worker
     num_idle_ends: int = 0
-    alone: set[int] = field(default_factory=set)  # jobs of which one has spoilt a message: each is a chunk
+    alone: set[int] = field(default_factory=set)  # jobs one of which has spoiled a message: each becomes a chunk
     suspected: Counter[int] = field(default_factory=Counter)  # jobs, by ends of workers before they were begun
     num_unmade: int = 0  # workers in a row that could not make the environment
-    traits: dict[str, bool] = field(default_factory=dict)  # of the environment
+    traits: dict[str, bool] = field(default_factory=dict)  # properties of the environment
     job_seconds: float = math.inf  # time of a job in the last chunk
     last_alive: float = 0.0
 
@@ -372,7 +372,7 @@ class Pool:
             self.replace_worker(worker, Failure("reward_errors", "it wrote into the connection of its process"))
 
     def take_message(self, worker: Worker, message: bytes) -> None:
-        """Takes a message of a worker. Raises: KeyError, TypeError, ValueError and others for what is none."""
+        """Takes a message of a worker. Raises: KeyError, TypeError, ValueError and others for a malformed one."""
         if not worker.is_ready:
             values = json.loads(message)
             if isinstance(values, str):
@@ -461,7 +461,7 @@ class Pool:
         lost = None if worker.place is None else worker.chunk[worker.place]
         if left and lost is None:
             is_late = failure.kind == "reward_timeouts"
-            if is_late and len(left) > 1:  # its place was no place: the reply at fault is found by trying each alone
+            if is_late and len(left) > 1:  # its place is invalid: the reply at fault is found by trying each alone
                 self.alone |= set(left)
             else:
                 self.suspected[left[0]] += 1
@@ -589,7 +589,7 @@ class Printed(io.RawIOBase):
     def write(self, data: memoryview) -> int:
         *lines, self.pending = (self.pending + bytes(data).decode(errors="replace")).split("\n")
         self.pending = self.pending[:MAX_PRINTED]
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # nobody reads any longer
             for line in lines:
                 os.write(self.fd, f"{self.start}{on_one_line(line.expandtabs()[:MAX_PRINTED])}\n".encode())
         return len(data)
@@ -670,7 +670,7 @@ def score_alone(env: Env, problem: Problem, text: str) -> Rewards | Failure:
 
 
 class EpisodeCache:
-    """Episodes that a worker has played so far, by their problem, seed and replies; others are played again."""
+    """Episodes that a worker has played so far, by problem, seed and replies; other episodes are played again."""
 
     def __init__(self):
         self.episodes: dict[tuple[int, int, tuple[Reply, ...]], Episode] = {}

@@ -17,9 +17,9 @@ from envs.base import DIALECTS, INLINE, Episode, Reply, Step, cut
 from envs.data.rows import JSON
 
 Tool = Callable[..., object]
-LastGrade = Callable[[str], Mapping[str, float]]  # of the last reply: "return", "correct_answer" and what else to log
+LastGrade = Callable[[str], Mapping[str, float]]  # grades the last reply: "return", "correct_answer" and more to log
 ARGUMENTS = ("arguments", "parameters", "args", "kwargs", "input")  # keys of a call; Llama 3 writes "parameters"
-LABELS = ("type", "id")  # keys that say nothing on what to run
+LABELS = ("type", "id")  # keys that do not change what is run
 MAX_CALL = 100_000  # characters of a call
 MAX_ERROR = 200  # characters of the reason of an error
 
@@ -28,7 +28,7 @@ class ToolSettings(NamedTuple):
     """Limits of calls, and their price."""
 
     dialect: str = "qwen"
-    max_calls: int = 16  # of an episode; further ones are errors
+    max_calls: int = 16  # calls of an episode; further ones are errors
     max_result_characters: int = 2000
     error_reward: float = 0.0  # added for each call that fails
     call_cost: float = 0.0  # subtracted for each call
@@ -49,9 +49,9 @@ class ToolEpisode(Episode):
         self.settings = settings
         self.grade = grade
         self.dialect = DIALECTS[settings.dialect]
-        self.num_calls = 0  # that were run, with and without an error
-        self.num_errors = 0  # of calls, run or not
-        self.text = ""  # of the last reply
+        self.num_calls = 0  # calls that were run, with and without an error
+        self.num_errors = 0  # errors of calls, run or not
+        self.text = ""  # text of the last reply
 
     def act(self, reply: Reply) -> Step:
         self.text = reply.text
@@ -159,7 +159,7 @@ def finite_number(text: str) -> float:
 
 
 def bind(tool: Tool, values: Mapping[str, JSON]) -> inspect.BoundArguments:
-    """Returns the arguments of a tool. Raises: CallError for others than it takes."""
+    """Returns the arguments of a tool. Raises: CallError for arguments that the tool does not take."""
     try:
         return inspect.signature(tool).bind(**values)
     except TypeError as error:
@@ -173,7 +173,7 @@ def completed(value: object) -> object:
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the loop of this process: a connection that one call has opened serves the next."""
+    """Returns the event loop of this process: a connection that one call opens also serves the next."""
     return asyncio.new_event_loop()
 
 

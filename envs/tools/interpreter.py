@@ -19,7 +19,7 @@ from typing import BinaryIO
 from envs.tools import sandbox
 from utils.settings.errors import UserError
 
-MAX_OUTPUT = 20_000  # bytes that are read of what code prints
+MAX_OUTPUT = 20_000  # bytes that are read of the output of code
 MAX_FOLDER = 1 << 24  # bytes of the files that code writes
 MAX_FILES = 1000
 PREFIX = "lmpo-python-"  # of temporary folders
@@ -46,7 +46,7 @@ class Interpreter:
     """Runs code, each piece in a process of its own; all pieces of a turn share a time limit."""
 
     seconds: float
-    memory: int  # bytes
+    memory: int  # bytes of address space
     is_confined: bool
     seconds_left: float = 0.0
 

@@ -156,7 +156,7 @@ def checked(result: int) -> int:
 
 
 def confine(readable: list[str]) -> None:
-    """Gives up all rights but those in this file's docstring. Raises: OSError if the kernel refuses a step."""
+    """Gives up all rights except those in this file's docstring. Raises: OSError if the kernel refuses a step."""
     column = MACHINES.index(os.uname().machine)
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     drop_capabilities(column)
@@ -168,7 +168,7 @@ def confine(readable: list[str]) -> None:
 
 
 def drop_capabilities(column: int) -> None:
-    """Gives up what root may do beyond others."""
+    """Gives up the rights that only root has."""
     version = 0x20080522  # linux/capability.h: three sets of 64 bits
     header = struct.pack("Ii", version, 0)
     checked(libc.syscall(CAPSET[column], header, bytes(24)))
@@ -218,7 +218,7 @@ def make_filter(column: int) -> bytes:
 
 
 def check_argument(name: str) -> list[bytes]:
-    """Returns the instructions that allow a call, or allow it for some values of an argument and refuse it else."""
+    """Returns the instructions that allow a call, or allow it only for some values of an argument."""
     allow, refuse = instruction(RETURN, ALLOW), instruction(RETURN, REFUSE)
     if name == "openat":
         return [instruction(LOAD, ARGUMENTS + 2 * 8), instruction(IF_ANY_BIT, O_TMPFILE, if_false=1), refuse, allow]
@@ -253,9 +253,9 @@ def main(seconds: str, memory: str, parent: str, confinement: str, readable: str
         sys.exit(1)
     code = sys.stdin.read()
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # in place of the file with the code
+    os.dup2(null, 0)  # replaces the file with the code
     os.close(null)
-    sys.path[-1:] = packages.split(os.pathsep)  # in place of the folder of this file
+    sys.path[-1:] = packages.split(os.pathsep)  # replaces the folder of this file
     if confinement == "on":
         confine(readable.split(os.pathsep))
     try:
