@@ -257,7 +257,7 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 
 def same_math(reference: str, answer: str, may_be_alike: bool = True) -> bool:
-    """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: numbers exactly, others by math-verify.
+    """True if two pieces of mathematics (LaTeX, or text that holds some) are equal: exact numbers, or by math-verify.
 
     Of a reference that is a worked solution, what it gives as its answer counts: see `final_reference`.
     False for what does not parse and for what is too long, too deeply nested or too large to be computed, unless both
