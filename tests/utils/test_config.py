@@ -510,6 +510,18 @@ def test_lmpos_flags_are_options_of_training():
         assert {on, off} <= set(options[target].choices)
 
 
+def test_page_for_users_of_trl_names_options_with_their_defaults():
+    page = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
+    options = options_of(grpo.Config)
+    assert set(re.findall(r"--(\w+)", page)) <= options.keys()
+    defaults = dict(re.findall(r"`--(\w+)` \(`?([^`)]+)`?\)", page))
+    values = to_dict(parse(grpo.Config, [f"--{name}={value}" for name, value in defaults.items()]))
+    assert len(defaults) > 20
+    assert {name: values[name] for name in defaults} == {name: options[name].default for name in defaults}
+    for name, value in re.findall(r"`--(\w+) (\w+)`", page):
+        assert value in options[name].choices
+
+
 @pytest.mark.parametrize("command", [eval.EvalCommand, sampling.SamplingCommand], ids=["eval", "sampling"])
 def test_commands_have_no_option_that_only_training_reads(command):
     of_training = {"test_env_name", "test_interval"}
