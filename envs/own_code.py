@@ -28,7 +28,7 @@ from utils.settings.errors import UserError, most_similar
 ROOT = Path(__file__).resolve().parents[1]
 __path__ = []  # the packages of folders are inside of this module
 PACKAGE = f"{__name__}.folder_"  # and the folder in hexadecimal digits
-LMPO = ("core", "envs", "models", "utils")
+LMPO = ("core", "envs", "models", "recipes", "utils")
 
 # Environment variables that rewards and classes of the user see. Also: what is named REWARD_..., and as ... alone.
 PASSED = re.compile(

@@ -3,8 +3,8 @@
     python imgs/make.py --loop    # the drawing of a step
     python imgs/make.py --demo runs/demo-0 runs/demo-1 runs/demo-2    # make demo SEED=0, 1, 2
     python imgs/make.py --smollm runs/smollm-0 runs/smollm-1 runs/smollm-2    # runs/smollm.sh --seed 0, 1, 2
-    python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # runs/games.sh --seed 0, 1, 2
-    python imgs/make.py --games runs/guess runs/calculator runs/gridworld    # GAME=guess, ... runs/games.sh
+    python imgs/make.py --guess runs/guess-0 runs/guess-1 runs/guess-2    # recipes/games/run.sh --seed 0, 1, 2
+    python imgs/make.py --games runs/guess runs/calculator runs/gridworld    # GAME=guess, ... recipes/games/run.sh
     python imgs/make.py --lora runs/lora --lora_smollm runs/smollm    # adapters, full training: docs/lab/results.md
     python imgs/make.py --objectives runs/objectives                  # python bench/objectives.py --dir runs/objectives
     python imgs/make.py --report runs/demo-0    # with Chromium, chromedriver, selenium
@@ -114,8 +114,8 @@ def main() -> None:
     parser.add_argument("--loop", action="store_true", help="the drawing of a step, for loop.svg")
     parser.add_argument("--demo", nargs="+", metavar="RUN", help="runs of the demo, for demo.png")
     parser.add_argument("--smollm", nargs="+", metavar="RUN", help="runs of runs/smollm.sh, for smollm.png")
-    parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of guess by runs/games.sh, for guess.png")
-    parser.add_argument("--games", nargs="+", metavar="RUN", help="runs of games by runs/games.sh, for games.png")
+    parser.add_argument("--guess", nargs="+", metavar="RUN", help="runs of guess, recipes/games/run.sh, for guess.png")
+    parser.add_argument("--games", nargs="+", metavar="RUN", help="runs of games, recipes/games/run.sh, for games.png")
     parser.add_argument("--lora", type=Path, metavar="FOLDER", help="runs in full, rank1, rank4, rank16, for lora.png")
     parser.add_argument("--lora_smollm", type=Path, metavar="FOLDER", help="the same of SmolLM2, for lora_smollm.png")
     parser.add_argument("--objectives", type=Path, metavar="FOLDER", help="runs of bench/objectives.py")

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = "core|models|envs|utils|docs|bench|tests|configs|imgs|runs"
+FOLDERS = "core|models|envs|utils|docs|bench|tests|configs|imgs|runs|extras|recipes"
 HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")  # local ones: file, heading
 FILE = re.compile(rf"\b(?:{FOLDERS})/[\w/+.-]+\.(?:py|md|sh|png|svg|txt)\b")

@@ -57,7 +57,7 @@ POEM = {
     "lr": 1e-3,
     "adam_eps": 1e-2,
 } | SMALL
-GAMES = {"config": "configs/games.py", "num_eval_samples": 2} | TOKENS | SMALL
+GAMES = {"config": "recipes/games/preset.py", "num_eval_samples": 2} | TOKENS | SMALL
 CALCULATOR = "prompt=bare,dialect=python,max_number=50,max_operations=2"
 CASES = {
     "demo": DEMO,

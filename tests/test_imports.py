@@ -16,7 +16,7 @@ import pytest
 from utils.settings import packages
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("core", "envs", "models", "utils", "configs", "bench", "runs")
+PACKAGES = ("core", "envs", "models", "utils", "configs", "bench", "runs", "recipes")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
@@ -33,6 +33,7 @@ LAW = {
     "configs": ("configs", "utils.devices.startup", "utils.settings.errors"),  # to choose by the device that is found
     "bench": PACKAGES,  # measures commands, too
     "runs": PACKAGES,
+    "recipes": PACKAGES,
 }
 NUMERICAL = {"flax", "jax", "jaxlib", "optax", "orbax"}  # which envs/ never imports: its processes start in no time
 

@@ -11,8 +11,8 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem
-from envs.grading.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
-from envs.reasoning import ReasoningGym
+from recipes.reasoning_gym.reasoning import ReasoningGym
+from recipes.reasoning_gym.verifiers import AUDITED, GRAMMARS, check_release, is_arithmetic, is_formula, is_literal_list
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 

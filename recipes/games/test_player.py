@@ -9,7 +9,7 @@ import pytest
 
 from core.chains.turns import Conversations
 from envs.scoring.scorer import Scorer, ScoringStream
-from runs.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
+from recipes.games.make_player import CELLS, CHAT_TEMPLATE, GAMES, TAGS, TURN_WEIGHT, Writer, make_corpus
 from runs.pretraining import make_tokenizer, pad_documents
 from utils.devices.sharding import single_device
 

@@ -1,4 +1,4 @@
-"""Runs code of the policy, each piece in a process of its own, confined by envs/tools/sandbox.py."""
+"""Runs code of the policy, each piece in a process of its own, confined by sandbox.py beside this file."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from envs.tools import sandbox
+from recipes.python_tool import sandbox
 from utils.settings.errors import UserError
 
 MAX_OUTPUT = 20_000  # bytes that are read of the output of code

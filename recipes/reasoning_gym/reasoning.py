@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from envs.base import Env, Problem
 from envs.data.splits import choose_split
 from envs.grading.answers import extract_answer
-from envs.grading.verifiers import AUDITED, check_release, may_be_verified
+from recipes.reasoning_gym.verifiers import AUDITED, check_release, may_be_verified
 from utils.settings.checks import load_yaml, read_text
 from utils.settings.errors import UserError, check_installed
 

@@ -10,7 +10,7 @@ from functools import partial
 from envs import make_env
 from envs.base import DIALECTS, Env, Episode, Problem, Reply, Step, check_choice
 from envs.tools.episode import ToolEpisode, ToolSettings
-from envs.tools.interpreter import Interpreter
+from recipes.python_tool.interpreter import Interpreter
 from utils.settings.errors import UserError
 
 PROBLEMS = ("gsm8k", "deepscaler", "aime", "aime25", "amc", "amc23", "math500")

@@ -24,8 +24,8 @@ from envs import make_env
 from envs.base import INLINE, Env, Reply, Step
 from envs.scoring.helper import EpisodeCache, Turns
 from envs.scoring.scorer import Scorer
-from envs.tools import sandbox
-from envs.tools.interpreter import PREFIX, CodeError, Interpreter, lock
+from recipes.python_tool import sandbox
+from recipes.python_tool.interpreter import PREFIX, CodeError, Interpreter, lock
 from tests.helpers import slow
 from tests.processes import wait_until_gone
 from utils.settings.errors import UserError
@@ -639,7 +639,8 @@ def wait_for_pids(memory: int) -> list[int]:
 
 def test_the_process_ends_with_the_one_that_called_it(tmp_path):
     memory = random.Random(str(os.getppid())).randrange(2**9, 2**20)
-    code = f"from envs.tools.interpreter import *; Interpreter(50.0, {memory << 20}, True, 50.0).python({IMMORTAL!r})"
+    module = "recipes.python_tool.interpreter"
+    code = f"from {module} import *; Interpreter(50.0, {memory << 20}, True, 50.0).python({IMMORTAL!r})"
     variables = {**os.environ, "TMPDIR": str(tmp_path)}  # the caller cannot remove its folder
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=variables) as process:
         pids = wait_for_pids(memory)

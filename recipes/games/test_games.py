@@ -16,9 +16,9 @@ import pytest
 
 from envs import make_env
 from envs.base import Env, Problem, Step
-from envs.gridworld import GridworldEpisode, Lake
-from envs.tictactoe import TicTacToeEpisode
-from envs.wordle import WORDS, WordleEpisode, feedback, read_words
+from recipes.games.gridworld import GridworldEpisode, Lake
+from recipes.games.tictactoe import TicTacToeEpisode
+from recipes.games.wordle import WORDS, WordleEpisode, feedback, read_words
 from tests.helpers import slow
 from utils.settings.errors import UserError
 

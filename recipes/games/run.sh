@@ -4,7 +4,7 @@
 # Minutes: 4 to 6 for guess, with compilation and evaluations; 2 to 8 for the others (AMD EPYC)
 # Score: held-out correct answers of guess 0.48, 0.43, 0.43 -> 0.98, 0.98, 0.98 (--seed 0, 1, 2; at fda8526 0 has 0.97); the others: docs/lab/results.md
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 game="${GAME:-guess}"
 case "$game" in
     guess) settings=(--env_options prompt=bare,min_size=16) ;;
@@ -17,7 +17,7 @@ case "$game" in
     gridworld)
         settings=(--env_options prompt=bare,tokens_per_turn=4
             --num_generation_tokens 384 --max_steps 100) ;;
-    *) echo "games.sh: there is no game '$game': guess, calculator, tictactoe or gridworld" >&2; exit 2 ;;
+    *) echo "run.sh: there is no game '$game': guess, calculator, tictactoe or gridworld" >&2; exit 2 ;;
 esac
-exec "${PYTHON:-python}" core/grpo.py --config configs/games.py --env_name "$game" --test_env_name "$game-test" \
+exec "${PYTHON:-python}" core/grpo.py --config recipes/games/preset.py --env_name "$game" --test_env_name "$game-test" \
     "${settings[@]}" "$@"

@@ -1,4 +1,4 @@
-"""models/player learns games of several turns on two CPU cores; runs/games.sh names the game.
+"""models/player learns games of several turns on two CPU cores; run.sh names the game.
 
 Dr. GRPO (arXiv 2503.20783) as in configs/demo.py. The base model keeps to the rules but plays carelessly; what RL finds
 is the play of the few experts among its documents.

@@ -1,4 +1,4 @@
-r"""Runs Python code from stdin in this process, without rights: the program that envs/tools/interpreter.py starts.
+r"""Runs Python code from stdin in this process, without rights: the program that interpreter.py starts.
 
     python -SPsB -X utf8 -c 'import sys, sandbox; sandbox.main(*sys.argv[1:])' \
         SECONDS BYTES PARENT_PID on|off READABLE_PATHS FOLDERS_OF_PACKAGES < code.py
@@ -55,7 +55,7 @@ CAPSET = (126, 91)
 
 # System calls that are allowed: name, number on x86_64 (asm/unistd_64.h), on aarch64 (asm-generic/unistd.h; -1: none).
 # All others are refused, those of kernels to come among them. These read and write files, which Landlock limits; none
-# removes or renames one, so that each file keeps a name by which envs/tools/interpreter.py counts it;
+# removes or renames one, so that each file keeps a name by which interpreter.py counts it;
 FILES = """
 openat 257 56, close 3 57, close_range 436 436, read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67
 pwrite64 18 68, preadv 295 69, pwritev 296 70, lseek 8 62, ftruncate 77 46, fsync 74 82, fdatasync 75 83

@@ -13,7 +13,7 @@ from envs.base import Env, Episode, Problem, Step, check_choice
 from envs.data.splits import choose_split
 from utils.settings.errors import UserError
 
-WORDS = Path(__file__).parent / "data" / "wordle_words.txt"
+WORDS = Path(__file__).with_name("wordle_words.txt")
 WORD = re.compile(r"(?<![a-z])[a-z]{5}(?![a-z])")
 PROMPTS = {
     "bare": "Guess the word.",
